@@ -6,19 +6,22 @@
 # make wheels  wheels for Linux on x86-64 and aarch64 into build/wheels, cross-compiled (docs/install.md)
 # make families  every model family against transformers, and the count of all model types with experts
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
-# make ablate the papers' parts one after the other and every cache policy, by replay
-# make papers what the papers found about quality, routing and caching, measured again; SMALL_MODEL=folder for that too
-# make bench  what docs/benchmarks.md says, measured again; make bench-cpu  the native kernels alone;
-#             make bench-streaming  packs larger than memory, with 60 GB in BENCH_PACKS (as root: it makes memory
-#             cgroups and empties the page cache);
-#             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) against llama.cpp too; with
-#             SMALL_MODEL=folder (rows of multiples of 256 weights, which llama.cpp's types can hold) the quantizers and
-#             quality by size for it too
+# make bench  what docs/benchmarks.md says, measured again: all that follows but what needs a GPU
+#   make bench-cpu        the native kernels, and decode and prefill
+#   make bench-streaming  packs larger than memory, with 45 GB in BENCH_PACKS; as root: it makes memory cgroups
+#   make bench-serving    the server for several requests, and under load
+#   make bench-drafts     drafts on PACK, which has a real model
+#   make bench-plans      predicted bytes and speeds against measured ones
+#   make bench-quality    loss by bits; EXPERTS=file for experts of a real model too
+#   make ablate           the papers' parts one after the other and every cache policy, by replay
+#   make papers           what the papers found about quality and routing
+#   LLAMA_PYTHON=python (with llama_cpp and gguf) and LLAMA_SERVER=llama-server compare with llama.cpp; SMALL_MODEL=folder
+#   measures another model too, with rows of multiples of 256 weights, which llama.cpp's types can hold
 # make gpu-check  on a machine with a GPU: what only a GPU can show, in three calls of nine minutes (docs/gpu.md): CALL=1
 #             for one of them, PART=twins,demo for some parts, GPU_OPTIONS for more; needs no network and no installation
-# make gpu-report  the page and the picture of docs/benchmarks/gpu-*.json; GPU_FILES for other files
+# make gpu-report  docs/benchmarks/gpu.md from the files of gpu-check: GPU_FILES, or those in build/gpu
 
-GPU_FILES ?= $(wildcard docs/benchmarks/gpu-*.json)
+GPU_FILES ?= $(wildcard build/gpu/gpu-*.json)
 GPU_PYTHON := $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -36,7 +39,8 @@ LLAMA = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 # Tests start hundreds of Python processes: each would compile all modules again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check types unit soak wheels families fuzz ablate papers bench bench-cpu bench-streaming gpu-check gpu-report clean
+.PHONY: demo test check types unit soak wheels families fuzz ablate papers bench bench-cpu bench-streaming \
+    bench-serving bench-drafts bench-plans bench-quality gpu-check gpu-report clean
 .DEFAULT_GOAL := test
 
 # The model learned from novels alone: its loss is measured on a novel. 16 MiB are too little for any GPU: all of this
@@ -96,55 +100,48 @@ fuzz: $(INSTALLED)
 
 bench-cpu: $(INSTALLED)
 	$(BIN)/python $(BENCH)/kernels.py experts
-	$(BIN)/python $(BENCH)/host_share.py
+	$(BIN)/python $(BENCH)/kernels.py rows
 	$(BIN)/python $(BENCH)/kernels.py decode --folder $(BENCH_PACKS) $(LLAMA)
+	$(BIN)/python $(BENCH)/neighbours.py --folder $(BENCH_PACKS)
+
+bench-streaming: $(INSTALLED)
+	$(BIN)/python $(BENCH)/offloading.py speed --folder $(BENCH_PACKS) $(LLAMA)
+	$(BIN)/python $(BENCH)/offloading.py parts --folder $(BENCH_PACKS)
+
+bench-serving: $(INSTALLED)
+	$(BIN)/python $(BENCH)/serving.py --folder $(BENCH_PACKS) $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) $(LLAMA)
+	$(BIN)/python $(BENCH)/serving_load.py --folder $(BENCH_PACKS)
+	$(BIN)/python $(BENCH)/serving_load.py --folder $(BENCH_PACKS) --budget 15M
+
+bench-drafts: $(INSTALLED)
+	$(BIN)/python $(BENCH)/drafts.py $(PACK) --texts 2 --no-ungated
+
+bench-plans: $(INSTALLED)
+	$(BIN)/python $(BENCH)/plans.py predicted --folder $(BENCH_PACKS)
+
+bench-quality: $(INSTALLED)
+	$(BIN)/python $(BENCH)/quality.py $(LLAMA)
+	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/quality.py --model $(SMALL_MODEL) $(LLAMA))
+	$(if $(EXPERTS),$(BIN)/python $(BENCH)/real_experts.py --experts $(EXPERTS) $(LLAMA))
 
 ablate: $(INSTALLED)
 	$(BIN)/python $(BENCH)/policies.py parts
 	$(BIN)/python $(BENCH)/policies.py hits
-	$(BIN)/python $(BENCH)/policies.py trust --folder $(BENCH_PACKS)
 
 papers: $(INSTALLED)
 	$(BIN)/python $(BENCH)/paper_quality.py all
 	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/paper_quality.py all --model $(SMALL_MODEL))
-	$(BIN)/python $(BENCH)/paper_routing.py all --folder $(BENCH_PACKS) $(if $(SMALL_MODEL),--model $(SMALL_MODEL))
+	$(BIN)/python $(BENCH)/paper_routing.py all $(if $(SMALL_MODEL),--model $(SMALL_MODEL))
 	$(BIN)/python $(BENCH)/paper_scores.py all
 
-bench-streaming: $(INSTALLED)
-	$(BIN)/python $(BENCH)/offloading.py speed --folder $(BENCH_PACKS) $(LLAMA)
-	$(BIN)/python $(BENCH)/offloading.py disk --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/offloading.py soak --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/offloading.py overlap --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/offloading.py parts --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/row_reads.py --folder $(BENCH_PACKS)
-
-bench: families bench-cpu bench-streaming ablate
-	mkdir -p $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/memory.py convert --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/memory.py convert --folder $(BENCH_PACKS) --quantizer calibrated --codec trellis --bits 2 \
-	    --layers 1
-	for model in gpt-oss-120b deepseek-v3; do \
-	    $(BIN)/python $(BENCH)/memory.py convert --model $$model --bits source --only plain --folder $(BENCH_PACKS) && \
-	    $(BIN)/python $(BENCH)/memory.py profile --model $$model --layers 2 --experts 4 --tokens 512 --only plain \
-	        --folder $(BENCH_PACKS) || exit 1; \
-	done
-	$(BIN)/python $(BENCH)/memory.py profile --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/neighbours.py --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/serving_load.py --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/serving_load.py --folder $(BENCH_PACKS) --budget 15M
-	$(BIN)/python $(BENCH)/profiling.py
-	$(BIN)/python $(BENCH)/plans.py predicted --folder $(BENCH_PACKS)
-	$(BIN)/python $(BENCH)/quantizers.py
-	$(BIN)/python $(BENCH)/quality.py $(LLAMA) --svg $(BENCH_PACKS)/quality-tiny.svg
-	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/quantizers.py --model $(SMALL_MODEL))
-	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/quality.py --model $(SMALL_MODEL) $(LLAMA) \
-	    --svg $(BENCH_PACKS)/quality-small.svg)
+bench: families bench-cpu bench-streaming bench-serving bench-plans bench-quality ablate papers \
+    $(if $(PACK),bench-drafts)
 
 gpu-check:
 	$(GPU_PYTHON) $(BENCH)/gpu_check.py $(if $(CALL),--call $(CALL)) $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
 
 gpu-report: $(INSTALLED)
-	$(BIN)/python $(BENCH)/gpu_report.py $(GPU_FILES) -o docs/benchmarks/gpu
+	$(BIN)/python $(BENCH)/gpu_report.py $(GPU_FILES)
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

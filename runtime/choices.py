@@ -178,7 +178,7 @@ def auto_preset(
     Where single rows are read (`rows_below` above 0), the next layer's selectors predict them.
 
     Without routes it evicts as EdgeMoE does: layers come in turn, and the layer that ran longest ago is needed next.
-    Measured on synthetic packs (docs/benchmarks/offloading.md).
+    Measured on synthetic packs (docs/benchmarks/memory.md).
     """
     name: PolicyName = "edgemoe" if passes is None else offload.auto_policy(passes, facts, extent_bytes)[0]
     token_bytes = facts.num_active * int(extent_bytes.max())

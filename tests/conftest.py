@@ -52,11 +52,10 @@ LONGEST_FIRST = (
     "test_families.py",
     "test_gpu_runs.py",
     "test_hybrid_models.py",
-    "test_bounded_memory.py",
     "test_wheel.py",
     "test_compiled.py",
     "test_fuzz.py",
-    "test_coded_memory.py",
+    "test_conversion_memory.py",
     "test_target_kills.py",
     "test_gpu_check.py",
 )

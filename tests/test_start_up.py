@@ -139,8 +139,8 @@ def command_of(name: str) -> Command:
 
 
 # What a pack of Mixtral needs on a CPU, in lines of our Python, with some air. If a run loads more, `python
-# tests/bench/loaded.py --modules` shows every module and who imported it first. Load what is new where it is used, or
-# raise the bound and say in docs/install.md what it is for.
+# tests/support/loaded_packs.py --modules` shows every module and who imported it first. Load what is new where it is
+# used, or raise the bound and say in docs/install.md what it is for.
 MOST_LINES = {"moe-run PACK --prompt TEXT": 18_000, "moe-run PACK --prompt TEXT --budget 16M": 20_500}
 # Modules for what this run does not do, by the beginnings of their names.
 NOT_NEEDED = (
@@ -159,7 +159,7 @@ NOT_NEEDED = (
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     """What `moe-run` loads for a pack of the demo model in 4 bit, without and with a budget."""
     # Not above: this file is imported where torch may not be.
-    from loaded import CASES, loaded_by_case
+    from support.loaded_packs import loaded_by_case
     from support.models import DEMO_MODEL, pack
 
     from moe_pack.runtime.cpu import is_available
@@ -168,7 +168,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
         pytest.skip("native kernels were not built: torch computes, and needs more of our modules")
     folder = tmp_path_factory.mktemp("runs") / "packed"
     pack(DEMO_MODEL, folder)
-    return {each.name: loaded_by_case(each, folder) for each in CASES if each.name in MOST_LINES}
+    return {each: loaded_by_case(each, folder) for each in MOST_LINES}
 
 
 def test_a_run_loads_what_its_pack_needs(runs: dict[str, Loaded]) -> None:
@@ -182,7 +182,7 @@ def test_a_run_loads_what_its_pack_needs(runs: dict[str, Loaded]) -> None:
 
 
 def test_a_run_loads_few_lines(runs: dict[str, Loaded]) -> None:
-    from loaded import sizes
+    from support.loaded_packs import sizes
 
     assert all(f"`{run}`" in sizes(runs) for run in MOST_LINES)
     for run, loaded in runs.items():

@@ -101,7 +101,7 @@ def assumed_cpu() -> Machine:
 def assumed_host() -> Machine:
     """Returns the CPU and the disk of a GPU's host, if no machine was measured.
 
-    Rates: two thirds of two channels of DDR5-5600 (89.6 GB/s), as in docs/benchmarks/gpu-roofline.md.
+    Rates: two thirds of two channels of DDR5-5600 (89.6 GB/s), as in docs/benchmarks/gpu.md.
     """
     rates = (WidthRate(4, HOST_RATE),)
     name = f"a CPU that computes experts at {HOST_RATE / 1e9:.0f} GB/s, assumed"
@@ -116,7 +116,7 @@ def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:
 BANDWIDTH_SHARE, LINK_SHARE = 0.8, 0.8
 MEASURE = "measure"
 HOST_RATE = 60e9
-# A layer has some ten launches, and three copies to the host before a call (docs/benchmarks/gpu-roofline.md).
+# A layer has some ten launches, and three copies to the host before a call (docs/benchmarks/gpu.md).
 GPU_TOKEN_S, LAUNCH_S, CALL_S = 50e-6, 1e-6, 15e-6
 _GPU_FIXED = FixedCosts(GPU_TOKEN_S, 10 * LAUNCH_S, expert_s=0.0, miss_s=CALL_S + 3 * LAUNCH_S, rows_s=0.0)
 _WIDTHS = (1, 2, 3, 4, 8, 16)

@@ -140,8 +140,8 @@ def model_text(spec: ModelSpec, name: str) -> str:
     )
 
 
-# What was measured, as shares of the estimated tokens a second: on CPUs in 22 runs (docs/benchmarks/planning.md), on a
-# GPU with the plans of docs/benchmarks/gpu-roofline.md.
+# What was measured, as shares of the estimated tokens a second: on CPUs in 22 runs (docs/benchmarks/memory.md), on a
+# GPU with the plans of docs/benchmarks/gpu.md.
 _MEASURED_SHARES: dict[Kind, tuple[float, float]] = {
     "cpu": (1 / 1.42, 1 / 0.69),
     "cuda": (1 / 2.8, 1 / 1.6),

@@ -265,7 +265,7 @@ def check_budget(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...])
 def with_kv_dtype(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...]) -> Target:
     """Returns the target with a key-value cache of 8 bits, if none is asked for and no pack runs with one of float32.
 
-    Of the forms whose KL is below 0.0005 nats on a real model, q8 has the fewest bytes (docs/benchmarks/kv-cache.md).
+    Of the forms whose KL is below 0.0005 nats on a real model, q8 has the fewest bytes (docs/benchmarks/memory.md).
     """
     if target.device != "cpu" or target.kv_dtype is not None or spec.encoder is not None:
         return target

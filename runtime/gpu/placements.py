@@ -25,7 +25,7 @@ Misses = Literal["pull", "split", "disk"]
 
 NUM_TURNS = 2  # the host looks at what one token left while the next one runs
 REACH_BYTES = 16 * (2**31 - 1)  # of offsets in units of 16 bytes in 32 bits; in more memory they have 64
-# Of the memory for experts. The less, the less the CPU reads on the demo model (docs/benchmarks/policies.md), but a
+# Of the memory for experts. The less, the less the CPU reads on the demo model (docs/benchmarks/papers.md), but a
 # prompt's experts stream through it.
 DYNAMIC_SHARE = 0.05
 # Of a layer's slots, those that wait for the records that one of two tokens pulls; the others keep what came before.

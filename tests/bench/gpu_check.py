@@ -1,8 +1,9 @@
 """`make gpu-check`: everything that only a GPU can show, in three calls of nine minutes at most.
 
 Each part of a call has a process, a time limit and a file of its own, which is whole after every row: a part that dies
-or runs out of time costs the others nothing. Results go to the folder that $OUT names, where it is set. Nothing is
-installed: the rooms are linked under build/rooms, and the native kernels are built in place where there is a compiler.
+or runs out of time costs the others nothing. Results go to the folder that $OUT names, else to build/gpu; `make
+gpu-report` publishes them. Nothing is installed: the rooms are linked under build/rooms, and the native kernels are
+built in place where there is a compiler.
 
 Without a GPU it is a rehearsal: the same code at tiny sizes, kernels by Triton's interpreter; its files are marked, and
 lie in build/. A rehearsal shows that the parts run, never how fast.
@@ -134,7 +135,7 @@ def _listed(call: int) -> str:
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     default=None,
-    help="Where the files go.  [default: $OUT, else docs/benchmarks; build/gpu-rehearsal for a rehearsal]",
+    help="Where the files go.  [default: $OUT, else build/gpu; build/gpu-rehearsal for a rehearsal]",
 )
 @click.option("--revision", default="", help="The code's commit, where git cannot tell it.")
 @click.option("--rehearse", is_flag=True, help="Run as where there is no GPU.")
@@ -151,7 +152,8 @@ def main(calls: str, parts: str | None, limit: float, out: Path | None, revision
     folder = out or _usual_folder(is_rehearsal)
     folder.mkdir(parents=True, exist_ok=True)
     _prepare()
-    slug = gpu_slug(setting(is_rehearsal).gpu)
+    gpu = setting(is_rehearsal).gpu
+    slug = gpu_slug(gpu.name if gpu else None)
     ended, times = [], _REHEARSAL_TIMES if is_rehearsal else 1
     for call, names in chosen.items():
         stem = folder / f"gpu-{slug}-{time.strftime('%Y-%m-%d')}-call{call}"
@@ -192,7 +194,7 @@ def _prepare() -> None:
 def _usual_folder(is_rehearsal: bool) -> Path:
     if os.environ.get("OUT"):
         return Path(os.environ["OUT"])
-    return _ROOT / "build" / "gpu-rehearsal" if is_rehearsal else _ROOT / "docs" / "benchmarks"
+    return _ROOT / "build" / ("gpu-rehearsal" if is_rehearsal else "gpu")
 
 
 def run_call(names: list[str], stem: Path, limit_s: float, revision: str, is_rehearsal: bool) -> list[Ended]:

@@ -1,264 +1,110 @@
-"""`make gpu-report`: what the files of `make gpu-check` say, as a page of tables and a picture; runs side by side.
+"""`make gpu-report`: the page of what GPUs measured and of what is predicted of them, and a picture.
 
-    python tests/bench/gpu_report.py docs/benchmarks/gpu-*.json -o docs/benchmarks/gpu
+    python tests/bench/gpu_report.py build/gpu/gpu-*.json
 
-writes gpu.md and gpu.svg. Files of one GPU, day and commit are one run, whatever their calls. Of several runs each
-table has the most telling figure of each, and the ratio of the last one on the first one's GPU to the first.
+makes of each file of `make gpu-check` a compact one in docs/benchmarks, and of all that are there gpu.md and gpu.svg in
+the same folder: a table for each kind of figure, with rows of each run. The predictions are those of gpu_roofline.py.
 """
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import click
+from gpu.measuring import gpu_slug
+from gpu.runs import SERIES, Row, Run, Series, compact, compact_text, read_runs
 
-Row = dict[str, Any]
+FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 _GIB = 1 << 30
 _INCHES = (9.2, 4.2)
-_MOST_KERNELS = 14  # of a token's profile
-_COUNTED = (  # of ncu's metrics
-    "Duration",
-    "DRAM Throughput",
-    "Memory Throughput",
-    "Compute (SM) Throughput",
-    "L2 Hit Rate",
-    "Registers Per Thread",
-    "Achieved Occupancy",
-    "Warp Cycles Per Issued Instruction",
-    "Executed Instructions",
-)
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of one kind as a table. `keys`: what tells rows apart.   `values`: figures, the most telling first."""
-
-    title: str
-    kind: str
-    keys: tuple[str, ...]
-    values: tuple[str, ...]
-    most_rows: int | None = None
+def compact_name(path: Path, whole: dict[str, Any]) -> str:
+    """Returns the name of a file's compact form: its GPU, day, commit and call."""
+    slug, day = gpu_slug(whole["gpu"] and whole["gpu"]["name"]), whole["parts"][0]["date"][:10]
+    return f"gpu-{slug}-{day}-{whole['revision'][:7]}-{path.stem.rpartition('-')[2]}.json"
 
 
-TABLES = (
-    Table(
-        "Whole models",
-        "Speed",
-        ("pack", "wanted.misses", "wanted.policy", "wanted.ram_bytes", "wanted.budget_bytes", "prompt_tokens"),
-        (
-            "decode_per_s",
-            "prefill_per_s",
-            "median_token_ms",
-            "resident",
-            "pulled",
-            "left",
-            "whole_per_token",
-            "bytes_per_token",
-            "disk_bytes_per_token",
-            "link_share",
-            "cpu_share",
-        ),
-    ),
-    Table(
-        "A cap against everything on the GPU",
-        "Ratio",
-        ("pack", "misses", "policy", "tier", "gib"),
-        ("ratio", "capped_per_s", "resident_per_s"),
-    ),
-    Table("Whole tokens", "TokenProfile", ("pack", "wanted.misses"), ("token_us", "kernels_us", "launches")),
-    Table("Kernels of a token", "KernelShare", ("pack", "kernel"), ("us", "launches", "share"), _MOST_KERNELS),
-    Table("A token's experts", "ExpertTime", ("experts", "sparsity", "operation"), ("timed.us", "timed.share")),
-    Table(
-        "Matrices",
-        "DenseTime",
-        ("operation", "rows", "cols", "bits", "tokens"),
-        ("timed.us", "timed.share", "tflops"),
-    ),
-    Table(
-        "Attention of a token", "AttentionTime", ("heads", "kv_heads", "cache", "context"), ("timed.us", "timed.share")
-    ),
-    Table("What ncu counts", "Metric", ("kernel", "case", "metric", "unit"), ("value",)),
-    Table(
-        "Rows over the link",
-        "Transfer",
-        ("way", "record_bits", "row_bytes", "running", "programs"),
-        ("gb_a_second", "share"),
-    ),
-    Table("Memory and link", "CopyRate", ("what", "num_bytes"), ("gb_a_second",)),
-    Table("Launches", "LaunchCost", ("what",), ("us",)),
-    Table("Choosing a token on the host", "SamplerTime", ("sampler", "vocabulary"), ("ms",)),
-    Table(
-        "Answers against the CPU's",
-        "Answers",
-        (
-            "pack",
-            "wanted.misses",
-            "wanted.policy",
-            "wanted.kv_dtype",
-            "wanted.ram_bytes",
-            "wanted.budget_bytes",
-            "wanted.share",
-        ),
-        (
-            "worst_token",
-            "worst_prompt",
-            "beyond",
-            "tokens",
-            "greedy_equal",
-            "kl",
-            "resident",
-            "pulled",
-            "left",
-            "whole_per_token",
-        ),
-    ),
-)
-
-
-@dataclass(slots=True)
-class Run:
-    """All that a GPU said on a day of a commit. `began`: the first part's time.   `faults`: parts that did not end
-    well, and sections that failed.
-    """
-
-    name: str
-    gpu: str
-    began: str
-    is_rehearsal: bool
-    machine: str
-    rows: list[Row] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-
-    def of(self, kind: str) -> list[Row]:
-        """The rows of a kind."""
-        return [row for row in self.rows if row["kind"] == kind]
-
-
-def read_runs(paths: list[Path]) -> list[Run]:
-    """The runs in some files, the oldest first."""
-    runs: dict[str, Run] = {}
-    for path in paths:
-        whole = json.loads(path.read_text())
-        gpu = whole["gpu"]["name"] if whole["gpu"] else "no GPU"
-        began, commit = whole["parts"][0]["date"], whole["revision"][:7]
-        versions = ", ".join(f"{name} {whole['versions'][name]}" for name in ("torch", "triton"))
-        machine = f"{gpu}, {whole['cores']} cores of {whole['cpu']}, {versions}"
-        name = f"{gpu}, {began[:10]}, {commit}"
-        run = runs.setdefault(name, Run(name, gpu, began, whole["rehearsal"], machine))
-        run.began = min(run.began, began)
-        for part in whole["parts"]:
-            run.rows += [row for row in part["rows"] if row["kind"] != "Metric"]
-            counted = [row for row in part["rows"] if row.get("metric") in _COUNTED]
-            run.rows += [row | {"value": float(row["value"])} for row in counted if _is_number(row["value"])]
-            run.faults += [] if part["state"] == "done" else [f"`{part['part']}`: {part['state']}"]
-            run.faults += [
-                f"`{part['part']}`, {name}: {text.splitlines()[-1]}" for name, text in part["errors"].items()
-            ]
-    return sorted(runs.values(), key=lambda run: run.began)
-
-
-def labels(runs: list[Run]) -> list[str]:
-    """What tells runs apart: of one GPU and day the commit is enough."""
-    names = [run.name.split(", ") for run in runs]
-    differ = [number for number in range(3) if len({name[number] for name in names}) > 1]
-    return [", ".join(name[number] for number in differ or range(3)) for name in names]
-
-
-def _is_number(text: str) -> bool:
-    """Whether ncu had a figure; for what it could not count it says `n/a` or `nan`."""
-    try:
-        return isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def page(runs: list[Run], picture: str) -> str:
-    """The page, in Markdown."""
+def measured_page(runs: list[Run], picture: str) -> str:
+    """Returns the page's part of measured figures, in Markdown."""
     lines = [
-        "# On a GPU: figures",
+        "# GPUs: figures",
         "",
-        "Made by `make gpu-report` from the files of `make gpu-check` in this folder.",
+        "    make gpu-check     # on each machine",
+        "    make gpu-report    # writes this page",
+        "",
+        "Every figure is of the last run of a GPU that measured it. The runs, by their number in the tables:",
         "",
     ]
-    for run in runs:
-        lines.append(f"- **{run.name}**: {run.machine}{'; **a rehearsal: no time means anything**' * run.is_rehearsal}")
+    for number, run in enumerate(runs, 1):
+        rehearsal = "; **a rehearsal: no time means anything**" * run.is_rehearsal
+        lines.append(f"{number}. {run.machine}; {run.began[:10]}, commit `{run.commit}`{rehearsal}")
     lines += ["", f"![Tokens a second by budget]({picture})", ""]
-    for run in runs:
-        lines += [*_verdicts(run), ""]
-    for table in TABLES:
-        lines += _table(table, runs)
+    for number, run in enumerate(runs, 1):
+        if said := list(_verdicts(run)):
+            lines += [f"Run {number}:", "", *said, ""]
+    for series in SERIES:
+        lines += _table(series, runs)
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _verdicts(run: Run) -> Iterator[str]:
-    """What is right or wrong, rather than fast or slow."""
-    twins, promises = run.of("Twin"), run.of("Promise")
-    yield f"**{run.name}.** {sum(row['is_right'] for row in twins)} of {len(twins)} kernel cases equal their twins."
-    yield f"{sum(row['holds'] for row in promises)} of {len(promises)} promises of the engine hold."
+    """Yields what is right or wrong, rather than fast or slow."""
+    for row in run.of("Twins"):
+        yield f"- {row['right']} of {row['of']} kernel cases equal their twins."
+    for row in run.of("Promises"):
+        yield f"- {row['right']} of {row['of']} promises of the engine hold."
     for row in run.of("Sanitized"):
-        yield f"compute-sanitizer {row['tool']}: {row['summary']} ({row['cases']} cases)."
-    if run.faults:
-        yield "What failed:"
-        yield ""
-        yield from (f"- {fault}" for fault in run.faults)
+        yield f"- compute-sanitizer {row['tool']}: {row['summary']} ({row['cases']} cases)."
+    for fault in (fault for faults in run.faults.values() for fault in faults):
+        yield f"- What failed: {fault}"
 
 
-def _table(table: Table, runs: list[Run]) -> list[str]:
-    found = [{_key(table, row): row for row in run.of(table.kind)} for run in runs]
-    keys = list(dict.fromkeys(key for rows in found for key in rows))
-    if table.most_rows is not None:
-        keys = _largest(table, keys, found)
-    if not keys:
+def _table(series: Series, runs: list[Run]) -> list[str]:
+    rows = [(number, row) for number, run in enumerate(runs, 1) for row in run.of(series.kind)]
+    columns = list(dict.fromkeys(column for _, row in rows for column in row[series.values[0]]))
+    columns.sort(key=lambda column: (0, float(column)) if column.isdigit() else (1, 0.0))
+    if series.most_rows is not None:
+        rows.sort(key=lambda each: (each[0], -max(each[1][series.values[0]].values())))
+        rows = [each for number in range(len(runs)) for each in rows if each[0] == number + 1][: series.most_rows]
+    if not rows:
         return []
-    if len(runs) == 1:
-        names, body = list(table.values), [[_figure(_get(found[0][key], v)) for v in table.values] for key in keys]
-    else:
-        first = table.values[0]
-        names = [f"{first}, {label}" for label in labels(runs)] + ["last / first"]
-        last = max(number for number, run in enumerate(runs) if run.gpu == runs[0].gpu)
-        body = [_compared([_get(rows[key], first) if key in rows else None for rows in found], last) for key in keys]
-    heads = [key.rpartition(".")[2] for key in table.keys] + [name.replace("timed.", "") for name in names]
-    rule = [*["---"] * len(table.keys), *["---:"] * len(names)]
-    lines = [f"## {table.title}", "", _line(heads), _line(rule)]
-    lines += [_line([*map(str, key), *cells]) for key, cells in zip(keys, body, strict=True)]
+    unit = series.values[0].removeprefix("timed.")
+    shared = [name for name in series.values if name.endswith("share")]
+    others = [] if shared else [name for name in series.values[1:] if not series.across]
+    heads = [key.rpartition(".")[2] for key in series.keys]
+    figures = [*(_column(series, column) or unit for column in columns), *others]
+    lines = [f"## {series.title}", ""]
+    if series.across:
+        names = " and ".join(name.replace("_", " ") for name in series.across)
+        share = "; in brackets the share of the rate at which the GPU copies its memory" * bool(shared)
+        lines += [f"`{unit}` by {names}{share}.", ""]
+    lines += [_line(["run", *heads, *figures]), _line(["---:", *["---"] * len(heads), *["---:"] * len(figures)])]
+    for number, row in rows:
+        cells = [_cell(row, series.values[0], shared, column) for column in columns]
+        cells += [_figure(next(iter(row[name].values()))) for name in others]
+        lines.append(_line([str(number), *(_named(row[key], key) for key in series.keys), *cells]))
     return [*lines, ""]
 
 
-def _largest(table: Table, keys: list[tuple[Any, ...]], found: list[dict[Any, Row]]) -> list[tuple[Any, ...]]:
-    """Of each first key those with the largest figures."""
-    kept = []
-    for group in dict.fromkeys(key[0] for key in keys):
-        ours = [key for key in keys if key[0] == group]
-        ours.sort(key=lambda key: -max(float(_get(rows[key], table.values[0])) for rows in found if key in rows))
-        kept += ours[: table.most_rows]
-    return kept
+def _column(series: Series, column: str) -> str:
+    if series.across == ("num_bytes",):
+        return f"{int(column) / (1 << 20):,.0f} MiB"
+    return f"{int(column):,}" if column.isdigit() else column
 
 
-def _compared(values: list[Any], last_idx: int) -> list[str]:
-    first, last = values[0], values[last_idx]
-    return [*map(_figure, values), f"{last / first:.2f}" if first and last is not None else ""]
+def _cell(row: Row, value: str, shared: list[str], column: str) -> str:
+    if column not in row[value]:
+        return ""
+    share = row[shared[0]][column] if shared else None
+    return _figure(row[value][column]) + (f" ({share:.0%})" if share is not None else "")
 
 
-def _key(table: Table, row: Row) -> tuple[Any, ...]:
-    return tuple(_named(_get(row, key), key) for key in table.keys)
-
-
-def _named(value: Any, key: str) -> Any:
+def _named(value: Any, key: str) -> str:
     if key.endswith(("budget_bytes", "ram_bytes")):
         return "all" if value is None else f"{value / _GIB:.4g} GiB"
-    if key.endswith("share"):
-        return "" if value is None else f"{value:.3g}"
-    return f"{value:.3g}" if isinstance(value, float) else value
-
-
-def _get(row: Row, path: str) -> Any:
-    value: Any = row
-    for name in path.split("."):
-        value = value[name]
-    return value
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _figure(value: Any) -> str:
@@ -271,63 +117,75 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _is_plain(wanted: Row) -> bool:
-    """Whether an engine has enough host memory, and predicts nothing."""
-    return wanted["ram_bytes"] is None and wanted["policy"] == "auto"
-
-
 def draw(runs: list[Run], path: Path) -> None:
     """Writes the picture: tokens a second of each model by budget, a line for each way of missing rows, as SVG."""
-    packs = list(dict.fromkeys(row["pack"] for run in runs for row in run.of("Speed")))
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    packs = list(dict.fromkeys(row["pack"] for run in runs for row in run.of("Speed")))
     with mpl.rc_context({"svg.hashsalt": "moe-pack", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(_INCHES, layout="constrained")
         for number, pack in enumerate(packs):
             axes = figure.add_subplot(1, len(packs), number + 1)
             axes.set_title(pack)
             axes.set_ylabel("tokens a second, decoding")
-            for run, label in zip(runs, labels(runs), strict=True):
-                rows = [row for row in run.of("Speed") if row["pack"] == pack and _is_plain(row["wanted"])]
-                for misses in dict.fromkeys(row["wanted"]["misses"] for row in rows):
-                    # Of each budget the last row, which is not the one that warms up.
+            for run_number, run in enumerate(runs, 1):
+                rows = [row for row in run.of("Speed") if row["pack"] == pack and _is_plain(row)]
+                for misses in dict.fromkeys(row["wanted.misses"] for row in rows):
+                    # Of each budget the last figure, which is not the one that warms up.
                     best = {
-                        row["wanted"]["budget_bytes"]: row["decode_per_s"]
+                        row["wanted.budget_bytes"]: list(row["decode_per_s"].values())[-1]
                         for row in rows
-                        if row["wanted"]["misses"] == misses
+                        if row["wanted.misses"] == misses
                     }
                     order = sorted(best, key=lambda budget: float("inf") if budget is None else budget)
                     names = ["all" if budget is None else f"{budget / _GIB:.4g} GiB" for budget in order]
-                    axes.plot(names, [best[budget] for budget in order], marker="o", label=f"{label}, {misses}")
+                    label = f"run {run_number}, {run.gpu}, {misses}"
+                    axes.plot(names, [best[budget] for budget in order], marker="o", label=label)
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
             axes.legend()
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
+def _is_plain(row: Row) -> bool:
+    """Whether an engine has enough host memory, and predicts nothing."""
+    return row["wanted.ram_bytes"] is None and row["wanted.policy"] == "auto"
+
+
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option(
     "-o",
-    "out",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Path of the page and of the picture, without .md.",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    default=FOLDER,
+    help="Where compact files lie, and page and picture go.  [default: docs/benchmarks]",
 )
 @click.option("--rehearsal", is_flag=True, help="Take rehearsals' files too.")
-def main(files: tuple[Path, ...], out: Path, rehearsal: bool) -> None:
-    """Writes OUT.md and OUT.svg from files of `make gpu-check`."""
-    if not files:
-        raise click.UsageError("no files; run make gpu-check on a GPU, and copy what it writes to docs/benchmarks")
-    runs = read_runs(list(files))
-    if any(run.is_rehearsal for run in runs) and not rehearsal:
+@click.option("--no-predictions", is_flag=True, help="Write what was measured alone.")
+def main(files: tuple[Path, ...], folder: Path, rehearsal: bool, no_predictions: bool) -> None:
+    """Makes FILES of `make gpu-check` compact, and writes the page of all compact files."""
+    wholes = [(path, json.loads(path.read_text())) for path in files]
+    if any(whole["rehearsal"] for _, whole in wholes) and not rehearsal:
         raise click.UsageError(
             "some files are rehearsals, whose times mean nothing; leave them out, or add --rehearsal"
         )
-    draw(runs, out.with_suffix(".svg"))
-    out.with_suffix(".md").write_text(page(runs, out.with_suffix(".svg").name))
-    click.echo(f"{out.with_suffix('.md')}: {len(runs)} runs, {sum(len(run.rows) for run in runs):,} rows")
+    for path, whole in wholes:
+        if path.parent.resolve() != folder.resolve():
+            (folder / compact_name(path, whole)).write_text(compact_text(compact(whole)))
+    published = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu-*.json"))]
+    if not published:
+        raise click.UsageError("no files; run make gpu-check on a GPU, and give what it writes")
+    runs = read_runs(published)
+    draw(runs, folder / "gpu.svg")
+    text = measured_page(runs, "gpu.svg")
+    if not no_predictions:
+        from gpu_roofline import predictions  # which needs Triton
+
+        text += f"\n{predictions(runs)}"
+    (folder / "gpu.md").write_text(text)
+    click.echo(f"{folder / 'gpu.md'}: {len(runs)} runs, {sum(len(run.rows) for run in runs):,} rows")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""A page of predictions for the GPU's engine: launches of a token, counted, and its time, from bytes and rates.
+"""Predictions of the GPU's engine: launches of a token, counted, and its time, from bytes and rates.
 
     python tests/bench/gpu_roofline.py
 
-counts the launches (half a minute), and writes docs/benchmarks/gpu-roofline.md and a file of the counts. Figures of
-`make gpu-check` in the same folder appear next to the predictions. No GPU is needed.
+counts the launches (half a minute), and writes docs/benchmarks/gpu-launches.jsonl. `make gpu-report` writes what
+follows from them, next to what `make gpu-check` measured, into docs/benchmarks/gpu.md. No GPU is needed.
 """
 
 import json
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,12 +28,12 @@ from gpu.roofline import (
     CPU_RATES,
     NUM_SMS,
     Misses,
-    Order,
     Setup,
     Subject,
     kernel_times,
     predict,
 )
+from gpu.runs import Run
 
 from moe_pack.convert.plan.machines import (
     BANDWIDTH_SHARE,
@@ -46,8 +46,7 @@ from moe_pack.convert.plan.machines import (
 )
 from moe_pack.runtime.gpu.fit import usual_budget
 
-FOLDER = ROOT / "docs" / "benchmarks"
-PAGE, COUNTS = FOLDER / "gpu-roofline.md", FOLDER / "roofline-launches.json"
+COUNTS = ROOT / "docs" / "benchmarks" / "gpu-launches.jsonl"
 _GIB = 1 << 30
 _BUDGETS = (8, 11, 16, 24)  # GiB
 _MODELS = {"Mixtral-8x7B": MIXTRAL, "Qwen3-30B-A3B": QWEN3}
@@ -57,7 +56,6 @@ _COUNTED = {
     "DeepSeek-V2": "deepseek-v2",
     "gpt-oss-20b": "gpt-oss-20b",
 }
-_BEFORE = {"Mixtral-8x7B": 640, "Qwen3-30B-A3B": 800}  # launches of the graph engine's token, as a review estimated
 _ANSWERS: tuple[tuple[Misses, str], ...] = (
     ("cpu", "DDR5"),
     ("cpu", "DDR4"),
@@ -93,13 +91,13 @@ class Counts:
     @classmethod
     def read(cls, path: Path) -> "Counts":
         """Reads the file that `write` wrote."""
-        values = json.loads(path.read_text())
-        return cls(values["commit"], values["date"], tuple(map(TokenLaunches.from_json, values["launches"])))
+        first, *lines = map(json.loads, path.read_text().splitlines())
+        return cls(first["commit"], first["date"], tuple(map(TokenLaunches.from_json, lines)))
 
     def write(self, path: Path) -> None:
-        """Writes a file of JSON."""
-        values = {"commit": self.commit, "date": self.date, "launches": [each.as_json() for each in self.launches]}
-        path.write_text(json.dumps(values, indent=1) + "\n")
+        """Writes a file of JSON lines: the commit and the date, then each model's launches in each mode."""
+        values = [{"commit": self.commit, "date": self.date}, *(each.as_json() for each in self.launches)]
+        path.write_text("".join(f"{json.dumps(value)}\n" for value in values))
 
 
 def count_all() -> Counts:
@@ -114,39 +112,33 @@ def count_all() -> Counts:
     return Counts(commit, f"{datetime.now(UTC):%Y-%m-%d}", tuple(found))
 
 
-def read_measured(paths: Iterable[Path]) -> Measured:
+def measured_ms(runs: Sequence[Run]) -> Measured:
     """Returns the median milliseconds of a token by GPU, pack and budget in bytes (None: all free memory), with `auto`.
 
     Of several runs on a GPU those of the last commit count; rehearsals do not.
     """
-    runs = [json.loads(path.read_text()) for path in paths]
-    found: dict[str, tuple[str, Measured]] = {}
-    for run in sorted(runs, key=lambda run: str(run["parts"][0]["date"])):
-        gpu = None if run["rehearsal"] else known_gpu(run["gpu"]["name"])
-        if gpu is None:
-            continue
-        if found.get(gpu.name, ("", {}))[0] != run["revision"]:
-            found[gpu.name] = (run["revision"], {})
-        for row in (row for part in run["parts"] for row in part["rows"] if row["kind"] == "Speed"):
-            wanted = row["wanted"]
-            if (wanted["misses"], wanted["policy"], wanted["ram_bytes"]) == ("auto", "auto", None):
-                found[gpu.name][1][gpu.name, row["pack"], wanted["budget_bytes"]] = row["median_token_ms"]
-    return {key: value for _, measured in found.values() for key, value in measured.items()}
+    last = {known.name: run for run in runs if not run.is_rehearsal and (known := known_gpu(run.gpu))}
+    return {
+        (gpu, row["pack"], row["wanted.budget_bytes"]): list(row["median_token_ms"].values())[-1]
+        for gpu, run in last.items()
+        for row in run.of("Speed")
+        if (row["wanted.misses"], row["wanted.policy"], row["wanted.ram_bytes"]) == ("auto", "auto", None)
+    }
 
 
-def page(counts: Counts, measured: Measured) -> str:
-    """Returns the page, in Markdown."""
-    subjects = {name: Subject.of(request) for name, request in _MODELS.items()}
+def predictions(runs: Sequence[Run]) -> str:
+    """Returns the page's part of predictions, in Markdown."""
+    subjects, counts = {name: Subject.of(request) for name, request in _MODELS.items()}, Counts.read(COUNTS)
     blocks = [
-        "# The GPU's engine: predictions",
-        "**Every time and every speed on this page is a prediction, and none was measured**, except in columns named "
-        "*measured*, which are empty until `make gpu-check` has run on such a GPU. Launches are counted.",
+        "# Predictions",
+        "**Every time and every speed from here on is a prediction, and none was measured**, except in columns named "
+        "*measured*. Launches are counted.",
         "    python tests/bench/gpu_roofline.py",
         f"Commit {counts.commit}, {counts.date}. The command needs no GPU.",
         *_launches(counts),
         *_assumptions(),
         *_kernels(subjects, counts),
-        *_speeds(subjects, counts, measured),
+        *_speeds(subjects, counts, measured_ms(runs)),
     ]
     return "\n\n".join(map(_wrapped, blocks)) + "\n"
 
@@ -185,18 +177,9 @@ def _launches(counts: Counts) -> Iterator[str]:
         for mode, each in counts.of(model).items():
             kernels, copies, calls, waits = (each.total(is_counted) for is_counted in kinds)
             in_layer = sum(number for launch, number in each.per_layer.items() if is_kernel(launch))
-            before = _BEFORE.get(name) if mode == "pull" else None
-            rows.append([name, mode, each.num_layers, in_layer, kernels, before, copies, calls, 1 + waits])
-    header = ["model", "mode", "layers", "kernels a layer", "a token", "before", "copies", "CPU calls", "waits"]
+            rows.append([name, mode, each.num_layers, in_layer, kernels, copies, calls, 1 + waits])
+    header = ["model", "mode", "layers", "kernels a layer", "a token", "copies", "CPU calls", "waits"]
     yield table(header, rows)
-    yield (
-        "*Before* is an estimate for the engine that this one replaces, `graph`, which pulled what was missing and "
-        "also waited once a token. Launches of a layer in mode `split`, by name; `cpu` and `link` are forks:"
-    )
-    found = {name: counts.of(model)["split"].per_layer for name, model in _COUNTED.items()}
-    names = dict.fromkeys(launch for per_layer in found.values() for launch in per_layer)
-    body = [[f"`{each.name}`", each.queue, *(layer.get(each) for layer in found.values())] for each in names]
-    yield table(["launch", "queue", *found], body)
 
 
 def _assumptions() -> Iterator[str]:
@@ -270,17 +253,10 @@ def _speeds(subjects: dict[str, Subject], counts: Counts, measured: Measured) ->
         )
         if subject.request.sparsity:
             yield (
-                f"{subject.request.sparsity:.0%} of an expert's neurons do not run. If how often rows run falls evenly "
-                "from an expert's first row to its last, as placement assumes:"
+                f"{subject.request.sparsity:.0%} of an expert's neurons do not run, and all rows run equally often, as "
+                "in the synthetic packs that `make gpu-check` runs:"
             )
-            yield table(*_speed_table(subject, counts, "falling", None))
-            yield "If all rows run equally often, as in the synthetic packs that `make gpu-check` runs:"
-        yield table(*_speed_table(subject, counts, "even", measured))
-        yield (
-            "Milliseconds of a token with `auto` and DDR5, by the last table. *Here* (neurons in GPU memory), *CPU* "
-            "and *link* run at the same time."
-        )
-        yield table(*_fork_table(subject, counts))
+        yield table(*_speed_table(subject, counts, measured))
 
 
 def _budgets(gpu: str) -> Iterator[tuple[str, int | None, int]]:
@@ -292,31 +268,18 @@ def _budgets(gpu: str) -> Iterator[tuple[str, int | None, int]]:
     yield f"all, {most / _GIB:.1f}", None, most
 
 
-def _speed_table(subject: Subject, counts: Counts, order: Order, measured: Measured | None) -> Table:
-    """Returns predicted speeds, and measured ones if there may be any."""
+def _speed_table(subject: Subject, counts: Counts, measured: Measured) -> Table:
+    """Returns predicted speeds, and measured ones where there are any."""
     launches, body = counts.of(subject.request.model), list[list[object]]()
     for gpu in NUM_SMS:
         for name, option, budget in _budgets(gpu):
-            found = [predict(subject, Setup(gpu, cpu, budget, misses, order), launches) for misses, cpu in _ANSWERS]
+            found = [predict(subject, Setup(gpu, cpu, budget, misses), launches) for misses, cpu in _ANSWERS]
             speeds = [f"{1 / each.token_s:.0f}" for each in found]
-            body.append([gpu, name, f"{found[0].resident:.0%}", f"{found[0].missing_bytes / 1e6:.0f}", *speeds])
-            if measured is not None:
-                ms = measured.get((gpu, subject.request.name, option))
-                body[-1].append(None if ms is None else f"{1e3 / ms:.0f}")
+            ms = measured.get((gpu, subject.request.name, option))
+            share = (f"{found[0].resident:.0%}", f"{found[0].missing_bytes / 1e6:.0f}")
+            body.append([gpu, name, *share, *speeds, None if ms is None else f"{1e3 / ms:.0f}"])
     answers = [misses if misses == "pull" else f"{misses}, {cpu}" for misses, cpu in _ANSWERS]
-    header = ["GPU", "budget, GiB", "resident", "missing, MB", *answers]
-    return header if measured is None else [*header, "measured"], body
-
-
-def _fork_table(subject: Subject, counts: Counts) -> Table:
-    """Returns the predicted parts of a token's time."""
-    launches, body = counts.of(subject.request.model), list[list[object]]()
-    for gpu in NUM_SMS:
-        for name, _, budget in _budgets(gpu):
-            each = predict(subject, Setup(gpu, "DDR5", budget, "auto", "even"), launches)
-            times = (each.serial_s, each.here_s, each.cpu_s, each.link_s, each.token_s)
-            body.append([gpu, name, *(f"{1e3 * seconds:.2f}" for seconds in times)])
-    return ["GPU", "budget, GiB", "serial", "here", "CPU", "link", "token"], body
+    return ["GPU", "budget, GiB", "resident", "missing, MB", *answers, "measured"], body
 
 
 def _least_resident(subject: Subject) -> int:
@@ -329,13 +292,10 @@ def _least_resident(subject: Subject) -> int:
 
 
 @click.command(help=__doc__)
-@click.option("--keep-counts", is_flag=True, help="Take the launches that were counted before.")
-def main(keep_counts: bool) -> None:
-    """Writes the page and the counts."""
-    if not keep_counts:
-        count_all().write(COUNTS)
-    PAGE.write_text(page(Counts.read(COUNTS), read_measured(FOLDER.glob("gpu-*.json"))))
-    click.echo(f"wrote {PAGE.relative_to(ROOT)}")
+def main() -> None:
+    """Writes the counts."""
+    count_all().write(COUNTS)
+    click.echo(f"wrote {COUNTS.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,19 @@
 """How fast the native CPU kernels are: experts against the memory's rate, whole decode and prefill against llama.cpp.
 
 python tests/bench/kernels.py experts
-python tests/bench/kernels.py rotation
+python tests/bench/kernels.py rows --libggml-cpu LIBRARY
 python tests/bench/kernels.py decode --llama-python PYTHON
-python tests/bench/kernels.py codecs --llama-python PYTHON
-python tests/bench/kernels.py layers PACK...
 """
 
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from itertools import product
-from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Literal, Protocol, get_args
@@ -25,7 +22,6 @@ import click
 import numpy as np
 import torch
 from benchlib import figure, finish, folder_option, json_option, moe_pack, table
-from benchlib.checkpoints import Shape
 from benchlib.ggml import Ggml
 from benchlib.llama import Llama, llama_option, make_gguf
 from numpy.typing import NDArray
@@ -57,9 +53,7 @@ from moe_pack.runtime.cpu import (
     row_numbers,
 )
 from moe_pack.runtime.model import Decoder, NativeOperations
-from moe_pack.runtime.model.layer_calls import LayerCalls
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.model.rotation import Rotation
 
 _CPU = torch.device("cpu")
 InstructionSet = Literal["avx512vbmi", "avx512", "avx2", "portable"]
@@ -329,81 +323,21 @@ def _llama_operations(library: Ggml, kind: str) -> tuple[Callable[[], object] | 
     return dot, None, *many
 
 
-# --- rotations
-
-_ROTATED = (*_MODELS, Model("gpt-oss-120b", 2880, 2880, 4), Model("DeepSeek-V3", 7168, 2048, 8))
-
-
-@dataclass(frozen=True, slots=True)
-class RotationFigure:
-    """Median time of a token's experts in a layer, and of the two rotations around them; `share`: of the experts'."""
-
-    model: str
-    hidden_size: int
-    stored_as: str
-    threads: int
-    experts_ms: float
-    rotations_us: float
-    share: float
-
-
-def measure_rotations(
-    model: Model, stored: PartFormat, rounds: int, pools: dict[int, Kernels]
-) -> Iterator[RotationFigure]:
-    """Times rotations between calls of experts, as they come in decoding; the first round warms up."""
-    experts, x = Experts(model, stored), torch.randn(1, model.d, generator=torch.Generator().manual_seed(0))
-    rotation = Rotation(torch.linspace(1, 2, model.d), torch.linspace(2, 1, model.d))
-    times: dict[int, list[tuple[float, float]]] = {threads: [] for threads in pools}
-    for _ in range(rounds + 1):
-        for threads, kernels in pools.items():
-            operations, works = NativeOperations(kernels), experts.take(model.experts, 0.0)
-            rotations_s = _seconds(partial(operations.rotate, x, rotation))
-            experts_s = _seconds(partial(kernels.experts, x, works))
-            rotations_s += _seconds(partial(operations.rotate_back, x, rotation))
-            times[threads].append((experts_s, rotations_s))
-    for threads, taken in times.items():
-        experts_s, rotations_s = (median(seconds) for seconds in zip(*taken[1:], strict=True))
-        case = (model.name, model.d, format_text(stored), threads)
-        yield RotationFigure(*case, 1e3 * experts_s, 1e6 * rotations_s, rotations_s / experts_s)
-
-
-@main.command("rotation")
-@click.option("--rounds", default=101, show_default=True, type=click.IntRange(1), help="Runs of each case.")
-@click.option("--formats", default="trellis2,2,4", show_default=True, help="As for experts.")
-@click.option("--threads", default=f"1,{min(2, num_cpus())}", show_default=True, help="Numbers of threads.")
-@click.option("--limit", type=click.Choice(_INSTRUCTION_SETS), help="As for experts.")
-@json_option
-def rotation_command(
-    rounds: int,
-    formats: str,
-    threads: str,
-    limit: InstructionSet | None,
-    as_json: bool,
-) -> None:
-    """Times what rotated layers add to the decoding of a token: two rotations a layer, as a share of its experts.
-
-    All neurons run, so that the share is the least; experts come from more memory than any cache holds.
-    """
-    figures = list[RotationFigure]()
-    with ExitStack() as stack:
-        numbers = dict.fromkeys(int(number) for number in threads.split(","))
-        pools = {number: stack.enter_context(closing(Kernels(number, limit))) for number in numbers}
-        name = next(iter(pools.values())).instruction_set
-        for model, stored in tqdm(list(product(_ROTATED, map(format_of, formats.split(",")))), disable=as_json):
-            figures += measure_rotations(model, stored, rounds, pools)
-    rows = [
-        (x.model, x.hidden_size, x.stored_as, x.threads, f"{x.experts_ms:.2f}", f"{x.rotations_us:.1f}",
-         f"{x.share:.1%}")
-        for x in figures
-    ]  # fmt: skip
-    text = table(("experts of", "hidden", "stored as", "threads", "experts, ms", "rotations, us", "share"), rows)
-    finish({"instruction_set": name, "figures": [asdict(x) for x in figures]}, f"{name}\n{text}", as_json)
-
-
 # --- decode and prefill
 
 Task = Literal["decode", "prefill"]
 _TASKS: tuple[Task, ...] = ("decode", "prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A published model with some layers and tokens."""
+
+    model: str
+    layers: int
+    vocab: int = 4096
+
+
 _SHAPES = {
     "mixtral": Shape("mixtral-8x7b", 2),
     "qwen3": Shape("qwen3-30b-a3b", 4),
@@ -412,7 +346,6 @@ _SHAPES = {
 Numerics = Literal["exact", "fast", "fastest"]
 _DIGITS: dict[Numerics, int] = {"exact": 0, "fast": 2, "fastest": 1}
 _THRESHOLD_SEQUENCES, _THRESHOLD_LENGTH = 32, 64
-_WARM_TOKENS = 60  # before those that are timed: most experts have been chosen, and checked
 _REST_SECONDS = 0.2  # before each timing: threads that wait for work spin for a while before they sleep
 
 
@@ -480,12 +413,26 @@ class Speed:
     ratio: float | None
 
 
+def synthetic_pack(shape: Shape, stored: str, folder: Path) -> Path:
+    """Returns a pack of random weights whose experts are in the format of this name, made unless it is there."""
+    pack, part = folder / stored, format_of(stored)
+    if not (pack / "manifest.json").exists():
+        bits, group = f"{part.bits:g}", "row" if part.group == ROW_GROUP else part.group
+        moe_pack(
+            *("synth", shape.model, "-o", pack, "--layers", shape.layers, "--vocab", shape.vocab),
+            *("--selector-bits", bits, "--record-bits", bits, "--dense-bits", 4, "--group-size", group),
+            *(() if part.codec == "bf16" else ("--codec", part.codec)),
+            *("--rotate", "off"),
+        )
+    return pack
+
+
 def make_sparse(dense: Path, sparsity: float) -> Path:
     """Returns a pack with thresholds for a sparsity and, by hard links, the same experts, unless it is there.
 
     Thresholds and manifest are replaced by renaming, so that the files they are linked to stay as they were.
     """
-    pack, partial_pack = dense.with_name(f"pack-{sparsity:g}"), dense.with_name("pack.partial")
+    pack, partial_pack = dense.with_name(f"{dense.name}-{sparsity:g}"), dense.with_name("pack.partial")
     if pack.exists():
         return pack
     shutil.rmtree(partial_pack, ignore_errors=True)
@@ -534,6 +481,7 @@ def run_rounds(
 @click.option(
     "--sparsity", "sparsities", multiple=True, type=click.FloatRange(0, 0.99), default=(0.0, 0.8), show_default=True
 )
+@click.option("--formats", default="4", show_default=True, help="Of experts, as for experts.")
 @click.option("--threads", multiple=True, default=(1, 2), show_default=True, type=click.IntRange(1))
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--prompt-tokens", default=16, show_default=True, type=click.IntRange(1), help="Before decoding.")
@@ -550,6 +498,7 @@ def decode_command(
     llama_python: Path | None,
     models: tuple[str, ...],
     sparsities: tuple[float, ...],
+    formats: str,
     threads: tuple[int, ...],
     rounds: int,
     prompt_tokens: int,
@@ -564,29 +513,33 @@ def decode_command(
 ) -> None:
     """Times decode and prefill of some layers of random weights, all in memory, against llama.cpp.
 
-    Our pack (selector `up`, 4 bit throughout, group 64) and a GGUF of the same layers, head and embedding in Q4_0, both
-    4.5 bits a weight. Packs of a sparsity share their experts. One program works while the others wait; of
-    each round every program decodes and prefills the same random tokens. Of a prefill only the last token's logits are
-    asked for. Medians over rounds.
+    Our packs (selector `up`, 4 bit but for the experts of other formats, group 64) and a GGUF of the same layers, head
+    and embedding in Q4_0, 4.5 bits a weight. Packs of a sparsity share their experts. One program works while the
+    others wait; of each round every program decodes and prefills the same random tokens. Of a prefill only the last
+    token's logits are asked for. Medians over rounds.
     """
     speeds, facts = list[Speed](), dict[str, object]()
     for name in models or _SHAPES:
         shape = replace(_SHAPES[name], layers=layers or _SHAPES[name].layers, vocab=vocab)
         place = folder / f"decode-{name}-{shape.layers}-layers-{vocab}-tokens"
         place.mkdir(parents=True, exist_ok=True)
-        dense = synthetic_pack(shape, "4", False, place)
+        dense = {stored: synthetic_pack(shape, stored, place) for stored in formats.split(",")}
         context = max(prompt_tokens + decode_tokens, prefill_tokens)
         with ExitStack() as stack:
-            packs = {s: stack.enter_context(Pack(make_sparse(dense, s) if s else dense)) for s in sparsities}
-            programs: list[Program] = [
-                stack.enter_context(
-                    closing(Ours(pack, f"moe-pack {mode}, sparsity {s:g}", threads, context, limit, mode))
+            packs = {
+                f"{format_text(format_of(stored))}, sparsity {s:g}": stack.enter_context(
+                    Pack(make_sparse(pack, s) if s else pack)
                 )
-                for (s, pack), mode in product(packs.items(), numerics)
+                for (stored, pack), s in product(dense.items(), sparsities)
+            }
+            programs: list[Program] = [
+                stack.enter_context(closing(Ours(pack, f"moe-pack {mode}, {text}", threads, context, limit, mode)))
+                for (text, pack), mode in product(packs.items(), numerics)
             ]
             spec = next(iter(packs.values())).spec
             if llama_python:
-                llama = Llama(llama_python, make_gguf(dense, llama_python), spec, context)
+                gguf = make_gguf(synthetic_pack(shape, "4", place), llama_python)
+                llama = Llama(llama_python, gguf, spec, context)
                 stack.callback(llama.close)
                 programs.append(llama)
                 facts[name] = llama.facts
@@ -602,170 +555,6 @@ def decode_command(
     text = table(("model", "task", "threads", "program", "tokens/s", "times llama.cpp"), rows)
     load = f"load before {os.getloadavg()[0]:.2f}"
     finish({"llama": facts, "speeds": [asdict(s) for s in speeds]}, f"{load}\n{text}", as_json)
-
-
-# --- codecs
-
-
-@dataclass(frozen=True, slots=True)
-class CodecSpeed:
-    """Decoding of a model whose experts are in one codec.
-
-    `ratio`: its time over that of affine codes of as many bits, not rotated; of half bits, of the next width.
-    `times_llama`: its tokens a second over llama.cpp's.
-    """
-
-    model: str
-    stored_as: str
-    is_rotated: bool
-    instruction_set: str
-    tokens_per_s: float
-    ratio: float | None
-    times_llama: float | None
-
-
-def synthetic_pack(shape: Shape, stored: str, is_rotated: bool, folder: Path) -> Path:
-    """Returns a pack of random weights whose experts are in the format of this name, made unless it is there."""
-    pack, part = folder / f"{stored}{'-rotated' if is_rotated else ''}", format_of(stored)
-    if not (pack / "manifest.json").exists():
-        bits, group = f"{part.bits:g}", "row" if part.group == ROW_GROUP else part.group
-        moe_pack(
-            *("synth", shape.model, "-o", pack, "--layers", shape.layers, "--vocab", shape.vocab),
-            *("--selector-bits", bits, "--record-bits", bits, "--dense-bits", 4, "--group-size", group),
-            *(() if part.codec == "bf16" else ("--codec", part.codec)),
-            *("--rotate", "on" if is_rotated else "off"),
-        )
-    return pack
-
-
-@main.command("codecs")
-@folder_option
-@llama_option
-@click.option("--model", type=click.Choice(list(_SHAPES)), default="qwen3", show_default=True, help="Dimensions.")
-@click.option("--layers", default=2, show_default=True, type=click.IntRange(1), help="Decoder layers.")
-@click.option("--vocab", default=4096, show_default=True, type=click.IntRange(64), help="Tokens known.")
-@click.option(
-    "--formats", default="2,trellis2,trellis2.5,3,trellis3,trellis3.5,4,trellis4", show_default=True, help="As before."
-)
-@click.option("--limit", "limits", multiple=True, type=click.Choice(_INSTRUCTION_SETS), help="Instruction sets.")
-@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1))
-@click.option("--decode-tokens", default=48, show_default=True, type=click.IntRange(1))
-@json_option
-def codecs_command(
-    folder: Path,
-    llama_python: Path | None,
-    model: str,
-    layers: int,
-    vocab: int,
-    formats: str,
-    limits: tuple[InstructionSet, ...],
-    rounds: int,
-    decode_tokens: int,
-    as_json: bool,
-) -> None:
-    """Times decoding with experts in every codec, with and without rotated layers, against llama.cpp's Q4_0.
-
-    Packs of random weights, all in memory; attention and head have 4 bits in all of them. One thread; all programs
-    take turns. Medians over rounds.
-    """
-    shape, names = replace(_SHAPES[model], layers=layers, vocab=vocab), formats.split(",")
-    place, sizes = folder / f"codecs-{model}-{layers}-layers-{vocab}-tokens", (16, decode_tokens, 1)
-    place.mkdir(parents=True, exist_ok=True)
-    cases = list(product(names, (False, True), limits or (None,)))
-    with ExitStack() as stack:
-        programs, spec = list[Program](), None
-        for number, (name, is_rotated, limit) in enumerate(cases):
-            pack = stack.enter_context(Pack(synthetic_pack(shape, name, is_rotated, place)))
-            ours, spec = Ours(pack, str(number), (1,), sum(sizes), limit), pack.spec
-            programs.append(stack.enter_context(closing(ours)))
-        assert spec is not None, "there is a format"
-        if llama_python:
-            gguf = make_gguf(synthetic_pack(shape, "4", False, place), llama_python)
-            llama = Llama(llama_python, gguf, spec, sum(sizes))
-            stack.callback(llama.close)
-            programs.append(llama)
-        seconds = run_rounds(programs, sizes, spec.vocab_size, (1,), rounds, ("decode",))
-    times = {program: median(taken) for (program, _, _), taken in seconds.items()}
-    figures = list[CodecSpeed]()
-    for number, (name, is_rotated, limit) in enumerate(cases):
-        affine = f"{ceil(format_of(name).bits)}"
-        base = times[str(cases.index((affine, False, limit)))] if (affine, False, limit) in cases else None
-        taken, theirs = times[str(number)], times.get(Llama.name)
-        stored_as = format_text(format_of(name))
-        ratios = (base and taken / base, theirs and theirs / taken)
-        figures.append(CodecSpeed(model, stored_as, is_rotated, limit or "best", decode_tokens / taken, *ratios))
-    rows = [
-        (x.stored_as, "rotated" if x.is_rotated else "", x.instruction_set, f"{x.tokens_per_s:.1f}", figure(x.ratio),
-         figure(x.times_llama))
-        for x in figures
-    ]  # fmt: skip
-    text = table(("stored as", "", "instructions", "tokens/s", "time over affine", "times llama.cpp"), rows)
-    if Llama.name in times:
-        text += f"\nllama.cpp, Q4_0: {decode_tokens / times[Llama.name]:.1f} tokens/s"
-    finish({"figures": [asdict(x) for x in figures]}, text, as_json)
-
-
-# --- layers as calls
-
-
-@dataclass(frozen=True, slots=True)
-class CallSpeed:
-    """Median milliseconds of a token whose layers are computed by separate operations, and by calls."""
-
-    pack: str
-    threads: int
-    separate_ms: float
-    called_ms: float
-    saved_us: float  # a layer
-    ratio: float
-
-
-def measure_calls(pack: Pack, threads: int, num_tokens: int) -> CallSpeed:
-    """Times both on the same random tokens in turn; their logits have to be the same to the bit."""
-    tokens = np.random.default_rng(2).integers(pack.spec.vocab_size, size=num_tokens + _WARM_TOKENS).tolist()
-    times: dict[bool, list[float]] = {False: [], True: []}
-    with closing(Kernels(threads)) as kernels, closing(MappedPackWeights(pack, NativeOperations(kernels))) as weights:
-        decoders = {called: Decoder(weights, len(tokens), _CPU) for called in times}
-        has = LayerCalls.has
-        for number, token in enumerate(tokens):
-            logits = []
-            for called in times if number % 2 else reversed(times):
-                setattr(LayerCalls, "has", has if called else _has_none)  # noqa: B010  # a switch for this alone
-                began = time.perf_counter()
-                logits.append(decoders[called].next_logits([token]))
-                times[called].append(time.perf_counter() - began)
-            setattr(LayerCalls, "has", has)  # noqa: B010  # as it was
-            assert torch.equal(*logits), "calls give other logits"
-    separate_s, called_s = (median(times[kind][_WARM_TOKENS:]) for kind in (False, True))
-    saved = 1e6 * (separate_s - called_s) / pack.spec.num_hidden_layers
-    return CallSpeed(str(pack.folder), threads, 1e3 * separate_s, 1e3 * called_s, saved, called_s / separate_s)
-
-
-def _has_none(calls: LayerCalls, layer: int) -> bool:
-    return False
-
-
-@main.command("layers")
-@click.argument("packs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--threads", multiple=True, default=(1, 2), show_default=True, type=click.IntRange(1))
-@click.option("--tokens", default=100, show_default=True, type=click.IntRange(1))
-@json_option
-def layers_command(packs: tuple[Path, ...], threads: tuple[int, ...], tokens: int, as_json: bool) -> None:
-    """Times decoding of packs in memory, with layers as native calls and by their separate operations.
-
-    Both decode the same random tokens in one process, in turn; medians over tokens.
-    """
-    torch.set_num_threads(1)
-    figures = list[CallSpeed]()
-    for folder, number in tqdm(list(product(packs, threads)), disable=as_json):
-        with Pack(folder) as pack:
-            figures.append(measure_calls(pack, number, tokens))
-    rows = [
-        (x.pack, x.threads, f"{x.separate_ms:.3f}", f"{x.called_ms:.3f}", f"{x.saved_us:.0f}", f"{x.ratio:.3f}")
-        for x in figures
-    ]
-    text = table(("pack", "threads", "separate, ms", "called, ms", "saved a layer, us", "ratio"), rows)
-    finish({"figures": [asdict(x) for x in figures]}, text, as_json)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,19 @@
-"""What a budget below the pack costs: speed, plan, the disk's limit, hidden reads, the papers' parts, a long run.
+"""What a budget below the pack costs: speed, plan, and the papers' parts.
 
     python tests/bench/offloading.py speed --llama-python PYTHON
-    python tests/bench/offloading.py disk
-    python tests/bench/offloading.py overlap
     python tests/bench/offloading.py parts
-    python tests/bench/offloading.py soak
 
-All but `soak` need root: they make memory cgroups and empty the page cache. Packs take 44 GB, GGUFs 14; the one of
+Both need root: they make memory cgroups and empty the page cache. Packs take 44 GB, GGUFs 14; the one of
 `LARGE`, which is measured if `--pack` names it, 20 GB more.
 """
 
-import json
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import click
-import numpy as np
-from benchlib import BOOK, F, figure, finish, folder_option, json_option, moe_pack_command, parts_side, table
+from benchlib import F, figure, finish, folder_option, json_option, parts_side, table
 from benchlib.confined import (
     MOE_RUN,
     SPARE_BYTES,
@@ -29,24 +21,19 @@ from benchlib.confined import (
     MemoryCgroup,
     NoCgroupError,
     Task,
-    drop_page_cache,
-    measure,
     run_llama,
     run_ours,
-    tree_anonymous_bytes,
 )
 from benchlib.llama import llama_option, make_gguf
-from benchlib.packs import CORM, DEMO, EDGEMOE, FLOE, IMPORTANCE, LARGE, SYNTHETIC, budget_with, make_pack
+from benchlib.packs import CORM, EDGEMOE, FLOE, IMPORTANCE, LARGE, SYNTHETIC, budget_with, make_pack
 from benchlib.parts_side import Parts
 from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
 
 from moe_pack.formats import Pack
 from moe_pack.formats.base.commands import read_size
-from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Sampler, SamplingOptions, Text, measure_disk
+from moe_pack.runtime import MachineFacts, measure_disk
 from moe_pack.runtime.cpu import num_cpus
-from moe_pack.runtime.generate import generate
-from moe_pack.runtime.machine import anonymous_bytes
-from moe_pack.runtime.offload import PRESETS, PolicyName
+from moe_pack.runtime.offload import PRESETS
 
 OURS, MAPPED, LLAMA = "moe-run", "moe-run, mapped", "llama.cpp"
 
@@ -259,142 +246,6 @@ def speed_command(
     finish(facts, text, as_json, [fault for case in cases for fault in case.faults()])
 
 
-# --- the disk's limit
-
-
-def best_rate(facts: dict[str, Any], num_bytes: float) -> float:
-    """Returns the best rate of reads of this size in doctor's facts, interpolated in logarithms, mapped files apart."""
-    best: dict[int, float] = {}
-    for found in facts["drive"]["best"]:
-        if found["mode"] != "map":
-            best[found["size"]] = max(found["rate"], best.get(found["size"], 0.0))
-    sizes = sorted(best)
-    return float(np.exp(np.interp(np.log(num_bytes), np.log(sizes), np.log([best[size] for size in sizes]))))
-
-
-def run_doctor(pack: Path, seconds: float, limit_bytes: int) -> dict[str, Any]:
-    """Returns what `moe-pack doctor` measures in a cgroup; it keeps nothing.
-
-    Raises:  click.ClickException if it fails.
-    """
-    drop_page_cache(pack)
-    with tempfile.TemporaryDirectory(prefix="moe-pack-") as cache, MemoryCgroup(limit_bytes) as cgroup:
-        command = moe_pack_command("doctor", "--path", pack, "--seconds", seconds, "--json")
-        measured = measure(cgroup.inside(["env", f"XDG_CACHE_HOME={cache}", *command]), tree_anonymous_bytes)
-    if measured.exit_code:
-        raise click.ClickException(f"moe-pack doctor ended with {measured.exit_code}: {measured.errors}")
-    return dict(json.loads(measured.output))
-
-
-@main.command("disk")
-@run_options(1, 3, tuple(SYNTHETIC))
-@click.option("--share", default=0.25, show_default=True, type=click.FloatRange(0.01, 1), help="Of the pack's bytes.")
-@click.option("--seconds", default=0.25, show_default=True, help="Of each of doctor's measurements.")
-def disk_command(
-    folder: Path,
-    packs: tuple[str, ...],
-    share: float,
-    rounds: int,
-    prompt_tokens: int,
-    decode_tokens: int,
-    seconds: float,
-    threads: int,
-    seed: int,
-    as_json: bool,
-) -> None:
-    """Compares the rate of the engine's reads with what the disk can do, in the same run and memory cgroup.
-
-    The engine's rate is bytes over the time in which at least one read was under way, while it computes; the disk's is
-    the best that `moe-pack doctor` measures, of any mode and number of threads, for scattered reads as long as the
-    pack's experts.
-    """
-    needs_cgroup()
-    task, rows = Task(prompt_tokens, decode_tokens, threads, seed, float("inf")), []
-    for name in packs:
-        pack = make_pack(name, folder)
-        with Pack(pack) as opened:
-            expert_bytes = float(opened.index.size.mean())
-        budget = int(share * pack_bytes(pack))
-        for _ in range(rounds):
-            disk = best_rate(run_doctor(pack, seconds, budget + SPARE_BYTES), expert_bytes)
-            run = finished(run_ours(OURS, pack, task, ["--budget", str(budget)], budget + SPARE_BYTES))
-            stream = run.facts["stream"]
-            num_bytes = stream["read_needed"] + stream["read_ahead"]
-            engine, read = num_bytes / stream["read_s"], num_bytes / stream["num_reads"]
-            rows.append(
-                (name, f"{read / 1e6:.1f}", f"{engine / 1e6:,.0f}", f"{disk / 1e6:,.0f}", f"{engine / disk:.0%}")
-            )
-    header = ("pack", "reads of MB", "engine, MB/s", "disk, MB/s", "share")
-    finish({"rounds": [dict(zip(header, row, strict=True)) for row in rows]}, table(header, rows), as_json)
-
-
-# --- hidden read time
-
-
-def hidden_share(run: ConfinedRun) -> float:
-    """Returns the share of the read time that nobody waited in."""
-    stream = run.facts["stream"]
-    waited = stream["prefill"]["stall_s"] + stream["decode"]["stall_s"]
-    return 1 - float(waited) / float(stream["read_s"])
-
-
-@main.command("overlap")
-@run_options(1, 5, (*SYNTHETIC, DEMO))
-@click.option(
-    "--policy", "policies", multiple=True, type=click.Choice(["auto", *PRESETS]), default=("auto",), show_default=True
-)
-@click.option(
-    "--share", default=0.5, show_default=True, type=click.FloatRange(0.01, 1), help="Of experts in the budget."
-)
-@click.option("--most-slower", default=0.02, show_default=True, help="What prefetching may cost.")
-def overlap_command(
-    folder: Path,
-    packs: tuple[str, ...],
-    policies: tuple[str, ...],
-    share: float,
-    rounds: int,
-    prompt_tokens: int,
-    decode_tokens: int,
-    threads: int,
-    seed: int,
-    most_slower: float,
-    as_json: bool,
-) -> None:
-    """Measures how much of the read time is hidden behind computation, with prefetching and without.
-
-    Interleaved, in a cgroup, from an empty page cache: the policy lru, which predicts nothing, then every policy asked
-    for, with and without prefetching. Exits with 1 where prefetching makes decoding slower by more than --most-slower.
-    """
-    needs_cgroup()
-    task, rows, faults = Task(prompt_tokens, decode_tokens, threads, seed, float("inf")), [], []
-    for name in packs:
-        pack = make_pack(name, folder)
-        budget = share_budget(pack, share, prompt_tokens + decode_tokens + 1)
-        ways = [("lru", True), *((policy, ahead) for policy in policies for ahead in (False, True))]
-        runs: dict[tuple[str, bool], list[ConfinedRun]] = {way: [] for way in ways}
-        for _ in range(rounds):
-            machine = measure_disk(pack)
-            for policy, ahead in ways:
-                options = ["--budget", str(budget), "--policy", policy, *([] if ahead else ["--no-prefetch"])]
-                run = run_ours(policy, pack, task, options, budget + SPARE_BYTES, machine)
-                runs[policy, ahead].append(finished(run))
-                tell(f"{name}, prefetch {ahead}", runs[policy, ahead][-1])
-        decode_s = {way: median(run.decode_s or 0.0 for run in done) for way, done in runs.items()}
-        for (policy, ahead), done in runs.items():
-            counts = [run.facts["stream"]["decode"] for run in done]
-            ratio = decode_s[policy, True] / decode_s[policy, False] if ahead and (policy, False) in runs else None
-            if ratio and ratio > 1 + most_slower:
-                faults.append(f"{name}: {policy} takes {ratio:.3f} times as long with prefetching as without")
-            rows.append((
-                name, policy if ahead else f"{policy}, no prefetch", f"{decode_tokens / decode_s[policy, ahead]:.2f}",
-                f"{median(c['hits'] / c['experts_needed'] for c in counts):.1%}",
-                f"{median(map(hidden_share, done)):.1%}", f"{median(c['prefetched'] for c in counts):,.0f}",
-                f"{median(c['prefetched_chosen'] for c in counts):,.0f}", figure(ratio, ".3f"),
-            ))  # fmt: skip
-    header = ("pack", "policy", "tokens/s", "hits", "hidden", "predicted", "right", "time by that without")
-    finish({"runs": [dict(zip(header, row, strict=True)) for row in rows]}, table(header, rows), as_json, faults)
-
-
 # --- the papers' parts
 
 
@@ -568,81 +419,6 @@ def part_run(line: Line, pack: Path, task: Task, budget: int, machine: MachineFa
     command = MOE_RUN if line.parts is None else (str(Path(parts_side.__file__)),)
     options = ["--budget", str(budget), *([] if line.parts is None else line.parts.arguments())]
     return run_ours(line.text, pack, task, options, budget + SPARE_BYTES, machine, command)
-
-
-# --- a long run
-
-_BOOK_CHARACTERS = 100_000
-_PROMPT_TOKENS, _NEW_TOKENS = 96, 64
-_NUM_SLICES, _NUM_WARM = 10, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A tenth of a run: tokens made, the time that prompts and tokens took, and the process's memory at its end."""
-
-    num_tokens: int
-    seconds: float
-    anonymous_bytes: int
-
-
-def soak(pack: Pack, policy: PolicyName, num_experts: int, num_tokens: int, seed: int) -> Iterator[Slice]:
-    """Runs, a slice at a time.
-
-    Raises:  click.ClickException if the system does not say how much memory a process has.
-    """
-    context = _PROMPT_TOKENS + _NEW_TOKENS
-    options = EngineOptions("cpu", budget_with(pack, num_experts, context), policy=policy)
-    generator = np.random.default_rng(seed)
-    ids = Text(pack).encode(BOOK.read_text("utf-8")[:_BOOK_CHARACTERS])
-    with Engine(pack, options, context) as engine:
-        sampler, made, done, began = Sampler(SamplingOptions(seed=seed)), 0, 0, time.perf_counter()
-        for number in range(1, _NUM_SLICES + 1):
-            while made < num_tokens * number // _NUM_SLICES:
-                length, start = int(generator.integers(1, _PROMPT_TOKENS + 1)), int(generator.integers(len(ids) // 2))
-                wanted, prompt = int(generator.integers(1, _NEW_TOKENS + 1)), ids[start : start + length]
-                engine.decoder.reset()
-                made += sum(1 for _ in generate(engine.decoder, prompt, sampler, wanted, frozenset()))
-            taken = anonymous_bytes()
-            if taken is None:
-                raise click.ClickException("the system does not say how much memory a process has")
-            ended = time.perf_counter()
-            yield Slice(made - done, ended - began, taken)
-            began, done = ended, made
-
-
-def growth(slices: list[Slice]) -> int:
-    """Returns by how many bytes the process has grown after its first slices, at most."""
-    warm = [one.anonymous_bytes for one in slices[_NUM_WARM - 1 :]]
-    return max(warm) - warm[0]
-
-
-@main.command("soak")
-@folder_option
-@click.option("--tokens", default=20000, show_default=True, type=click.IntRange(_NUM_SLICES), help="To make.")
-@click.option("--policy", type=click.Choice(list(PRESETS)), default="corm", show_default=True)
-@click.option("--experts", default=1, show_default=True, type=click.IntRange(1), help="That fit into the budget.")
-@click.option("--most-growth", default=4.0, show_default=True, help="MiB.")
-@click.option("--seed", default=0, show_default=True)
-@json_option
-def soak_command(
-    folder: Path, tokens: int, policy: PolicyName, experts: int, most_growth: float, seed: int, as_json: bool
-) -> None:
-    """Runs the demo model for long in the smallest budget: neither memory nor speed may drift.
-
-    One process: prompts of 1 to 96 tokens from a book, each continued by up to 64, with a reset between. Exits with 1
-    where anonymous memory grows by more than --most-growth after the second of ten slices.
-    """
-    with Pack(make_pack(DEMO, folder)) as pack:
-        slices = list(soak(pack, policy, experts, tokens, seed))
-    rows = [
-        (number, f"{one.num_tokens:,}", f"{one.num_tokens / one.seconds:.1f}", f"{one.anonymous_bytes / (1 << 20):.2f}")
-        for number, one in enumerate(slices, 1)
-    ]
-    fault = f"grew by {growth(slices):,} bytes after the first {_NUM_WARM} slices"
-    faults = [fault] if growth(slices) > most_growth * (1 << 20) else []
-    text = table(("slice", "tokens", "tokens/s", "anonymous MiB"), rows)
-    finish({"policy": policy, "slices": [asdict(one) for one in slices]}, text, as_json, faults)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ right answers have Wilson's 95% intervals, and differences have 95% intervals of
 questions. `plain` are the questions of tests/data/tasks.jsonl, judged by log-likelihood. `passages` are made from
 tests/data/books-valid.txt: a passage and four continuations, three of them of other passages, judged by log-likelihood
 a byte. Packs of presets are those of `moe-pack convert --preset`. Where a table has a paper's figures, they are of
-other models and other text: docs/benchmarks/papers-quality.md compares them.
+other models and other text: docs/benchmarks/papers.md compares them.
 """
 
 import json
@@ -273,37 +273,20 @@ def sparsity_bits(bench: Bench) -> Part:
     header = ("bits of up", *(f"{s:.0%}" for s in sparsities))
     kls = [(f"{w}", *(found[w, s].kl_text() for s in sparsities)) for w in widths]
     perplexities = [(f"{w}", *(f"{exp(found[w, s].nll):.2f}" for s in sparsities)) for w in widths]
-    ratios = [
-        (f"{w}", *(f"{_together(found, w, s, lambda m: float(m.kl.mean())):.2f}" for s in sparsities[1:]))
-        for w in widths
-        if w != 16
-    ]
-    source = bench.source.nll
-    grown = [
-        (f"{w}", *(f"{_together(found, w, s, lambda m: m.nll - source):.2f}" for s in sparsities[1:]))
-        for w in widths
-        if w != 16
-    ]
+    ratios = [(f"{w}", *(f"{_together(found, w, s):.2f}" for s in sparsities[1:])) for w in widths if w != 16]
     texts = [
         ("Perplexity by sparsity", header, perplexities),
         ("KL divergence, nats", header, kls),
         ("KL of both over the sum of both alone", (header[0], *header[2:]), ratios),
-        ("Growth of log perplexity of both over the sum of both alone", (header[0], *header[2:]), grown),
-        (
-            "Neurons that do not run",
-            header,
-            [(f"{w}", *(f"{1 - found[w, s].running.mean():.1%}" for s in sparsities)) for w in widths],
-        ),
     ]
     facts = [{"bits": w, "sparsity": s} | _facts(m) for (w, s), m in found.items()]
     return _titled(texts), {"sparsity_bits": facts}
 
 
-def _together(
-    found: dict[tuple[int, float], Measured], width: int, sparsity: float, loss: Callable[[Measured], float]
-) -> float:
-    """Returns the loss of both over the sum of the losses of sparsity alone and of the width alone."""
-    return loss(found[width, sparsity]) / (loss(found[width, 0.0]) + loss(found[16, sparsity]))
+def _together(found: dict[tuple[int, float], Measured], width: int, sparsity: float) -> float:
+    """Returns the KL divergence of both over the sum of that of sparsity alone and of the width alone."""
+    both, *alone = (float(found[case].kl.mean()) for case in ((width, sparsity), (width, 0.0), (16, sparsity)))
+    return both / sum(alone)
 
 
 # --- FloE, Fig. 9a, Tables 3, 5 and 6
@@ -701,39 +684,20 @@ def main() -> None:
     """Groups the measurements."""
 
 
-@main.command("sparsity-bits")
-@bench_options
-def sparsity_bits_command(**options: Any) -> None:
-    """FloE Fig. 9b: sparsity and the bits of up."""
-    _run(["sparsity-bits"], options)
+def _add(name: str, text: str) -> None:
+    @main.command(name, help=text)
+    @bench_options
+    def command(**options: Any) -> None:
+        _run([name], options)
 
 
-@main.command("strategies")
-@bench_options
-def strategies_command(**options: Any) -> None:
-    """FloE Fig. 9a and Tables 3, 5 and 6: which activation decides, with CATS, CHESS and HQQ."""
-    _run(["strategies"], options)
-
-
-@main.command("theta")
-@bench_options
-def theta_command(**options: Any) -> None:
-    """CORM Fig. 10 and Fig. 2: the threshold on the gate's activation."""
-    _run(["theta"], options)
-
-
-@main.command("tasks")
-@bench_options
-def tasks_command(**options: Any) -> None:
-    """FloE Table 4: answers of the presets' packs."""
-    _run(["tasks"], options)
-
-
-@main.command("widths")
-@bench_options
-def widths_command(**options: Any) -> None:
-    """EdgeMoE Tables II and IV, Fig. 17: sizes and losses by width, by tolerable loss, and by the profile's text."""
-    _run(["widths"], options)
+_add("sparsity-bits", "FloE Fig. 9b: sparsity and the bits of up.")
+_add("strategies", "FloE Fig. 9a and Tables 3, 5 and 6: which activation decides, with CATS, CHESS and HQQ.")
+_add("theta", "CORM Fig. 10 and Fig. 2: the threshold on the gate's activation.")
+_add("tasks", "FloE Table 4: answers of the presets' packs.")
+_add(
+    "widths", "EdgeMoE Tables II and IV, Fig. 17: sizes and losses by width, by tolerable loss, by the profile's text."
+)
 
 
 @main.command("all")

@@ -5,8 +5,6 @@ python tests/bench/paper_routing.py evictions
 python tests/bench/paper_routing.py popularity
 python tests/bench/paper_routing.py activations
 python tests/bench/paper_routing.py correlation
-python tests/bench/paper_routing.py predictor-time
-python tests/bench/paper_routing.py batch-time
 python tests/bench/paper_routing.py all
 
 Each table says what the paper reports, and whether that holds here. Routes are those of the original's 16 bits, on a
@@ -30,15 +28,12 @@ from benchlib import (
     SEQUENCE_LENGTH,
     F,
     finish,
-    folder_option,
     json_option,
     model_options,
     sample_and_unseen,
     table,
 )
-from benchlib.batch_times import batch_times
 from benchlib.playing import Play, play
-from benchlib.predictor_times import CORM_PREDICTOR, SYNTHETIC_MODELS, predictor_times
 from benchlib.routes import ModelRoutes, RoutedModel, magnitudes, popularity_of, routed_model
 from numpy.typing import NDArray
 from support.evictions import FIFO, Random
@@ -46,9 +41,8 @@ from support.evictions import FIFO, Random
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.calib.statistics import accumulated_frequency, learn_paths
-from moe_pack.formats import BF16, NO_PROGRESS, part_format
+from moe_pack.formats import NO_PROGRESS
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.cpu import num_cpus
 from moe_pack.runtime.model import CheckpointWeights
 from moe_pack.runtime.offload import PREDICTORS, CacheFacts, ExpertCache
 from moe_pack.runtime.offload.cache import Eviction
@@ -60,7 +54,6 @@ _SIXTEEN = 16
 # Tokens that are counted, and tokens after them to judge on.
 _MANY, _CHAT, _FEW = (65536, 32768), (4096, 4096), (512, 4096)
 _PROFILED = 16384
-_ROUNDS, _TIMED_TOKENS = 5, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,59 +440,6 @@ def neuron_finding(layers: list[int], cosines: list[float], neurons: NDArray[np.
     )  # fmt: skip
 
 
-# --- CORM, Table 4
-
-
-def time_findings(folder: Path, rounds: int, tokens: int) -> Iterator[Finding]:
-    """CORM Table 4 in kind: what predicting a layer takes, as a share of the time between tokens, on this CPU."""
-    for name in SYNTHETIC_MODELS:
-        found = predictor_times(name, folder, rounds, tokens)
-        layers = {"experts in memory": found.memory_ms / found.layers, "half on the disk": found.disk_ms / found.layers}
-        rows = [
-            (predictor, f"{1000 * ms:.0f}", *(percent(ms / layer_ms) for layer_ms in layers.values()))
-            for predictor, ms in found.predict_ms.items()
-        ]
-        corm = [found.predict_ms[CORM_PREDICTOR] / layer_ms for layer_ms in layers.values()]
-        yield Finding(
-            f"Time of predicting one layer for one token, {name}, of a layer's share of a token's time (CORM Table 4)",
-            ("predictor", "microseconds", *layers), rows,
-            "48 of 1280 ms (3.75%) for Mixtral 8x7B, 14 of 405 ms (3.46%) for DeepSeekMoE, on an RTX 3090Ti",
-            verdict(corm[1] <= 0.05, f"a token of {found.layers} layers takes {found.memory_ms:.1f} ms with all "
-                    f"experts in memory, {found.disk_ms:.1f} ms with half of them on the disk; CORM's predictor takes "
-                    f"{percent(corm[0])} and {percent(corm[1])} of it"),
-        )  # fmt: skip
-
-
-# --- Fiddler, appendix B
-
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_EXPERT_PARTS = {"16 bit": BF16, "4 bit": part_format(4, 64)}
-_LINEAR = 0.1  # how far the time of a token may be from that in the largest batch
-
-
-def batch_findings(rounds: int, threads: int, batches: Sequence[int] = _BATCHES) -> Iterator[Finding]:
-    """Fiddler appendix B: whether the time of an expert on the CPU is in proportion to its tokens."""
-    for name, part in _EXPERT_PARTS.items():
-        times = batch_times(part, batches, rounds, threads)
-        largest = batches[-1]
-        each = times[largest] / largest
-        rows = [
-            (number, f"{1e3 * taken:.1f}", f"{1e3 * taken / number:.2f}", f"{taken / (number * times[1]):.2f}")
-            for number, taken in times.items()
-        ]
-        linear = [number for number in batches if all(
-            abs(times[n] / n / each - 1) <= _LINEAR for n in batches if n >= number
-        )]  # fmt: skip
-        yield Finding(
-            f"Time of one expert on the CPU by its tokens, Mixtral's dimensions, {name}, {threads} threads (Fiddler "
-            "appendix B)",
-            ("tokens", "ms", "ms a token", "of so many single tokens"), rows,
-            "on the CPU the latency tends to increase linearly with the number of tokens (PyTorch, 16 bit, no figures)",
-            verdict(linear[0] == 1, f"in proportion from {linear[0]} tokens on; {largest} tokens take "
-                    f"{times[largest] / times[1]:.0f} times as long as one"),
-        )  # fmt: skip
-
-
 # --- commands
 
 
@@ -527,36 +467,20 @@ def text_options(learned: int, played: int) -> Callable[[F], F]:
     return add
 
 
-@main.command("paths")
-@text_options(*_MANY)
-def paths_command(model: Path, text: Path, learned: int, tokens: int, as_json: bool) -> None:
-    """Prints how unevenly tokens spread over paths of experts, and what a path says of the next layer."""
-    with routed_model(model, text, _SIXTEEN) as routed:
-        show(path_findings(routed, learned, tokens), as_json)
+def _add(
+    name: str, findings: Callable[[RoutedModel, int, int], Iterator[Finding]], usual: tuple[int, int], text: str
+) -> None:
+    @main.command(name, help=text)
+    @text_options(*usual)
+    def command(model: Path, text: Path, learned: int, tokens: int, as_json: bool) -> None:
+        with routed_model(model, text, _SIXTEEN) as routed:
+            show(findings(routed, learned, tokens), as_json)
 
 
-@main.command("evictions")
-@text_options(*_CHAT)
-def evictions_command(model: Path, text: Path, learned: int, tokens: int, as_json: bool) -> None:
-    """Prints the hit ratios of five eviction policies by the number of experts in the buffer, without prediction."""
-    with routed_model(model, text, _SIXTEEN) as routed:
-        show(eviction_findings(routed, learned, tokens), as_json)
-
-
-@main.command("popularity")
-@text_options(*_MANY)
-def popularity_command(model: Path, text: Path, learned: int, tokens: int, as_json: bool) -> None:
-    """Prints how popular each expert is, and what placing the most popular ones brings."""
-    with routed_model(model, text, _SIXTEEN) as routed:
-        show(popularity_findings(routed, learned, tokens), as_json)
-
-
-@main.command("activations")
-@text_options(*_FEW)
-def activations_command(model: Path, text: Path, learned: int, tokens: int, as_json: bool) -> None:
-    """Prints how many activations after SiLU are near zero, layer by layer."""
-    with routed_model(model, text, _SIXTEEN) as routed:
-        show(activation_findings(routed, learned, tokens), as_json)
+_add("paths", path_findings, _MANY, "How unevenly tokens spread over paths, and what a path says of the next layer.")
+_add("evictions", eviction_findings, _CHAT, "Hit ratios of five evictions by the size of the buffer, no prediction.")
+_add("popularity", popularity_findings, _MANY, "How popular each expert is, and what placing the popular ones brings.")
+_add("activations", activation_findings, _FEW, "How many activations after SiLU are near zero, layer by layer.")
 
 
 @main.command("correlation")
@@ -568,42 +492,16 @@ def correlation_command(model: Path, text: Path, tokens: int, as_json: bool) -> 
     show(correlation_findings(model, tokens), as_json)
 
 
-@main.command("predictor-time")
-@folder_option
-@click.option("--rounds", default=_ROUNDS, show_default=True, help="Of all measurements, in turn.")
-@click.option("--tokens", default=_TIMED_TOKENS, show_default=True, help="Of each round.")
-@json_option
-def time_command(folder: Path, rounds: int, tokens: int, as_json: bool) -> None:
-    """Prints the time of predictors against the time between tokens: synthetic packs, medians, interleaved."""
-    show(time_findings(folder, rounds, tokens), as_json)
-
-
-@main.command("batch-time")
-@click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Of all batches, in turn.")
-@click.option("--threads", default=num_cpus(), type=click.IntRange(1), help="Of the CPU.  [default: one a CPU]")
-@click.option("--most", default=_BATCHES[-1], show_default=True, type=click.IntRange(2), help="Tokens of an expert.")
-@json_option
-def batch_command(rounds: int, threads: int, most: int, as_json: bool) -> None:
-    """Prints the time of one expert on the CPU by the number of its tokens: medians, interleaved."""
-    show(batch_findings(rounds, threads, [number for number in _BATCHES if number <= most]), as_json)
-
-
 @main.command("all")
-@folder_option
 @click.option(
     "--model", "models", type=click.Path(path_type=Path, exists=True), multiple=True, help="Others to measure."
 )
-@click.option(
-    "--share", default=1.0, show_default=True, type=click.FloatRange(0, 1), help="Of the usual tokens and rounds."
-)
-def all_command(folder: Path, models: tuple[Path, ...], share: float) -> None:
-    """Prints everything: for the demo model and each other model, then the times."""
+@click.option("--share", default=1.0, show_default=True, type=click.FloatRange(0, 1), help="Of the usual tokens.")
+def all_command(models: tuple[Path, ...], share: float) -> None:
+    """Prints everything for the demo model and each other model."""
     for model in (DEMO_MODEL, *models):
         click.echo(f"# {model.name}\n")
         show(model_findings(model, share), as_json=False)
-    rounds, tokens = (max(1, round(share * number)) for number in (_ROUNDS, _TIMED_TOKENS))
-    show(time_findings(folder, rounds, tokens), as_json=False)
-    show(batch_findings(rounds, num_cpus(), _BATCHES[: max(2, round(share * len(_BATCHES)))]), as_json=False)
 
 
 def model_findings(model: Path, share: float) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Quality by size: KL divergence from the source over stored bits an expert weight, against HQQ and llama.cpp.
 
-    python tests/bench/quality.py --llama-python PYTHON --svg PICTURE.svg
+    python tests/bench/quality.py --llama-python PYTHON
     python tests/bench/quality.py --model MODEL --step 0.5 --other-text FILE
 
 Ours: the planner's plan at every quarter of a bit (`--step`) from 1.75 to 4.5, and all experts in one format, of the
@@ -17,10 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import groupby
 from math import ceil, floor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import numpy as np
@@ -46,9 +44,6 @@ from moe_pack.formats import NO_PROGRESS, Plan, part_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import format_text
 from moe_pack.runtime.model import NeuronBlock
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 LOW, HIGH = 1.75, 4.5  # bits a weight
 _BEYOND = 0.25  # of single formats: how far outside these bounds they are still shown
@@ -164,66 +159,6 @@ def _block(blocks: list[NeuronBlock], num_experts: int, layer_idx: int, expert: 
     return blocks[layer_idx * num_experts + expert]
 
 
-# --- the picture
-
-MOST_KL = 0.3  # nats: higher points are left out, as they would press the rest together
-_INCHES = (9.2, 6.2)
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How a series is drawn: as matplotlib names colours and markers; `joined` by a line, `named` point by point."""
-
-    colour: str
-    marker: str
-    joined: bool = False
-    named: bool = False
-
-
-SERIES = {  # from the back to the front
-    "HQQ, groups of 64": Look("#6b6b6b", "s", joined=True),
-    "moe-pack, one format": Look("#1f5fd0", "x"),
-    "llama.cpp": Look("#c9480c", "D", named=True),
-    "moe-pack, plans": Look("#1f5fd0", "o", joined=True),
-}
-
-
-def draw(model: str, points: list[Point], path: Path) -> None:
-    """Writes the picture as SVG: the same bytes for the same points and matplotlib."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"svg.hashsalt": "moe-pack", "svg.fonttype": "none", "font.size": 9}):
-        picture = Figure(_INCHES, layout="constrained")
-        plot(picture.add_subplot(), model, points)
-        picture.savefig(path, format="svg", metadata={"Date": None})
-
-
-def plot(axes: "Axes", model: str, points: list[Point]) -> None:
-    """Draws the picture in empty axes; of a joined series the lowest of equal bits, and no KL above `MOST_KL`."""
-    for series, look in SERIES.items():
-        dots = sorted((p.bits, p.kl, p.name) for p in points if p.series == series and p.kl <= MOST_KL)
-        if look.joined:
-            dots = [next(equal) for _, equal in groupby(dots, key=lambda dot: dot[0])]
-        if not dots:
-            continue
-        bits, kls, names = zip(*dots, strict=True)
-        line = "-" if look.joined else "none"
-        axes.plot(bits, kls, linestyle=line, marker=look.marker, color=look.colour, markersize=4.5, label=series)
-        for number, (at, kl, name) in enumerate(zip(bits, kls, names, strict=True)) if look.named else ():
-            # Names of equal bits stand left and right in turn, out of each other's way.
-            offset, side = ((6, 0), "left") if bits[:number].count(at) % 2 else ((-6, 0), "right")
-            axes.annotate(name, (at, kl), offset, textcoords="offset points", ha=side, va="center", color=look.colour)
-    axes.margins(x=0.07)
-    axes.set_yscale("log")
-    axes.set_xlabel("stored bits a weight")
-    axes.set_ylabel("KL divergence, nats a token")
-    axes.set_title(f"{model}: divergence from the 16-bit model by the size of its experts")
-    axes.grid(visible=True, which="both", color="#e3e3e3", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False)
-
-
 @click.command(help=__doc__)
 @model_options
 @click.option("--sensitivity", type=click.Choice(["fast", "full"]), default="fast", show_default=True)
@@ -234,7 +169,6 @@ def plot(axes: "Axes", model: str, points: list[Point]) -> None:
 @click.option("--other-text", type=click.Path(path_type=Path, exists=True), help="Also judge on as much of this text.")
 @llama_option
 @libggml_option
-@click.option("--svg", type=click.Path(path_type=Path), help="Also draw the result here.")
 @json_option
 def main(
     model: Path,
@@ -247,10 +181,9 @@ def main(
     other_text: Path | None,
     llama_python: Path | None,
     libggml: Path | None,
-    svg: Path | None,
     as_json: bool,
 ) -> None:
-    """Profiles in a temporary folder, measures, prints, draws, and judges."""
+    """Profiles in a temporary folder, measures, prints, and judges."""
     sample, unseen = sample_and_unseen(model, tokens_profiled, tokens, text)
     judged = unseen
     if other_text is not None:
@@ -271,8 +204,6 @@ def main(
     finally:
         checkpoint.close()
     points.sort(key=lambda point: (point.num_bytes, point.series, point.name))
-    if svg:
-        draw(model.name, points, svg)
     rows = [
         (
             f"{p.bits:.3f}",

@@ -1,7 +1,6 @@
 """What experts of a real model lose at given bits, by the error of their outputs: ours, HQQ's and llama.cpp's types.
 
     python tests/bench/real_experts.py --experts FILE.safetensors --llama-python PYTHON
-    python tests/bench/real_experts.py --experts FILE.safetensors --steps
 
 Models trained for tests have no outliers; real ones have single weights hundreds of times as large as the rest, and
 tokens whose outputs are hundreds of times the median's. Ours are calibrated trellises in rotated coordinates, as
@@ -11,16 +10,13 @@ groups of 64; llama.cpp's types have an importance matrix. All are made from the
 count most; next to it stands the median of the tokens' own `|y - y'|^2 / |y|^2`. Bits a weight are all bytes of an
 expert. Each type is compared with our largest format of at most its bits; exits with 1 if ours is not lower than one of
 at least our least bits, in any layer.
-
-With `--steps`, our formats with single steps of the quantizer on and off, at 2 and 3 bits.
 """
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import click
 import torch
@@ -33,15 +29,12 @@ from tqdm import tqdm
 from moe_pack.calib.quantize import (
     BLOCK_NEURONS,
     UNROTATED,
-    Calibration,
-    ExpertQuantizer,
     ExpertTokens,
     GuardedQuantizer,
     LayerRotation,
     RowQuantizer,
     measured_rotation,
     repeats_between,
-    rotation_vectors,
     usual_repeats,
 )
 from moe_pack.formats import ROW_GROUP, ExpertFormat, Matrix, NeuronFunction, PartFormat, part_format, trellis_format
@@ -49,7 +42,6 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.published import published_config
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.layouts import expert_layout
-from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.formats.pack.plans import format_text
 from moe_pack.formats.parts.specs import with_repeats
 from moe_pack.runtime.model import NeuronBlock, activations
@@ -58,7 +50,6 @@ _TENSORS = ("gate", "up", "down", "calibration", "test")
 _MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
 _FUNCTION: NeuronFunction = "silu"
 _BITS = (2.0, 2.5, 3.0, 3.5, 4.0)
-_STEP_BITS = (2.0, 3.0)
 _HQQ_WIDTHS, _HQQ_GROUP = (2, 3, 4), 64
 
 
@@ -123,42 +114,6 @@ def write_checkpoint(experts: list[RealExpert], folder: Path) -> None:
 
 # --- errors
 
-Coordinates = Literal["source", "signs", "scales"]
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Steps of our quantizer. All of them are what `convert` does, but for its measure of tokens.
-
-    `coordinates`: the source's, rotated with random signs, or rotated with outputs scaled by channel.   `calibrated`:
-    with the Hessians of the inputs.   `guarded`: each rounding is judged on an eighth of the tokens, and calibrated on
-    the others.   `repeated`: 1 of 128 neurons has two rows.   `measured`: the squared error at a token counts as the
-    inverse of what its output and the median output have as squares; `convert` has the norm of the hidden state after
-    the layer instead.
-    """
-
-    coordinates: Coordinates = "scales"
-    calibrated: bool = True
-    guarded: bool = True
-    repeated: bool = True
-    measured: bool = False
-
-
-_ONCE = Steps(repeated=False)
-STEPS = {
-    "plain rounding": Steps("source", calibrated=False),
-    "calibrated": replace(_ONCE, coordinates="source", guarded=False),
-    "calibrated, guarded": replace(_ONCE, coordinates="source"),
-    "calibrated, guarded, repeated neurons": Steps("source"),
-    "rotated": Steps("signs", calibrated=False),
-    "rotated, output scales": Steps("scales", calibrated=False),
-    "rotated, calibrated": replace(_ONCE, coordinates="signs", guarded=False),
-    "rotated, output scales, calibrated": replace(_ONCE, guarded=False),
-    "rotated, output scales, calibrated, guarded": _ONCE,
-    "all": Steps(),
-    "all, tokens measured": Steps(measured=True),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -207,14 +162,6 @@ def in_rotated(weights: NeuronBlock, rotation: LayerRotation) -> NeuronBlock:
     )
 
 
-def token_weights(expert: RealExpert, measured: bool) -> Tensor:
-    """Returns how much a squared error counts at each token to calibrate on, float32 [n]."""
-    if not measured:
-        return torch.ones(len(expert.calibration))
-    squares = output(expert.weights, expert.calibration).square().sum(dim=1)
-    return 1 / (squares + squares.median())
-
-
 def plainly_rounded(weights: NeuronBlock, quantizer: RowQuantizer, part: PartFormat) -> NeuronBlock:
     """Returns an expert as a reader finds it if every row is quantized by its weights alone."""
     d = weights.up.shape[1]
@@ -222,15 +169,10 @@ def plainly_rounded(weights: NeuronBlock, quantizer: RowQuantizer, part: PartFor
     return NeuronBlock(*(decode_part(part, d, quantizer.encode(matrix)) for matrix in rows if matrix is not None))
 
 
-def calibrated(
-    weights: NeuronBlock, tokens: ExpertTokens, part: PartFormat, guarded: bool, repeats: int
-) -> NeuronBlock:
+def calibrated(weights: NeuronBlock, tokens: ExpertTokens, part: PartFormat, repeats: int) -> NeuronBlock:
     """Returns an expert as a reader finds it if it is calibrated on tokens in the coordinates of its rows."""
     (f, d), found, formats = weights.up.shape, list[NeuronBlock](), ExpertFormat(part, part, part)
-    if guarded:
-        quantizer: ExpertQuantizer | GuardedQuantizer = GuardedQuantizer(formats, tokens, _FUNCTION)
-    else:
-        quantizer = ExpertQuantizer(formats, Calibration(tokens, _FUNCTION), d)
+    quantizer = GuardedQuantizer(formats, tokens, _FUNCTION)
     for first in range(0, f, BLOCK_NEURONS):
         piece = slice(first, min(first + BLOCK_NEURONS, f))
         assert weights.gate is not None, "a file has gates"
@@ -254,27 +196,19 @@ class Errors:
 
     def __init__(self, experts: list[RealExpert], checkpoint: Checkpoint) -> None:
         self.experts, self._checkpoint = experts, checkpoint
-        self._vectors: dict[Coordinates, RotationVectors | None] = {
-            "source": None,
-            "signs": rotation_vectors(checkpoint.spec, "on"),
-            "scales": measured_rotation(checkpoint),
-        }
+        self._vectors = measured_rotation(checkpoint)
         self._expected = [output(expert.weights, expert.test) for expert in experts]
 
-    def ours(self, bits: float, steps: Steps, name: str | None = None) -> Iterator[Loss]:
+    def ours(self, bits: float) -> Iterator[Loss]:
         """Yields the losses of a trellis of so many bits, by layer."""
         part = trellis_format(round(2 * bits), ROW_GROUP)
-        repeats = usual_repeats(self._checkpoint.spec.expert.source_size) if steps.calibrated and steps.repeated else 0
-        size, name = stored_bits(part, self._checkpoint, repeats), name or format_text(part)
+        repeats = usual_repeats(self._checkpoint.spec.expert.source_size)
+        size = stored_bits(part, self._checkpoint, repeats)
         for place, expert in enumerate(self.experts):
-            rotation = LayerRotation.of(self._vectors[steps.coordinates], place)
-            stored = in_rotated(expert.weights, rotation)
-            if steps.calibrated:
-                tokens = ExpertTokens(rotation.inputs(expert.calibration), token_weights(expert, steps.measured))
-                rounded = calibrated(stored, tokens, part, steps.guarded, repeats)
-            else:
-                rounded = plainly_rounded(stored, RowQuantizer(part, stored.up.shape[1], "nearest"), part)
-            yield self._loss(place, name, size, rounded, rotation, is_ours=True)
+            rotation = LayerRotation.of(self._vectors, place)
+            tokens = ExpertTokens(rotation.inputs(expert.calibration), torch.ones(len(expert.calibration)))
+            rounded = calibrated(in_rotated(expert.weights, rotation), tokens, part, repeats)
+            yield self._loss(place, format_text(part), size, rounded, rotation, is_ours=True)
 
     def hqq(self, width: int) -> Iterator[Loss]:
         """Yields the losses of HQQ's codes of so many bits, by layer."""
@@ -331,26 +265,6 @@ def layer_tables(losses: list[Loss]) -> str:
     return "\n\n".join(texts)
 
 
-def steps_table(losses: dict[tuple[float, str], list[Loss]]) -> str:
-    """Returns the table of steps: errors of all layers, with the median tokens' in brackets."""
-    layers = [loss.layer for loss in next(iter(losses.values()))]
-    header = ("bits", "steps", *(f"layer {layer}" for layer in layers))
-    rows = [
-        (f"{bits:g}", name, *(f"{x.error:.4f} ({x.median:.4f})" for x in of_layers))
-        for (bits, name), of_layers in losses.items()
-    ]
-    return table(header, rows)
-
-
-def measure_steps(found: Errors) -> dict[tuple[float, str], list[Loss]]:
-    """Returns the losses of all layers by bits and steps."""
-    cases: Iterable[tuple[float, str]] = [(bits, name) for bits in _STEP_BITS for name in STEPS]
-    return {
-        (bits, name): list(found.ours(bits, STEPS[name], name))
-        for bits, name in tqdm(cases, desc="steps", disable=None)
-    }
-
-
 @click.command(help=__doc__)
 @click.option(
     "--experts",
@@ -360,12 +274,11 @@ def measure_steps(found: Errors) -> dict[tuple[float, str], list[Loss]]:
     help="A safetensors file: for each layer N of a model with SwiGLU, `layer-N.gate`, `.up` and `.down` [f, d] (down "
     "transposed), and inputs of these experts, `layer-N.calibration` and `.test` [n, d].",
 )
-@click.option("--steps", is_flag=True, help="Measure single steps of our quantizer.")
 @llama_option
 @libggml_option
 @json_option
 @torch.inference_mode()
-def main(path: Path, steps: bool, llama_python: Path | None, libggml: Path | None, as_json: bool) -> None:
+def main(path: Path, llama_python: Path | None, libggml: Path | None, as_json: bool) -> None:
     """Measures, prints and judges."""
     experts, losses = read_experts(path), list[Loss]()
     with tempfile.TemporaryDirectory(prefix="moe-pack-") as name:
@@ -374,16 +287,8 @@ def main(path: Path, steps: bool, llama_python: Path | None, libggml: Path | Non
         checkpoint = Checkpoint(folder)
         try:
             found = Errors(experts, checkpoint)
-            if steps:
-                by_steps = measure_steps(found)
-                rows = [
-                    {"format_bits": bits, "steps": name} | asdict(x)
-                    for (bits, name), xs in by_steps.items()
-                    for x in xs
-                ]
-                finish({"losses": rows}, steps_table(by_steps), as_json)
             for bits in tqdm(_BITS, desc="ours", disable=None):
-                losses += found.ours(bits, Steps())
+                losses += found.ours(bits)
             for width in tqdm(_HQQ_WIDTHS, desc="HQQ", disable=None):
                 losses += found.hqq(width)
             if llama_python:

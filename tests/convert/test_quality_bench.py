@@ -1,8 +1,7 @@
-"""The benchmark of quality by size: its bootstrap, its judge, llama.cpp's side, its faults and its picture."""
+"""The benchmark of quality by size: its bootstrap, its judge, llama.cpp's side, and its faults."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from benchlib.judging import (
     uniform,
 )
 from benchlib.llama import LlamaExperts, experts_with_inputs, llama_types
-from quality import MOST_KL, SERIES, Curve, Point, draw, plot
+from quality import Curve, Point
 from support.models import DEMO_MODEL, TinyMixtral
 from support.profiles import profiled, random_tokens
 
@@ -32,12 +31,10 @@ from moe_pack.runtime.model import CheckpointWeights, Decoder
 pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:  # they take seconds to import
-    from matplotlib.axes import Axes
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 TEXT = random_tokens(2, 512, 96)
 NUM_FIRST = TEXT.sequences.size // BLOCK_TOKENS // 2  # blocks: the second sequence stands for the other text
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 # --- the bootstrap
@@ -203,39 +200,3 @@ def test_a_point_that_ours_is_not_below_is_a_fault() -> None:
     assert point("llama.cpp", "IQ1_M", 1.75, 0.05, None).fault() is not None
     assert point("llama.cpp", "IQ1_S", 1.5625, 0.05, None).fault() is None, "below the range"
     assert point("moe-pack, plans", "plan of 2", 2, 0.05, None).fault() is None
-
-
-def plotted(points: list[Point]) -> "Axes":
-    from matplotlib.figure import Figure
-
-    axes = Figure().add_subplot()
-    plot(axes, "model", points)
-    return axes
-
-
-def test_a_picture_has_each_series_in_its_order_without_what_is_far_above() -> None:
-    far = point("llama.cpp", "IQ1_S", 1.75, MOST_KL * 1.01)
-    near = [point(name, "Q4_K", 2.0 + idx / 2, 0.01 * (idx + 1)) for idx, name in enumerate(SERIES)]
-    lines = plotted([far, *reversed(near)]).get_lines()
-    assert [line.get_label() for line in lines] == list(SERIES)
-    for line, one in zip(lines, near, strict=True):
-        assert (list(line.get_xdata()), list(line.get_ydata())) == ([one.bits], [one.kl])
-
-
-def test_a_joined_series_has_the_lowest_of_equal_bits_and_named_ones_have_names_on_two_sides() -> None:
-    twice = [point("moe-pack, plans", "worse", 2.0, 0.2), point("moe-pack, plans", "better", 2.0, 0.1)]
-    theirs = [point("llama.cpp", "Q4_K", 4.5, 0.003), point("llama.cpp", "Q4_0", 4.5, 0.004)]
-    axes = plotted([*twice, *theirs])
-    apart, joined = axes.get_lines()
-    assert (list(joined.get_ydata()), joined.get_linestyle()) == ([0.1], "-")
-    assert (list(apart.get_ydata()), apart.get_linestyle()) == ([0.003, 0.004], "None")
-    assert {text.get_text(): text.get_horizontalalignment() for text in axes.texts} == {"Q4_K": "right", "Q4_0": "left"}
-
-
-def test_a_result_is_drawn_alike_each_time(tmp_path: Path) -> None:
-    points = [point(name, "Q4_K", 2.0 + idx / 2, 0.01 * (idx + 1)) for idx, name in enumerate(SERIES)]
-    draw("model", points, tmp_path / "first.svg")
-    draw("model", points[::-1], tmp_path / "second.svg")
-    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
-    shown = {"".join(text.itertext()) for text in ElementTree.parse(tmp_path / "first.svg").iter(SVG + "text")}
-    assert set(SERIES) | {"Q4_K", "stored bits a weight"} <= shown

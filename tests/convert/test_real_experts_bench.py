@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from real_experts import STEPS, Loss, compared, errors, main, output, read_experts
+from real_experts import Loss, compared, errors, main, output, read_experts
 from safetensors.torch import save_file
 
 D, F = 128, 64
@@ -77,17 +77,6 @@ def test_more_bits_lose_less_and_bits_are_those_of_whole_rows(file: Path) -> Non
             assert x["bits"] == pytest.approx(8 * (-(-end // 16) * 16) / (3 * D))
         others = [x for x in losses if x["layer"] == layer and not x["is_ours"]]
         assert [x["stored_as"] for x in others] == [f"{name} g64" for name in OTHERS]
-
-
-@pytest.mark.slow
-def test_steps_have_a_line_each_and_rotation_helps_where_a_weight_is_huge(file: Path) -> None:
-    result = run(file, "--steps")
-    assert result.exit_code == 0, result.output
-    losses = json.loads(result.stdout)["losses"]
-    assert len(losses) == 2 * 2 * len(STEPS)
-    found = {(x["format_bits"], x["steps"], x["layer"]): x["error"] for x in losses}
-    for bits in (2.0, 3.0):
-        assert found[bits, "rotated", 20] < found[bits, "plain rounding", 20] / 2
 
 
 def test_a_file_without_a_tensor_is_refused(file: Path, tmp_path: Path) -> None:

@@ -204,17 +204,29 @@ def test_the_workflow_of_checks_runs_on_packs_of_the_hub(
     assert "| kl | ✅ passed |" in (tmp_path / "summary.md").read_text("utf-8")
 
 
+def heading_anchors(page: Path) -> set[str]:
+    """Returns the names by which a link finds the headings of a page, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target in re.findall(r"\]\(([^):\s]+)\)", page.read_text("utf-8")):
+            with case(page.name, target):
+                path, _, anchor = target.partition("#")
+                other = page.parent / path if path else page
+                assert other.exists()
+                assert not anchor or anchor in heading_anchors(other)
 
 
 def test_pages_use_the_words_of_the_glossary() -> None:
     """Prose only: what a command prints, and names of the code, may still have other words."""
     others = re.compile(r"\b(foret\w+|anew|whoever|beside|shall|wish\w*|cards?|drives?)\b", re.IGNORECASE)
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        if page.name in ("glossary.md", "benchmarks.md"):  # the glossary names them; benchmarks are not rewritten yet
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        if page.name == "glossary.md":  # it names them
             continue
         prose = re.sub(r"```.*?```|`[^`\n]*`|^    .*?$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
         assert not others.findall(prose), page.name

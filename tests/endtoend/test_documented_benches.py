@@ -62,8 +62,7 @@ def placed(words: tuple[str, ...], small: SmallRuns, scratch: Path) -> list[str]
     model, packed = str(small.model), str(small.packed)
     names = {
         **dict.fromkeys(("MODEL", "MODEL]", "small-mixtral", "smollm2_moe", "smollm2_routed", "GIVEN"), model),
-        **dict.fromkeys(("PACK", "packed/", "smollm2-packed/", "q2"), packed),
-        **{name: str(small.gguf) for name in words if name.endswith(".gguf")},
+        **dict.fromkeys(("PACK", "packed/"), packed),
         "SMALLEST": str(small.smallest), "FOLDER": str(small.folder), "topics.txt": str(BOOK), "[--model": "--model",
         "FILE.safetensors": str(small.experts),
     }  # fmt: skip

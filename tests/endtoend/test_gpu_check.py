@@ -16,11 +16,12 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from gpu import checks, engines
 from gpu.engines import EngineRequest
 from gpu.kernels import read_metrics
 from gpu.measuring import Clock, Results, setting
+from gpu.runs import compact, compact_text
 from gpu_check import PARTS, Ended, main, run_call, run_part, table
 from gpu_report import main as report
 from packaging.requirements import Requirement
@@ -297,6 +298,8 @@ class Said:
     is_rehearsal: bool = False
     decode_per_s: float = 40.0
     has_ncu: bool = True
+    commit: str = "abc"
+    gpu: str = "GPU X"
 
     def write(self, path: Path) -> Path:
         wanted = {"misses": "auto", "policy": "auto", "budget_bytes": 11 << 30, "kv_dtype": None, "ram_bytes": None}
@@ -311,33 +314,53 @@ class Said:
         rows.append(counted | {"metric": "L2 Hit Rate", "unit": "%", "value": "n/a"})
         part: dict[str, Any] = {"part": "mixtral", "state": "failed", "date": f"{self.day}T10:00:00", "rows": rows}
         part["errors"] = {"12 GiB": "Traceback\nRunError: too little"}
-        whole = {"gpu": {"name": "GPU X"}, "cores": 16, "cpu": "CPU", "versions": {"torch": "2", "triton": "3"}}
-        path.write_text(json.dumps(whole | {"rehearsal": self.is_rehearsal, "revision": "abc", "parts": [part]}))
+        whole = {"gpu": {"name": self.gpu}, "cores": 16, "cpu": "CPU", "versions": {"torch": "2", "triton": "3"}}
+        path.write_text(json.dumps(whole | {"rehearsal": self.is_rehearsal, "revision": self.commit, "parts": [part]}))
         return path
 
 
-def test_the_report_has_a_column_a_run_the_ratio_what_failed_and_a_picture(tmp_path: Path) -> None:
-    files = [Said().write(tmp_path / "a.json"), Said("2026-12-01", decode_per_s=60.0).write(tmp_path / "b.json")]
-    files.append(Said("2026-12-02", decode_per_s=50.0, has_ncu=False).write(tmp_path / "c.json"))
-    done = CliRunner().invoke(report, [*map(str, reversed(files)), "-o", str(tmp_path / "gpu")])
+def reported(folder: Path, *files: Path, options: tuple[str, ...] = ()) -> Result:
+    (folder / "out").mkdir()
+    return CliRunner().invoke(report, [*map(str, files), "-o", str(folder / "out"), "--no-predictions", *options])
+
+
+def test_the_report_has_each_gpus_last_figures_what_failed_and_a_picture(tmp_path: Path) -> None:
+    files = [Said().write(tmp_path / "a-call3.json")]
+    files.append(Said("2026-12-01", decode_per_s=60.0, commit="def", has_ncu=False).write(tmp_path / "b-call3.json"))
+    files.append(Said("2026-12-02", decode_per_s=50.0, gpu="GPU Y").write(tmp_path / "c-call3.json"))
+    done = reported(tmp_path, *reversed(files))
     assert done.exit_code == 0, done.output
-    page = (tmp_path / "gpu.md").read_text()
-    assert "| mixtral | auto | auto | all | 11 GiB | 128 | 40 | 60 | 50 | 1.25 |" in page
-    assert "- `mixtral`, 12 GiB: RunError: too little" in page
-    assert "1 of 1 kernel cases equal their twins" in page
-    assert "| _gemv | 4096x4096 | Registers Per Thread | register/thread | 80 | 80 |  |  |" in page, (
-        "no ratio to a run that has none"
-    )
+    page = (tmp_path / "out" / "gpu.md").read_text()
+    assert "| run | pack | misses | policy | ram_bytes | budget_bytes | 128 |" in page
+    assert "| 2 | mixtral | auto | auto | all | 11 GiB | 60 |" in page
+    assert "| 3 | mixtral | auto | auto | all | 11 GiB | 50 |" in page
+    assert "| 1 | mixtral |" not in page, "a later run of the same GPU measured it again"
+    assert "- What failed: `mixtral`, 12 GiB: RunError: too little" in page
+    assert page.count("- 1 of 1 kernel cases equal their twins.") == 3
+    assert "| 1 | _gemv | 4096x4096 | 80 |" in page, "the later run has none"
     assert "L2 Hit Rate" not in page, "what ncu could not count is no figure"
-    drawn = (tmp_path / "gpu.svg").read_text()
-    assert "2026-11-23, auto" in drawn and "2026-12-01, auto" in drawn
+    drawn = (tmp_path / "out" / "gpu.svg").read_text()
+    assert "run 2, GPU X, auto" in drawn and "run 3, GPU Y, auto" in drawn
+
+
+def test_a_compact_file_has_a_line_a_measurement_and_says_the_same(tmp_path: Path) -> None:
+    assert reported(tmp_path, Said().write(tmp_path / "a-call3.json")).exit_code == 0
+    (path,) = (tmp_path / "out").glob("gpu-*.json")
+    assert path.name == "gpu-gpu-x-2026-11-23-abc-call3.json"
+    speeds = [line for line in path.read_text().splitlines() if '"Speed"' in line]
+    assert len(speeds) == 1 and '"decode_per_s": {"128": 40.0}' in speeds[0]
+    whole = read(path)
+    assert compact(whole) == whole and json.loads(compact_text(whole)) == whole
+    page = (tmp_path / "out" / "gpu.md").read_text()
+    done = CliRunner().invoke(report, ["-o", str(tmp_path / "out"), "--no-predictions"])
+    assert done.exit_code == 0 and (tmp_path / "out" / "gpu.md").read_text() == page
 
 
 def test_rehearsals_are_no_results(tmp_path: Path) -> None:
-    file = replace(Said(), is_rehearsal=True).write(tmp_path / "a.json")
-    done = CliRunner().invoke(report, [str(file), "-o", str(tmp_path / "gpu")])
+    file = replace(Said(), is_rehearsal=True).write(tmp_path / "a-call3.json")
+    done = reported(tmp_path, file)
     assert done.exit_code == 2 and "whose times mean nothing" in done.stderr
-    assert not (tmp_path / "gpu.md").exists()
+    assert not (tmp_path / "out" / "gpu.md").exists()
 
 
 # --- a machine on which nothing is installed

@@ -54,7 +54,16 @@ class Shown:
     @property
     def is_bench(self) -> bool:
         """Whether it is a benchmark of today."""
-        return self.script is not None and self.script.startswith(_BENCH)
+        return self.script is not None and self.script.startswith(_BENCH) and not self.is_old
+
+    @property
+    def is_old(self) -> bool:
+        """Whether it is a benchmark of the past: the script is gone, or its subcommand."""
+        if self.script is None or not self.script.startswith((_BENCH, "benchmarks/")):
+            return False
+        if not (ROOT / self.script).is_file():
+            return True
+        return _has_subcommands(self.script) and not _has_subcommand(self.script, self.words[2])
 
     @property
     def bench(self) -> str:
@@ -68,6 +77,11 @@ class Shown:
 def _has_subcommands(script: str) -> bool:
     """Returns what a benchmark's text says of itself: to import all of them takes seconds."""
     return "\n@click.group" in (ROOT / script).read_text("utf-8")
+
+
+@cache
+def _has_subcommand(script: str, name: str) -> bool:
+    return re.search(rf'(command|_add)\(\s*"{name}"', (ROOT / script).read_text("utf-8")) is not None
 
 
 def shown_commands(page: Path) -> Iterator[Shown]:
@@ -94,7 +108,10 @@ def named_commands(page: Path) -> Iterator[Shown]:
 
 
 def makefile_commands() -> dict[str, list[Shown]]:
-    """Returns the benchmarks that each target of the Makefile runs, with variables replaced as if all were given."""
+    """Returns the benchmarks that each target of the Makefile runs, with variables replaced as if all were given.
+
+    Those of a target's prerequisites are its own, too.
+    """
     text = (ROOT / "Makefile").read_text("utf-8").replace("\\\n", " ")
     text = re.sub(r"\$\(if \$\(\w+\),((?:[^()]|\([^()]*\))*)\)", r"\1", text)  # what is there if the variable is
     given = {
@@ -102,20 +119,26 @@ def makefile_commands() -> dict[str, list[Shown]]:
         "BENCH": "tests/bench",
         "LLAMA": "",
         "BENCH_PACKS": "FOLDER",
+        "PACK": "PACK",
+        "EXPERTS": "FILE.safetensors",
         "GPU_PYTHON": "python-of/python",
     }
     found: dict[str, list[Shown]] = {}
+    needed: dict[str, list[str]] = {}
     target = ""
     for line in text.splitlines():
-        if match := re.match(r"^([a-z-]+):", line):
+        if match := re.match(r"^([a-z-]+):(.*)", line):
             target = match[1]
             found[target] = []
+            needed[target] = match[2].split()
         for name, value in given.items():
             line = line.replace(f"$({name})", value)
         for command in re.findall(r"python-of/python (tests/bench/\S+\.py[^&|]*)", line):
             words = re.sub(r"\$\(\w+\)|\$\$\w+", "GIVEN", command.replace("$$model", "deepseek-v3")).split()
             found[target].append(Shown("Makefile", ("python", *words)))
-    return found
+    return {
+        each: own + [shown for name in needed[each] for shown in found.get(name, [])] for each, own in found.items()
+    }
 
 
 def _code_lines(text: str) -> Iterator[str]:

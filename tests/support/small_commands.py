@@ -27,7 +27,6 @@ class Small:
 
 _QUALITY = "--tokens 512 --tokens-learned 512 --passages 4 --no-plain --sparsities 0.8 --thetas 0,0.25 --widths 16,2"
 _QUALITY += " --model MODEL --tokens-limited 512 --tolerated 2"
-_SIZES = "--hidden 128 --intermediate 64 --vocab 4096"
 _STRATEGIES = (
     "sparsity | pruned by | perplexity | KL",
     "sparsity | KL | right answers, points",
@@ -47,55 +46,22 @@ _SCORES = {
 _PATHS = ("path | distinct | possible", "layers before | tokens | 0", "routes | layers known | n = 1")
 _POPULARITY = ("0 | 1 | 3", "paper's share | placed | most popular")
 _CORRELATION = ("layer | cosine | popularity | paths | next router", "layer | cosine | up 90%")
-_TIMES = ("predictor | microseconds | experts in memory",)
 _ACTIVATIONS = ("layer | < 0.001 | < 0.25",)
 
 SMALL = {
-    "attacks.py": Small("--attack nothing --chats 1", ("attack | slowest chat, s | MiB before",)),
     "drafts.py": Small(
         "--kind prose --texts 1 --rounds 1 --tokens 4", ("texts | drafts | tokens/s | accepted | tokens a pass",)
     ),
     "family_table.py": Small("--family flex_olmo", (), says=r"flex_olmo +pass +\d"),
-    "gguf_files.py rates": Small("--rounds 1", ("type | MB/s of the file",)),
-    "gguf_files.py convert": Small("--layers 1 --experts 8", ("file, MB | processor time, s | peak memory, GiB",)),
-    "gguf_files.py export": Small("--layers 1 --experts 8", ("file, MB | processor time, s | peak memory, GiB",)),
-    "gguf_files.py losses": Small("--bits 2 --tokens 512", ("source | MB | bits | KL of the pack",)),
-    "gpu_numerics.py": Small("--folder SCRATCH --tokens 2", ("numerics | KL, nats | same likeliest token",)),
-    "host_decisions.py": Small("--tokens 2 --model mixtral-8x7b-mixed", ("model | pulled | ms, median",)),
-    "host_share.py": Small("--rounds 1 --threads 1 --model Qwen3-30B-A3B", ("model | stored as | tokens/s",)),
     "kernels.py experts": Small(
         "--rounds 1 --threads 1 --formats 2 --limit portable", ("experts of | stored as | GB/s | share",)
     ),
     "kernels.py rows": Small(
         "--rounds 1 --formats 2,trellis2 --limit portable", ("stored as | dot ns | 64 tokens ns",)
     ),
-    "kernels.py rotation": Small(
-        "--rounds 1 --threads 1 --formats 2 --limit portable", ("experts of | hidden | rotations, us",)
-    ),
     "kernels.py decode": Small(
         "--folder FOLDER --model qwen3 --rounds 1 --threads 1 --sparsity 0 --decode-tokens 2 --prefill-tokens 4",
         ("model | task | program | tokens/s | times llama.cpp",),
-    ),
-    "kernels.py codecs": Small(
-        "--folder FOLDER --layers 1 --rounds 1 --decode-tokens 2 --formats 2,trellis2 --limit portable",
-        ("stored as | instructions | tokens/s | time over affine",),
-    ),
-    "kernels.py layers": Small("--threads 1 --tokens 2", ("pack | threads | separate, ms | called, ms",)),
-    "kv_cache.py quality": Small("--tokens 64 --compared 16", ("kv-dtype | tokens | cache bytes | KL",)),
-    "kv_cache.py speed": Small("--threads 1 --positions 256", ("heads of | positions | f32, us",)),
-    "many_machines.py scaling": Small(
-        "--rounds 1 --layers 1 --experts 2 --hidden 64 --intermediate 64 --tokens 512 --no-ray",
-        ("command | way | median s",),
-    ),
-    "many_machines.py hours": Small(
-        "--experts 2 --tokens 128 --hidden 128 --intermediate 64", ("hours | s an expert", "static, h | parts, h")
-    ),
-    "memory.py convert": Small(
-        f"--layers 2 --experts 4 --workers 1 --tokens 512 {_SIZES}", ("run | anonymous GiB | bytes",)
-    ),
-    "memory.py profile": Small(
-        f"--layers 2 --experts 2 --tokens 256 {_SIZES} --sensitivity none --only plain",
-        ("run | anonymous GiB | bytes",),
     ),
     "neighbours.py": Small("--folder FOLDER --model gpt-oss-20b --layers 1", ("model | largest difference",)),
     "offloading.py speed": Small(
@@ -103,21 +69,10 @@ SMALL = {
         "--budget 20M",
         ("pack | budget | program | MB a token | (plan) | tokens/s",),
     ),
-    "offloading.py disk": Small(
-        "--folder FOLDER --pack mixtral-6-layers --rounds 1 --decode-tokens 2 --seconds 0.005",
-        ("pack | reads of MB | engine, MB/s | disk, MB/s",),
-    ),
-    "offloading.py overlap": Small(
-        "--folder FOLDER --pack mixtral-6-layers --rounds 1 --decode-tokens 2 --most-slower 1000",
-        ("pack | policy | hits | hidden | predicted",),
-    ),
     "offloading.py parts": Small(
         "--folder FOLDER --pack mixtral-5-layers-floe --pack mixtral-5-layers-int4 --pack minicpm-8-layers-16-bit "
         "--pack deepseek-7-layers-16-bit --rounds 1 --prompt-tokens 4 --decode-tokens 2",
         ("pack | parts | tokens/s | MB a token | rows right",),
-    ),
-    "offloading.py soak": Small(
-        "--folder FOLDER --tokens 50 --most-growth 1000", ("slice | tokens | tokens/s | anonymous MiB",)
     ),
     "paper_quality.py all": Small(_QUALITY, (*_STRATEGIES, *_THETA, *_BITS, *_TASKS, *_WIDTHS)),
     "paper_quality.py strategies": Small(_QUALITY, _STRATEGIES),
@@ -126,16 +81,13 @@ SMALL = {
     "paper_quality.py tasks": Small(_QUALITY, _TASKS),
     "paper_quality.py widths": Small(_QUALITY, _WIDTHS),
     "paper_routing.py all": Small(
-        "--folder FOLDER --share 0.01 --model MODEL",
-        (*_PATHS, "eviction | 4 | 28", *_POPULARITY, *_ACTIVATIONS, *_CORRELATION, *_TIMES),
+        "--share 0.01 --model MODEL", (*_PATHS, "eviction | 4 | 28", *_POPULARITY, *_ACTIVATIONS, *_CORRELATION)
     ),
     "paper_routing.py paths": Small("--learned 1024 --tokens 512", _PATHS),
     "paper_routing.py evictions": Small("--learned 256 --tokens 80", ("eviction | 4 | 28",)),
     "paper_routing.py popularity": Small("--learned 512 --tokens 512", _POPULARITY),
     "paper_routing.py activations": Small("--learned 64 --tokens 64", _ACTIVATIONS),
     "paper_routing.py correlation": Small("--tokens 1024 --model MODEL", _CORRELATION),
-    "paper_routing.py predictor-time": Small("--folder FOLDER --rounds 1 --tokens 1", _TIMES),
-    "paper_routing.py batch-time": Small("--rounds 1 --most 2", ("tokens | ms | ms a token",)),
     "paper_scores.py all": Small("--learned 64 --tokens 128", tuple(_SCORES.values())),
     **{
         f"paper_scores.py {name}": Small("--learned 64 --tokens 128 --model MODEL", (header,))
@@ -152,37 +104,16 @@ SMALL = {
         "--learned 256 --sample 1024 --tokens 66", ("paper | parts | hits | read a token | published",)
     ),
     "policies.py hits": Small("--learned 256 --sample 1024 --tokens 66", ("experts that fit",)),
-    "policies.py trust": Small("--folder FOLDER --tokens 16", ("policy | not the router's | loss, nats | KB a token",)),
-    "policies.py gpu": Small(
-        "--folder FOLDER --learned 32 --tokens 32", ("policy | 25% of the memory: resident | KB by the CPU",)
-    ),
-    "profiling.py": Small(
-        "--tokens 1024 --rounds 1 --large-tokens 0 --levels fast",
-        ("statistics | tokens | ours, s", "sensitivity | announced, s | taken, s"),
-        judges=True,
-    ),
     "quality.py": Small(
-        "--model SMALLEST --tokens 512 --tokens-profiled 1024 --step 3 --svg SCRATCH/quality.svg",
+        "--model SMALLEST --tokens 512 --tokens-profiled 1024 --step 3",
         ("bits a weight | series | name | KL | our plan's KL",),
         judges=True,
     ),
-    "quantizers.py": Small(
-        "--model SMALLEST --tokens 512 --tokens-profiled 1024 --formats 2",
-        ("stored as | quantizer | bits a weight | KL",),
-        judges=True,
-    ),
     "real_experts.py": Small("", (), judges=True, says=r"\| (stored as|bits) +\|.* (median token's|layer 0) +\|"),
-    "row_reads.py": Small(
-        "--folder FOLDER --table-size 16M --rounds 1 --here", ("how rows are read | 32 rows, disk | 8192 rows, cache",)
-    ),
-    "sensitivity.py": Small(
-        "--model SMALLEST --profiled 1024 --tokens 512 --plans 3", ("mean bits | predicted | measured",), judges=True
-    ),
     "serving.py": Small(
         "--folder FOLDER --requests 1 --rounds 1 --decode-tokens 2", ("pack | requests | server | tokens/s",)
     ),
     "serving_load.py": Small("--folder FOLDER --requests 4 --clients 2 --no-faults", ("client | 200",)),
-    "trellis_tables.py": Small("--rounds 1", ("bits | 4^-bits | error",), judges=True),
 }
 
 # Pages whose lines of moe-pack, moe-run and moe-serve another test runs.
@@ -194,7 +125,6 @@ RUN_ELSEWHERE = {
     "docs/export.md": "tests/endtoend/test_documentation.py",
     "docs/kernels.md": "tests/endtoend/test_documentation.py",
     "docs/many-machines.md": "tests/endtoend/test_documentation.py",
-    "docs/benchmarks/profiles.md": "tests/endtoend/test_documentation.py",
     "docs/benchmarks/quality.md": "tests/endtoend/test_documentation.py",
     "docs/ci.md": "tests/endtoend/test_documentation.py, against a server of its own in place of the hub",
 }
@@ -207,11 +137,7 @@ _HUB = "asks Hugging Face's hub; tests/convert/test_stream.py and test_hub_packs
 NOT_HERE = {
     "python tests/bench/gpu_check.py": _GPU,
     "python tests/bench/gpu_report.py": "writes a page of docs/; tests/endtoend/test_gpu_check.py makes one of its own",
-    "python tests/bench/gpu_roofline.py": "writes a page of docs/; tests/runtime/gpu/test_roofline.py makes the same",
-    "python tests/bench/gguf_logits.py": _LLAMA,
-    "python tests/bench/vllm_logits.py": "needs vLLM, which needs a GPU",
-    "python tests/bench/harness.py": "needs lm-evaluation-harness",
-    "python tests/bench/clients.py": "installs packages of PyPI and npm",
+    "python tests/bench/gpu_roofline.py": "writes docs/; tests/runtime/gpu/test_roofline.py counts the same",
     "python tests/bench/family_table.py --docs": "writes docs/families.md, as tests/formats/test_expert_types.py",
     "python -m support.messages": "writes tests/data/messages.txt; tests/test_messages.py makes the same file",
     "python -m support.references": "writes tests/data/references, as tests/endtoend/test_references.py",
@@ -230,11 +156,10 @@ NOT_HERE = {
     "ray start": "starts a cluster on several machines",
     "lm_eval": "needs lm-evaluation-harness",
     "python tests/bench/smollm2_routed.py": "needs a package; tests/convert/test_smollm2_routed_bench.py makes one",
-    "python tests/bench/loaded.py": "tests/test_start_up.py counts with the same functions, and has bounds for them",
+    "python tests/support/loaded_packs.py": "tests/test_start_up.py counts the same, and has bounds",
     "moe-pack convert tests/models/tiny-mixtral --preset floe": "converts for half a minute; "
     "tests/convert/test_preset_command.py converts a tiny model with every preset",
     "pytest": "is this suite",
-    "moe-pack synth qwen3-30b-a3b": "writes some gigabytes; docs/moe-pack.md has one that runs",
     "moe-pack convert Qwen3-30B-A3B-Q8_0.gguf": "needs this file; tests/formats/test_gguf.py has small ones",
     "moe-pack eval packed/ --against Qwen3-30B-A3B-Q8_0.gguf": "needs this file",
     "moe-pack profile mixtral -o /shared/profile --ray": "needs a cluster; slow: tests/convert/test_ray.py",

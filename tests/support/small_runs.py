@@ -8,12 +8,11 @@ import functools
 import importlib
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any
 
 import benchlib
@@ -31,9 +30,8 @@ from moe_pack.convert import measure_fixed_costs
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.doctor import measure_cpu
-from moe_pack.runtime.model.caches import storage
 from support.chat_model import chat_source
-from support.models import DEMO_MODEL, TinyMixtral, pack
+from support.models import TinyMixtral, pack
 
 _MODULES = {"moe_pack.convert.cli": moe_pack, "moe_pack.runtime.cli": moe_run}
 _PADDING_BYTES = 48 << 20  # of a file without blocks in each pack: budgets that are shares of its bytes are then enough
@@ -93,19 +91,6 @@ def _quick(arguments: list[str]) -> list[str]:
     return arguments
 
 
-class StartedHere:
-    """Stands for `subprocess.Popen`: what it starts has ended when it is made."""
-
-    def __init__(self, args: Sequence[object], **options: object) -> None:
-        self.args = args
-        self.pid = os.getpid()
-        self.returncode = run_here(args).exit_code
-
-    def wait(self) -> int:
-        """Returns the exit code."""
-        return self.returncode
-
-
 def measure_here(
     command: list[str],
     anonymous_bytes: Callable[[int], int],
@@ -155,7 +140,7 @@ class SmallRuns:
     """What small runs find: a tiny model and packs of it under the names of those that benchmarks would make.
 
     `folder`: for `--folder`.   `model`, `smallest`: tiny checkpoints.   `packed`: a pack of the demo model that chats.
-    `gguf`: the tiny model's file.   `experts`: a file of one expert with inputs.
+    `experts`: a file of one expert with inputs.
     """
 
     def __init__(self, place: Path) -> None:
@@ -164,20 +149,12 @@ class SmallRuns:
         self.model, self.smallest = write_tiny(place / "model", 3, 4), write_tiny(place / "smallest", 1, 2)
         self.packed = place / "packed"
         pack(chat_source(place / "chats"), self.packed, group=64)
-        self._demo = DEMO_MODEL
         self._packs = {kind: place / kind for kind in ("up", "gate")}
         pack(self.model, self._packs["up"], group=64, dense_width=4)
         pack(self.model, self._packs["gate"], group=64, dense_width=4, selector="gate")
         for each in self._packs.values():
             with (each / "padding").open("wb") as file:
                 file.truncate(_PADDING_BYTES)
-
-    @functools.cached_property
-    def gguf(self) -> Path:
-        """Returns the file, made once."""
-        self.moe_pack("export", self._packs["up"], "--to", "gguf", "-o", self.place / "gguf", "--compare-tokens", 0)
-        (file,) = (self.place / "gguf").iterdir()
-        return file
 
     @functools.cached_property
     def experts(self) -> Path:
@@ -200,20 +177,13 @@ class SmallRuns:
             source, out = self._packs["gate" if "gate" in words else "up"], words[words.index("-o") + 1]
             shutil.copytree(source, out, copy_function=os.link)
             return
-        words = [str(self._demo) if word == str(DEMO_MODEL) else word for word in words]
         result = run_here([sys.executable, "-m", "moe_pack.convert.cli", *words])
         assert result.exit_code == 0, (words, result.output, result.exception)
 
     def stand_in(self, module: Any, patch: pytest.MonkeyPatch) -> None:
         """Puts the stand-ins in place of what a benchmark's module has of the same name."""
-        # Triton's interpreter takes half a minute for the demo model.
-        self._demo = self.model if module.__name__ == "gpu_numerics" else DEMO_MODEL
         replaced = {id(known): other for known, other in [*_REPLACED, (_MOE_PACK, self.moe_pack)]}
         for each in (module, benchlib, benchlib.confined, benchlib.packs, benchlib.predicting):
             for name, value in vars(each).copy().items():
                 if id(value) in replaced:
                     patch.setattr(each, name, replaced[id(value)])
-        patch.setattr(storage, "rotation", storage.rotation)  # which one benchmark replaces
-        if module.__name__ == "many_machines":  # it starts many processes, and others what a process shows of itself
-            patch.setattr(module, "subprocess", SimpleNamespace(Popen=StartedHere, DEVNULL=subprocess.DEVNULL))
-            patch.setattr(os, "sched_setaffinity", lambda pid, cpus: None)

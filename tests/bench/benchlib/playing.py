@@ -24,7 +24,7 @@ from moe_pack.runtime.model.router import router_weights as weights_of
 from moe_pack.runtime.offload import ExpertCache, PathStatistics, Predictor, Recorder
 from moe_pack.runtime.offload.cache import ComputeEvent, ExpertKey, FetchEvent
 from moe_pack.runtime.offload.prefetch import ranked
-from moe_pack.runtime.offload.split import LoadOrCompute, substitute
+from moe_pack.runtime.offload.split import substitute
 
 Floats = NDArray[np.float64]
 Predict = Callable[[int, int], Sequence[int]]  # token, layer_idx: its experts, likeliest first
@@ -38,42 +38,20 @@ class ExpertSizes:
     records: Floats
 
 
-@dataclass(frozen=True, slots=True)
-class SecondProcessor:
-    """A CPU that computes missing experts where they are. Times are in units of loading one expert.
-
-    `split`: which of the missing experts are loaded, as in runtime/offload/split.py.   `token_time`: of one expert for
-    one token on the CPU.
-    """
-
-    split: Callable[[Sequence[float], Sequence[float]], LoadOrCompute]
-    token_time: float
-
-
 @dataclass(slots=True, eq=False)
 class Counted:
-    """The counts of passes of one token.
+    """The counts of passes of one token."""
 
-    `needed`: experts; `hits`: of these, the ones that were resident or on their way; `replaced`: choices that others
-    took; `computed`: experts that a second processor ran.   `read`: experts that were fetched; `late`: of these, the
-    ones that were fetched after their router had chosen.   `selectors`, `records` [2, L, E]: how often each expert's
-    selector, and which share of its records, was read; first everything, then what was late.   `predicted`,
-    `predicted_chosen`: experts that were predicted, and of these the ones that the router chose.   `time`: of late
-    loads and of the second processor, which run at the same time, in units of loading one expert.
-    """
-
-    selectors: Floats
-    records: Floats
+    selectors: Floats  # [2, L, E]: how often each expert's selector was read; first everything, then what was late
+    records: Floats  # [2, L, E]: which share of its records was read, in the same way
     num_tokens: int = 0
-    needed: int = 0
-    hits: int = 0
-    replaced: int = 0
-    computed: int = 0
-    read: int = 0
-    late: int = 0
-    predicted: int = 0
-    predicted_chosen: int = 0
-    time: float = 0.0
+    needed: int = 0  # experts
+    hits: int = 0  # of these, the ones that were resident or on their way
+    replaced: int = 0  # choices that others took
+    read: int = 0  # experts that were fetched
+    late: int = 0  # of these, the ones that were fetched after their router had chosen
+    predicted: int = 0  # experts
+    predicted_chosen: int = 0  # of these, the ones that the router chose
 
     @property
     def hit_rate(self) -> float:
@@ -101,7 +79,6 @@ class Play:
     cache: ExpertCache
     rows: NeuronRows | None = None
     alpha: float | None = None
-    second: SecondProcessor | None = None
     recorder: Recorder | None = None
     waits_for_hits: bool = False
     counted: Counted = field(init=False)
@@ -129,7 +106,6 @@ class Play:
             asked = self._asked.pop(layer_idx, set())
             counted.predicted += len(asked)
             counted.predicted_chosen += len(asked.intersection(experts))
-            experts = self._without_computed(layer_idx, experts, counted)
         for event in self.cache.schedule(layer_idx, experts, mean_scores):
             if isinstance(event, ComputeEvent):
                 if predict and not (self.cache.num_waiting or (event.is_hit and self.waits_for_hits)):
@@ -144,20 +120,6 @@ class Play:
                 self._bring(event.key, self._running(token, event.key), True, counted)
         if predict:
             self._prefetch(token, layer_idx, predict(), counted)
-
-    def _without_computed(self, layer_idx: int, experts: Sequence[int], counted: Counted) -> Sequence[int]:
-        """Returns the experts that the second processor leaves, and counts the time of the missing ones."""
-        missing = [expert for expert in experts if not self.cache.is_resident[layer_idx, expert]]
-        if self.second is None:
-            counted.time += len(missing)
-            return experts
-        times = [self.second.token_time] * len(missing), [1.0] * len(missing)
-        split = self.second.split(*times)
-        counted.time += split.seconds(*times)
-        computed = {missing[place] for place in split.computed}
-        counted.computed += len(computed)
-        counted.needed += len(computed)
-        return [expert for expert in experts if expert not in computed]
 
     def _prefetch(self, token: int | None, layer_idx: int, predicted: Sequence[int], counted: Counted) -> None:
         assert token is not None, "only single tokens are predicted for"

@@ -150,9 +150,9 @@ def setting(is_rehearsal: bool, revision: str = "") -> Setting:
     return Setting(gpu, _cpu(), len(os.sched_getaffinity(0)), memory, versions, _revision() or revision or "unknown")
 
 
-def gpu_slug(gpu: Gpu | None) -> str:
-    """The GPU's name as a part of a file's name."""
-    return "none" if gpu is None else "-".join(gpu.name.lower().replace("/", " ").split())
+def gpu_slug(name: str | None) -> str:
+    """Returns a GPU's name as a part of a file's name."""
+    return "none" if name is None else "-".join(name.lower().replace("/", " ").split())
 
 
 def _gpu() -> Gpu:

@@ -30,7 +30,6 @@ from moe_pack.runtime.offload.budgets import cache_bytes
 
 Array = NDArray[Any]
 Misses = Literal["cpu", "pull", "auto"]
-Order = Literal["falling", "even"]
 
 CONTEXT_TOKENS = 1024
 CPU_RATES = {"DDR5": HOST_RATE, "DDR4": 40e9}
@@ -167,15 +166,9 @@ class Subject:
         layers = [each for each in self.layout.dense if each.role.name.startswith("layers.")]
         return sum(each.entry.num_bytes for each in layers) / self.layout.spec.num_hidden_layers
 
-    def runs(self, order: Order) -> Array:
-        """Returns how often rows run: float64 [L, E, H], the mean of an expert is the share of neurons that run.
-
-        With `falling` it falls evenly, as placement assumes; with `even` all run equally often, as in synthetic packs.
-        """
-        mean = 1 - self.request.sparsity
-        runs = self.heat * mean / self.heat.mean(axis=2, keepdims=True) if order == "falling" else 0 * self.heat + mean
-        assert (runs <= 1).all(), "at most half of the neurons run, or all"
-        return np.broadcast_to(runs, (*self.popularity.shape, runs.shape[2]))
+    def runs(self) -> Array:
+        """Returns how often rows run, all equally often as in synthetic packs: float64 [L, E, H]."""
+        return np.full((*self.popularity.shape, self.heat.shape[2]), 1 - self.request.sparsity)
 
     @cache  # noqa: B019  # subjects live as long as the program
     def expert_bytes(self, budget_bytes: int) -> int:
@@ -272,7 +265,6 @@ class Setup:
     cpu: str
     budget_bytes: int
     misses: Misses
-    order: Order
 
 
 def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches]) -> Prediction:
@@ -284,7 +276,7 @@ def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches]) 
     rates = rates_of(setup.gpu, CPU_RATES[setup.cpu])
     share = rates.pulled_share if setup.misses == "auto" else 0.0
     placement = subject.place(subject.expert_bytes(setup.budget_bytes), setup.misses)
-    moved = moved_bytes(subject, placement, subject.runs(setup.order), share, NUM_SMS[setup.gpu])
+    moved = moved_bytes(subject, placement, subject.runs(), share, NUM_SMS[setup.gpu])
     is_pull = setup.misses == "pull"
     mode: Mode = "resident" if placement.is_whole else "pull" if is_pull else "split"
     launches = Launches.of(counted[mode])
@@ -323,7 +315,7 @@ class KernelTime:
 def kernel_times(subject: Subject, gpu: str, counted: TokenLaunches) -> list[KernelTime]:
     """Returns a token's parts with all experts resident; their sum is the token's time."""
     rates, launches = rates_of(gpu, CPU_RATES["DDR5"]), Launches.of(counted)
-    moved = moved_bytes(subject, subject.place(1 << 62, "auto"), subject.runs("even"), 0.0, NUM_SMS[gpu])
+    moved = moved_bytes(subject, subject.place(1 << 62, "auto"), subject.runs(), 0.0, NUM_SMS[gpu])
     num_layers = len(subject.layout.experts)
 
     def moves(name: str, num_bytes: float) -> KernelTime:

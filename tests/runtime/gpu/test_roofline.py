@@ -10,7 +10,9 @@ import pytest
 from gpu.launches import CPU_CALL, Launch, TokenLaunches, count
 from gpu.packs import MIXTRAL, QWEN3, PackRequest
 from gpu.roofline import CONTEXT_TOKENS, Launches, LayerBytes, Rates, Setup, Subject, forks, moved_bytes, predict
-from gpu_roofline import COUNTS, FOLDER, PAGE, Counts, page, read_measured
+from gpu.runs import read_runs
+from gpu_report import FOLDER, measured_page
+from gpu_roofline import COUNTS, Counts, measured_ms, predictions
 from support.cases import case
 from support.synthetic import plan_for, small
 
@@ -75,7 +77,7 @@ def placement(misses: Misses, has_selector: bool) -> GpuPlacement:
 
 
 def test_bytes_of_neurons_by_where_their_records_are() -> None:
-    one, runs = subject(), subject().runs("even")
+    one, runs = subject(), subject().runs()
     expert = one.layout.experts[0][0]
     assert expert.selector is not None
     record, selector = expert.records.row_bytes, 64 * expert.selector.row_bytes
@@ -95,7 +97,7 @@ def test_bytes_of_neurons_by_where_their_records_are() -> None:
 
 
 def test_bytes_of_an_expert_whose_selector_is_missing() -> None:
-    one, runs = subject(), subject().runs("even")
+    one, runs = subject(), subject().runs()
     expert = one.layout.experts[0][0]
     record, selector = expert.records.row_bytes, expert.selector_bytes
     found = moved_bytes(one, placement("split", False), runs, 0.0, num_sms=4)
@@ -109,13 +111,6 @@ def test_bytes_of_an_expert_whose_selector_is_missing() -> None:
     np.testing.assert_allclose(pulled.pulled, [[(16 + 32) * (1 - 32 / 96) * record]])
 
 
-def test_rows_run_as_often_as_the_sparsity_says() -> None:
-    one = subject()
-    falling = Subject(one.request, one.layout, one.popularity, np.array([[[7, 5, 3, 1]] * 3]) / 8, one.routes)
-    for order, expected in (("even", [0.5] * 4), ("falling", [0.875, 0.625, 0.375, 0.125])):
-        np.testing.assert_allclose(falling.runs(order)[0, 0], expected)  # type: ignore[arg-type]  # one of both
-
-
 def test_a_plan_estimates_what_the_page_predicts() -> None:
     """The same bytes at the same rates. A plan leaves out partial sums and the tables' offsets: at most 10%."""
     for request in (MIXTRAL, QWEN3):
@@ -123,20 +118,19 @@ def test_a_plan_estimates_what_the_page_predicts() -> None:
         passes = Passes(one.routes.astype("<u2"), np.ones(len(one.routes), np.uint32), None, one.popularity)
         for gpu, gib in product(("RTX 3090", "RTX 4090"), (8, 11, 16, 22)):
             with case(request.name, gpu, gib):
-                predicted = predict(one, Setup(gpu, "DDR5", gib << 30, "auto", "even"), launches)
+                predicted = predict(one, Setup(gpu, "DDR5", gib << 30, "auto"), launches)
                 placed, machine = one.place(one.expert_bytes(gib << 30), "auto"), machine_of_gpu(GPUS[gpu], None, None)
-                found = estimate_on_gpu(
-                    one.layout, placed, machine, one.popularity, one.runs("even"), passes, CONTEXT_TOKENS
-                )
+                found = estimate_on_gpu(one.layout, placed, machine, one.popularity, one.runs(), passes, CONTEXT_TOKENS)
                 assert 0.9 * predicted.token_s < found.seconds.total < predicted.token_s
 
 
 def _speed(budget_gib: int, ms: float, **changed: object) -> dict[str, object]:
     wanted = {"misses": "auto", "policy": "auto", "ram_bytes": None, "budget_bytes": budget_gib << 30}
-    return {"kind": "Speed", "pack": "a", "wanted": wanted | changed, "median_token_ms": ms}
+    figures = {"prompt_tokens": 16, "decode_per_s": 1000 / ms, "median_token_ms": ms}
+    return {"kind": "Speed", "pack": "a", "wanted": wanted | changed} | figures
 
 
-def test_measured_tokens_are_found_of_the_last_commit_with_the_defaults(tmp_path: Path) -> None:
+def test_measured_tokens_are_found_of_the_last_commit_with_the_defaults() -> None:
     gpu = {"name": "NVIDIA GeForce RTX 3090"}
     last = [
         {"kind": "Filled", "pack": "a"},
@@ -144,15 +138,20 @@ def test_measured_tokens_are_found_of_the_last_commit_with_the_defaults(tmp_path
         _speed(8, 9.0, misses="pull"),
         _speed(8, 8.0, policy="corm"),
     ]
-    files = {
-        "gpu-b.json": (gpu, "old", "2026-11-25", [_speed(8, 40.0), _speed(11, 30.0)]),
-        "gpu-a.json": (gpu, "new", "2026-11-26", [*last, _speed(8, 7.0, ram_bytes=1 << 30)]),
-        "gpu-c.json": (None, "new", "2026-11-26", [_speed(8, 1.0)]),
-    }
-    for name, (card, revision, date, rows) in files.items():
-        whole = {"rehearsal": card is None, "gpu": card, "revision": revision, "parts": [{"date": date, "rows": rows}]}
-        (tmp_path / name).write_text(json.dumps(whole))
-    assert read_measured(tmp_path.glob("gpu-*.json")) == {("RTX 3090", "a", 8 << 30): 12.5}
+    calls = (
+        (gpu, "old", "2026-11-25", [_speed(8, 40.0), _speed(11, 30.0)]),
+        (gpu, "new", "2026-11-26", [*last, _speed(8, 7.0, ram_bytes=1 << 30)]),
+        (None, "new", "2026-11-26", [_speed(8, 1.0)]),
+    )
+    wholes = [
+        {
+            "rehearsal": each is None, "gpu": each, "cores": 2, "cpu": "", "revision": revision,
+            "versions": {"torch": "", "triton": ""},
+            "parts": [{"part": "mixtral", "state": "done", "date": date, "errors": {}, "rows": rows}],
+        }
+        for each, revision, date, rows in calls
+    ]  # fmt: skip
+    assert measured_ms(read_runs(wholes)) == {("RTX 3090", "a", 8 << 30): 12.5}
 
 
 def test_launches_are_those_on_the_page(tmp_path: Path) -> None:
@@ -171,6 +170,15 @@ def test_counts_come_back_from_json() -> None:
     assert counted.total(lambda launch: True) == 32 * 2 + 1
 
 
-@pytest.mark.slow
-def test_the_page_is_what_the_command_writes() -> None:
-    assert page(Counts.read(COUNTS), read_measured(FOLDER.glob("gpu-*.json"))) == PAGE.read_text()
+def test_the_page_is_what_the_report_writes_of_the_files_beside_it() -> None:
+    runs = read_runs(json.loads(path.read_text()) for path in sorted(FOLDER.glob("gpu-*.json")))
+    written = (FOLDER / "gpu.md").read_text()
+    measured = measured_page(runs, "gpu.svg")
+    assert written.startswith(measured)
+    assert written.removeprefix(f"{measured}\n") == predictions(runs)
+
+
+def test_no_file_of_raw_results_is_long() -> None:
+    for path in FOLDER.glob("*.json*"):
+        with case(path.name):
+            assert len(path.read_text().splitlines()) < 100

@@ -1,11 +1,10 @@
 """The benchmarks' bookkeeping of caches: its hits are the replay's, and its rows those of sets of neurons."""
 
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from benchlib.playing import ExpertSizes, Play, SecondProcessor, best_of, play
+from benchlib.playing import ExpertSizes, Play, best_of, play
 from benchlib.routes import ModelRoutes, NeuronRows, popularity_of
 from support.evictions import FIFO
 from support.residencies import facts_of, random_steps
@@ -15,7 +14,6 @@ from moe_pack.calib.statistics import learn_paths
 from moe_pack.runtime.offload import PRESETS, ExpertCache, Passes, expert_cache_for
 from moe_pack.runtime.offload.eviction import LRU
 from moe_pack.runtime.offload.replay import replay
-from moe_pack.runtime.offload.split import LoadOrCompute
 
 N, L, E, F = 60, 3, 6, 10
 NUM_PROMPT = 8
@@ -84,20 +82,6 @@ def test_an_expert_of_which_enough_neurons_run_is_read_whole() -> None:
     for below, share in ((0.5, 1.0), (0.6, 0.5)):
         played = play(routes, Play(ExpertCache(facts, LRU(facts), keeps=False), NeuronRows(half, half, below)))
         assert played.records[0].sum() == pytest.approx(share * played.read)
-
-
-def test_a_second_processor_takes_experts_that_are_then_not_read() -> None:
-    routes, facts = routes_of(), routes_of().facts(4)
-
-    def last_computed(computing: Sequence[float], loading: Sequence[float]) -> LoadOrCompute:
-        places = range(len(computing))
-        return LoadOrCompute(tuple(places[:-1]), tuple(places[-1:]))
-
-    played = play(routes, Play(ExpertCache(facts, LRU(facts)), second=SecondProcessor(last_computed, 0.25)))
-    assert played.needed == 2 * L * (N - NUM_PROMPT)
-    assert played.hits + played.read + played.computed == played.needed
-    assert played.read <= played.time <= played.read + 0.25 * played.computed
-    assert played.computed > 0
 
 
 def test_fifo_evicts_what_came_first() -> None:

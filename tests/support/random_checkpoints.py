@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchlib import DEMO_MODEL
 from moe_pack.formats.families.published import published_config
+from support.models import DEMO_MODEL
 
 _POOL_BYTES = (1 << 25) + 4  # no power of two, so that no row of a matrix meets itself again
 _PIECE_BYTES = 1 << 23
