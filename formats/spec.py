@@ -1,7 +1,7 @@
 """What a model computes, in one dataclass: the runtime knows models only as a `ModelSpec`, whatever their family.
 
 A family's file turns a `config.json` into a `ModelSpec`, the manifest stores it, and the decoder follows it.
-docs/format.md, section 11, says what each value means.
+docs/model.md says what each value means.
 
 The file also has what follows from a spec alone:
 
@@ -9,7 +9,7 @@ The file also has what follows from a spec alone:
   layer; if there is an encoder, its layers come first;
 - the size of a model: parameters, parameters that one token uses, values in the key-value cache;
 - `spec_fault`, which says whether a spec describes a model that can run. It guards foreign `config.json` files and
-  manifests alike; docs/format.md lists its rules in section 12.
+  manifests alike; docs/model.md lists its rules.
 """
 
 import math

@@ -5,7 +5,7 @@
 
 `NgramSpec` is part of a `ModelSpec`. Which rows a token reads follows from token ids alone, so they can be read before
 the layer runs. The table of a layer has billions of weights; it is no dense role, but a file of its own in a pack.
-docs/format.md, section 11, says what a layer computes.
+docs/model.md says what a layer computes.
 
 `hashed_ngrams` makes the spec from what a config has: the sizes of heads are prime numbers, and the multipliers of
 hashes come from a seed.

@@ -3,8 +3,8 @@
     plain:  x = x + attention(norm(x));  x = x + experts(norm(x))
 
 `ResidualSpec` is part of a `ModelSpec`; null means plain. Each kind says how many vectors of `hidden_size` a token's
-hidden state has between layers (`streams`), which tensors it needs, and whether it can run. docs/format.md, section 11,
-says what each kind computes.
+hidden state has between layers (`streams`), which tensors it needs, and whether it can run. docs/model.md says
+what each kind computes.
 """
 
 from collections.abc import Iterator

@@ -41,10 +41,10 @@ def is_known(shown: Shown) -> bool:
 
 
 def test_pages_show_commands_of_all_kinds() -> None:
-    assert len(SHOWN) > 150 and len({shown.page for shown in SHOWN}) > 25
+    assert len(SHOWN) > 150 and len({shown.page for shown in SHOWN}) > 15
     kinds = {shown.words[0] for shown in SHOWN}
     assert kinds >= {"moe-pack", "moe-run", "moe-serve", "python", "make", "pip", "curl"}
-    assert len({shown.bench for shown in SHOWN if shown.is_bench}) > 40
+    assert len({shown.bench for shown in SHOWN if shown.is_bench}) > 20
 
 
 def test_every_command_on_a_page_is_run_or_has_a_reason_not_to() -> None:
