@@ -16,9 +16,10 @@ from moe_pack.calib.profile import Profile, check_same_source
 from moe_pack.calib.quantize import needs_inputs
 from moe_pack.convert.rounding import ROUNDING_FILE, ExpertNote, Rounding, read_notes
 from moe_pack.formats import ModelSpec, PackLayout, Plan, PlanError, canonical, dump
+from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, experts_file
-from moe_pack.formats.manifest import (
+from moe_pack.formats.pack.layouts import DENSE_FILE, UNUSED_FILE, experts_file
+from moe_pack.formats.pack.manifests import (
     COPIED_FILES,
     FORMAT,
     INDEX_FILE,
@@ -47,10 +48,9 @@ from moe_pack.formats.manifest import (
     table_files,
     thresholds_bytes,
 )
-from moe_pack.formats.plan import dense_quantizer
-from moe_pack.formats.sidecar import sidecar_bytes
-from moe_pack.formats.version import installed_version
-from moe_pack.formats.writer import PackWriter
+from moe_pack.formats.pack.plans import dense_quantizer
+from moe_pack.formats.pack.sidecar import sidecar_bytes
+from moe_pack.formats.pack.writer import PackWriter
 
 
 @dataclass(frozen=True, slots=True)

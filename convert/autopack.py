@@ -43,12 +43,12 @@ from moe_pack.convert.plan import (
 from moe_pack.convert.plan.options import USUAL_LIMIT
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.formats import NO_PROGRESS, ConversionError, Pack, Progress, canonical, dump, load, parse, size_text
+from moe_pack.formats.base.json_files import Positive
+from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.json_files import Positive
-from moe_pack.formats.manifest import MANIFEST_FILE
-from moe_pack.formats.sidecar import read_sidecar, write_sidecar
-from moe_pack.formats.version import installed_version
-from moe_pack.formats.writer import SteppedFolder
+from moe_pack.formats.pack.manifests import MANIFEST_FILE
+from moe_pack.formats.pack.sidecar import read_sidecar, write_sidecar
+from moe_pack.formats.pack.writer import SteppedFolder
 from moe_pack.runtime.model import TORCH, Operations
 from moe_pack.runtime.numerics import NUMERICS_FILE
 from moe_pack.runtime.quality import QUALITY_FILE, Quality, read_quality

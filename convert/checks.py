@@ -26,11 +26,11 @@ from moe_pack.formats import (
     size_text,
 )
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import MANIFEST_FILE, SOURCE_FILE, read_account
-from moe_pack.formats.pack import audit
-from moe_pack.formats.spec import num_parameters
+from moe_pack.formats.pack.manifests import MANIFEST_FILE, SOURCE_FILE, read_account
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.parts.specs import num_parameters
 from moe_pack.runtime.offload import divide_budget, expert_pages, routing_bytes
-from moe_pack.runtime.offload.budget import ONLY_BUDGET
+from moe_pack.runtime.offload.budgets import ONLY_BUDGET
 from moe_pack.runtime.quality import Estimate, Quality
 
 _DEFAULT_CONTEXT = 4096  # tokens, as moe-run has by default; fewer if the model has fewer positions

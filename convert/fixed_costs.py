@@ -32,7 +32,7 @@ from moe_pack.formats import (
 from moe_pack.formats.parts import GroupedQuerySpec, RopeSpec
 from moe_pack.runtime import Engine, EngineOptions, FixedCosts, MachineFacts
 from moe_pack.runtime.offload import OffloadedWeights, expert_pages, whole_bytes
-from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, cpu_needs, page_sizes
+from moe_pack.runtime.offload.budgets import LEAST_PREFILL_TOKENS, cpu_needs, page_sizes
 
 _FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 2, 4, 2, 8
 _USUAL_SIZE, _USUAL_NEURONS, _USUAL_EXPERTS = 1024, 512, 32  # experts of 0.9 MB: 58 MB and more a pack

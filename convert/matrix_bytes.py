@@ -50,11 +50,11 @@ from moe_pack.formats import (
     Quantizer,
     dense_roles,
 )
-from moe_pack.formats.codecs import E5m2, Fp8, Mxfp4, decode_part, e2m1_values
 from moe_pack.formats.families import Checkpoint, SourceMatrix
-from moe_pack.formats.manifest import RotationVectors
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
-from moe_pack.formats.spec import selector_matrices
+from moe_pack.formats.pack.codecs import E5m2, Fp8, Mxfp4, decode_part, e2m1_values
+from moe_pack.formats.pack.manifests import RotationVectors
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, format_text
+from moe_pack.formats.parts.specs import selector_matrices
 from moe_pack.runtime.model import NeuronBlock, read_rows
 from moe_pack.runtime.model.checkpoint_weights import read_codes, read_scales, weights_dtype
 

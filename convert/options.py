@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_pack.formats import option
-from moe_pack.formats.commands import read_size
+from moe_pack.formats.base.commands import read_size
 
 Bits = float | None | str  # bits of a weight; None: the default; "source": the format of the checkpoint
 SOURCE = "source"

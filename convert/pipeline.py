@@ -73,9 +73,9 @@ from moe_pack.formats import (
     dense_roles,
     size_text,
 )
-from moe_pack.formats.commands import Kind, Part, Stage, stage_of
+from moe_pack.formats.base.commands import Kind, Part, Stage, stage_of
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import (
+from moe_pack.formats.pack.layouts import (
     DENSE_FILE,
     UNUSED_FILE,
     Item,
@@ -85,12 +85,12 @@ from moe_pack.formats.layout import (
     seal_rows,
     write_rows,
 )
-from moe_pack.formats.manifest import SOURCE_FILE, Digests, RotationVectors
-from moe_pack.formats.plan import dense_quantizer, format_text
-from moe_pack.formats.writer import PackWriter, State, Step, digests_of
+from moe_pack.formats.pack.manifests import SOURCE_FILE, Digests, RotationVectors
+from moe_pack.formats.pack.plans import dense_quantizer, format_text
+from moe_pack.formats.pack.writer import PackWriter, State, Step, digests_of
 from moe_pack.runtime import give_back_large_at_once
 from moe_pack.runtime.model import read_vector
-from moe_pack.runtime.model.matrix import TORCH_DTYPES
+from moe_pack.runtime.model.matrices import TORCH_DTYPES
 
 
 class EarlierPack:

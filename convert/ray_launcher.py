@@ -27,12 +27,12 @@ from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.pipeline import convert
 from moe_pack.formats import Plan, Progress, RunError, size_text
-from moe_pack.formats.commands import Part, Stage
-from moe_pack.formats.errors import MoePackError, PartBusyError
+from moe_pack.formats.base import FolderLock
+from moe_pack.formats.base.commands import Part, Stage
+from moe_pack.formats.base.errors import MoePackError, PartBusyError
+from moe_pack.formats.base.version import VERSION
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import RotationVectors
-from moe_pack.formats.system import FolderLock
-from moe_pack.formats.version import VERSION
+from moe_pack.formats.pack.manifests import RotationVectors
 
 PROCESS_BYTES = 2 << 30  # memory of a part besides the experts it works on
 MAX_RETRIES = 8  # of a part whose process or machine dies

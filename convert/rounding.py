@@ -11,8 +11,8 @@ from statistics import median
 
 from moe_pack.calib.quantize import ExpertLoss
 from moe_pack.formats import ConversionError, Pack, PackError, canonical, dump, load, parse
-from moe_pack.formats.manifest import root_without_thresholds
-from moe_pack.formats.sidecar import read_sidecar
+from moe_pack.formats.pack.manifests import root_without_thresholds
+from moe_pack.formats.pack.sidecar import read_sidecar
 
 ROUNDING_FILE = "rounding.json"
 # An expert loses much if the error of its output, without what it inherits, is above the first share of the output; or

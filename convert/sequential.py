@@ -19,8 +19,8 @@ from torch import Tensor
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences, in_order
 from moe_pack.convert.account import Recipe
 from moe_pack.formats import ConversionError, ModelSpec, RangeReader, Selector
-from moe_pack.formats.commands import Part
-from moe_pack.formats.layout import DENSE_FILE, experts_file
+from moe_pack.formats.base.commands import Part
+from moe_pack.formats.pack.layouts import DENSE_FILE, experts_file
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Expert, Matrix, PackedExpert, activations, embed
 from moe_pack.runtime.model.expert import resting_output
 from moe_pack.runtime.model.mixers import RowTable

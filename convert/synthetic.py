@@ -55,15 +55,15 @@ from moe_pack.formats import (
     RouterSpec,
     RowLayout,
 )
-from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_levels
-from moe_pack.formats.layout import DenseLayout, Item, NgramLayout, expert_layout, pack_layout, seal_rows
-from moe_pack.formats.manifest import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
+from moe_pack.formats.base import user_number
+from moe_pack.formats.base.version import installed_version
+from moe_pack.formats.pack.codecs import Trellis, affine, e2m1_values, trellis_levels
+from moe_pack.formats.pack.layouts import DenseLayout, Item, NgramLayout, expert_layout, pack_layout, seal_rows
+from moe_pack.formats.pack.manifests import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
+from moe_pack.formats.pack.plans import E5M2, FP8
+from moe_pack.formats.pack.writer import PackWriter, Step
 from moe_pack.formats.parts import DenseRole, NormedResidualSpec, NormedStateSpec, ParallelResidualSpec
-from moe_pack.formats.plan import E5M2, FP8
-from moe_pack.formats.spec import usual_dtypes, with_repeats
-from moe_pack.formats.system import user_number
-from moe_pack.formats.version import installed_version
-from moe_pack.formats.writer import PackWriter, Step
+from moe_pack.formats.parts.specs import usual_dtypes, with_repeats
 from moe_pack.runtime.model import TORCH, PackedExpert, activations
 
 # The constant part of a normed hidden state, one value in every dimension: a quarter of the state's square.

@@ -26,13 +26,13 @@ from moe_pack.formats import (
     dump,
     size_text,
 )
-from moe_pack.formats.commands import Kind, Stage
+from moe_pack.formats.base.commands import Kind, Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import UNUSED_FILE, DenseLayout, ngrams_file
-from moe_pack.formats.manifest import SOURCE_FILE, RotationVectors, read_account
-from moe_pack.formats.plan import format_text
-from moe_pack.formats.safetensors import DTYPE_BYTES
-from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters, state_values
+from moe_pack.formats.pack.layouts import UNUSED_FILE, DenseLayout, ngrams_file
+from moe_pack.formats.pack.manifests import SOURCE_FILE, RotationVectors, read_account
+from moe_pack.formats.pack.plans import format_text
+from moe_pack.formats.pack.safetensors import DTYPE_BYTES
+from moe_pack.formats.parts.specs import cached_values, num_active_parameters, num_parameters, state_values
 from moe_pack.runtime.model import (
     TORCH,
     CheckpointWeights,

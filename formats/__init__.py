@@ -2,15 +2,21 @@
 
 from typing import TYPE_CHECKING
 
-from moe_pack.formats.system.faces import face
+from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.formats.commands import NO_PROGRESS, Progress, option, size_text
-    from moe_pack.formats.errors import CheckpointError, ConversionError, PackError, PlanError, RunError, UsageError
-    from moe_pack.formats.json_files import canonical, dump, load, parse
-    from moe_pack.formats.layout import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
-    from moe_pack.formats.pack import Pack
-    from moe_pack.formats.plan import (
+    from moe_pack.formats.base.commands import NO_PROGRESS, Progress, option, size_text
+    from moe_pack.formats.base.errors import (
+        CheckpointError,
+        ConversionError,
+        PackError,
+        PlanError,
+        RunError,
+        UsageError,
+    )
+    from moe_pack.formats.base.json_files import canonical, dump, load, parse
+    from moe_pack.formats.pack.layouts import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
+    from moe_pack.formats.pack.plans import (
         BF16,
         ROW_GROUP,
         ExpertFormat,
@@ -21,8 +27,9 @@ if TYPE_CHECKING:
         trellis_format,
         uniform_plan,
     )
-    from moe_pack.formats.safetensors import RangeReader
-    from moe_pack.formats.spec import (
+    from moe_pack.formats.pack.reader import Pack
+    from moe_pack.formats.pack.safetensors import RangeReader
+    from moe_pack.formats.parts.specs import (
         MATRICES,
         ExpertSpec,
         LimitedFunction,

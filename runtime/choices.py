@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime import offload
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.cpu.reads import Reads, open_reads, reads_directly

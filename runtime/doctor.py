@@ -37,11 +37,11 @@ from moe_pack.formats import (
     part_format,
     trellis_format,
 )
-from moe_pack.formats.commands import Stage
-from moe_pack.formats.layout import expert_layout, row_layout
-from moe_pack.formats.manifest import MANIFEST_FILE
-from moe_pack.formats.plan import TRELLIS_WIDTHS
-from moe_pack.formats.system import READ_FLAGS, anonymous_memory, drop_cached
+from moe_pack.formats.base import READ_FLAGS, anonymous_memory, drop_cached
+from moe_pack.formats.base.commands import Stage
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.formats.pack.manifests import MANIFEST_FILE
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import (
     ExpertRows,
     Kernels,

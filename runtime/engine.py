@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, families, size_text
-from moe_pack.formats.pack import audit
+from moe_pack.formats.pack.reader import audit
 from moe_pack.runtime import drafts, machine, model, offload
 from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.machine import MachineFacts, available_bytes
@@ -48,7 +48,7 @@ from moe_pack.runtime.offload import (
     routing_bytes,
     whole_bytes,
 )
-from moe_pack.runtime.offload.budget import (
+from moe_pack.runtime.offload.budgets import (
     AS_BUDGET,
     BudgetOptionNames,
     most_verified_tokens,
@@ -60,10 +60,10 @@ from moe_pack.runtime.options import Device, EngineOptions
 if TYPE_CHECKING:
     from moe_pack.runtime.choices import OffloadChoices
     from moe_pack.runtime.drafts.drafter import Drafter
-    from moe_pack.runtime.gpu.device import GpuMemory, HostArena
+    from moe_pack.runtime.gpu.devices import GpuMemory, HostArena
     from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest
     from moe_pack.runtime.gpu.gpu_engine import GpuInputs
-    from moe_pack.runtime.gpu.placement import Misses
+    from moe_pack.runtime.gpu.placements import Misses
     from moe_pack.runtime.gpu.prefetch import PredictionPlan
     from moe_pack.runtime.machine import GpuHere
     from moe_pack.runtime.model.caches import KvDtype
@@ -382,7 +382,7 @@ class Engine:
     # ---- the engine on a GPU ----------------------------------------------------------------------------------------
 
     def _build_for_gpu(self) -> None:
-        from moe_pack.runtime.gpu.device import HostArena, host_bytes
+        from moe_pack.runtime.gpu.devices import HostArena, host_bytes
 
         self.options.check_gpu(self.pack.spec)
         run = self._open_gpu()
@@ -410,7 +410,7 @@ class Engine:
 
     def _open_gpu(self) -> _GpuRun:
         """Opens the GPU, and returns what its engine is built for."""
-        from moe_pack.runtime.gpu.device import GpuMemory
+        from moe_pack.runtime.gpu.devices import GpuMemory
         from moe_pack.runtime.gpu.fit import GpuRequest
 
         options = self.options
@@ -448,7 +448,7 @@ class Engine:
         from moe_pack.runtime.choices import popularity_shares
         from moe_pack.runtime.gpu.cpu_share import Rates, link_rate
         from moe_pack.runtime.gpu.gpu_engine import GpuInputs
-        from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, offset_bytes_for
+        from moe_pack.runtime.gpu.placements import DYNAMIC_SHARE, offset_bytes_for
         from moe_pack.runtime.offload.eviction import eviction_of
 
         pack, options, host = self.pack, self.options, self.host

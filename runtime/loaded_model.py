@@ -12,11 +12,11 @@ from pathlib import Path
 from types import TracebackType
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.formats.commands import parse_size
+from moe_pack.formats.base.commands import parse_size
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import USUAL_CONTEXT, context_for, generate
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.offload.budget import BudgetOptionNames
+from moe_pack.runtime.offload.budgets import BudgetOptionNames
 from moe_pack.runtime.options import EngineOptions, SamplingOptions
 from moe_pack.runtime.run_report import RunReport, report
 from moe_pack.runtime.sampling import Sampler

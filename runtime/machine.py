@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from moe_pack.formats import RunError, canonical, dump, load, parse
-from moe_pack.formats.json_files import Amount, Count, Positive, Within
+from moe_pack.formats.base.json_files import Amount, Count, Positive, Within
 
 if TYPE_CHECKING:
     from moe_pack.formats import PackLayout
@@ -479,7 +479,7 @@ def load_facts(cache_folder: Path, path: Path) -> MachineFacts | None:
 
     Raises:  RunError if the facts are damaged, or there is no such path.
     """
-    from moe_pack.formats.safetensors import read_small
+    from moe_pack.formats.pack.safetensors import read_small
 
     file = facts_file(cache_folder, path)
     if not file.exists():

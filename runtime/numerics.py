@@ -12,7 +12,7 @@ sidecar `numerics.json`. `auto` takes the fastest mode whose loss is small enoug
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from moe_pack.formats.json_files import Amount, Positive
+from moe_pack.formats.base.json_files import Amount, Positive
 
 if TYPE_CHECKING:
     from moe_pack.formats import Pack
@@ -68,7 +68,7 @@ def read_numerics(pack: "Pack") -> NumericsLoss | None:
     """
     if not (pack.folder / NUMERICS_FILE).exists():
         return None
-    from moe_pack.formats.sidecar import read_sidecar
+    from moe_pack.formats.pack.sidecar import read_sidecar
 
     return read_sidecar(pack.folder, NUMERICS_FILE, NumericsLoss, pack.manifest.root)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moe_pack.formats import RunError, option, parts
-from moe_pack.formats.commands import given, read_size
+from moe_pack.formats.base.commands import given, read_size
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.numerics import NumericsOption
@@ -37,7 +37,7 @@ _GENERATION = "generation_config.json"
 
 def cpu_only(spec: "ModelSpec") -> str | None:
     """Returns what a model has that the GPU's engine lacks, in words; None if a GPU runs it."""
-    from moe_pack.formats.parts.rope import ProportionalSpec
+    from moe_pack.formats.parts.positions import ProportionalSpec
 
     attention = spec.attention
     lacks = {

@@ -7,8 +7,8 @@
 from dataclasses import dataclass
 
 from moe_pack.formats import Pack
-from moe_pack.formats.json_files import Amount, Count, Positive, Share
-from moe_pack.formats.sidecar import read_sidecar
+from moe_pack.formats.base.json_files import Amount, Count, Positive, Share
+from moe_pack.formats.pack.sidecar import read_sidecar
 
 QUALITY_FILE = "quality.json"
 

@@ -17,9 +17,9 @@ if os.environ.get("MOE_PACK_GPU") != "1":
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from interpreted_bf16 import correct_bf16
-from models import DEMO_MODEL, PackMaker, TinyMixtral, pack
-from quick_interpreter import spare_the_interpreter
+from support.interpreted_bf16 import correct_bf16
+from support.models import DEMO_MODEL, PackMaker, TinyMixtral, pack
+from support.quick_interpreter import spare_the_interpreter
 
 from moe_pack.calib.sensitivity import costs
 from moe_pack.formats import Selector

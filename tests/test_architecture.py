@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families.registry import FAMILIES
-from moe_pack.formats.version import installed_version
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("formats", "runtime", "calib", "convert")
@@ -52,9 +52,9 @@ FLOORS = (
     "convert.cli",
 )
 EXTENSION = "moe_pack.runtime.cpu._native"  # no Python: it imports nothing of ours
-COMMAND_HELPERS = "moe_pack.formats.cli"  # what commands share; only folders and modules called cli may import it
+COMMAND_HELPERS = "moe_pack.formats.base.cli"  # what commands share; only folders and modules called cli may import it
 
-FACES = "moe_pack.formats.system.faces"  # how faces load their names
+FACES = "moe_pack.formats.base.faces"  # how faces load their names
 TABLE = "moe_pack.formats.families.registry"  # imports a family when its `model_type` is used
 
 # Where families may be named: their own folder, what GGUF files call their architectures and tokenizers, and fields of
@@ -258,7 +258,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_modules_are_imported_by_statements_which_the_tests_above_read() -> None:
     # By name: commands, families, names of faces, what one system has, kernels that another process compiles.
-    by_name = {COMMAND_HELPERS, TABLE, FACES, "moe_pack.formats.system.files", "moe_pack.runtime.gpu.kernels.ahead"}
+    by_name = {COMMAND_HELPERS, TABLE, FACES, "moe_pack.formats.base.files", "moe_pack.runtime.gpu.kernels.ahead"}
     assert {source.module for source in sources() if re.search(r"import_module\(|__import__\(", source.text)} == by_name
 
 
@@ -281,7 +281,7 @@ def test_a_package_lists_exactly_the_public_names_it_has() -> None:
 
 def test_formats_imports_torch_in_one_module() -> None:
     formats = [source.module for source in sources() if source.room == "formats" and "torch" in packages(source)]
-    assert formats == ["moe_pack.formats.codecs"]
+    assert formats == ["moe_pack.formats.pack.codecs"]
 
 
 def test_runtime_and_formats_run_without_the_extras() -> None:
@@ -310,7 +310,7 @@ def test_only_commands_import(package: str) -> None:
 
 def test_only_one_module_asks_for_installed_versions_which_knows_ours_where_nothing_is_installed() -> None:
     assert [s.module for s in sources() if "importlib.metadata.version" in imported_names(s)] == [
-        "moe_pack.formats.version"
+        "moe_pack.formats.base.version"
     ]
     assert installed_version("moe-pack") == version("moe-pack")
 

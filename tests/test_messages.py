@@ -5,14 +5,14 @@ from pathlib import Path
 
 import click
 import pytest
-from cases import case
 from click.testing import CliRunner
-from messages import GOLDEN, collected_messages
-from models import TinyMixtral, pack
+from support.cases import case
+from support.messages import GOLDEN, collected_messages
+from support.models import TinyMixtral, pack
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats import RunError
-from moe_pack.formats.cli import LateCommand
+from moe_pack.formats.base.cli import LateCommand
 from moe_pack.runtime import EngineOptions, load
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
@@ -74,7 +74,10 @@ def wrongly_named(pages: str) -> list[str]:
 
 def test_every_option_in_a_message_is_one_of_the_program() -> None:
     assert wrongly_named(collected_messages()) == []
-    for wrong in ("# convert/cli/replay.py\nshorten it with --max-tokens", "# formats/pack.py\ngive --no-such-option"):
+    for wrong in (
+        "# convert/cli/replay.py\nshorten it with --max-tokens",
+        "# formats/pack/reader.py\ngive --no-such-option",
+    ):
         assert len(wrongly_named(wrong)) == 1, "the scan finds it"
     assert wrongly_named("# convert/cli/replay.py\nrecord it with moe-run --max-tokens 8 --record routes") == []
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import case
 from click import Choice, Command, Context, Group
 from click.testing import CliRunner
-from loaded_modules import Loaded
+from support.cases import case
+from support.loaded_modules import Loaded
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats.families import short_names
@@ -38,7 +38,7 @@ def test_importing_formats_loads_none_of_the_heavy_packages() -> None:
         "safetensors",
         "tokenizers",
     }
-    assert loaded_by("moe_pack.formats.pack", "moe_pack.formats.writer") & heavy == set()
+    assert loaded_by("moe_pack.formats.pack.reader", "moe_pack.formats.pack.writer") & heavy == set()
 
 
 def test_importing_the_runtime_loads_nothing_of_the_extras() -> None:
@@ -160,7 +160,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     """What `moe-run` loads for a pack of the demo model in 4 bit, without and with a budget."""
     # Not above: this file is imported where torch may not be.
     from loaded import CASES, loaded_by_case
-    from models import DEMO_MODEL, pack
+    from support.models import DEMO_MODEL, pack
 
     from moe_pack.runtime.cpu import is_available
 

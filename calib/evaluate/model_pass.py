@@ -34,8 +34,8 @@ from moe_pack.calib.sensitivity import (
     log_probabilities,
 )
 from moe_pack.formats import Progress
-from moe_pack.formats.commands import stage_of
-from moe_pack.formats.json_files import Count, Share
+from moe_pack.formats.base.commands import stage_of
+from moe_pack.formats.base.json_files import Count, Share
 from moe_pack.runtime.model import embed
 
 

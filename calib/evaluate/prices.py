@@ -50,7 +50,7 @@ from moe_pack.runtime.offload import (
     expert_pages,
     routing_bytes,
 )
-from moe_pack.runtime.offload.budget import page_sizes
+from moe_pack.runtime.offload.budgets import page_sizes
 from moe_pack.runtime.quality import Estimate, Prices, SparsityPrice, Substitution, SubstitutionPrice
 
 

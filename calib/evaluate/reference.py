@@ -54,10 +54,10 @@ from moe_pack.formats import (
     load,
     parse,
 )
+from moe_pack.formats.base.json_files import Amount, Count, Positive
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.json_files import Amount, Count, Positive
+from moe_pack.formats.pack.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.formats.parts.added import added
-from moe_pack.formats.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.runtime.model import CheckpointWeights
 from moe_pack.runtime.quality import Estimate
 

@@ -38,10 +38,10 @@ from moe_pack.calib.sensitivity import (
     kinds_of_layers,
 )
 from moe_pack.formats import NO_PROGRESS, Pack, PlanError, Progress, canonical, dump
-from moe_pack.formats.commands import stage_of
-from moe_pack.formats.json_files import Count, Positive
-from moe_pack.formats.sidecar import read_sidecar, write_sidecar
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.base.commands import stage_of
+from moe_pack.formats.base.json_files import Count, Positive
+from moe_pack.formats.pack.sidecar import read_sidecar, write_sidecar
+from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime.model import TORCH, Operations, StreamedPackWeights, activations, embed
 
 SIDECAR = "thresholds.json"

@@ -27,7 +27,7 @@ from moe_pack.calib.forward.layers import LayerStates, LayerTokens
 from moe_pack.calib.forward.store import Array, ArrayRule, check_arrays
 from moe_pack.calib.quantize import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.formats import ModelSpec, NeuronFunction, PackError, RangeReader, Selector
-from moe_pack.formats.safetensors import lay_out, read_header
+from moe_pack.formats.pack.safetensors import lay_out, read_header
 from moe_pack.runtime.model import Activations, Expert, Weights, activations, running
 from moe_pack.runtime.model.expert import resting_output
 from moe_pack.runtime.model.weights import from_experts, to_experts

@@ -51,7 +51,7 @@ from moe_pack.runtime.model import (
 )
 from moe_pack.runtime.model.caches import Chosen, KVCache, LayerRopes
 from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
-from moe_pack.runtime.model.layer import add_ngrams, enter_second, experts_norm, run_unrouted, with_returned
+from moe_pack.runtime.model.layers import add_ngrams, enter_second, experts_norm, run_unrouted, with_returned
 from moe_pack.runtime.model.mixers import LayerState, NgramRows, RowTable
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import norm

@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats.commands import Part
+from moe_pack.formats.base.commands import Part
 
 Array = NDArray[Any]
 Item = TypeVar("Item")

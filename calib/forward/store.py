@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.forward.shared import publish_once
 from moe_pack.formats import ConversionError, Pack, PackError, RangeReader, canonical
-from moe_pack.formats.commands import Part
-from moe_pack.formats.errors import PartBusyError, shortened
+from moe_pack.formats.base import WRITE_FLAGS, FolderLock, lock_file
+from moe_pack.formats.base.commands import Part
+from moe_pack.formats.base.errors import PartBusyError, shortened
+from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import SOURCE_FILE, PackageVersion, account_bytes
-from moe_pack.formats.safetensors import assemble, read_header
-from moe_pack.formats.system import WRITE_FLAGS, FolderLock, lock_file
-from moe_pack.formats.version import installed_version
+from moe_pack.formats.pack.manifests import SOURCE_FILE, PackageVersion, account_bytes
+from moe_pack.formats.pack.safetensors import assemble, read_header
 
 Array = NDArray[Any]
 

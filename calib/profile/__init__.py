@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from moe_pack.formats.system.faces import face
+from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.calib.profile.imatrix import dense_entries, profile_of_imatrix, read_imatrix, write_imatrix
     from moe_pack.calib.profile.losses import Losses, assumed_losses, losses_of
     from moe_pack.calib.profile.merging import merge_profiles, texts_of
     from moe_pack.calib.profile.options import ProfileOptions
-    from moe_pack.calib.profile.profile import Profile, check_same_source, hottest_first
     from moe_pack.calib.profile.profiler import attach, make_profile, most_routing_bytes, routing_of
+    from moe_pack.calib.profile.profiles import Profile, check_same_source, hottest_first
 else:
     __getattr__ = face(__name__)
 

@@ -32,7 +32,8 @@ from moe_pack.calib.forward import (
     source_digest,
 )
 from moe_pack.calib.forward.experts import sums_of_squares
-from moe_pack.calib.profile.profile import (
+from moe_pack.calib.profile.profiler import listed
+from moe_pack.calib.profile.profiles import (
     FORMAT,
     VERSION,
     ImatrixFacts,
@@ -44,7 +45,6 @@ from moe_pack.calib.profile.profile import (
     facts_bytes,
     layer_file,
 )
-from moe_pack.calib.profile.profiler import listed
 from moe_pack.formats import (
     MATRICES,
     NO_PROGRESS,
@@ -56,14 +56,14 @@ from moe_pack.formats import (
     Progress,
     RangeReader,
 )
-from moe_pack.formats.commands import Stage
-from moe_pack.formats.errors import shortened
+from moe_pack.formats.base.commands import Stage
+from moe_pack.formats.base.errors import shortened
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf.architecture import EXPERT_TENSORS, GATE_UP_EXPERTS, TENSOR_NAMES
 from moe_pack.formats.gguf.header import MAGIC, gguf_package, read_header
 from moe_pack.runtime.model import CheckpointWeights, embed, linear
 from moe_pack.runtime.model import Matrix as RunMatrix
-from moe_pack.runtime.model.matrix import InMemoryMatrix, gather_rows
+from moe_pack.runtime.model.matrices import InMemoryMatrix, gather_rows
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _LEGACY_CHUNK = 512  # tokens of a chunk by default; the older format does not say how many

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.forward import KINDS, Array
-from moe_pack.calib.profile.profile import EXACT_FILE, Profile
+from moe_pack.calib.profile.profiles import EXACT_FILE, Profile
 from moe_pack.calib.quantize import needs_inputs
 from moe_pack.calib.sensitivity import (
     ABSMAX_FORMATS,

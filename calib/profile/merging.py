@@ -18,7 +18,8 @@ import torch
 
 from moe_pack.calib.forward import Array, ProfileStore, kept_sequences, num_kept_sequences, sample_places
 from moe_pack.calib.forward.experts import joined_input_pieces
-from moe_pack.calib.profile.profile import (
+from moe_pack.calib.profile.profiler import PATH_BYTES, finished, identity_of, listed
+from moe_pack.calib.profile.profiles import (
     EFFECTS_FILE,
     EXACT_FILE,
     PATHS_FILE,
@@ -29,7 +30,6 @@ from moe_pack.calib.profile.profile import (
     facts_bytes,
     layer_file,
 )
-from moe_pack.calib.profile.profiler import PATH_BYTES, finished, identity_of, listed
 from moe_pack.calib.sensitivity import Effects, LayerLosses
 from moe_pack.calib.statistics import (
     QUANTILE_LEVELS,
@@ -40,9 +40,9 @@ from moe_pack.calib.statistics import (
     learn_paths,
 )
 from moe_pack.formats import NO_PROGRESS, PlanError, Progress, UsageError
-from moe_pack.formats.commands import Stage
-from moe_pack.formats.manifest import ROTATION_FILE, rotation_bytes
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.base.commands import Stage
+from moe_pack.formats.pack.manifests import ROTATION_FILE, rotation_bytes
+from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime.offload import PREDICTORS, PathStatistics
 
 _BY_ROUTES = slice(0, 2)  # of PREDICTORS: popularity and path statistics

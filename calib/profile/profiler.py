@@ -54,7 +54,7 @@ from moe_pack.calib.forward import (
 from moe_pack.calib.forward.shared import ONE_PROCESS, Arrays, PassedError, Results, SharedResults
 from moe_pack.calib.forward.store import WORK_FOLDER
 from moe_pack.calib.profile.options import ProfileOptions
-from moe_pack.calib.profile.profile import (
+from moe_pack.calib.profile.profiles import (
     EFFECTS_FILE,
     EXACT_FILE,
     FORMAT,
@@ -106,11 +106,11 @@ from moe_pack.formats import (
     canonical,
     dump,
 )
-from moe_pack.formats.commands import Part, Stage, stage_of
+from moe_pack.formats.base.commands import Part, Stage, stage_of
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import ROTATION_FILE, ContentFile, RotationVectors, rotation_bytes
-from moe_pack.formats.sidecar import tensor_sidecar_bytes
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.pack.manifests import ROTATION_FILE, ContentFile, RotationVectors, rotation_bytes
+from moe_pack.formats.pack.sidecar import tensor_sidecar_bytes
+from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime import give_back_freed
 from moe_pack.runtime.model import CheckpointWeights, embed
 from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor, Routing

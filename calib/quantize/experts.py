@@ -35,7 +35,7 @@ from moe_pack.calib.quantize.gptq import (
 from moe_pack.calib.quantize.plain import RowQuantizer
 from moe_pack.calib.quantize.trellis import UnrepresentableError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction, PartFormat
-from moe_pack.formats.codecs import decode_part
+from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.runtime.model import NeuronBlock, activations
 
 MAX_OWN_TOKENS = 4096  # of an expert; a profile keeps as many for one of average popularity

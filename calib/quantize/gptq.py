@@ -35,7 +35,7 @@ from moe_pack.calib.quantize.trellis import (
     trellis_scales,
 )
 from moe_pack.formats import PartFormat
-from moe_pack.formats.codecs import Trellis, affine, trellis_columns
+from moe_pack.formats.pack.codecs import Trellis, affine, trellis_columns
 
 # Shares of the diagonal's mean, added to the diagonal. Below the least (GPTQ's percdamp), a factor may not exist.
 LEAST_DAMPING = 0.01

@@ -38,8 +38,8 @@ from moe_pack.calib.quantize.experts import (
 from moe_pack.calib.quantize.gptq import square_quantizer
 from moe_pack.calib.quantize.trellis import UnrepresentableError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction
-from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.json_files import Amount, Count
+from moe_pack.formats.base.json_files import Amount, Count
+from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.runtime.model import NeuronBlock, activations
 
 # The shares of its expected loss up to which a calibrated row, or block of down, is taken without a plain rounding.

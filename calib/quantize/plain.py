@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_pack.calib.quantize.trellis import TOO_LARGE_FOR_SCALES, TrellisQuantizer, UnrepresentableError
 from moe_pack.formats import PartFormat, PlanError, Quantizer
-from moe_pack.formats.codecs import Affine, Bf16, affine
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.base.errors import MoePackError
+from moe_pack.formats.pack.codecs import Affine, Bf16, affine
 
 # Weights a block: with hqq's temporaries they stay in 1 MiB of L2. Rows of 4096 in blocks of 16 are solved 11 times as
 # fast as the whole matrix (docs/benchmarks/quantizers.md).

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_pack.calib.quantize.options import Rotate
 from moe_pack.formats import Matrix, ModelSpec
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import RotationVectors
+from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.runtime.model import TORCH, Expert, NeuronBlock, read_rows
 from moe_pack.runtime.model.rotation import Rotation, rotated_weights
 

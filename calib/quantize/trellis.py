@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import PartFormat
-from moe_pack.formats.codecs import (
+from moe_pack.formats.pack.codecs import (
     TRELLIS_HASH,
     Trellis,
     trellis_columns,

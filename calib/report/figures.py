@@ -28,7 +28,7 @@ from moe_pack.calib.statistics import (
     path_coverage,
 )
 from moe_pack.formats import MATRICES
-from moe_pack.formats.spec import first_moe_layers, num_active_parameters, num_parameters
+from moe_pack.formats.parts.specs import first_moe_layers, num_active_parameters, num_parameters
 from moe_pack.runtime.offload import PREDICTORS
 
 MOST_FULL_EXPERTS = 2048  # of all layers: beyond them 103 quantiles an expert and kind make a page of more than 4 MB

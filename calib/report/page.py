@@ -29,7 +29,7 @@ from moe_pack.formats import (
     Selector,
     dense_roles,
 )
-from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.pack.layouts import expert_layout
 from moe_pack.runtime.quality import QUALITY_FILE, Quality, read_quality
 
 _SELECTOR: Selector = "up"  # the layout whose bytes are counts; those of other selectors differ only by padding

@@ -32,7 +32,7 @@ from moe_pack.calib.sensitivity.gradients import (
 from moe_pack.calib.statistics import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.statistics import cost as training_cost
 from moe_pack.formats import MATRICES, ModelSpec, NeuronFunction, PartFormat, Quantizer, dense_roles, size_text
-from moe_pack.formats.commands import Kind, Stage, time_text
+from moe_pack.formats.base.commands import Kind, Stage, time_text
 from moe_pack.runtime.model import Weights, run_expert
 
 _TRIED_TOKENS = 512

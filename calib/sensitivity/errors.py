@@ -43,8 +43,8 @@ from moe_pack.formats import (
     part_format,
     trellis_format,
 )
-from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.plan import TRELLIS_WIDTHS, format_fault
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_fault
 from moe_pack.runtime.model import Activations, Expert, NeuronBlock, Operations, Weights, activations, neuron_of
 from moe_pack.runtime.model import Matrix as DenseMatrix
 from moe_pack.runtime.model.mixers import RowTable

@@ -29,7 +29,7 @@ from moe_pack.calib.sensitivity.effects import divergence, head_pieces, log_prob
 from moe_pack.calib.sensitivity.errors import RoundedExperts, Rounding
 from moe_pack.calib.sensitivity.rotated import RotatedExperts
 from moe_pack.formats import NO_PROGRESS, ROW_GROUP, Progress
-from moe_pack.formats.manifest import RotationVectors
+from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.runtime.model import Weights, embed, run_expert
 
 _COPY_TOKENS = 512

@@ -46,8 +46,8 @@ from moe_pack.runtime.model import (
     neuron_of,
 )
 from moe_pack.runtime.model.caches import Chosen
-from moe_pack.runtime.model.layer import router_logits, weights_of_experts
-from moe_pack.runtime.model.matrix import DivisibleMatrix, rows_of
+from moe_pack.runtime.model.layers import router_logits, weights_of_experts
+from moe_pack.runtime.model.matrices import DivisibleMatrix, rows_of
 from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.operations import row_blocks
 from moe_pack.runtime.model.rotation import Rotation

@@ -13,8 +13,8 @@ from torch import Tensor
 from moe_pack.calib.quantize import UNROTATED, Calibration, ExpertQuantizer, ExpertTokens, LayerRotation
 from moe_pack.calib.sensitivity.errors import calibrated_anchor, calibrated_formats, first_neurons, on_cpu
 from moe_pack.formats import MATRICES, ExpertFormat, ModelSpec, NeuronFunction, PartFormat, Selector
-from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.manifest import RotationVectors
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.runtime.model import Expert, Matrix, NeuronBlock, Operations, Weights, activations
 from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.rotation import Rotation

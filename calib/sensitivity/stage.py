@@ -92,7 +92,7 @@ from moe_pack.formats import (
     Quantizer,
     part_format,
 )
-from moe_pack.formats.manifest import RotationVectors
+from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.runtime.model import Weights, embed, run_expert
 
 _MOST_TOKENS, _LEAST_TOKENS = {"fast": 2048, "full": 4096}, 512

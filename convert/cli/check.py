@@ -14,8 +14,8 @@ import click
 from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, checkpoint_at, write_output
 from moe_pack.convert.options import CheckLimits
 from moe_pack.formats import PackError, UsageError, dump, option
-from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.hub.cli import PACK_TO_CHECK, pack_folder
 
 if TYPE_CHECKING:

@@ -44,12 +44,12 @@ from moe_pack.formats import (
     option,
     size_text,
 )
-from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import Stage, given, read_size, stage_of
+from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.commands import Stage, given, read_size, stage_of
 from moe_pack.formats.hub.cli import CHECKPOINT
+from moe_pack.formats.pack.plans import QUANTIZERS
 from moe_pack.formats.parts import DenseRole
-from moe_pack.formats.plan import QUANTIZERS
-from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.parts.specs import with_repeats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from moe_pack.convert.ray_launcher import PackJob
     from moe_pack.formats import PackLayout
     from moe_pack.formats.families import Checkpoint
-    from moe_pack.formats.manifest import RotationVectors
+    from moe_pack.formats.pack.manifests import RotationVectors
     from moe_pack.runtime import Text
 
 AnyQuantizer = Quantizer | Literal["auto"]
@@ -317,7 +317,7 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions, notes: 
     from moe_pack.convert.plan.rotation import PlanRotation, check_rotation
     from moe_pack.formats import Pack
     from moe_pack.formats.hub import StreamedFiles
-    from moe_pack.formats.writer import await_parts
+    from moe_pack.formats.pack.writer import await_parts
 
     profile = None if options.profile is None else Profile(options.profile)
     decision = _decision(options, checkpoint, profile)
@@ -407,7 +407,7 @@ def _made_by_ray(job: PackJob, layout: PackLayout, many: PartOptions, progress: 
     """Makes a pack on a Ray cluster."""
     from moe_pack.convert import ConversionResult
     from moe_pack.convert.ray_launcher import PROCESS_BYTES, Resources
-    from moe_pack.formats.writer import journaled_bytes
+    from moe_pack.formats.pack.writer import journaled_bytes
 
     total = sum(item.num_bytes for item in layout.items())
     done = journaled_bytes(job.output, layout)

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from moe_pack.formats import dump, option, size_text
-from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, options_from
-from moe_pack.formats.commands import stage_of
+from moe_pack.formats.base.cli import TerminalProgress, cache_folder, command_errors, options_from
+from moe_pack.formats.base.commands import stage_of
 from moe_pack.runtime import DiskFacts, MachineFacts, ReadRate, WidthRate, save_facts
 
 # The example of an expert: records of gate and down with 4096 weights each, at 4 bit, group 64.
@@ -52,7 +52,7 @@ def doctor_command(options: DoctorOptions) -> None:
     or any folder on the disk where packs will be. Run it once for each disk, without other work on the machine.
     """
     from moe_pack.convert import measure_fixed_costs
-    from moe_pack.formats.manifest import MANIFEST_FILE
+    from moe_pack.formats.pack.manifests import MANIFEST_FILE
     from moe_pack.runtime import measure_machine
 
     path, seconds = options.path, options.seconds

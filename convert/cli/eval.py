@@ -11,7 +11,7 @@ import click
 
 from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, checkpoint_at, chosen_device
 from moe_pack.formats import dump, size_text
-from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime.numerics import read_numerics
 

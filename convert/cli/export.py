@@ -13,8 +13,8 @@ import click
 from moe_pack.convert.cli.options import INTERRUPTED
 from moe_pack.convert.options import Dtype, GgufType
 from moe_pack.formats import MATRICES, UsageError, option, size_text
-from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import given, read_size, stage_of
+from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.commands import given, read_size, stage_of
 from moe_pack.formats.hub.cli import PACK
 
 if TYPE_CHECKING:

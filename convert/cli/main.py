@@ -15,7 +15,7 @@ import click
 
 from moe_pack.convert.cli.options import checkpoint_at
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, option, size_text
-from moe_pack.formats.cli import (
+from moe_pack.formats.base.cli import (
     NOISE,
     Commands,
     LateCommand,
@@ -24,10 +24,16 @@ from moe_pack.formats.cli import (
     common_options,
     options_from,
 )
-from moe_pack.formats.commands import stage_of
+from moe_pack.formats.base.commands import stage_of
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.formats.plan import format_text
-from moe_pack.formats.spec import cached_values, num_active_parameters, num_dense_layers, num_parameters, state_values
+from moe_pack.formats.pack.plans import format_text
+from moe_pack.formats.parts.specs import (
+    cached_values,
+    num_active_parameters,
+    num_dense_layers,
+    num_parameters,
+    state_values,
+)
 from moe_pack.runtime.numerics import read_numerics
 
 if TYPE_CHECKING:
@@ -237,7 +243,7 @@ def verify_command(pack: Path, options: VerifyOptions) -> None:
     text; one expert at a time is in memory. The exit code is 1 if the pack is damaged or comes from another checkpoint.
     """
     from moe_pack.formats import Pack
-    from moe_pack.formats.pack import audit
+    from moe_pack.formats.pack.reader import audit
 
     with Pack(pack_folder(pack)) as opened:
         with TerminalProgress() as progress:

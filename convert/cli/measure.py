@@ -29,9 +29,9 @@ from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
 from moe_pack.convert import same_tensors
 from moe_pack.convert.cli.options import EVAL_TOKENS, SEQUENCE_LENGTH, EvalOptions, checkpoint_at, chosen_device
 from moe_pack.formats import ModelSpec, Pack, Progress, RunError, size_text
-from moe_pack.formats.cli import TerminalProgress
+from moe_pack.formats.base.cli import TerminalProgress
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.sidecar import write_sidecar
+from moe_pack.formats.pack.sidecar import write_sidecar
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import operations_for
 from moe_pack.runtime.numerics import NUMERICS_FILE, NumericsLoss, chosen_mode

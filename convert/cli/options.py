@@ -33,11 +33,11 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.cli import TerminalProgress, cache_folder
-from moe_pack.formats.commands import Part, Stage, given, read_size
+from moe_pack.formats.base.cli import TerminalProgress, cache_folder
+from moe_pack.formats.base.commands import Part, Stage, given, read_size
 from moe_pack.formats.hub import LEAST_STREAM_BYTES, STREAM_BYTES
-from moe_pack.formats.plan import TRELLIS_WIDTHS
-from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
+from moe_pack.formats.parts.specs import with_repeats
 from moe_pack.runtime import DEVICE_OPTION, MachineFacts, load_facts
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from moe_pack.formats import (
     UsageError,
     option,
 )
-from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import stage_of
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.commands import stage_of
+from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.hub.cli import MODEL
-from moe_pack.formats.spec import usual_dtypes, with_repeats
+from moe_pack.formats.parts.specs import usual_dtypes, with_repeats
 from moe_pack.runtime import MachineFacts
 
 if TYPE_CHECKING:

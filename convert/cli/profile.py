@@ -32,8 +32,8 @@ from moe_pack.convert.cli.options import (
     write_output,
 )
 from moe_pack.formats import Progress, UsageError, option, size_text
-from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import Stage, given, stage_of, time_text
+from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.commands import Stage, given, stage_of, time_text
 from moe_pack.formats.hub.cli import CHECKPOINT, PACK, pack_folder
 from moe_pack.runtime import DEVICE_OPTION
 
@@ -184,7 +184,7 @@ def _made_by_ray(
     import torch
 
     from moe_pack.calib.profile import Profile
-    from moe_pack.calib.profile.profile import layer_file
+    from moe_pack.calib.profile.profiles import layer_file
     from moe_pack.convert.ray_launcher import PROCESS_BYTES, ProfileJob, Resources
 
     output, threads = options.output.absolute(), torch.get_num_threads()

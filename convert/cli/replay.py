@@ -12,10 +12,10 @@ import click
 
 from moe_pack.convert.cli.options import known_facts
 from moe_pack.formats import ModelSpec, Progress, RunError, option, size_text
-from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import Stage, did_you_mean, read_size
+from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.commands import Stage, did_you_mean, read_size
 from moe_pack.formats.hub.cli import pack_folder
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime import USUAL_DISK
 from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.offload import PRESETS, PolicyName
@@ -221,7 +221,7 @@ def _division(
     from moe_pack.runtime.choices import popularity_shares, runs_some_neurons
     from moe_pack.runtime.cpu import is_available
     from moe_pack.runtime.offload import Routing, divide_budget, routing_bytes
-    from moe_pack.runtime.offload.budget import ONLY_BUDGET, resident_selectors, selector_heat
+    from moe_pack.runtime.offload.budgets import ONLY_BUDGET, resident_selectors, selector_heat
 
     routing, predictors = Routing.open(pack), routing_bytes(pack.folder)
     machine = known_facts(pack.folder)

@@ -14,8 +14,8 @@ from moe_pack.calib.quantize import Rotate
 from moe_pack.calib.quantize.options import ROTATE_OPTION
 from moe_pack.convert.cli.options import INTERRUPTED, NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
 from moe_pack.formats import ModelSpec, UsageError, option, size_text
-from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import given
+from moe_pack.formats.base.cli import NOISE, TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import MODEL
 
 if TYPE_CHECKING:

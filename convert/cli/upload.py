@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moe_pack.formats import ConversionError, UsageError, option, size_text
-from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.commands import stage_of
+from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base.commands import stage_of
 from moe_pack.formats.hub import HubName, parse_name
 from moe_pack.formats.hub.cli import PACK
 
@@ -71,7 +71,7 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
     from moe_pack.convert.card import CardFacts, card_text
     from moe_pack.formats import Pack
     from moe_pack.formats.hub import import_client
-    from moe_pack.formats.pack import audit
+    from moe_pack.formats.pack.reader import audit
 
     target = parse_name(name)
     if target is None or target.revision is not None:
@@ -124,7 +124,7 @@ def _upload(client: Any, target: HubName, files: list[Path], card: str, private:
 
 def _files(pack: Pack) -> list[Path]:
     """Returns the pack's files and sidecars, sorted."""
-    from moe_pack.formats.manifest import MANIFEST_FILE
+    from moe_pack.formats.pack.manifests import MANIFEST_FILE
 
     listed = {MANIFEST_FILE, *(f.name for f in pack.manifest.files), *(f.name for f in pack.manifest.expert_files)}
     sidecars = {path.name for pattern in _SIDECARS for path in pack.folder.glob(pattern) if path.is_file()}

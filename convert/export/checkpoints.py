@@ -24,8 +24,8 @@ from moe_pack.formats import NO_PROGRESS, Pack, Progress
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.family import Claims, Tensors, claim_tensors
 from moe_pack.formats.gguf import GgufFiles, find_gguf
-from moe_pack.formats.manifest import COPIED_FILES
-from moe_pack.formats.writer import Step, pass_step
+from moe_pack.formats.pack.manifests import COPIED_FILES
+from moe_pack.formats.pack.writer import Step, pass_step
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Operations, PackWeights
 
 

@@ -33,8 +33,8 @@ from moe_pack.convert.export.weights import (
 from moe_pack.convert.plan.tiers import FUSED_GROUPS
 from moe_pack.formats import MATRICES, Matrix, Pack, RunError
 from moe_pack.formats.families.family import WORD_BITS, Claims, Tensors
-from moe_pack.formats.safetensors import StoredTensor
-from moe_pack.runtime.model.matrix import TORCH_DTYPES
+from moe_pack.formats.pack.safetensors import StoredTensor
+from moe_pack.runtime.model.matrices import TORCH_DTYPES
 
 Width = Literal[4, 8]
 _BLOCK_WEIGHTS = 1 << 20  # quantized at once

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from moe_pack.convert.export.source import CONFIG_FILE
 from moe_pack.convert.export.weights import ExportUnit, tensor_bytes
 from moe_pack.formats import NO_PROGRESS, ConversionError, Progress, RangeReader, size_text
-from moe_pack.formats.commands import Stage
-from moe_pack.formats.safetensors import StoredTensor, TensorFileLayout, lay_out_plain
-from moe_pack.formats.writer import Step, SteppedFolder, pass_step
+from moe_pack.formats.base.commands import Stage
+from moe_pack.formats.pack.safetensors import StoredTensor, TensorFileLayout, lay_out_plain
+from moe_pack.formats.pack.writer import Step, SteppedFolder, pass_step
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 MARK_FILE = "export.json"

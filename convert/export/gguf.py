@@ -32,9 +32,9 @@ from moe_pack.formats.gguf import (
     vocabulary_fields,
     vocabulary_notes,
 )
-from moe_pack.formats.manifest import COPIED_FILES
+from moe_pack.formats.pack.manifests import COPIED_FILES
+from moe_pack.formats.pack.safetensors import StoredTensor
 from moe_pack.formats.parts import DenseRole
-from moe_pack.formats.safetensors import StoredTensor
 
 GGUF_BYTES = 45 << 30  # the hub's limit of a file is 50 GB
 _FILE_TYPES: Mapping[GgufType, int] = {

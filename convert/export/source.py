@@ -28,8 +28,8 @@ from moe_pack.formats.families.family import (
     spec_of_tensors,
 )
 from moe_pack.formats.families.registry import read_spec
-from moe_pack.formats.manifest import SOURCE_FILE, SourceTensor, read_account
-from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.pack.manifests import SOURCE_FILE, SourceTensor, read_account
+from moe_pack.formats.parts.specs import with_repeats
 
 CONFIG_FILE = "config.json"
 _TIED = "tie_word_embeddings"

@@ -17,13 +17,13 @@ from torch import Tensor
 from moe_pack.calib.quantize import LayerRotation
 from moe_pack.convert.export.source import Owner, SourceModel, owners
 from moe_pack.formats import Matrix, Pack
-from moe_pack.formats.codecs import affine
 from moe_pack.formats.families import SourceMatrix
 from moe_pack.formats.families.family import Claims, Tensors
-from moe_pack.formats.layout import DenseLayout
-from moe_pack.formats.safetensors import DTYPE_BYTES, StoredTensor, split_bytes
+from moe_pack.formats.pack.codecs import affine
+from moe_pack.formats.pack.layouts import DenseLayout
+from moe_pack.formats.pack.safetensors import DTYPE_BYTES, StoredTensor, split_bytes
 from moe_pack.runtime.model import NeuronBlock, Operations, PackedExpert
-from moe_pack.runtime.model.matrix import TORCH_DTYPES
+from moe_pack.runtime.model.matrices import TORCH_DTYPES
 from moe_pack.runtime.model.pack_weights import stored_matrix
 
 _BLOCK_BYTES = 16 << 20  # of an export's tensor, computed at once

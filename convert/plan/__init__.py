@@ -1,12 +1,12 @@
 """Decides what a pack stores: the formats and the sparsity of all experts, for a memory budget and a limit of loss.
 
 How a budget is divided between dense part, key-value cache and experts is not decided here, but in
-`runtime/offload/budget.py` and `runtime/gpu`, for plans and for runs alike.
+`runtime/offload/budgets.py` and `runtime/gpu`, for plans and for runs alike.
 """
 
 from typing import TYPE_CHECKING
 
-from moe_pack.formats.system.faces import face
+from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.convert.plan.options import LossLimit, Target

@@ -16,7 +16,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Literal
 
 from moe_pack.formats import PartFormat, RunError
-from moe_pack.formats.commands import did_you_mean
+from moe_pack.formats.base.commands import did_you_mean
 from moe_pack.runtime import USUAL_DISK, DiskFacts, FixedCosts, MachineFacts, WidthRate
 
 if TYPE_CHECKING:

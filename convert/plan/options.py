@@ -6,9 +6,9 @@ from typing import Literal, get_args
 
 from moe_pack.convert.plan.machines import GPUS, MEASURE
 from moe_pack.formats import Selector, UsageError, option
-from moe_pack.formats.commands import given, read_size
+from moe_pack.formats.base.commands import given, read_size
 from moe_pack.formats.parts.added import ADDED
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import PRESETS
 

@@ -50,7 +50,7 @@ from moe_pack.formats import (
     part_format,
     uniform_plan,
 )
-from moe_pack.formats.plan import format_fault, uniform_dense
+from moe_pack.formats.pack.plans import format_fault, uniform_dense
 
 EDGEMOE_WIDTHS = (2, 4, 8, 16)  # INT2, INT4, INT8, and not quantized
 

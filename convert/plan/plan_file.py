@@ -26,9 +26,9 @@ from moe_pack.formats import (
     load,
     parse,
 )
+from moe_pack.formats.pack.plans import dense_quantizer, plan_fault, quantizer_fault
+from moe_pack.formats.pack.safetensors import read_small
 from moe_pack.formats.parts.added import added
-from moe_pack.formats.plan import dense_quantizer, plan_fault, quantizer_fault
-from moe_pack.formats.safetensors import read_small
 
 MAX_PLAN_BYTES = 1 << 30
 VERSION = 1

@@ -17,10 +17,10 @@ from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.rotation import PlanRotation, with_rotation
 from moe_pack.convert.plan.tiers import SpeedEstimate
 from moe_pack.formats import BF16, MATRICES, ExpertFormat, ModelSpec, PackLayout, Plan, size_text
-from moe_pack.formats.layout import pack_layout
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
-from moe_pack.formats.spec import num_parameters
-from moe_pack.runtime.offload.budget import expert_compression
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, format_text
+from moe_pack.formats.parts.specs import num_parameters
+from moe_pack.runtime.offload.budgets import expert_compression
 
 Kind = Literal["cpu", "cuda"]
 

@@ -32,9 +32,9 @@ from moe_pack.formats import (
     size_text,
     uniform_plan,
 )
-from moe_pack.formats.commands import Stage
-from moe_pack.formats.plan import format_fault
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.base.commands import Stage
+from moe_pack.formats.pack.plans import format_fault
+from moe_pack.formats.parts.specs import SELECTORS
 
 SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
 

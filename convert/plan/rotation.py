@@ -12,7 +12,7 @@ from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import RotateChoice, measured_rotation, needs_inputs
 from moe_pack.formats import MATRICES, ExpertFormat, ModelSpec, PackLayout, Plan, PlanError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import RotationVectors, rotation_bytes, rotation_fault
+from moe_pack.formats.pack.manifests import RotationVectors, rotation_bytes, rotation_fault
 
 
 @dataclass(frozen=True, slots=True, eq=False)

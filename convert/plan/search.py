@@ -25,10 +25,10 @@ from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
 from moe_pack.convert.plan.tiers import FormatChoices, Ints, MemoryTier, expert_choices, fused_choices
 from moe_pack.formats import ExpertFormat, ModelSpec, PartFormat, Plan, RunError, Selector, dense_roles, part_format
-from moe_pack.formats.layout import expert_layout, row_layout
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.formats.pack.plans import FP8, planned_repeats, uniform_dense
+from moe_pack.formats.pack.safetensors import DTYPE_BYTES
 from moe_pack.formats.parts import DenseRole
-from moe_pack.formats.plan import FP8, planned_repeats, uniform_dense
-from moe_pack.formats.safetensors import DTYPE_BYTES
 
 Floats = NDArray[np.float64]
 KnapsackChoices = NDArray[np.int64]

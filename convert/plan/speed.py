@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from moe_pack.convert.plan.machines import Machine, rate_of
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
-from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.pack.layouts import whole_blocks
+from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime import DiskFacts
 from moe_pack.runtime.choices import auto_preset
 from moe_pack.runtime.cpu.reads import MAX_READ_BYTES
-from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement, work_of_whole
+from moe_pack.runtime.gpu.placements import NUM_TURNS, GpuPlacement, work_of_whole
 from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import (
@@ -38,7 +38,7 @@ from moe_pack.runtime.offload import (
     expert_cache_for,
     expert_pages,
 )
-from moe_pack.runtime.offload.budget import (
+from moe_pack.runtime.offload.budgets import (
     begin_block,
     cache_bytes,
     extent_bytes,

@@ -40,9 +40,9 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.commands import given
-from moe_pack.formats.layout import pack_layout
-from moe_pack.formats.plan import format_fault, uniform_dense
+from moe_pack.formats.base.commands import given
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import format_fault, uniform_dense
 from moe_pack.runtime import MachineFacts, machine, total_bytes
 from moe_pack.runtime.gpu.fit import least_gpu_budget
 from moe_pack.runtime.machine import GpuHere

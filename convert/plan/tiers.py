@@ -42,13 +42,13 @@ from moe_pack.formats import (
     Quantizer,
     Selector,
 )
-from moe_pack.formats.layout import CRC_BYTES, ROW_ALIGN, extra_layout
-from moe_pack.formats.spec import record_matrices, selector_matrices
+from moe_pack.formats.pack.layouts import CRC_BYTES, ROW_ALIGN, extra_layout
+from moe_pack.formats.parts.specs import record_matrices, selector_matrices
 from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
-from moe_pack.runtime.gpu.placement import GpuPlacement, offset_bytes_for, place_experts, usual_heat
+from moe_pack.runtime.gpu.placements import GpuPlacement, offset_bytes_for, place_experts, usual_heat
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import Passes, Sequences, divide_budget, least_budget
-from moe_pack.runtime.offload.budget import AS_TARGET, Division, MemoryPart, extent_bytes
+from moe_pack.runtime.offload.budgets import AS_TARGET, Division, MemoryPart, extent_bytes
 
 MAX_CHOICES, LEAST_CHOICES = 320, 64
 _MOST_CELLS = 600_000  # of all experts: with more experts each needs fewer choices, because different ones can be mixed

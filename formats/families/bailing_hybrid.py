@@ -24,7 +24,7 @@ from moe_pack.formats.families.readers import (
     rope_group,
 )
 from moe_pack.formats.parts import KimiDeltaSpec, OutputGateSpec, RopeSpec
-from moe_pack.formats.spec import LimitSpec
+from moe_pack.formats.parts.specs import LimitSpec
 
 _BASE = 6e6  # of rotary positions
 # Written in published configs, read by no code of transformers: other values would be another model.

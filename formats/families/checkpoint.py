@@ -30,8 +30,8 @@ from moe_pack.formats.families.given_names import given_names
 from moe_pack.formats.families.published import published_config, published_name
 from moe_pack.formats.families.registry import family_of, read_spec
 from moe_pack.formats.families.source_reader import SourceReader
-from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
-from moe_pack.formats.safetensors import StoredTensor, TensorEntry, split_bytes
+from moe_pack.formats.pack.manifests import Fate, SourceFile, SourceTensor
+from moe_pack.formats.pack.safetensors import StoredTensor, TensorEntry, split_bytes
 
 _COMPARED_BYTES = 4 << 20
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import CheckpointError, RangeReader, json_files
+from moe_pack.formats import CheckpointError, RangeReader
+from moe_pack.formats.base import json_files
 from moe_pack.formats.families.weight_files import (
     INDEX,
     JoinedShards,
@@ -24,8 +25,8 @@ from moe_pack.formats.families.weight_files import (
     join_shards,
     refuse_adapters,
 )
-from moe_pack.formats.manifest import SourceFile
-from moe_pack.formats.safetensors import CONTENT_BYTES, TensorEntry, check_content, read_header
+from moe_pack.formats.pack.manifests import SourceFile
+from moe_pack.formats.pack.safetensors import CONTENT_BYTES, TensorEntry, check_content, read_header
 
 _CONFIG = "config.json"
 MAX_FILE_BYTES = 64 << 20  # the largest published tokenizer.json has 33 MB

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.spec import MAX_LAYERS
+from moe_pack.formats.parts.specs import MAX_LAYERS
 
 _MAX_NUMBER = 1e38
 # Keys without effect on inference: training, tools that wrote the file, token ids (these are read from

@@ -31,8 +31,8 @@ from moe_pack.formats.parts import (
     OtherAttentionSpec,
     RopeSpec,
 )
-from moe_pack.formats.parts.rope import YarnSpec
-from moe_pack.formats.spec import LimitSpec
+from moe_pack.formats.parts.positions import YarnSpec
+from moe_pack.formats.parts.specs import LimitSpec
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _KIND_OF_RATIO = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}

@@ -23,7 +23,7 @@ from moe_pack.formats.families.readers import (
     read_rope_by_kind,
 )
 from moe_pack.formats.parts import GroupedQuerySpec, NormedResidualSpec, RopeSpec
-from moe_pack.formats.parts.rope import ProportionalSpec
+from moe_pack.formats.parts.positions import ProportionalSpec
 
 _FULL, _SLIDING = ATTENTION_KINDS
 

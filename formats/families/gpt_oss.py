@@ -7,7 +7,7 @@ from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.readers import DENSE_NAMES, read_decoder, read_grouped_query, read_kinds, read_rope
 from moe_pack.formats.parts import PROJECTIONS, GroupedQuerySpec, RopeSpec
-from moe_pack.formats.parts.rope import YarnSpec
+from moe_pack.formats.parts.positions import YarnSpec
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

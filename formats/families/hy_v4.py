@@ -20,7 +20,7 @@ from moe_pack.formats.families.readers import (
     read_sigmoid_router,
 )
 from moe_pack.formats.parts import IndexerSpec, MixedStreamsSpec, OtherAttentionSpec, OutputGateSpec
-from moe_pack.formats.spec import LimitSpec
+from moe_pack.formats.parts.specs import LimitSpec
 
 # Written by the authors' own classes, read by no code of transformers: other values would be another model.
 _ONLY = {

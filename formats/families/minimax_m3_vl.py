@@ -15,7 +15,7 @@ from moe_pack.formats.families.readers import (
     read_rope,
 )
 from moe_pack.formats.parts import BlockIndexerSpec, OtherAttentionSpec
-from moe_pack.formats.parts.rope import ProportionalSpec
+from moe_pack.formats.parts.positions import ProportionalSpec
 
 _FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
 

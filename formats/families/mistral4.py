@@ -21,7 +21,7 @@ from moe_pack.formats.families.readers import (
     rope_group,
 )
 from moe_pack.formats.parts import TemperatureSpec
-from moe_pack.formats.parts.rope import Llama3Spec, LongRopeSpec, YarnSpec
+from moe_pack.formats.parts.positions import Llama3Spec, LongRopeSpec, YarnSpec
 
 _KEY = "llama_4_scaling_beta"
 

@@ -15,7 +15,7 @@ from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_next import MTP_LAYER
 from moe_pack.formats.families.readers import read_decoder, read_grouped_query, read_sigmoid_router
 from moe_pack.formats.parts import HalvesSpec, Mamba2Spec
-from moe_pack.formats.spec import MAX_LAYERS
+from moe_pack.formats.parts.specs import MAX_LAYERS
 
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 _KINDS = {**{kind: kind for kind in _LETTERS.values()}, "mamba": "linear_attention", "attention": "full_attention"}

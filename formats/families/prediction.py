@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import CheckpointError, Matrix, ModelSpec, Pack, PackError, dense_roles, json_files
+from moe_pack.formats import CheckpointError, Matrix, ModelSpec, Pack, PackError, dense_roles
+from moe_pack.formats.base import json_files
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import (
     DenseName,
@@ -27,10 +28,10 @@ from moe_pack.formats.families.family import (
 )
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.families.source_reader import SourceReader
-from moe_pack.formats.layout import UNUSED_FILE
+from moe_pack.formats.pack.layouts import UNUSED_FILE
+from moe_pack.formats.pack.safetensors import TensorEntry
 from moe_pack.formats.parts import DenseRole, GroupedQuerySpec
-from moe_pack.formats.safetensors import TensorEntry
-from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.parts.specs import with_repeats
 
 _CONFIG = "config.json"
 PROJECT, EMBED_NORM, HIDDEN_NORM = "project", "embed_norm", "hidden_norm"  # roles that only this layer has

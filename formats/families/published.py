@@ -7,7 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from moe_pack.formats import CheckpointError, parse
-from moe_pack.formats.commands import did_you_mean
+from moe_pack.formats.base.commands import did_you_mean
 from moe_pack.formats.families.registry import short_names
 
 _SUFFIX = ".json"

@@ -28,7 +28,7 @@ from moe_pack.formats.parts import (
     Projection,
     RopeSpec,
 )
-from moe_pack.formats.parts.rope import (
+from moe_pack.formats.parts.positions import (
     DynamicSpec,
     LinearSpec,
     Llama3Spec,
@@ -37,7 +37,7 @@ from moe_pack.formats.parts.rope import (
     ScalingSpec,
     YarnSpec,
 )
-from moe_pack.formats.spec import LimitSpec
+from moe_pack.formats.parts.specs import LimitSpec
 
 # `ntk_alpha` is Hunyuan's fixed alpha, `mscales` is Phi-3.5-MoE's longrope with two of them.
 Scaling = Literal["linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "ntk_alpha", "mscales"]

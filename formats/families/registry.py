@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from moe_pack.formats import CheckpointError, ModelSpec
-from moe_pack.formats.commands import did_you_mean
+from moe_pack.formats.base.commands import did_you_mean
 
 if TYPE_CHECKING:
     from moe_pack.formats.families.config import Config
@@ -128,7 +128,7 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec, Quantization]:
     Raises:  CheckpointError for a dense model, an unknown architecture, or a key whose effect we do not implement.
     """
     from moe_pack.formats.families.readers import dense_model, read_quantization
-    from moe_pack.formats.spec import spec_fault
+    from moe_pack.formats.parts.specs import spec_fault
 
     model_type = config.text("model_type")
     family = family_of(model_type)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats.families.family import SCALE_BLOCK, SourceMatrix
-from moe_pack.formats.safetensors import DTYPE_BYTES, TensorEntry
+from moe_pack.formats.pack.safetensors import DTYPE_BYTES, TensorEntry
 
 
 class SourceReader(ABC):

@@ -24,7 +24,7 @@ from moe_pack.formats.families.readers import (
     read_rope_by_kind,
 )
 from moe_pack.formats.parts import GroupedQuerySpec, OutputGateSpec, RopeSpec
-from moe_pack.formats.spec import LimitSpec
+from moe_pack.formats.parts.specs import LimitSpec
 
 _T = TypeVar("_T")
 

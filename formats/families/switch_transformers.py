@@ -4,7 +4,7 @@ from moe_pack.formats import ExpertSpec, ModelSpec, NormSpec, RouterSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, LeftOut
 from moe_pack.formats.parts import PROJECTIONS, RelativeSpec
-from moe_pack.formats.spec import EncoderSpec
+from moe_pack.formats.parts.specs import EncoderSpec
 
 _NO_LIMIT = 2**31 - 1  # of positions: beyond max_distance all have one bias
 

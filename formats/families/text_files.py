@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
 from moe_pack.formats import CheckpointError, Pack, PackError, parse
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.base.errors import MoePackError
 
 Values = dict[str, Any]
 Reader = Callable[[str], Values]  # returns the values of a JSON object by its file's name; none for a missing file

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.safetensors import TensorEntry
+from moe_pack.formats.pack.safetensors import TensorEntry
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -14,7 +14,7 @@ from moe_pack.formats import ModelSpec
 from moe_pack.formats.gguf.architecture import Values
 from moe_pack.formats.gguf.header import Metadata
 from moe_pack.formats.parts import GroupedQuerySpec, RopeSpec
-from moe_pack.formats.parts.rope import Llama3Spec, ProportionalSpec
+from moe_pack.formats.parts.positions import Llama3Spec, ProportionalSpec
 
 STILL = 1e30  # of pairs that are not rotated
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, dense_roles
-from moe_pack.formats.commands import did_you_mean
+from moe_pack.formats.base.commands import did_you_mean
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, Stored, named, role_key, stored_ways
@@ -52,7 +52,8 @@ from moe_pack.formats.gguf.rows import (
 )
 from moe_pack.formats.gguf.tokenizer import tokenizer_files
 from moe_pack.formats.gguf.windowed import WINDOWED
-from moe_pack.formats.manifest import SourceFile
+from moe_pack.formats.pack.manifests import SourceFile
+from moe_pack.formats.pack.safetensors import TensorEntry
 from moe_pack.formats.parts import (
     DenseRole,
     GatedDeltaSpec,
@@ -62,7 +63,6 @@ from moe_pack.formats.parts import (
     MambaSpec,
     ShortConvSpec,
 )
-from moe_pack.formats.safetensors import TensorEntry
 
 ARCHITECTURES: Mapping[str, Architecture] = {**DECODERS, **HYBRIDS, **LATENTS, **WINDOWED}
 # The model's class by `model_type`, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it.

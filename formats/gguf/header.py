@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from moe_pack.formats import CheckpointError, RangeReader
-from moe_pack.formats.errors import MoePackError, shortened
+from moe_pack.formats.base.errors import MoePackError, shortened
 
 MAX_HEADER_BYTES = 256 << 20
 _MAX_ENTRIES = 1 << 20  # keys, and tensors, of a file

@@ -22,8 +22,8 @@ from moe_pack.formats.parts import (
     RopeSpec,
     ShortConvSpec,
 )
-from moe_pack.formats.parts.rope import LinearSpec, YarnSpec
-from moe_pack.formats.spec import num_dense_layers
+from moe_pack.formats.parts.positions import LinearSpec, YarnSpec
+from moe_pack.formats.parts.specs import num_dense_layers
 
 Extras = Callable[[ModelSpec], Values]
 _GATING = {"softmax_topk": 1, "sigmoid_topk": 2}  # llama.cpp has the other kinds as constants

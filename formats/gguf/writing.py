@@ -22,7 +22,7 @@ from moe_pack.formats.gguf.files import ARCHITECTURES
 from moe_pack.formats.gguf.header import GgufTensor, Metadata, gguf_package
 from moe_pack.formats.gguf.metadata import model_metadata, not_loaded
 from moe_pack.formats.gguf.placing import AnyPlacement, ConstantPlacement, NoPlaceError, placements
-from moe_pack.formats.safetensors import StoredTensor, TensorEntry, TensorFileLayout
+from moe_pack.formats.pack.safetensors import StoredTensor, TensorEntry, TensorFileLayout
 
 # What an architecture of another kind of model raises.
 _UNFIT = (NoPlaceError, CheckpointError, AssertionError, ZeroDivisionError, ValueError, IndexError)

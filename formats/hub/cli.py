@@ -8,9 +8,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from moe_pack.formats import PackError
-from moe_pack.formats.cli import TerminalProgress, failure_of, text_fault
-from moe_pack.formats.commands import check_is_folder
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.base.cli import TerminalProgress, failure_of, text_fault
+from moe_pack.formats.base.commands import check_is_folder
+from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.hub.names import parse_name, source_name
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.commands import did_you_mean, names_beside
+from moe_pack.formats.base.commands import did_you_mean, names_beside
 
 _REPOSITORY = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
 _NAME = re.compile(rf"({_REPOSITORY})(?::([A-Za-z0-9][\w.-]{{0,95}}))?(?:@([A-Za-z0-9][\w./-]{{0,127}}))?", re.ASCII)

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moe_pack.formats import NO_PROGRESS, Pack, PackError, Progress, size_text
-from moe_pack.formats.commands import did_you_mean, names_beside
+from moe_pack.formats.base.commands import did_you_mean, names_beside
 from moe_pack.formats.hub.names import HubName, parse_name
 from moe_pack.formats.hub.repository import HubRepository, Patience, cached_snapshot
-from moe_pack.formats.manifest import MANIFEST_FILE
-from moe_pack.formats.pack import audit
+from moe_pack.formats.pack.manifests import MANIFEST_FILE
+from moe_pack.formats.pack.reader import audit
 
 
 def find_pack(folder: Path, progress: Progress = NO_PROGRESS, patience: Patience | None = None) -> Path:

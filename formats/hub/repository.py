@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import NO_PROGRESS, Progress
-from moe_pack.formats.commands import Stage
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.base.commands import Stage
+from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.hub.names import HubName
 
 T = TypeVar("T")

@@ -26,8 +26,8 @@ from moe_pack.formats.families.checkpoint_files import MAX_FILE_BYTES, ShardFile
 from moe_pack.formats.families.weight_files import JoinedShards, WeightFiles, join_shards
 from moe_pack.formats.hub.names import LEAST_STREAM_BYTES, STREAM_BYTES
 from moe_pack.formats.hub.repository import HubRepository
-from moe_pack.formats.manifest import SourceFile
-from moe_pack.formats.safetensors import (
+from moe_pack.formats.pack.manifests import SourceFile
+from moe_pack.formats.pack.safetensors import (
     TensorEntry,
     header_entries,
     header_length,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from moe_pack.formats.system.faces import face
+from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.formats.parts.added import is_added
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         mixer_fault,
     )
     from moe_pack.formats.parts.ngrams import NgramSpec, ngrams_fault
+    from moe_pack.formats.parts.positions import RopeSpec
     from moe_pack.formats.parts.residual import (
         FactorsSpec,
         GatedNormsSpec,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
         ShortcutResidualSpec,
     )
     from moe_pack.formats.parts.roles import DenseRole
-    from moe_pack.formats.parts.rope import RopeSpec
 else:
     __getattr__ = face(__name__)
 

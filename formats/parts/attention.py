@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_pack.formats.parts.added import added
+from moe_pack.formats.parts.positions import RopeSpec, is_by_length, scaling_fault
 from moe_pack.formats.parts.roles import DenseRole, are_layers
-from moe_pack.formats.parts.rope import RopeSpec, is_by_length, scaling_fault
 
 Projection = Literal["q", "k", "v", "o"]
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from moe_pack.formats.system.faces import face
+from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.formats.system.files import (
+    from moe_pack.formats.base.files import (
         DIRECT_FLAG,
         READ_FLAGS,
         WRITE_FLAGS,
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         sync_folder,
         write_at,
     )
-    from moe_pack.formats.system.memory import anonymous_memory, peak_resident_bytes, user_number
+    from moe_pack.formats.base.memory import anonymous_memory, peak_resident_bytes, user_number
 else:
     __getattr__ = face(__name__)
 

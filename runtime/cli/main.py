@@ -15,7 +15,8 @@ from typing import IO, TYPE_CHECKING, TextIO
 import click
 
 from moe_pack.formats import RunError, UsageError, dump, option, size_text
-from moe_pack.formats.cli import (
+from moe_pack.formats.base import peak_resident_bytes
+from moe_pack.formats.base.cli import (
     NOISE,
     Program,
     TerminalProgress,
@@ -24,9 +25,8 @@ from moe_pack.formats.cli import (
     common_options,
     options_from,
 )
-from moe_pack.formats.commands import given
+from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.formats.system import peak_resident_bytes
 from moe_pack.runtime import EngineOptions, MachineFacts, SamplingOptions, load_facts, save_facts
 from moe_pack.runtime.options import MAX_SEED, AskedSampling, usual_sampling
 
@@ -343,7 +343,7 @@ def _open_engine(
     from moe_pack.runtime import Engine
     from moe_pack.runtime.engine import choose_device
     from moe_pack.runtime.offload import Sequences
-    from moe_pack.runtime.offload.budget import BudgetOptionNames
+    from moe_pack.runtime.offload.budgets import BudgetOptionNames
 
     names = BudgetOptionNames("--budget", context_option)
     on_device, device_line = choose_device(pack, options, context_tokens)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import click
 
 from moe_pack.formats import RunError, option, size_text
-from moe_pack.formats.cli import (
+from moe_pack.formats.base.cli import (
     Program,
     TerminalProgress,
     cache_folder,
@@ -30,7 +30,7 @@ from moe_pack.formats.cli import (
     environment_text,
     options_from,
 )
-from moe_pack.formats.commands import check_is_folder, read_size
+from moe_pack.formats.base.commands import check_is_folder, read_size
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime import EngineOptions, MachineFacts, SamplingOptions, available_bytes, load_facts
 from moe_pack.runtime.machine import use_one_heap
@@ -367,7 +367,7 @@ class _Server:
     def _sequences(self, pack: Pack, context: int, engine: EngineOptions) -> Sequences:
         """Returns the sequences that run at once."""
         from moe_pack.runtime.offload import Sequences
-        from moe_pack.runtime.offload.budget import cache_bytes, checkpoint_bytes, most_chunk_tokens
+        from moe_pack.runtime.offload.budgets import cache_bytes, checkpoint_bytes, most_chunk_tokens
 
         options, spec = self._options, pack.spec
         if engine.device == "cuda":
@@ -386,7 +386,7 @@ class _Server:
 
 def _open_engine(pack: Pack, options: EngineOptions, context: int, sequences: Sequences) -> Engine:
     from moe_pack.runtime import Engine
-    from moe_pack.runtime.offload.budget import AS_CONTEXT
+    from moe_pack.runtime.offload.budgets import AS_CONTEXT
 
     chosen = replace(options, machine=load_facts(cache_folder(), pack.folder))
     with TerminalProgress() as progress:

@@ -3,7 +3,7 @@
 This is the only Python face of the C++ in runtime/cpu/native/, and it takes and returns arrays. The kernels have
 threads of their own. Each kernel has a twin in plain torch, which it is tested against: `expert` for experts,
 `operations` for attention, norms and products, `mixers` for recurrences and convolutions, `router`,
-`moe_pack.formats.codecs` for decoding, and `calib/quantize/trellis.py` for the search. Products of few tokens take
+`moe_pack.formats.pack.codecs` for decoding, and `calib/quantize/trellis.py` for the search. Products of few tokens take
 inputs as 24-bit fixed point relative to the token's largest magnitude, which is as precise as float32 (docs/kernels.md,
 "Numerics").
 
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, LimitedFunction, NeuronFunction, RouterSpec, RowLayout, RunError, Selector
-from moe_pack.formats.layout import Part
+from moe_pack.formats.pack.layouts import Part
 from moe_pack.formats.parts import GroupedQuerySpec
 
 _why_unavailable: str | None = None

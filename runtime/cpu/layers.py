@@ -4,7 +4,7 @@ A decoded token takes a dozen operations a layer, some of which take microsecond
 as long, and the kernels' threads would wait. `NativeLayers` keeps what the operations compute with on the native side:
 addresses and layouts of a layer's matrices, vectors and experts. A call gets hidden states and caches, and computes the
 same operations in the same order, with the same results to the bit (runtime/cpu/native/layers.h). The separate
-operations are its twin: `runtime/model/layer.py`.
+operations are its twin: `runtime/model/layers.py`.
 """
 
 from dataclasses import dataclass

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError, RunError
-from moe_pack.formats.layout import whole_blocks
-from moe_pack.formats.system import DIRECT_FLAG, READ_FLAGS, read_at
+from moe_pack.formats.base import DIRECT_FLAG, READ_FLAGS, read_at
+from moe_pack.formats.pack.layouts import whole_blocks
 from moe_pack.runtime.cpu.kernels import is_available
 
 if is_available():

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from moe_pack.formats.families import PredictionLayer
 from moe_pack.formats.families.prediction import EMBED_NORM, HIDDEN_NORM, PROJECT
-from moe_pack.formats.spec import cache_values
+from moe_pack.formats.parts.specs import cache_values
 from moe_pack.runtime.drafts.prediction_weights import PredictionWeights, loaded_bytes
 from moe_pack.runtime.model import add_attention, embed, head, linear, mlp_input, route_tokens, run_experts
 from moe_pack.runtime.model.caches import CachedSequence, KVCache, LayerRopes
-from moe_pack.runtime.model.layer import enter_second, run_unrouted
+from moe_pack.runtime.model.layers import enter_second, run_unrouted
 from moe_pack.runtime.model.weights import norm
 
 WAITING_TOKENS = 64  # whose hidden states wait at most

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from moe_pack.formats import MATRICES, Selector
 from moe_pack.formats import Matrix as MatrixName
-from moe_pack.formats.codecs import Fp8
 from moe_pack.formats.families import PredictionLayer, SourceMatrix
-from moe_pack.formats.layout import row_layout, write_rows
-from moe_pack.formats.plan import FP8, format_fault
+from moe_pack.formats.pack.codecs import Fp8
+from moe_pack.formats.pack.layouts import row_layout, write_rows
+from moe_pack.formats.pack.plans import FP8, format_fault
 from moe_pack.runtime.model import (
     Expert,
     ExpertRunner,

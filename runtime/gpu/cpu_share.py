@@ -20,9 +20,9 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.cpu import ExpertRows, HostShare, HostShareBuffers, Kernels, extent_rows
-from moe_pack.runtime.gpu.device import HostArena, HostCalls
+from moe_pack.runtime.gpu.devices import HostArena, HostCalls
 from moe_pack.runtime.gpu.kernels.tables import LeftToCpu
-from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement
+from moe_pack.runtime.gpu.placements import NUM_TURNS, GpuPlacement
 from moe_pack.runtime.model import ExpertRunner
 from moe_pack.runtime.offload.split import fastest
 

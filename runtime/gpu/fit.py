@@ -16,10 +16,10 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from moe_pack.formats import ExpertLayout, Pack, PackLayout, RunError, size_text
-from moe_pack.runtime.gpu.placement import least_placement, place_experts
+from moe_pack.runtime.gpu.placements import least_placement, place_experts
 from moe_pack.runtime.model import Decoder, PackWeights, linear, run_experts
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload.budget import (
+from moe_pack.runtime.offload.budgets import (
     AS_BUDGET,
     AS_TARGET,
     LEAST_PREFILL_TOKENS,

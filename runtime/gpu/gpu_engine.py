@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from moe_pack.formats import Pack
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange, PoolShare, PromptShare, Rates, TierShare
-from moe_pack.runtime.gpu.device import HostArena, HostCalls, Queues
-from moe_pack.runtime.gpu.placement import (
+from moe_pack.runtime.gpu.devices import HostArena, HostCalls, Queues
+from moe_pack.runtime.gpu.placements import (
     DYNAMIC_SHARE,
     GpuPlacement,
     Misses,

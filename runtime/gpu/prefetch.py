@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_pack.runtime.gpu.device import Mark, Queues
+from moe_pack.runtime.gpu.devices import Mark, Queues
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, select
 from moe_pack.runtime.gpu.kernels.predict import (

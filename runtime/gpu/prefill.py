@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.formats.layout import DenseLayout
+from moe_pack.formats.pack.layouts import DenseLayout
 from moe_pack.runtime.gpu.cpu_share import PromptShare
-from moe_pack.runtime.gpu.device import LINE_BYTES, HostArena, Mark, Queues
+from moe_pack.runtime.gpu.devices import LINE_BYTES, HostArena, Mark, Queues
 from moe_pack.runtime.gpu.kernels.grouped import (
     ExpertGroup,
     Pairs,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement
+from moe_pack.runtime.gpu.placements import NUM_TURNS, GpuPlacement
 from moe_pack.runtime.offload import ExpertKey
 from moe_pack.runtime.offload.cache import Eviction
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange
-from moe_pack.runtime.gpu.device import HostArena, Mark, Queues
+from moe_pack.runtime.gpu.devices import HostArena, Mark, Queues
 from moe_pack.runtime.gpu.fit import LOGITS_AT_ONCE, GpuCounts
 from moe_pack.runtime.gpu.kernels.elementwise import hand_over, reduce
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
@@ -29,7 +29,7 @@ from moe_pack.runtime.gpu.kernels.rotation import rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, MISSING, PULLED, HostRows, RunningNeurons
-from moe_pack.runtime.gpu.placement import NUM_TURNS
+from moe_pack.runtime.gpu.placements import NUM_TURNS
 from moe_pack.runtime.gpu.prefetch import ExpertPrediction, PredictionPlan, RecordPrefetch
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes

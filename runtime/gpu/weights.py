@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, Pack, RunError, size_text
-from moe_pack.formats.layout import DenseLayout, check_rows
-from moe_pack.runtime.gpu.device import LINE_BYTES, HostArena
+from moe_pack.formats.pack.layouts import DenseLayout, check_rows
+from moe_pack.runtime.gpu.devices import LINE_BYTES, HostArena
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemm, gemv
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import ExpertKind, Landing, LayerTables, kind_of
-from moe_pack.runtime.gpu.placement import REACH_BYTES, GpuPlacement
+from moe_pack.runtime.gpu.placements import REACH_BYTES, GpuPlacement
 from moe_pack.runtime.model import RowMatrix, StoredMatrix
-from moe_pack.runtime.model.matrix import TORCH_DTYPES, InMemoryMatrix
+from moe_pack.runtime.model.matrices import TORCH_DTYPES, InMemoryMatrix
 
 
 class DeviceMatrix(InMemoryMatrix):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from moe_pack.formats.system.faces import face
+from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.runtime.model.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         run_expert,
         running,
     )
-    from moe_pack.runtime.model.layer import (
+    from moe_pack.runtime.model.layers import (
         PREFILL_TOKENS,
         ExpertRunner,
         PartialState,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         router_scores,
         run_experts,
     )
-    from moe_pack.runtime.model.matrix import Matrix, RowMatrix, StoredMatrix, linear
+    from moe_pack.runtime.model.matrices import Matrix, RowMatrix, StoredMatrix, linear
     from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, operations_for
     from moe_pack.runtime.model.pack_weights import (
         PackedExpert,

@@ -49,7 +49,7 @@ from moe_pack.runtime.model.caches import (
     each_sequence,
     rotate,
 )
-from moe_pack.runtime.model.matrix import linear, linear_by_group
+from moe_pack.runtime.model.matrices import linear, linear_by_group
 from moe_pack.runtime.model.operations import (
     MAX_DECODED_BYTES,
     MAX_SCORE_BYTES,

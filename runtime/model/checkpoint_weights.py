@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, Selector, dense_roles
-from moe_pack.formats.codecs import e2m1_values, powers_of_two
 from moe_pack.formats.families import SCALE_BLOCK, Checkpoint, SourceMatrix, SourceReader
+from moe_pack.formats.pack.codecs import e2m1_values, powers_of_two
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, StoredMatrix
+from moe_pack.runtime.model.matrices import TORCH_DTYPES, Matrix, StoredMatrix
 from moe_pack.runtime.model.mixers import LaterRows, RowTable
 from moe_pack.runtime.model.operations import TORCH, row_blocks
 from moe_pack.runtime.model.rotation import Rotation

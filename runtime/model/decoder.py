@@ -34,7 +34,8 @@ from moe_pack.runtime.model.caches import (
     SequenceRows,
     joined_angles,
 )
-from moe_pack.runtime.model.layer import (
+from moe_pack.runtime.model.layer_calls import MAX_CALL_TOKENS, BegunLayer, LayerCalls
+from moe_pack.runtime.model.layers import (
     PREFILL_TOKENS,
     ExpertRunner,
     PartialState,
@@ -51,7 +52,6 @@ from moe_pack.runtime.model.layer import (
     run_unrouted,
     with_returned,
 )
-from moe_pack.runtime.model.layer_calls import MAX_CALL_TOKENS, BegunLayer, LayerCalls
 from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.weights import Weights
 

@@ -19,7 +19,7 @@ from moe_pack.formats import RunError
 from moe_pack.formats.parts import RelativeSpec
 from moe_pack.runtime.model.attention import PositionBias, attend_keys, enter_keys
 from moe_pack.runtime.model.caches import KVCache, LayerCache
-from moe_pack.runtime.model.layer import (
+from moe_pack.runtime.model.layers import (
     PREFILL_TOKENS,
     PartialState,
     check_context,

@@ -30,8 +30,8 @@ from moe_pack.runtime.cpu import (
 )
 from moe_pack.runtime.model.attention import is_interleaved
 from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
-from moe_pack.runtime.model.layer import RowsInMemory
-from moe_pack.runtime.model.matrix import DivisibleMatrix
+from moe_pack.runtime.model.layers import RowsInMemory
+from moe_pack.runtime.model.matrices import DivisibleMatrix
 from moe_pack.runtime.model.operations import NativeOperations, hartley_array
 from moe_pack.runtime.model.router import least_sum
 from moe_pack.runtime.model.weights import Weights

@@ -19,7 +19,7 @@ from moe_pack.formats.parts import (
     ShortConvSpec,
 )
 from moe_pack.runtime.model.caches import Batch, each_sequence
-from moe_pack.runtime.model.matrix import linear
+from moe_pack.runtime.model.matrices import linear
 from moe_pack.runtime.model.mixers import LayerState, convolve
 from moe_pack.runtime.model.operations import Operations
 from moe_pack.runtime.model.weights import Weights

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import NeuronFunction, RouterSpec, RowLayout
-from moe_pack.formats.layout import Part
+from moe_pack.formats.pack.layouts import Part
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec
 from moe_pack.runtime.cpu import MAX_ODD_FACTOR, Kernels, open_kernels, row_numbers, stored_numbers
 from moe_pack.runtime.model import mixers
@@ -162,7 +162,7 @@ class Operations:
 
     def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
         """Returns a part of rows u8 [rows, row bytes] as float32 [rows, columns]; all operations give the same bits."""
-        from moe_pack.formats.codecs import decode_part  # kernels decode without it
+        from moe_pack.formats.pack.codecs import decode_part  # kernels decode without it
 
         codes = rows[:, part.offset : part.offset + part.code_bytes]
         scales = rows[:, part.scales_offset : part.bias_offset]

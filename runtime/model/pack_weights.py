@@ -18,13 +18,13 @@ from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, ModelSpec, NeuronFunction, Pack, PackError, Selector
 from moe_pack.formats import Matrix as MatrixName
-from moe_pack.formats.layout import DENSE_FILE, DenseLayout, NgramLayout, check_rows, ngrams_file
+from moe_pack.formats.pack.layouts import DENSE_FILE, DenseLayout, NgramLayout, check_rows, ngrams_file
 from moe_pack.runtime.cpu import ExpertRows, MapCutError, extent_rows
 from moe_pack.runtime.cpu.reads import Numbers, cut_error, open_reads
 from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.layer import ExpertRunner, ObservedWeights, PartialState, RowsInMemory, expert_inputs
-from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
+from moe_pack.runtime.model.layers import ExpertRunner, ObservedWeights, PartialState, RowsInMemory, expert_inputs
+from moe_pack.runtime.model.matrices import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
 from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, row_blocks
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import from_experts, to_experts

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_pack.formats import ModelSpec, NormSpec, Selector
 from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.expert import Expert
-from moe_pack.runtime.model.matrix import Matrix
+from moe_pack.runtime.model.matrices import Matrix
 from moe_pack.runtime.model.operations import Operations
 from moe_pack.runtime.model.rotation import Rotation
 

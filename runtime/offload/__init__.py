@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from moe_pack.formats.system.faces import face
+from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.offload.budget import (
+    from moe_pack.runtime.offload.budgets import (
         ONE_SEQUENCE,
         BudgetPlan,
         Sequences,

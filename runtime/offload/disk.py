@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, RunError
-from moe_pack.formats.system import anonymous_memory
+from moe_pack.formats.base import anonymous_memory
 from moe_pack.runtime.cpu import PagedRows, is_available
 from moe_pack.runtime.cpu.reads import Numbers
 

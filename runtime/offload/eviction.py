@@ -10,8 +10,8 @@ To add an eviction policy, change two files:
    uses the routers' scores, the preset says so with `needs_scores`; otherwise `routed` gets None.
 
 A policy knows no time and moves no bytes, so that replay makes the decisions of the run. It gets the number of pages of
-each expert and a profile's popularity (`CacheFacts`). tests/runtime/test_residency.py checks the cache with every
-policy that has a name, and tests/runtime/test_policies.py has hand-made cases for each. The tables of docs/streaming.md
+each expert and a profile's popularity (`CacheFacts`). tests/runtime/gpu/test_residency.py checks the cache with every
+policy that has a name, and tests/runtime/offload/test_policies.py has hand-made cases for each. The tables of docs/streaming.md
 and docs/moe-run.md list the presets.
 """
 

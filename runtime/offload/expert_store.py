@@ -31,11 +31,11 @@ from moe_pack.formats import (
     RunError,
     Selector,
 )
-from moe_pack.formats.layout import whole_blocks
+from moe_pack.formats.pack.layouts import whole_blocks
 from moe_pack.runtime.cpu import ExpertRows, ExpertWork, Kernels, PagedRows, SelectedNeurons, expert_numbers
 from moe_pack.runtime.cpu.reads import Reads
 from moe_pack.runtime.model import NativeOperations, NeuronBlock, Operations, PackedExpert, run_expert
-from moe_pack.runtime.offload.budget import BudgetPlan, begin_block
+from moe_pack.runtime.offload.budgets import BudgetPlan, begin_block
 from moe_pack.runtime.offload.cache import ExpertKey
 from moe_pack.runtime.offload.disk import PageArena, Pieces, pieces_of_rows
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime.cpu import SelectedNeurons
 from moe_pack.runtime.model import (
     ExpertRunner,
@@ -26,7 +26,7 @@ from moe_pack.runtime.model import (
     PartialState,
     tokens_by_expert,
 )
-from moe_pack.runtime.model.layer import expert_inputs, experts_of_tokens, router_logits, weights_of_experts
+from moe_pack.runtime.model.layers import expert_inputs, experts_of_tokens, router_logits, weights_of_experts
 from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.weights import from_experts, to_experts
 from moe_pack.runtime.offload.cache import ComputeEvent, EvictEvent, ExpertCache, ExpertKey, FetchEvent

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, RunError
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime.model import TORCH, Operations, StoredMatrix, Weights, linear, mlp_input, router_scores
 from moe_pack.runtime.offload.cache import Array
 from moe_pack.runtime.offload.presets import PREDICTORS, PredictionName

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import RangeReader, RunError, canonical, dump, load, parse
-from moe_pack.formats.json_files import Count, Positive
-from moe_pack.formats.safetensors import assemble, read_header
-from moe_pack.formats.system import sync_folder
+from moe_pack.formats.base import sync_folder
+from moe_pack.formats.base.json_files import Count, Positive
+from moe_pack.formats.pack.safetensors import assemble, read_header
 from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Events, Eviction, ExpertCache, ExpertKey
 from moe_pack.runtime.offload.eviction import eviction_of, initial_of, placed_by
 from moe_pack.runtime.offload.presets import Preset

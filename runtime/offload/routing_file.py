@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_pack.formats import ModelSpec, Pack, PackError
-from moe_pack.formats.manifest import root_without_thresholds
-from moe_pack.formats.sidecar import TensorSidecar, open_tensor_sidecar, tensor_sidecar_bytes, write_tensor_sidecar
-from moe_pack.formats.spec import first_moe_layers
+from moe_pack.formats.pack.manifests import root_without_thresholds
+from moe_pack.formats.pack.sidecar import TensorSidecar, open_tensor_sidecar, tensor_sidecar_bytes, write_tensor_sidecar
+from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime.offload.paths import PathStatistics
 from moe_pack.runtime.offload.presets import PREDICTORS, ROUTING_FILE
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.base.errors import MoePackError
 from moe_pack.runtime import Sampler, Text
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.model import Decoder

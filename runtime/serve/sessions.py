@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import PackError, RangeReader, RunError, load, parse
-from moe_pack.formats.json_files import Positive, check_seal, sealed
-from moe_pack.formats.safetensors import TensorEntry, header_entries, header_length, lay_out
+from moe_pack.formats.base.json_files import Positive, check_seal, sealed
+from moe_pack.formats.pack.safetensors import TensorEntry, header_entries, header_length, lay_out
 from moe_pack.runtime.model.caches import CachedSequence, Checkpoint, KvDtype
 
 LEAST_TOKENS = 64  # of a session; a shorter one is computed as fast

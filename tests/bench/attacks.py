@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 import httpx2
 from benchlib import table
-from server_attacks import ATTACKS, CHAT, chat
-from server_process import ServerProcess
+from support.server_attacks import ATTACKS, CHAT, chat
+from support.server_process import ServerProcess
 
 DRAIN_S = 3
 

@@ -24,7 +24,7 @@ from typing import Any
 import click
 import httpx2
 from benchlib import finish, json_option, table
-from server_process import ServerProcess
+from support.server_process import ServerProcess
 
 CHECKS = Path(__file__).parent / "client_checks"
 LIMIT_S = 900

@@ -32,7 +32,7 @@ from moe_pack.runtime.offload import least_budget, whole_bytes
 
 KINDS = ("prose", "code", "chat", "noise")
 OFF, GATED, ALL, PREDICTED, ALL_PREDICTED = "off", "ngram", "no gate", "mtp", "mtp, no gate"
-_SOURCES = ("runtime/generate.py", "formats/errors.py", "runtime/offload/cache.py")
+_SOURCES = ("runtime/generate.py", "formats/base/errors.py", "runtime/offload/cache.py")
 _PARAGRAPH = (
     "The committee met in the old town hall. It discussed the new bridge for three hours. Some members of the "
     "committee wanted a bridge of stone, and some members of the committee wanted a bridge of steel. In the end the "

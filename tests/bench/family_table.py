@@ -21,15 +21,15 @@ from pathlib import Path
 import benchlib  # first: it puts tests/support on the path
 import click
 import torch
-from close_configs import CLOSE, refusal
-from close_rows import Close
-from expert_types import PAGE, REASONS, count_line, faults, with_generated
-from families import BASE, TINY, Comparison, compare, is_bounded
-from published import PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
+from support.close_configs import CLOSE, refusal
+from support.close_rows import Close
+from support.expert_types import PAGE, REASONS, count_line, faults, with_generated
+from support.families import BASE, TINY, Comparison, compare, is_bounded
+from support.published import PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
 from tqdm import tqdm
 
 from moe_pack.formats.families.registry import FAMILIES
-from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters
+from moe_pack.formats.parts.specs import cached_values, num_active_parameters, num_parameters
 
 TOLERANCE = 1e-4
 

@@ -19,9 +19,9 @@ import click
 import numpy as np
 import torch
 from benchlib import finish, json_option, table
-from families import TINY, Tiny, quiet_transformers, write
-from golden_gguf import DELTA, EXPERTS, LATENT, ROUTED, SCALED, SHAPES, SIZES, YARN
 from numpy.typing import NDArray
+from support.families import TINY, Tiny, quiet_transformers, write
+from support.golden_gguf import DELTA, EXPERTS, LATENT, ROUTED, SCALED, SHAPES, SIZES, YARN
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moe_pack.convert import convert

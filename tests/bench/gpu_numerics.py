@@ -17,8 +17,8 @@ import click
 import torch
 from benchlib import BOOK, finish, folder_option, json_option, table
 from benchlib.packs import make_demo
-from gpu_runs import CPU, GpuRun, gpu_decoder, reference_logits
-from interpreted_bf16 import correct_bf16
+from support.gpu_runs import CPU, GpuRun, gpu_decoder, reference_logits
+from support.interpreted_bf16 import correct_bf16
 from torch import Tensor
 
 from moe_pack.formats import Pack

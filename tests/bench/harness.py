@@ -21,7 +21,7 @@ from typing import Any
 import click
 import torch
 from benchlib import figure, finish, json_option, table
-from server_process import ServerProcess
+from support.server_process import ServerProcess
 
 from moe_pack.calib.evaluate import read_tasks, task_score
 from moe_pack.calib.evaluate.tasks import TaskTokens

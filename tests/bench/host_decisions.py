@@ -23,14 +23,14 @@ from benchlib import finish, json_option, table
 from gpu.packs import MIXTRAL, QWEN3
 from gpu.roofline import CPU_RATES, Misses, Subject, rates_of
 from numpy.typing import NDArray
-from played_slots import residency_of, static_table
+from support.played_slots import residency_of, static_table
 from tqdm import tqdm
 
 from moe_pack.convert.plan.speed import drawn_passes
 from moe_pack.formats import size_text
-from moe_pack.formats.commands import read_size
+from moe_pack.formats.base.commands import read_size
 from moe_pack.runtime.gpu.kernels.tables import WHOLE
-from moe_pack.runtime.gpu.placement import NUM_TURNS, GpuPlacement
+from moe_pack.runtime.gpu.placements import NUM_TURNS, GpuPlacement
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TableChanges, TokenRoutes
 from moe_pack.runtime.offload import PRESETS
 

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from moe_pack.convert.synthetic import WeightDistribution, random_rows, random_stream
 from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, part_format
-from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.pack.layouts import expert_layout
 from moe_pack.runtime.cpu import ExpertRows, HostShare, HostShareBuffers, Kernels, extent_rows, num_cpus
 from moe_pack.runtime.gpu.kernels.tables import WHOLE
 

@@ -45,8 +45,8 @@ from moe_pack.formats import (
     part_format,
     trellis_format,
 )
-from moe_pack.formats.layout import expert_layout, row_layout
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, format_text
 from moe_pack.runtime.cpu import (
     ExpertRows,
     ExpertWork,

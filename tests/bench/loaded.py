@@ -20,7 +20,7 @@ from statistics import median
 
 import click
 from benchlib import DEMO_MODEL, ROOT, figure, finish, json_option, moe_pack, table
-from loaded_modules import PROGRAMS, Loaded, loaded_by
+from support.loaded_modules import PROGRAMS, Loaded, loaded_by
 
 TEXT = ("--prompt", "It was a dark night, and the wind blew over the long road to the town")
 NATIVE = ROOT / "runtime" / "cpu" / "native"

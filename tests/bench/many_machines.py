@@ -31,18 +31,18 @@ import click
 import torch
 from benchlib import finish, json_option, table
 from benchlib.checkpoints import Shape, generate
-from profiles import random_tokens
-from published import PUBLISHED, spec_of
+from support.profiles import random_tokens
+from support.published import PUBLISHED, spec_of
 
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
 from moe_pack.calib.sensitivity.costs import expert_multiplications, half_multiplications
 from moe_pack.convert import convert
 from moe_pack.formats import ModelSpec, Quantizer, part_format, trellis_format, uniform_plan
-from moe_pack.formats.commands import Part, Stage
+from moe_pack.formats.base.commands import Part, Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.plan import ROW_GROUP
-from moe_pack.formats.spec import num_parameters
+from moe_pack.formats.pack.plans import ROW_GROUP
+from moe_pack.formats.parts.specs import num_parameters
 
 _MODEL = "deepseek-v3"
 _TWO_BITS = trellis_format(4, ROW_GROUP)

@@ -26,7 +26,7 @@ from moe_pack.calib.quantize import usual_repeats
 from moe_pack.convert import layout_for
 from moe_pack.formats import ROW_GROUP, Pack, Quantizer, part_format, trellis_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.parts.specs import with_repeats
 
 _GIB = 1 << 30
 _MOST_GROWTH = 1.05  # of a profile's memory with more layers

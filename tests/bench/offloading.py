@@ -41,7 +41,7 @@ from benchlib.parts_side import Parts
 from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
 
 from moe_pack.formats import Pack
-from moe_pack.formats.commands import read_size
+from moe_pack.formats.base.commands import read_size
 from moe_pack.runtime import Engine, EngineOptions, MachineFacts, Sampler, SamplingOptions, Text, measure_disk
 from moe_pack.runtime.cpu import num_cpus
 from moe_pack.runtime.generate import generate

@@ -40,8 +40,8 @@ from benchlib.batch_times import batch_times
 from benchlib.playing import Play, play
 from benchlib.predictor_times import CORM_PREDICTOR, SYNTHETIC_MODELS, predictor_times
 from benchlib.routes import ModelRoutes, RoutedModel, magnitudes, popularity_of, routed_model
-from evictions import FIFO, Random
 from numpy.typing import NDArray
+from support.evictions import FIFO, Random
 
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import ProfileOptions, make_profile

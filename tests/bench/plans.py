@@ -48,7 +48,7 @@ from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.formats.families.published import published_names
-from moe_pack.formats.spec import num_parameters
+from moe_pack.formats.parts.specs import num_parameters
 from moe_pack.runtime import Engine, EngineOptions, FixedCosts, MachineFacts, Text
 from moe_pack.runtime.offload import OffloadedWeights, Passes, routing_bytes, whole_bytes
 

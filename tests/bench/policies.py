@@ -36,10 +36,10 @@ from benchlib.playing import (
     play_partial,
 )
 from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, neuron_rows, routed_model
-from evictions import FIFO, Random
 from numpy.typing import NDArray
-from played_slots import PlayedToken, played, popularity_of, recorded_tokens
-from printed_split import balanced
+from support.evictions import FIFO, Random
+from support.played_slots import PlayedToken, played, popularity_of, recorded_tokens
+from support.printed_split import balanced
 from torch import Tensor
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
@@ -48,10 +48,10 @@ from moe_pack.convert.plan.options import PAPERS_LIMITS, PresetName
 from moe_pack.convert.plan.papers import FLOE_SPARSITY
 from moe_pack.formats import BF16, NO_PROGRESS, ExpertFormat, Pack, Selector, dense_roles, part_format
 from moe_pack.formats.families import Checkpoint, model_spec
-from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.pack.layouts import expert_layout
 from moe_pack.runtime import Engine, EngineOptions, Text
 from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, place_experts, usual_heat
+from moe_pack.runtime.gpu.placements import DYNAMIC_SHARE, place_experts, usual_heat
 from moe_pack.runtime.model import NativeOperations
 from moe_pack.runtime.offload import (
     PRESETS,

@@ -30,7 +30,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from moe_pack.calib.forward import Tokens, read_tokens
 from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.calib.profile.options import Sensitivity
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import Text, available_bytes

@@ -44,7 +44,7 @@ from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
 from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.formats import NO_PROGRESS, Plan, part_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.plan import format_text
+from moe_pack.formats.pack.plans import format_text
 from moe_pack.runtime.model import NeuronBlock
 
 if TYPE_CHECKING:

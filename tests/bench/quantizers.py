@@ -22,7 +22,7 @@ from tqdm import tqdm
 from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.formats import NO_PROGRESS, ROW_GROUP, PartFormat, Quantizer, part_format, trellis_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.plan import format_text
+from moe_pack.formats.pack.plans import format_text
 
 
 @dataclass(frozen=True, slots=True)

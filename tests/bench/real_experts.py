@@ -45,13 +45,13 @@ from moe_pack.calib.quantize import (
     usual_repeats,
 )
 from moe_pack.formats import ROW_GROUP, ExpertFormat, Matrix, NeuronFunction, PartFormat, part_format, trellis_format
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.published import published_config
-from moe_pack.formats.layout import expert_layout
-from moe_pack.formats.manifest import RotationVectors
-from moe_pack.formats.plan import format_text
-from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.layouts import expert_layout
+from moe_pack.formats.pack.manifests import RotationVectors
+from moe_pack.formats.pack.plans import format_text
+from moe_pack.formats.parts.specs import with_repeats
 from moe_pack.runtime.model import NeuronBlock, activations
 
 _TENSORS = ("gate", "up", "down", "calibration", "test")

@@ -24,7 +24,7 @@ from benchlib.confined import MemoryCgroup, NoCgroupError
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from moe_pack.formats.commands import read_size
+from moe_pack.formats.base.commands import read_size
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.cpu.reads import NUM_THREADS, NativeReads
 

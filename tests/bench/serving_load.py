@@ -28,10 +28,10 @@ import httpx2
 from benchlib import BOOK, PACK_BITS, figure, finish, folder_option, json_option, moe_pack, table
 from benchlib.asking import MAX_BODY_BYTES, Asked, Clients, Outcome, Questions, answer_text
 from benchlib.confined import SAMPLE_SECONDS, SPARE_BYTES, MemoryCgroup, NoCgroupError, tree_anonymous_bytes
-from chat_model import chat_source
-from server_process import ServerProcess, is_itself
+from support.chat_model import chat_source
+from support.server_process import ServerProcess, is_itself
 
-from moe_pack.formats.commands import read_size
+from moe_pack.formats.base.commands import read_size
 
 KEY = "the-key-of-the-bench"
 CONTEXT = 1024

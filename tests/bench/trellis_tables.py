@@ -22,8 +22,8 @@ from benchlib import figure, finish, json_option, table
 from torch import Tensor
 from tqdm import tqdm
 
-from moe_pack.formats.codecs import TRELLIS_HASH, trellis_levels, trellis_unit
-from moe_pack.formats.plan import TRELLIS_WIDTHS
+from moe_pack.formats.pack.codecs import TRELLIS_HASH, trellis_levels, trellis_unit
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import TrellisRows, TrellisTables, search_trellis
 
 _ROWS, _COLUMNS, _TRAINING_ROWS = 200, 1024, 60

@@ -21,10 +21,10 @@ import click
 import numpy as np
 import torch
 from benchlib import finish, json_option, table
-from families import Tiny, quiet_transformers, write
 from gguf_logits import few_tokens
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from support.families import Tiny, quiet_transformers, write
 
 from moe_pack.convert import convert
 from moe_pack.convert.export import ExportWork, export_compressed, export_gguf, export_plain

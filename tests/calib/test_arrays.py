@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case
 from numpy.typing import NDArray
 from safetensors.numpy import load as load_numpy
 from safetensors.torch import load as load_torch
 from safetensors.torch import save_file
+from support.cases import case
 
 from moe_pack.calib.forward import read_all_arrays
 from moe_pack.calib.forward.store import ArrayRule, check_arrays, write_arrays

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import case
-from models import TinyMixtral
-from profiles import profiled, random_tokens
-from specs import GROUPED
+from support.cases import case
+from support.models import TinyMixtral
+from support.profiles import profiled, random_tokens
+from support.specs import GROUPED
 
 from moe_pack.calib.profile import ProfileOptions, assumed_losses, losses_of
 from moe_pack.calib.profile.losses import assumed_figures, spread

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import TinyMixtral, pack
-from predictors import random_predictor
-from profiles import profiled, random_tokens
-from routings import random_routes
+from support.cases import case
+from support.models import TinyMixtral, pack
+from support.predictors import random_predictor
+from support.profiles import profiled, random_tokens
+from support.routings import random_routes
 
 from moe_pack.calib.profile import Profile, attach, most_routing_bytes, routing_of
 from moe_pack.calib.profile.profiler import PATH_BYTES

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from families import original
-from models import TinyMixtral
-from profiles import profiled, random_tokens
+from support.cases import case
+from support.families import original
+from support.models import TinyMixtral
+from support.profiles import profiled, random_tokens
 from torch import Tensor
 
 from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
@@ -27,9 +27,9 @@ from moe_pack.calib.sensitivity.errors import (
     plainly_rounded,
 )
 from moe_pack.formats import BF16, MATRICES, ExpertFormat, Matrix, part_format, trellis_format
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.plan import TRELLIS_WIDTHS, format_fault, format_text
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_fault, format_text
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, activations
 
 D, F = 128, 20

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import DEMO_MODEL
-from specs import GROUPED, LATENT
+from support.models import DEMO_MODEL
+from support.specs import GROUPED, LATENT
 
 from moe_pack.calib.forward import LayerStates
 from moe_pack.calib.sensitivity import (
@@ -23,7 +23,7 @@ from moe_pack.calib.sensitivity import (
     prediction_cost,
 )
 from moe_pack.formats import trellis_format
-from moe_pack.formats.cli import StageTime
+from moe_pack.formats.base.cli import StageTime
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import CheckpointWeights
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from cases import case
+from support.cases import case
 
 from moe_pack.calib.statistics import MIN_TOKENS, compare_popularity, measure_coverage
 from moe_pack.calib.statistics.popularity import Routes, chi_square_tail, coactivation, spearman, wilson_interval

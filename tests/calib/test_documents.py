@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from cases import case
 from pyarrow import parquet
+from support.cases import case
 
 from moe_pack.calib.forward import text as documents
 from moe_pack.calib.forward.text import PIECE_CHARS, Piece, open_documents, prose_parts

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from answers import start_token, their_answer
-from cases import case
-from families import Tiny, original, write
-from models import pack
-from profiles import QUICK, Recorder, StoppedError, folder_bytes, profiled, random_tokens
+from support.answers import start_token, their_answer
+from support.cases import case
+from support.families import Tiny, original, write
+from support.models import pack
+from support.profiles import QUICK, Recorder, StoppedError, folder_bytes, profiled, random_tokens
 from torch import Tensor
 
 from moe_pack.calib.evaluate import ThresholdRule, evaluate, make_reference, measure_thresholds, read_reference

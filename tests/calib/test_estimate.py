@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from cases import case
+from support.cases import case
 
 from moe_pack.calib.evaluate.reference import BLOCK_TOKENS, block_sums, exponential, mean, student_t
 from moe_pack.runtime.quality import Estimate

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import TinyMixtral
+from support.models import TinyMixtral
 
 from moe_pack.calib.forward import LayerwiseWeights
 from moe_pack.calib.sensitivity import ExactPass

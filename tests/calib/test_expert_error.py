@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.calib.quantize import RowQuantizer
@@ -20,8 +20,8 @@ from moe_pack.calib.sensitivity.errors import (
     rounding_squares,
 )
 from moe_pack.formats import MATRICES, Quantizer, part_format
-from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.plan import QUANTIZERS, format_text
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.plans import QUANTIZERS, format_text
 from moe_pack.runtime.model import NeuronBlock
 
 # Outputs here are sums of up to 90 float32 products of order 1, in another order than brute force has them.

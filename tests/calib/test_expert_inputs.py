@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
-from families import Tiny, write
-from models import TinyMixtral
-from profiles import SMALLEST, profiled, random_tokens
 from safetensors.torch import load_file, save_file
-from specs import GROUPED
+from support.cases import case
+from support.families import Tiny, write
+from support.models import TinyMixtral
+from support.profiles import SMALLEST, profiled, random_tokens
+from support.specs import GROUPED
 from torch import Tensor
 
 from moe_pack.calib.forward import (

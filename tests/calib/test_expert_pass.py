@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from cases import case as named_case
+from support.cases import case as named_case
 from torch import Tensor
 
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, ExpertActivity, measure_expert, sample_places

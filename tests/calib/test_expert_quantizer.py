@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.calib.quantize import Calibration, ExpertQuantizer, ExpertTokens, RowQuantizer, UnrepresentableError
@@ -19,8 +19,8 @@ from moe_pack.calib.quantize.gptq import (
 )
 from moe_pack.calib.quantize.plain import affine_pairs, stored_pairs
 from moe_pack.formats import BF16, MATRICES, ExpertFormat, PartFormat, part_format, trellis_format
-from moe_pack.formats.codecs import affine, decode_part, unpack_codes
-from moe_pack.formats.plan import MXFP4
+from moe_pack.formats.pack.codecs import affine, decode_part, unpack_codes
+from moe_pack.formats.pack.plans import MXFP4
 from moe_pack.runtime.model import NeuronBlock, activations
 
 D, N, TOKENS = 128, 24, 300

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 import torch
-from cases import case
-from models import DEMO_MODEL
-from profiles import QUICK, Recorder
+from support.cases import case
+from support.models import DEMO_MODEL
+from support.profiles import QUICK, Recorder
 from torch import Tensor
 
 from moe_pack.calib.forward import read_tokens

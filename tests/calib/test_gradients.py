@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
-from families import Tiny, write
+from support.cases import case
+from support.families import Tiny, write
 from torch import Tensor
 
 from moe_pack.calib.forward import KINDS, LayerStates, LayerTokens, LayerwiseWeights

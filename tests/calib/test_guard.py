@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.calib.quantize import (
@@ -17,7 +17,7 @@ from moe_pack.calib.quantize import (
 )
 from moe_pack.calib.quantize.gptq import damping, square_quantizer
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, PartFormat, part_format, trellis_format
-from moe_pack.formats.codecs import decode_part
+from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.runtime.model import NeuronBlock, activations
 
 D, N, TOKENS = 128, 40, 320

@@ -6,8 +6,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from cases import case
 from numpy.typing import NDArray
+from support.cases import case
 
 from moe_pack.calib.forward import NUM_BINS, Histogram
 from moe_pack.calib.forward.experts import RESOLUTION

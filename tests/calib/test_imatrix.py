@@ -10,12 +10,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from models import TinyMixtral
 from numpy.typing import NDArray
-from profiles import copied, profiled, reseal, tokens_of
-from raw_gguf import F32, KIND_F32, LIST, TEXT, U32, Value, gguf_file, list_of, text
+from support.cases import case
+from support.models import TinyMixtral
+from support.profiles import copied, profiled, reseal, tokens_of
+from support.raw_gguf import F32, KIND_F32, LIST, TEXT, U32, Value, gguf_file, list_of, text
 from tokenizers import Tokenizer
 
 from moe_pack.calib.profile import (

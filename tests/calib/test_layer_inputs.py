@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.calib.forward import num_held_out

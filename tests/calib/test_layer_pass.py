@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from answers import runner
-from cases import case
-from families import TINY, Tiny, write
-from models import TinyMixtral
+from support.answers import runner
+from support.cases import case
+from support.families import TINY, Tiny, write
+from support.models import TinyMixtral
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences

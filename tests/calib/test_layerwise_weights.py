@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from specs import GROUPED
+from support.specs import GROUPED
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerwiseWeights

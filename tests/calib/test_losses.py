@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import Tensors, TinyMixtral
-from profiles import profiled, random_tokens
+from support.models import Tensors, TinyMixtral
+from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.forward import KINDS
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from models import TinyMixtral
-from profiles import SMALLEST, Recorder, StoppedError, folder_bytes, profiled, random_tokens, reseal, tokens_of
+from support.models import TinyMixtral
+from support.profiles import SMALLEST, Recorder, StoppedError, folder_bytes, profiled, random_tokens, reseal, tokens_of
 
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, losses_of, merge_profiles, routing_of

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.calib.statistics import USUAL_TRAINING, cost, shapes_for, train

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import pack
-from ngrams import CONFIG, TinyNgrams, known_family
-from profiles import Recorder, profiled, random_tokens
+from support.models import pack
+from support.ngrams import CONFIG, TinyNgrams, known_family
+from support.profiles import Recorder, profiled, random_tokens
 
 from moe_pack.calib.evaluate import evaluate
 from moe_pack.calib.forward import LayerStates, LayerwiseWeights
@@ -18,7 +18,7 @@ from moe_pack.calib.sensitivity.gradients import Tracked, half_gradient
 from moe_pack.convert import convert
 from moe_pack.formats import Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.plan import trellis_format
+from moe_pack.formats.pack.plans import trellis_format
 from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights, embed, head, run_expert
 
 CPU = torch.device("cpu")

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from models import DEMO_MODEL, TinyMixtral, pack
-from native import kernels_limited_to
-from profiles import Recorder, random_tokens
+from support.models import DEMO_MODEL, TinyMixtral, pack
+from support.native import kernels_limited_to
+from support.profiles import Recorder, random_tokens
 
 from moe_pack.calib.evaluate import measure_numerics
 from moe_pack.formats import Pack
-from moe_pack.formats.sidecar import write_sidecar
+from moe_pack.formats.pack.sidecar import write_sidecar
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.model import Decoder

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.calib.evaluate.reference import NUM_DRAWN, NUM_OUTCOMES, distances, kept_outcomes, whole_divergence

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import Tiny, write
-from models import TinyMixtral
+from support.families import Tiny, write
+from support.models import TinyMixtral
 from torch import Tensor
 from torch.nn.functional import silu
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case as named_case
-from paths import CASES, EVERYTHING, HAND, Case, Plain, Sets
+from support.cases import case as named_case
+from support.paths import CASES, EVERYTHING, HAND, Case, Plain, Sets
 
 from moe_pack.calib.statistics import accumulated_frequency, evaluate, learn_paths, path_coverage
 from moe_pack.calib.statistics.paths import ACCUMULATED_EXPERTS

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case as named_case
-from models import TinyMixtral
+from support.cases import case as named_case
+from support.models import TinyMixtral
 from torch import Tensor
 
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, read_all_arrays

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import TinyMixtral, pack
-from profiles import Recorder, StoppedError, random_tokens
+from support.models import TinyMixtral, pack
+from support.profiles import Recorder, StoppedError, random_tokens
 
 from moe_pack.calib.evaluate import ThresholdRule, measure_prices, measure_thresholds
 from moe_pack.calib.evaluate.prices import ALPHAS, POLICY, budget_with_room, first_tokens
 from moe_pack.calib.evaluate.thresholds import find_thresholds
 from moe_pack.formats import Pack
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.base.commands import Stage
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import Decoder, PackWeights
 from moe_pack.runtime.offload import Approximations, divide_budget, expert_pages

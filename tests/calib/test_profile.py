@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case
-from profiles import SMALLEST, copied, profiled, random_tokens, reseal
 from safetensors.numpy import load_file, save_file
+from support.cases import case
+from support.profiles import SMALLEST, copied, profiled, random_tokens, reseal
 
 from moe_pack.calib.profile import Profile, ProfileOptions
 from moe_pack.calib.quantize import ExpertTokens

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from families import Tiny, write
-from profiles import QUICK, SMALLEST, Recorder, StoppedError, folder_bytes, random_tokens
-from waiting import HANG_S
+from support.families import Tiny, write
+from support.profiles import QUICK, SMALLEST, Recorder, StoppedError, folder_bytes, random_tokens
+from support.waiting import HANG_S
 
 from moe_pack.calib.forward import ProfileStore, Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
 from moe_pack.formats import ConversionError
-from moe_pack.formats.commands import Part
+from moe_pack.formats.base.commands import Part
 from moe_pack.formats.families import Checkpoint
 
 TOKENS = random_tokens(5, 16, SMALLEST.vocab_size)
@@ -31,9 +31,9 @@ from pathlib import Path
 support, source, folder, level, part, *shape = sys.argv[1:]
 sys.path[:0] = [support]
 import torch
-from profiles import random_tokens
+from support.profiles import random_tokens
 from moe_pack.calib.profile import ProfileOptions, make_profile
-from moe_pack.formats.commands import Part
+from moe_pack.formats.base.commands import Part
 from moe_pack.formats.families import Checkpoint
 
 torch.set_num_threads(1)

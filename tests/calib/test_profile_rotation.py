@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import TinyMixtral
-from profiles import Recorder, StoppedError, copied, folder_bytes, profiled, random_tokens, reseal
 from safetensors.torch import load_file, save_file
-from second_reader import rotation_matrix
+from support.models import TinyMixtral
+from support.profiles import Recorder, StoppedError, copied, folder_bytes, profiled, random_tokens, reseal
+from support.second_reader import rotation_matrix
 
 from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
 from moe_pack.calib.quantize import LayerRotation, measured_rotation
 from moe_pack.formats import PackError, trellis_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import RotationVectors, rotation_bytes
+from moe_pack.formats.pack.manifests import RotationVectors, rotation_bytes
 from moe_pack.runtime.model import CheckpointWeights, activations, run_expert
 
 D = 192

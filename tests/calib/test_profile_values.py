@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
 from click.testing import CliRunner
-from models import TinyMixtral
-from profiles import copied, reseal
+from support.cases import case
+from support.models import TinyMixtral
+from support.profiles import copied, reseal
 
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import RunError
-from moe_pack.formats.safetensors import read_header
+from moe_pack.formats.pack.safetensors import read_header
 
 MODEL = TinyMixtral(num_layers=2, num_experts=4, intermediate_size=64, vocab_size=4096)
 COMMANDS = ("plan", "report", "imatrix", "convert", "attach")

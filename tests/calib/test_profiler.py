@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import Tiny, write
-from models import Tensors, TinyMixtral
-from profiles import (
+from safetensors.numpy import load_file
+from support.families import Tiny, write
+from support.models import Tensors, TinyMixtral
+from support.profiles import (
     QUICK,
     SMALLEST,
     Recorder,
@@ -22,7 +23,6 @@ from profiles import (
     profiled,
     random_tokens,
 )
-from safetensors.numpy import load_file
 
 from moe_pack.calib.forward.experts import RESOLUTION
 from moe_pack.calib.profile import ProfileOptions

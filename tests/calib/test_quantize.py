@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case as named_case
-from models import DEMO_MODEL, TinyMixtral, pack
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from support.cases import case as named_case
+from support.models import DEMO_MODEL, TinyMixtral, pack
 from torch import Tensor
 
 from moe_pack.calib.quantize import RowQuantizer, check_finite
 from moe_pack.calib.quantize.plain import block_rows
 from moe_pack.formats import BF16, CheckpointError, PlanError, Quantizer, part_format
-from moe_pack.formats.codecs import affine, decode_part, unpack_codes
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, QUANTIZERS
+from moe_pack.formats.pack.codecs import affine, decode_part, unpack_codes
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, QUANTIZERS
 
 WIDTHS = (1, 2, 3, 4, 8)
 GROUPS = (16, 64, 128, 0)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from cases import case
+from support.cases import case
 
 from moe_pack.calib.statistics.predictors import MaskCounts, mask_counts, recall_precision
 

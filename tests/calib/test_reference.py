@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import TinyMixtral
-from profiles import Recorder, StoppedError, random_tokens
+from support.cases import case
+from support.models import TinyMixtral
+from support.profiles import Recorder, StoppedError, random_tokens
 
 from moe_pack.calib.evaluate import REFERENCE_FILE, Reference, make_reference, read_reference
 from moe_pack.calib.forward import Tokens
 from moe_pack.formats import ConversionError, PackError, RunError, canonical
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.sidecar import TensorSidecar, write_tensor_sidecar
+from moe_pack.formats.pack.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.runtime.model import CheckpointWeights, Decoder
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=300)

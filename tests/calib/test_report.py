@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import Browser
-from cases import case
-from report_pages import EXERCISE, HandMade, browse, held, needs_browser, unpacked
+from support.browser import Browser
+from support.cases import case
+from support.report_pages import EXERCISE, HandMade, browse, held, needs_browser, unpacked
 
 from moe_pack.calib.forward import Array
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.profile.profile import facts_bytes, layer_file
+from moe_pack.calib.profile.profiles import facts_bytes, layer_file
 from moe_pack.calib.report import report_html
 from moe_pack.calib.report.figures import THINNED_LEVELS
 from moe_pack.calib.report.readings import percent, ranges

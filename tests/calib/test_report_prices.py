@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from losses import calibrated_losses
-from report_pages import EXERCISE, HandMade, browse, held, needs_browser
-from specs import GROUPED
+from support.losses import calibrated_losses
+from support.report_pages import EXERCISE, HandMade, browse, held, needs_browser
+from support.specs import GROUPED
 
 from moe_pack.calib.forward import Array
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.profile.profile import layer_file
+from moe_pack.calib.profile.profiles import layer_file
 from moe_pack.calib.report import report_html
 from moe_pack.calib.report.page import MeasuredPack, price_curves, prices_reading
 from moe_pack.calib.report.readings import nats

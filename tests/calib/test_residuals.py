@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from random_weights import RandomWeights
-from specs import RESIDUALS, ROUTED
+from support.random_weights import RandomWeights
+from support.specs import RESIDUALS, ROUTED
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences
@@ -15,7 +15,7 @@ from moe_pack.calib.sensitivity.exact import ExactPass
 from moe_pack.calib.sensitivity.gradients import Tracked, end_gradient
 from moe_pack.calib.statistics import PartialStates, Shares, measure_layer
 from moe_pack.formats import ModelSpec
-from moe_pack.formats.spec import spec_fault
+from moe_pack.formats.parts.specs import spec_fault
 from moe_pack.runtime.model import Decoder, embed, head, run_expert
 
 CPU = torch.device("cpu")

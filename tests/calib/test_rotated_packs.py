@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import TinyMixtral, pack
-from native import operations_limited_to
-from profiles import Recorder, random_tokens
+from support.models import TinyMixtral, pack
+from support.native import operations_limited_to
+from support.profiles import Recorder, random_tokens
 
 from moe_pack.calib.evaluate import ThresholdRule, evaluate, measure_thresholds
 from moe_pack.calib.quantize import Rotate

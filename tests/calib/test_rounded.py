@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
-from families import TINY, Tiny, write_config
-from specs import GROUPED, LATENT
+from support.cases import case
+from support.families import TINY, Tiny, write_config
+from support.specs import GROUPED, LATENT
 
 from moe_pack.calib.quantize import RowQuantizer
 from moe_pack.calib.sensitivity import roundable_roles
 from moe_pack.calib.sensitivity.errors import RoundedDense, RoundedExperts, Rounding
 from moe_pack.formats import ModelSpec, dense_roles, part_format
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import read_spec
+from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.runtime.model import CheckpointWeights, Weights
 
 ROLES = ("layers.0.attention.q", "layers.0.attention.o")

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case
-from families import Tiny, original, write
-from models import Tensors, TinyMixtral
-from profiles import Recorder
+from support.cases import case
+from support.families import Tiny, original, write
+from support.models import Tensors, TinyMixtral
+from support.profiles import Recorder
 from torch import Tensor
 
 from moe_pack.calib.forward import Array, LayerwiseWeights

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from profiles import SMALLEST, Recorder, random_tokens
+from support.profiles import SMALLEST, Recorder, random_tokens
 
 from moe_pack.calib.profile import ProfileOptions, make_profile
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from specs import ANSWERING, GROUPED
+from support.specs import ANSWERING, GROUPED
 
 from moe_pack.calib.forward import Sequences, check_length, stack_of, stack_tokens
 from moe_pack.formats import RunError

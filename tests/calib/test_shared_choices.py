@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import Tiny, write
+from support.families import Tiny, write
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates, LayerwiseWeights

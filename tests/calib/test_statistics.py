@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import Tensors, TinyMixtral
 from numpy.typing import NDArray
+from support.cases import case
+from support.models import Tensors, TinyMixtral
 
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights
 from moe_pack.calib.forward.experts import RESOLUTION

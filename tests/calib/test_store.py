@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from profiles import folder_bytes
-from waiting import HANG_S
+from support.profiles import folder_bytes
+from support.waiting import HANG_S
 
 from moe_pack.calib.forward import ProfileStore, read_all_arrays
 from moe_pack.formats import ConversionError

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
-from models import DEMO_MODEL, PackMaker
-from profiles import Recorder, StoppedError
+from support.cases import case
+from support.models import DEMO_MODEL, PackMaker
+from support.profiles import Recorder, StoppedError
 
 from moe_pack.calib.evaluate import TaskTokens, read_tasks, task_score
 from moe_pack.calib.evaluate.tasks import Choice, score

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import case
-from models import BOOK, DEMO_MODEL
+from support.cases import case
+from support.models import BOOK, DEMO_MODEL
 
 from moe_pack.calib.forward import Tokens, num_held_out, read_tokens, unseen_tokens
 from moe_pack.calib.forward import text as documents

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import TinyMixtral, pack
-from profiles import Recorder, StoppedError, random_tokens
+from support.cases import case
+from support.models import TinyMixtral, pack
+from support.profiles import Recorder, StoppedError, random_tokens
 
 from moe_pack.calib.evaluate import MeasuredThresholds, ThresholdRule, measure_thresholds
 from moe_pack.calib.evaluate.thresholds import realized_sparsity

@@ -4,14 +4,14 @@ from itertools import product
 
 import pytest
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.calib.quantize import RowQuantizer, UnrepresentableError
 from moe_pack.calib.quantize.trellis import search, unbiasing_gain
 from moe_pack.formats import ROW_GROUP, PartFormat, PlanError, Quantizer, part_format, trellis_format
-from moe_pack.formats.codecs import Trellis, decode_part, trellis_columns, trellis_unit
-from moe_pack.formats.plan import QUANTIZERS, TRELLIS_WIDTHS
+from moe_pack.formats.pack.codecs import Trellis, decode_part, trellis_columns, trellis_unit
+from moe_pack.formats.pack.plans import QUANTIZERS, TRELLIS_WIDTHS
 
 FORMATS = [trellis_format(4, ROW_GROUP), trellis_format(4, 64, 8), trellis_format(5, 16, 16), trellis_format(6, 128, 8)]
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.calib.quantize import trellis
 from moe_pack.calib.quantize.trellis import TrellisCodes, plain_search, search, trellis_tables
 from moe_pack.formats import ROW_GROUP, trellis_format
-from moe_pack.formats.codecs import (
+from moe_pack.formats.pack.codecs import (
     TRELLIS_UNITS,
     Trellis,
     decode_part,
@@ -19,7 +19,7 @@ from moe_pack.formats.codecs import (
     trellis_hashes,
     trellis_levels,
 )
-from moe_pack.formats.plan import TRELLIS_WIDTHS
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import TrellisRows, is_available, search_trellis
 from moe_pack.runtime.cpu.kernels import InstructionSet
 

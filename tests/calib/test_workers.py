@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from specs import GROUPED
+from support.specs import GROUPED
 
 from moe_pack.calib.forward import in_order, num_workers
 

@@ -4,17 +4,17 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cases import case
-from losses import calibrated_losses, random_losses
-from specs import GROUPED
+from support.cases import case
+from support.losses import calibrated_losses, random_losses
+from support.specs import GROUPED
 
 from moe_pack.convert.plan import Decision, PlanningModel
 from moe_pack.convert.plan.search import StorageCosts, least_loss, least_time
 from moe_pack.convert.plan.tiers import expert_choices, fused_choices
 from moe_pack.formats import Plan, PlanError, RouterSpec, dense_roles, part_format, uniform_plan
-from moe_pack.formats.layout import pack_layout
-from moe_pack.formats.plan import uniform_dense
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import uniform_dense
+from moe_pack.formats.parts.specs import SELECTORS
 
 SPEC = dataclasses.replace(
     GROUPED,

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import HANG_S
+from support.waiting import HANG_S
 
 BENCHMARK = Path(__file__).parents[2] / "tests" / "bench" / "memory.py"
 NEEDED_DISK_BYTES = 2 * 10**9  # source 0.9 GB, pack 0.4 GB, and some space

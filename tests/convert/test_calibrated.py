@@ -9,13 +9,13 @@ from threading import Event, Lock
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from coded import IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks
-from killing import different_files, files_in
-from models import Tensors, TinyMixtral
 from numpy.typing import NDArray
-from profiles import QUICK, profiled, random_tokens
+from support.cases import case
+from support.coded import IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks
+from support.killing import different_files, files_in
+from support.models import Tensors, TinyMixtral
+from support.profiles import QUICK, profiled, random_tokens
 from torch import Tensor
 
 from moe_pack.calib.profile import Profile
@@ -38,11 +38,11 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.registry import LOADED
-from moe_pack.formats.layout import Item
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.layouts import Item
+from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights
 
 D, F, E = 64, 1088, 2  # more neurons than are rounded at once

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from models import DEMO_MODEL, TinyMixtral, pack
-from reseal import reseal
+from support.cases import case
+from support.models import DEMO_MODEL, TinyMixtral, pack
+from support.reseal import reseal
 
 from moe_pack.convert.checks import CheckResult, check_losses, exit_code_of, junit_xml, markdown_table
 from moe_pack.convert.cli.main import main

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import case
-from losses import calibrated_losses, random_losses
-from specs import GROUPED
+from support.cases import case
+from support.losses import calibrated_losses, random_losses
+from support.specs import GROUPED
 
 from moe_pack.calib.profile import assumed_losses
 from moe_pack.convert.plan.tiers import LEAST_CHOICES, MAX_CHOICES, expert_choices
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, PartFormat, part_format
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import expert_layout
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.pack.layouts import expert_layout
+from moe_pack.formats.parts.specs import SELECTORS
 
 LOSSES = random_losses(GROUPED)
 

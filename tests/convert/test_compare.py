@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import TinyMixtral, pack
+from support.models import TinyMixtral, pack
 
 from moe_pack.convert import compare_logits, compare_weights, same_tensors
 from moe_pack.convert.verify import logits_error

@@ -8,12 +8,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import DEMO_MODEL, pack
-from streaming import budget_for
-from synthetic import character, small
-from synthetic import made as synthetic_pack
-from tiers import steady_disk
+from support.cases import case
+from support.models import DEMO_MODEL, pack
+from support.streaming import budget_for
+from support.synthetic import character, small
+from support.synthetic import made as synthetic_pack
+from support.tiers import steady_disk
 
 from moe_pack.convert import skewed_popularity
 from moe_pack.convert.plan.machines import Machine
@@ -31,9 +31,9 @@ from moe_pack.convert.plan.speed import (
 from moe_pack.formats import BF16, DISK_BLOCK_BYTES, Pack, PackLayout, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import pack_layout
-from moe_pack.formats.plan import E5M2, FP8, MXFP4
-from moe_pack.formats.spec import cached_values
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
+from moe_pack.formats.parts.specs import cached_values
 from moe_pack.runtime import USUAL_DISK, Engine, EngineOptions, FixedCosts, WidthRate
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, read_recording

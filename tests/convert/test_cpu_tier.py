@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from models import DEMO_MODEL
-from tiers import steady_disk
+from support.models import DEMO_MODEL
+from support.tiers import steady_disk
 
 from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.tiers import CpuTier, RoutingFacts
 from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import divide_budget
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from killing import (
+from safetensors.torch import save_file
+from support.killing import (
     CLAIM,
     JOURNAL,
     OnStep,
@@ -20,15 +21,14 @@ from killing import (
     quick_plan,
     run_scenarios,
 )
-from models import TinyMixtral, pack
-from profiles import Recorder
-from safetensors.torch import save_file
+from support.models import TinyMixtral, pack
+from support.profiles import Recorder
 
 from moe_pack.convert import ConversionResult, convert, layout_for
 from moe_pack.formats import ConversionError, Quantizer
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.writer import Step
 
 TABLES = ["config.json", "index.safetensors", "order.safetensors", "source.json", "thresholds.safetensors"]
 

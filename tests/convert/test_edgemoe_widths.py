@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from cases import case
-from models import DEMO_MODEL
+from support.cases import case
+from support.models import DEMO_MODEL
 
 from moe_pack.convert.plan.papers import edgemoe_plan, widths_for_bytes, widths_for_loss
 from moe_pack.formats import PlanError, part_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.plan import plan_fault
+from moe_pack.formats.pack.plans import plan_fault
 
 # The order, least important first: (1, 0), (0, 1), (1, 2), (0, 2), (1, 1), (0, 0).
 IMPORTANCE = np.array([[0.9, 0.2, 0.5], [0.1, 0.7, 0.4]])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from families import Tiny, config_of, write
-from models import pack
+from support.families import Tiny, config_of, write
+from support.models import pack
 
 from moe_pack.convert import compare_logits
 from moe_pack.convert.cli.main import main

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from models import BOOK, DEMO_MODEL, TinyMixtral, pack
+from support.cases import case
+from support.models import BOOK, DEMO_MODEL, TinyMixtral, pack
 
 from moe_pack.calib.evaluate import REFERENCE_FILE, read_reference
 from moe_pack.calib.forward import read_tokens, unseen_tokens

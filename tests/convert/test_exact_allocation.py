@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from models import BOOK, DEMO_MODEL
-from profiles import profiled
+from support.models import BOOK, DEMO_MODEL
+from support.profiles import profiled
 
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Losses, ProfileOptions, losses_of
@@ -14,7 +14,7 @@ from moe_pack.convert.plan.tiers import FormatChoices, expert_choices
 from moe_pack.formats import ModelSpec, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.families.checkpoint_files import FolderFiles
-from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.pack.layouts import expert_layout
 from moe_pack.runtime import Text
 
 pytestmark = pytest.mark.slow  # the demo model is profiled

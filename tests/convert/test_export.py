@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from coded import (
+from safetensors.torch import load_file, save_file
+from support.cases import case
+from support.coded import (
     FP8_CONFIG,
     MXFP4_CONFIG,
     from_mxfp4,
@@ -24,10 +25,9 @@ from coded import (
     quantize_fp8,
     quantize_packed,
 )
-from families import BASE, TINY, Tiny, original, token_ids, write
-from models import DEMO_MODEL, PackMaker, Tensors, TinyMixtral, pack
-from profiles import profiled, random_tokens
-from safetensors.torch import load_file, save_file
+from support.families import BASE, TINY, Tiny, original, token_ids, write
+from support.models import DEMO_MODEL, PackMaker, Tensors, TinyMixtral, pack
+from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.quantize import rotation_vectors
 from moe_pack.convert import convert
@@ -46,8 +46,8 @@ from moe_pack.formats import (
     uniform_plan,
 )
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.spec import with_repeats
-from moe_pack.formats.writer import Step, rewrite_thresholds
+from moe_pack.formats.pack.writer import Step, rewrite_thresholds
+from moe_pack.formats.parts.specs import with_repeats
 from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights
 
 MODEL = TinyMixtral(64, 128, num_layers=2, num_experts=3)

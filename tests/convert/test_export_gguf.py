@@ -15,11 +15,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from golden_gguf import GOLDEN
-from models import DEMO_MODEL, PackMaker
 from numpy.typing import NDArray
+from support.cases import case
+from support.golden_gguf import GOLDEN
+from support.models import DEMO_MODEL, PackMaker
 
 from moe_pack.convert import convert, keep_source
 from moe_pack.convert.cli.main import main
@@ -28,9 +28,9 @@ from moe_pack.formats import BF16, ModelSpec, Pack, RunError, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf import GgufFiles, find_gguf, gguf_model
 from moe_pack.formats.gguf.header import FACTORS
+from moe_pack.formats.pack.writer import Step
 from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
-from moe_pack.formats.parts.rope import DynamicSpec, LinearSpec, Llama3Spec, ScalingSpec, YarnSpec
-from moe_pack.formats.writer import Step
+from moe_pack.formats.parts.positions import DynamicSpec, LinearSpec, Llama3Spec, ScalingSpec, YarnSpec
 
 IDS = [5, 17, 3, 40, 41, 8, 8, 60]
 # Values that llama.cpp's converter writes and llama.cpp does not need, or gets wrong.

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiers import steady_disk
+from support.tiers import steady_disk
 
 from moe_pack.convert import measure_fixed_costs
 from moe_pack.convert.plan.machines import assumed_cpu, machine_of_cpu, rate_of
 from moe_pack.formats import RunError, part_format, trellis_format
-from moe_pack.formats.plan import TRELLIS_WIDTHS
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate
 from moe_pack.runtime.machine import CpuFacts
 

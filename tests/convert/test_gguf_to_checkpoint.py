@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import oracle
-from golden_gguf import GOLDEN, IDS
+from support.families import oracle
+from support.golden_gguf import GOLDEN, IDS
 
 from moe_pack.convert import convert
 from moe_pack.convert.export import export_plain

@@ -4,17 +4,17 @@ import re
 
 import numpy as np
 import pytest
-from cases import case
-from published import PUBLISHED, spec_of
+from support.cases import case
+from support.published import PUBLISHED, spec_of
 
 from moe_pack.convert.plan.machines import GPUS, find_gpu, machine_of_gpu
 from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
-from moe_pack.runtime.gpu.placement import GpuPlacement, place_experts
-from moe_pack.runtime.offload.budget import Division, expert_compression, resident_rows
+from moe_pack.runtime.gpu.placements import GpuPlacement, place_experts
+from moe_pack.runtime.offload.budgets import Division, expert_compression, resident_rows
 from moe_pack.runtime.options import cpu_only
 
 GIB = 1 << 30

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import case
-from synthetic import plan_for, small
-from tiers import steady_disk
+from support.cases import case
+from support.synthetic import plan_for, small
+from support.tiers import steady_disk
 
 from moe_pack.convert.plan.machines import GPUS, Machine, assumed_host, machine_of_gpu
 from moe_pack.convert.plan.speed import (
@@ -21,9 +21,9 @@ from moe_pack.convert.plan.tiers import GpuTier, RoutingFacts, RowHeat
 from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime import FixedCosts, WidthRate
-from moe_pack.runtime.gpu.placement import GpuPlacement, Misses, place_experts
+from moe_pack.runtime.gpu.placements import GpuPlacement, Misses, place_experts
 from moe_pack.runtime.offload import Passes
 
 SPEC = model_spec("olmoe-1b-7b", 3)

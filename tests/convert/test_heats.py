@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from profiles import SMALLEST, profiled, random_tokens
+from support.profiles import SMALLEST, profiled, random_tokens
 
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import Profile

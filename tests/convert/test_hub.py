@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cases import case
-from models import TinyMixtral
+from support.cases import case
+from support.models import TinyMixtral
 
 from moe_pack.convert import find_checkpoint
 from moe_pack.formats import CheckpointError

@@ -9,11 +9,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cases import case
 from click.testing import CliRunner
-from hub_server import TOKEN, Fault, HubServer, Stored, ask_here, running_hub
 from huggingface_hub import ModelCard
-from models import DEMO_MODEL, TESTS, PackMaker, TinyMixtral
+from support.cases import case
+from support.hub_server import TOKEN, Fault, HubServer, Stored, ask_here, running_hub
+from support.models import DEMO_MODEL, TESTS, PackMaker, TinyMixtral
 
 from moe_pack.convert import convert
 from moe_pack.convert.cli.main import main
@@ -21,7 +21,7 @@ from moe_pack.formats import Pack, PackError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.hub.packs import find_pack
 from moe_pack.formats.hub.repository import Patience
-from moe_pack.formats.sidecar import write_sidecar
+from moe_pack.formats.pack.sidecar import write_sidecar
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.quality import QUALITY_FILE, Estimate, Quality, SourceQuality
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from families import NUM_POSITIONS, Tiny, token_ids, write
-from profiles import profiled, random_tokens
+from support.cases import case
+from support.families import NUM_POSITIONS, Tiny, token_ids, write
+from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.convert.cli.main import main
@@ -16,7 +16,7 @@ from moe_pack.runtime import Engine, Sampler, SamplingOptions
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import PolicyName, least_budget
-from moe_pack.runtime.offload.budget import routing_bytes
+from moe_pack.runtime.offload.budgets import routing_bytes
 from moe_pack.runtime.options import EngineOptions
 
 FAMILIES = ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "bailing_hybrid")

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from coded import FP8_CONFIG, IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks, quantize_fp8
-from killing import different_files, files_in
-from losses import random_losses
-from models import BOOK, Tensors, TinyMixtral
 from safetensors.torch import load_file, save_file
+from support.cases import case
+from support.coded import FP8_CONFIG, IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks, quantize_fp8
+from support.killing import different_files, files_in
+from support.losses import random_losses
+from support.models import BOOK, Tensors, TinyMixtral
 
 from moe_pack.convert import compare_logits, compare_weights, convert, keep_source, lossless_formats, with_kept
 from moe_pack.convert.cli.main import main
@@ -34,9 +34,9 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.registry import LOADED
-from moe_pack.formats.pack import audit
-from moe_pack.formats.plan import E5M2, FP8, MXFP4
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import PackWeights, read_neurons, read_rows
 
 D, F, E = 192, 576, 2  # more neurons than are read at once; neither is a multiple of 128

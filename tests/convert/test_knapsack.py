@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from cases import case
+from support.cases import case
 
 from moe_pack.convert.plan import search as knapsack
 from moe_pack.convert.plan.search import KnapsackProblem, solve

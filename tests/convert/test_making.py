@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import TinyMixtral
-from profiles import Recorder, StoppedError, folder_bytes, profiled, random_tokens
+from support.models import TinyMixtral
+from support.profiles import Recorder, StoppedError, folder_bytes, profiled, random_tokens
 
 from moe_pack.calib.evaluate import measure_thresholds
 from moe_pack.calib.profile import Profile, ProfileOptions, hottest_first
@@ -16,7 +16,7 @@ from moe_pack.convert.autopack import MADE_FILE, PackGoal, work_folder
 from moe_pack.convert.plan import Decision
 from moe_pack.formats import ConversionError, Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.sidecar import read_sidecar
+from moe_pack.formats.pack.sidecar import read_sidecar
 from moe_pack.runtime.quality import Quality
 
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=1, num_experts=2, vocab_size=64)

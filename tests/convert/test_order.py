@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from killing import different_files, files_in, in_memory, nothing
-from models import TinyMixtral
 from numpy.typing import NDArray
-from second_reader import SecondReader
+from support.cases import case
+from support.killing import different_files, files_in, in_memory, nothing
+from support.models import TinyMixtral
+from support.second_reader import SecondReader
 
 from moe_pack.convert import ConversionResult, compare_logits, compare_weights, convert, same_tensors
 from moe_pack.formats import ConversionError, Pack, PlanError, Quantizer, Selector, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack import audit
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import Decoder, PackWeights
 
 NUM_NEURONS = 520  # more than are read at once, and no multiple of a quantizer's block

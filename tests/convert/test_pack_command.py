@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from models import DEMO_MODEL, TinyMixtral
-from waiting import HANG_S
+from support.cases import case
+from support.models import DEMO_MODEL, TinyMixtral
+from support.waiting import HANG_S
 
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from benchlib.pruning import AllRun, Batch, ByExpert, Cats, Chess, ChoiceTrees, OfPack, Rule, Theta, quantile, run_by
-from cases import case
-from models import DEMO_MODEL, TinyMixtral
 from paper_quality import TASKS, Suite, passages
-from profiles import Recorder, random_tokens
+from support.cases import case
+from support.models import DEMO_MODEL, TinyMixtral
+from support.profiles import Recorder, random_tokens
 
 from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds, read_tasks, task_score
 from moe_pack.calib.forward import LayerwiseWeights

@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from killing import different_files, files_in, nothing, quick_plan
-from models import TinyMixtral
-from profiles import StoppedError, profiled, random_tokens
-from waiting import HANG_S
+from support.killing import different_files, files_in, nothing, quick_plan
+from support.models import TinyMixtral
+from support.profiles import StoppedError, profiled, random_tokens
+from support.waiting import HANG_S
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert import ConversionResult, convert
 from moe_pack.formats import ConversionError, Pack, trellis_format, uniform_plan
-from moe_pack.formats.commands import Part
+from moe_pack.formats.base.commands import Part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import Digests
-from moe_pack.formats.pack import audit
-from moe_pack.formats.writer import SEALING_FILE, Step, await_parts, encode_line
+from moe_pack.formats.pack.manifests import Digests
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import SEALING_FILE, Step, await_parts, encode_line
 
 MODEL = TinyMixtral(64, 128, num_layers=3, num_experts=5, vocab_size=96)
 OnStep = Callable[[Step], None]

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from losses import random_losses
-from models import DEMO_MODEL, TinyMixtral
-from published import CONFIGS, PUBLISHED
+from support.cases import case
+from support.losses import random_losses
+from support.models import DEMO_MODEL, TinyMixtral
+from support.published import CONFIGS, PUBLISHED
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert.cli.main import main
@@ -27,13 +27,13 @@ from moe_pack.convert.plan import (
 )
 from moe_pack.formats import Pack, RunError, UsageError, dense_roles, part_format, size_text, uniform_plan
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime import Engine, EngineOptions, machine
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.machine import GpuHere
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import divide_budget, expert_pages, least_budget, whole_bytes
-from moe_pack.runtime.offload.budget import AS_TARGET, cache_bytes
+from moe_pack.runtime.offload.budgets import AS_TARGET, cache_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 NAME = "granite-3.0-1b-a400m"

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
-from specs import GROUPED
+from support.cases import case
+from support.specs import GROUPED
 
 from moe_pack.convert.plan import Decision, plan_bytes, plan_file, read_plan
 from moe_pack.formats import BF16, ExpertFormat, Plan, PlanError, Selector, dense_roles, part_format, uniform_plan
-from moe_pack.formats.plan import uniform_dense
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.pack.plans import uniform_dense
+from moe_pack.formats.parts.specs import SELECTORS
 
 Values = dict[str, Any]
 

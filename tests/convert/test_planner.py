@@ -7,10 +7,10 @@ from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
-from cases import case
-from losses import random_losses
-from specs import GROUPED
-from tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
+from support.cases import case
+from support.losses import random_losses
+from support.specs import GROUPED
+from support.tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
 
 from moe_pack.convert.plan import Decision, EstimatedPlan, Planner, PlanningModel
 from moe_pack.convert.plan.machines import assumed_cpu
@@ -31,8 +31,8 @@ from moe_pack.formats import (
     size_text,
     uniform_plan,
 )
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, QUANTIZERS, plan_fault
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, QUANTIZERS, plan_fault
+from moe_pack.formats.parts.specs import SELECTORS
 
 SPEC = replace(
     GROUPED, num_hidden_layers=2, dense_intermediate_size=None, router=replace(GROUPED.router, num_experts=8)

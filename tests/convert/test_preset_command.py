@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from losses import random_losses
-from models import BOOK, DEMO_MODEL, TinyMixtral
-from specs import GROUPED
+from support.cases import case
+from support.losses import random_losses
+from support.models import BOOK, DEMO_MODEL, TinyMixtral
+from support.specs import GROUPED
 
 from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.convert.cli.main import main

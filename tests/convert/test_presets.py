@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cases import case
-from losses import random_losses
-from specs import GROUPED
+from support.cases import case
+from support.losses import random_losses
+from support.specs import GROUPED
 
 from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.convert.plan.options import PRESET_NAMES, PresetName
 from moe_pack.convert.plan.papers import edgemoe_decision
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, ModelSpec, PlanError, dense_roles, part_format
-from moe_pack.formats.layout import pack_layout
-from moe_pack.formats.plan import plan_fault
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import plan_fault
 
 
 def model_of(spec: ModelSpec) -> PlanningModel:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from models import BOOK, TinyMixtral
+from support.cases import case
+from support.models import BOOK, TinyMixtral
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert.cli.main import main

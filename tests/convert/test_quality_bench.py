@@ -18,15 +18,15 @@ from benchlib.judging import (
     uniform,
 )
 from benchlib.llama import LlamaExperts, experts_with_inputs, llama_types
-from models import DEMO_MODEL, TinyMixtral
-from profiles import profiled, random_tokens
 from quality import MOST_KL, SERIES, Curve, Point, draw, plot
+from support.models import DEMO_MODEL, TinyMixtral
+from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
 from moe_pack.convert import convert
 from moe_pack.formats import Pack, part_format
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.plan import QUANTIZERS, format_text
+from moe_pack.formats.pack.plans import QUANTIZERS, format_text
 from moe_pack.runtime.model import CheckpointWeights, Decoder
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from killing import different_files, files_in
-from models import DEMO_MODEL
+from support.killing import different_files, files_in
+from support.models import DEMO_MODEL
 
 NUM_KILLS = int(os.environ.get("MOE_PACK_KILLS", "3"))
 SEED = int(os.environ.get("MOE_PACK_SEED", "2024"))

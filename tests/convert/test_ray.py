@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
-from killing import different_files, files_in
-from models import TinyMixtral
-from waiting import HANG_S, wait_until
+from support.killing import different_files, files_in
+from support.models import TinyMixtral
+from support.waiting import HANG_S, wait_until
 
 from moe_pack.convert.cli.main import main
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from gpu_runs import IDS, TOLERANCE, GpuRun, gpu_logits, reference_logits
-from killing import different_files, files_in
-from models import Tensors, TinyMixtral
-from profiles import profiled, random_tokens
-from reseal import JsonObject, edit_array, refusal, reseal
-from second_reader import BadPackError, SecondReader
+from support.cases import case
+from support.gpu_runs import IDS, TOLERANCE, GpuRun, gpu_logits, reference_logits
+from support.killing import different_files, files_in
+from support.models import Tensors, TinyMixtral
+from support.profiles import profiled, random_tokens
+from support.reseal import JsonObject, edit_array, refusal, reseal
+from support.second_reader import BadPackError, SecondReader
 
 from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds
 from moe_pack.calib.profile import Profile
@@ -41,11 +41,11 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import pack_layout
-from moe_pack.formats.spec import num_parameters, with_repeats
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.writer import Step
+from moe_pack.formats.parts.specs import num_parameters, with_repeats
 from moe_pack.runtime.model import Decoder, NeuronBlock, PackWeights, activations, operations_for
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from models import DEMO_MODEL, PackMaker, TinyMixtral, pack
-from profiles import profiled, random_tokens
+from support.models import DEMO_MODEL, PackMaker, TinyMixtral, pack
+from support.profiles import profiled, random_tokens
 
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack, RunError

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from killing import different_files, files_in
-from models import TinyMixtral
 from numpy.typing import NDArray
+from support.killing import different_files, files_in
+from support.models import TinyMixtral
 
 from moe_pack.convert import convert, layout_for
 from moe_pack.convert.account import Recipe
 from moe_pack.convert.pipeline import EarlierPack
 from moe_pack.formats import PackError, Plan, dense_roles, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import Item
+from moe_pack.formats.pack.layouts import Item
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=3, intermediate_size=70)
 CHANGED = {("expert", 0, 1), ("expert", 1, 2), ("dense", "embed")}

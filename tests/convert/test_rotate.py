@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from killing import different_files, files_in
-from models import DEMO_MODEL, TinyMixtral
-from profiles import profiled, random_tokens
 from safetensors.torch import load_file, save_file
-from second_reader import SecondReader, rotation_matrix
+from support.killing import different_files, files_in
+from support.models import DEMO_MODEL, TinyMixtral
+from support.profiles import profiled, random_tokens
+from support.second_reader import SecondReader, rotation_matrix
 
 from moe_pack.calib.profile import Profile, ProfileOptions
 from moe_pack.calib.quantize import GuardedQuantizer, measured_rotation, rotation_vectors
@@ -25,11 +25,11 @@ from moe_pack.convert.pipeline import EarlierPack, made_item
 from moe_pack.convert.plan.rotation import PlanRotation, check_rotation
 from moe_pack.convert.verify import compare_weights
 from moe_pack.formats import ExpertFormat, Pack, PackError, Plan, PlanError, part_format, trellis_format, uniform_plan
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import RotationVectors
-from moe_pack.formats.plan import FP8
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.manifests import RotationVectors
+from moe_pack.formats.pack.plans import FP8
+from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights
 
 D, F = 192, 70

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 from click.testing import CliRunner
-from models import Tensors, TinyMixtral
-from profiles import profiled, random_tokens
+from support.models import Tensors, TinyMixtral
+from support.profiles import profiled, random_tokens
 
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.rounding import ROUNDING_FILE, heavy_losses, read_rounding

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner
-from killing import different_files, files_in
-from models import TinyMixtral
-from profiles import profiled, random_tokens
+from support.cases import case
+from support.killing import different_files, files_in
+from support.models import TinyMixtral
+from support.profiles import profiled, random_tokens
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates
@@ -31,10 +31,10 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import RotationVectors
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.manifests import RotationVectors
+from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights, activations, embed
 
 D, F, E = 64, 128, 3

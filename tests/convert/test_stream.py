@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import case
-from folders import INDEX, OTHER, SHARDS, SINGLE, overlaid, prefixed, sharded, single, with_files, without
-from hub_server import TOKEN, Fault, HubServer, ask_here, environment, running_hub
-from models import TESTS, TinyMixtral
-from profiles import QUICK, folder_bytes, random_tokens
+from support.cases import case
+from support.folders import INDEX, OTHER, SHARDS, SINGLE, overlaid, prefixed, sharded, single, with_files, without
+from support.hub_server import TOKEN, Fault, HubServer, ask_here, environment, running_hub
+from support.models import TESTS, TinyMixtral
+from support.profiles import QUICK, folder_bytes, random_tokens
 
 from moe_pack.calib.profile import make_profile
 from moe_pack.convert import convert, find_checkpoint

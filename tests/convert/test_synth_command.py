@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from models import TESTS, TinyMixtral
-from profiles import Recorder, folder_bytes, profiled, random_tokens
+from support.cases import case
+from support.models import TESTS, TinyMixtral
+from support.profiles import Recorder, folder_bytes, profiled, random_tokens
 
 from moe_pack.calib.evaluate.thresholds import realized_sparsity
 from moe_pack.convert import link_memory_folder

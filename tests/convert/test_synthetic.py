@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from ngrams import CONFIG, ngrams_of
-from profiles import SMALLEST, Recorder, folder_bytes, profiled, random_tokens
-from second_reader import SecondReader
-from synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
+from support.cases import case
+from support.ngrams import CONFIG, ngrams_of
+from support.profiles import SMALLEST, Recorder, folder_bytes, profiled, random_tokens
+from support.second_reader import SecondReader
+from support.synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
 
 from moe_pack.calib.evaluate.thresholds import realized_sparsity
 from moe_pack.convert import (
@@ -35,13 +35,13 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import check_rows, row_layout
-from moe_pack.formats.pack import audit
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.layouts import check_rows, row_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import Step
 from moe_pack.formats.parts import ParallelResidualSpec
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
-from moe_pack.formats.writer import Step
 from moe_pack.runtime.model import TORCH, Decoder, PackWeights, open_weights, operations_for
 from moe_pack.runtime.model.pack_weights import table_values
 

@@ -6,9 +6,9 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from cases import case
 from click.testing import CliRunner
-from losses import random_losses
+from support.cases import case
+from support.losses import random_losses
 
 from moe_pack.convert.plan import (
     LossLimit,
@@ -23,7 +23,7 @@ from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.options import Device, parse_limit
 from moe_pack.convert.plan.target import context_of
 from moe_pack.formats import ModelSpec, RunError, dense_roles
-from moe_pack.formats.cli import options_from
+from moe_pack.formats.base.cli import options_from
 from moe_pack.formats.families import model_spec
 from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate, machine, total_bytes
 from moe_pack.runtime.machine import CpuFacts, GpuHere, LinkFacts, SizedRate

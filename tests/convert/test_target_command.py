@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from models import BOOK, TinyMixtral
+from support.cases import case
+from support.models import BOOK, TinyMixtral
 
 from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.convert.autopack import work_folder

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from killing import different_files
-from models import BOOK, TinyMixtral
-from profiles import folder_bytes
+from support.killing import different_files
+from support.models import BOOK, TinyMixtral
+from support.profiles import folder_bytes
 
 NUM_KILLS = int(os.environ.get("MOE_PACK_KILLS", "2"))
 SEED = int(os.environ.get("MOE_PACK_SEED", "7"))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from cases import case
+from support.cases import case
 
 from moe_pack.convert.autopack import MAX_ATTEMPTS, MeasuredAttempt, best_of, next_nats
 

@@ -1,7 +1,7 @@
 """What routers find in fast memory: the same as replay counts, and draws as popular as they should be."""
 
 import numpy as np
-from cases import case
+from support.cases import case
 
 from moe_pack.convert.plan.speed import MAX_AGE, Visits, drawn_passes, expected_misses, visits
 from moe_pack.runtime.offload import PRESETS, CacheFacts, Passes

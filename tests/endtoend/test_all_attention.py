@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from all_attention import SHAPES
 from click.testing import CliRunner, Result
-from families import Tiny, write
-from models import DEMO_MODEL
+from support.all_attention import SHAPES
+from support.families import Tiny, write
+from support.models import DEMO_MODEL
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats import Pack

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cases import case
 from click.testing import CliRunner
-from models import DEMO_MODEL, TinyMixtral, pack
+from support.cases import case
+from support.models import DEMO_MODEL, TinyMixtral, pack
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.runtime.cli.main import main as moe_run

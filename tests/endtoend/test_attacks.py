@@ -8,12 +8,12 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from cases import case, random_seed
-from chat_model import chat_source
-from models import pack
-from server_attacks import ATTACKS, CHAT, NASTY, chat, random_grammar
-from server_process import SERVE, ServerProcess
-from waiting import HANG_S, wait_until
+from support.cases import case, random_seed
+from support.chat_model import chat_source
+from support.models import pack
+from support.server_attacks import ATTACKS, CHAT, NASTY, chat, random_grammar
+from support.server_process import SERVE, ServerProcess
+from support.waiting import HANG_S, wait_until
 
 PLAIN = {"prompt": "Hello", "max_tokens": 3}
 DRAIN_S = 2

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from families import Tiny, write
-from models import BOOK, DEMO_MODEL
+from support.families import Tiny, write
+from support.models import BOOK, DEMO_MODEL
 
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cases import case
-from chat_model import CHAT_TEMPLATE
 from click import Group
 from click.testing import CliRunner
-from documented_keys import spec_names
-from generated_docs import command_named, documented_options, generated
-from hub_server import ask_here, running_hub
-from models import BOOK, TESTS, TinyMixtral
-from shown_commands import PAGES, PRODUCT, Shown, shown_commands, with_options
-from small_commands import NOT_HERE, RUN_ELSEWHERE, reasons
+from support.cases import case
+from support.chat_model import CHAT_TEMPLATE
+from support.documented_keys import spec_names
+from support.generated_docs import command_named, documented_options, generated
+from support.hub_server import ask_here, running_hub
+from support.models import BOOK, TESTS, TinyMixtral
+from support.shown_commands import PAGES, PRODUCT, Shown, shown_commands, with_options
+from support.small_commands import NOT_HERE, RUN_ELSEWHERE, reasons
 
 from moe_pack.convert.cli.main import main as moe_pack
-from moe_pack.formats.plan import TRELLIS_WIDTHS, WIDTHS
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, WIDTHS
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
 

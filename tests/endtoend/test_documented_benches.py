@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner
-from models import BOOK
-from shown_commands import PAGES, Shown, makefile_commands, shown_commands, with_options
-from small_commands import NOT_HERE, SMALL, reasons
-from small_runs import SmallRuns
+from support.cases import case
+from support.models import BOOK
+from support.shown_commands import PAGES, Shown, makefile_commands, shown_commands, with_options
+from support.small_commands import NOT_HERE, SMALL, reasons
+from support.small_runs import SmallRuns
 
 # Options of programs that are not there: what is measured without them is ours.
 ELSEWHERE = ("--llama-python", "--llama-server", "--libggml-cpu", "--libggml", "--lm-eval", "--json")

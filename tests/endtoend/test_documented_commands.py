@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import click
 import pytest
-from cases import case
-from shown_commands import (
+from support.cases import case
+from support.shown_commands import (
     PAGES,
     PRODUCT,
     ROOT,
@@ -20,7 +20,7 @@ from shown_commands import (
     parsed,
     shown_commands,
 )
-from small_commands import NOT_HERE, RUN_ELSEWHERE, SMALL, reasons
+from support.small_commands import NOT_HERE, RUN_ELSEWHERE, SMALL, reasons
 
 SHOWN = [shown for page in PAGES for shown in shown_commands(page)]
 OF_MAKE = makefile_commands()

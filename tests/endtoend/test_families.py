@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from built_configs import BUILT_AS
-from cases import case
-from close_configs import CLOSE, refusal
-from close_rows import Close
-from families import (
+from support.built_configs import BUILT_AS
+from support.cases import case
+from support.close_configs import CLOSE, refusal
+from support.close_rows import Close
+from support.families import (
     BASE,
     IN_TRANSFORMERS,
     LONGROPE,
@@ -32,7 +32,7 @@ from families import (
     write,
     write_config,
 )
-from references import REFERENCES
+from support.references import REFERENCES
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import Checkpoint

@@ -6,9 +6,9 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from cases import case
-from families import Tiny, oracle, write
-from folders import (
+from support.cases import case
+from support.families import Tiny, oracle, write
+from support.folders import (
     EMBED,
     HEAD,
     INDEX,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from answers import our_logits, start_token, their_answer
-from built_configs import built
-from families import (
+from support.answers import our_logits, start_token, their_answer
+from support.built_configs import built
+from support.families import (
     BASE,
     WITH_ENCODER,
     Tiny,
@@ -22,8 +22,8 @@ from families import (
     write_config,
     write_random,
 )
-from references import REFERENCES
-from text_alone import leave_text, whole_config
+from support.references import REFERENCES
+from support.text_alone import leave_text, whole_config
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families import Checkpoint

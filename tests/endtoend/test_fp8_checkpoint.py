@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from coded import FP8_CONFIG, quantize_fp8
-from families import Tiny, config_of, original, token_ids, write_random
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.coded import FP8_CONFIG, quantize_fp8
+from support.families import Tiny, config_of, original, token_ids, write_random
 
 from moe_pack.convert import convert, keep_source
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import BF16, Pack, PackError, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import UNUSED_FILE
-from moe_pack.formats.manifest import read_account
-from moe_pack.formats.pack import audit
-from moe_pack.formats.plan import FP8
-from moe_pack.formats.spec import num_parameters
+from moe_pack.formats.pack.layouts import UNUSED_FILE
+from moe_pack.formats.pack.manifests import read_account
+from moe_pack.formats.pack.plans import FP8
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.parts.specs import num_parameters
 from moe_pack.runtime.model import Decoder, PackWeights
 
 # The project's bound on float32 logits; see test_families.py.

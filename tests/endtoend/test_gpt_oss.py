@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
-from coded import MXFP4_CONFIG, random_mxfp4
-from families import Tiny, config_of, token_ids, write
-from models import pack
-from native import operations_limited_to
 from safetensors.torch import load_file, save_file
-from streaming import budget_for
+from support.cases import case
+from support.coded import MXFP4_CONFIG, random_mxfp4
+from support.families import Tiny, config_of, token_ids, write
+from support.models import pack
+from support.native import operations_limited_to
+from support.streaming import budget_for
 from torch import Tensor
 
 from moe_pack.convert import convert, keep_source
 from moe_pack.formats import BF16, Pack, PackError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack import audit
-from moe_pack.formats.plan import E5M2, MXFP4
-from moe_pack.formats.spec import SELECTORS
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.pack.plans import E5M2, MXFP4
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import rewrite_thresholds
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, open_weights
 from moe_pack.runtime.offload import OffloadedWeights

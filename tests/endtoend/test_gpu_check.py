@@ -23,8 +23,8 @@ from gpu.kernels import read_metrics
 from gpu.measuring import Clock, Results, setting
 from gpu_check import PARTS, Ended, main, run_call, run_part, table
 from gpu_report import main as report
-from native import quick_compiler
 from packaging.requirements import Requirement
+from support.native import quick_compiler
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

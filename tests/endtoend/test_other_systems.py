@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import TESTS, PackMaker
+from support.models import TESTS, PackMaker
 
 # What Windows lacks, taken away before anything of ours is imported; other packages saw the whole system before.
 ABSENT = """
@@ -75,7 +75,7 @@ def test_direct_reads_are_refused_where_the_system_has_none(demo_pack: PackMaker
 @pytest.mark.parametrize("absent", ["", ABSENT])
 def test_a_folder_is_locked_for_one_writer(absent: str, tmp_path: Path) -> None:
     source = absent + (
-        "from pathlib import Path; from moe_pack.formats.system import FolderLock; folder = Path(sys.argv[1])\n"
+        "from pathlib import Path; from moe_pack.formats.base import FolderLock; folder = Path(sys.argv[1])\n"
         "first = FolderLock(folder)\n"
         "try:\n    FolderLock(folder)\nexcept BlockingIOError:\n    print('busy')\n"
         "first.close()\n"

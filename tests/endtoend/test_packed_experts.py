@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from coded import packed_config, quantize_packed
-from families import Tiny, original, token_ids, write
 from safetensors.torch import load_file, save_file
+from support.coded import packed_config, quantize_packed
+from support.families import Tiny, original, token_ids, write
 
 from moe_pack.convert import compare_weights, convert
 from moe_pack.formats import CheckpointError, Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack import audit
+from moe_pack.formats.pack.reader import audit
 from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights
 
 

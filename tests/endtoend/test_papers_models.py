@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from families import Tiny, write
-from models import DEMO_MODEL
+from support.cases import case
+from support.families import Tiny, write
+from support.models import DEMO_MODEL
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats import Pack

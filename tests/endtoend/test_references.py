@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
-from references import REFERENCES, SIZES, SMALLEST, SWITCHES, Values
-from references.fixtures import FIXTURES, TEXT, logits_of_shapes, shapes_of
-from references.plain import Weights
 from safetensors.torch import load_file, save_file
+from support.cases import case
+from support.references import REFERENCES, SIZES, SMALLEST, SWITCHES, Values
+from support.references.fixtures import FIXTURES, TEXT, logits_of_shapes, shapes_of
+from support.references.plain import Weights
 
 Sibling = tuple[Values, Weights]  # the config and the tensors of a transformers class that comes to the same
 IDS = [(11 * i * i + 5 * i + 3) % 96 for i in range(32)]

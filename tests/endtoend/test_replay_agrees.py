@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import DEMO_MODEL, pack
-from native import operations_limited_to
-from streaming import budget_for
+from support.cases import case
+from support.models import DEMO_MODEL, pack
+from support.native import operations_limited_to
+from support.streaming import budget_for
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions

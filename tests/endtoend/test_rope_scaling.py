@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
-from families import Tiny, original, token_ids, write
-from scaled_rope import KINDS, LENGTHS, NOT_RUN, ORIGINAL, REFUSED, SCALED, rescale
+from support.cases import case
+from support.families import Tiny, original, token_ids, write
+from support.scaled_rope import KINDS, LENGTHS, NOT_RUN, ORIGINAL, REFUSED, SCALED, rescale
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import Checkpoint

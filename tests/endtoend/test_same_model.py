@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from cases import case
-from models import BOOK, DEMO_MODEL, PackMaker
+from support.cases import case
+from support.models import BOOK, DEMO_MODEL, PackMaker
 
 from moe_pack.formats import Pack
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime import Sampler, SamplingOptions, Text
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder, PackWeights

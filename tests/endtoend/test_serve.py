@@ -14,12 +14,12 @@ import anthropic
 import httpx2
 import openai
 import pytest
-from cases import case
-from chat_model import chat_source
 from click.testing import CliRunner
-from models import pack
-from server_process import SERVE, ServerProcess
-from waiting import HANG_S, wait_until
+from support.cases import case
+from support.chat_model import chat_source
+from support.models import pack
+from support.server_process import SERVE, ServerProcess
+from support.waiting import HANG_S, wait_until
 
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import BOOK, DEMO_MODEL
 from numpy.typing import NDArray
-from profiles import StoppedError, StopsBefore, profiled
 from safetensors.numpy import load_file
+from support.models import BOOK, DEMO_MODEL
+from support.profiles import StoppedError, StopsBefore, profiled
 
 from moe_pack.calib.forward import Tokens, read_tokens
 from moe_pack.formats.families.checkpoint_files import FolderFiles

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner, Result
-from models import DEMO_MODEL, TinyMixtral
 from safetensors.torch import load_file, save_file
+from support.cases import case
+from support.models import DEMO_MODEL, TinyMixtral
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers import models as tokenizer_models
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from models import DEMO_MODEL, TinyMixtral
+from support.cases import case
+from support.models import DEMO_MODEL, TinyMixtral
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from moe_pack.convert.cli.main import main as moe_pack_command

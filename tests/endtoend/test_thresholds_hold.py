@@ -7,9 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from cases import case
-from models import BOOK, DEMO_MODEL, pack
-from profiles import Recorder
+from support.cases import case
+from support.models import BOOK, DEMO_MODEL, pack
+from support.profiles import Recorder
 
 from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds
 from moe_pack.calib.evaluate.thresholds import realized_sparsity

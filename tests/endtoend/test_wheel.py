@@ -9,8 +9,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from models import TESTS, PackMaker
-from native import quick_compiler
+from support.models import TESTS, PackMaker
+from support.native import quick_compiler
 
 ROOT = TESTS.parent
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from models import TinyMixtral, pack
+from support.models import TinyMixtral, pack
 
 
 @pytest.fixture(scope="session")

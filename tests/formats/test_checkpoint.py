@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import DEMO_MODEL, Tensors, TinyMixtral, pack
-from reseal import safetensors_bytes
 from safetensors.torch import load_file, save_file
+from support.cases import case
+from support.models import DEMO_MODEL, Tensors, TinyMixtral, pack
+from support.reseal import safetensors_bytes
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families import Checkpoint

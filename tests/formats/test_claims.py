@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case
-from families import BASE, FUSED_ALWAYS, ROTARY, STACKED, Tiny, write
-from models import Tensors, pack
 from safetensors.torch import load_file, save_file
+from support.cases import case
+from support.families import BASE, FUSED_ALWAYS, ROTARY, STACKED, Tiny, write
+from support.models import Tensors, pack
 
 from moe_pack.formats import CheckpointError, Matrix, canonical
 from moe_pack.formats.families import Checkpoint

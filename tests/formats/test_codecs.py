@@ -5,13 +5,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import case
 from numpy.typing import NDArray
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.formats import BF16, part_format
-from moe_pack.formats.codecs import Affine, Bf16, E5m2, Fp8, Mxfp4, affine, decode_part, pack_codes, unpack_codes
-from moe_pack.formats.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.codecs import Affine, Bf16, E5m2, Fp8, Mxfp4, affine, decode_part, pack_codes, unpack_codes
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
 
 WIDTHS = (1, 2, 3, 4, 8)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
-from coded import (
+from support.cases import case
+from support.coded import (
     FP8_CONFIG,
     IN_BLOCKS,
     MXFP4_CONFIG,
@@ -17,7 +17,7 @@ from coded import (
     quantize_fp8,
     random_mxfp4,
 )
-from models import Tensors, TinyMixtral
+from support.models import Tensors, TinyMixtral
 
 from moe_pack.formats import CheckpointError, Matrix
 from moe_pack.formats.families import Checkpoint

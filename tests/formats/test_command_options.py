@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from moe_pack.formats import UsageError, option
-from moe_pack.formats.cli import command_errors, options_from
-from moe_pack.formats.commands import Part, given, read_size
+from moe_pack.formats.base.cli import command_errors, options_from
+from moe_pack.formats.base.commands import Part, given, read_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from cases import case
-from specs import ANSWERING, COMPRESSED, LONGROPE, changed
+from support.cases import case
+from support.specs import ANSWERING, COMPRESSED, LONGROPE, changed
 
 from moe_pack.formats import ModelSpec
-from moe_pack.formats.spec import spec_fault
+from moe_pack.formats.parts.specs import spec_fault
 
 SIZES = {
     **{name: name for name in ("num_heads", "head_dim", "q_lora_rank", "sliding_window", "num_groups", "o_lora_rank")},

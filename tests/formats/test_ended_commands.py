@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from moe_pack.formats.cli import command_errors
+from moe_pack.formats.base.cli import command_errors
 
 
 @pytest.fixture(autouse=True)

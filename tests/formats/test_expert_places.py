@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from coded import held_so
-from models import Tensors, TinyMixtral, pack
+from support.coded import held_so
+from support.models import Tensors, TinyMixtral, pack
 
 from moe_pack.convert import compare_weights
 from moe_pack.formats import CheckpointError, Matrix, Pack, PackError

@@ -1,8 +1,8 @@
 """Every model type with experts in the installed transformers is a family or has a reason, and the page counts them."""
 
-import expert_types
 import pytest
-from expert_types import (
+from support import expert_types
+from support.expert_types import (
     PAGE,
     REASONS,
     WRITER,

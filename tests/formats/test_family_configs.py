@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import case
+from support.cases import case
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families.config import Config
@@ -19,7 +19,14 @@ from moe_pack.formats.families.readers import (
     yarn_scale,
 )
 from moe_pack.formats.parts import RopeSpec
-from moe_pack.formats.parts.rope import DynamicSpec, LinearSpec, Llama3Spec, LongRopeSpec, ProportionalSpec, YarnSpec
+from moe_pack.formats.parts.positions import (
+    DynamicSpec,
+    LinearSpec,
+    Llama3Spec,
+    LongRopeSpec,
+    ProportionalSpec,
+    YarnSpec,
+)
 
 Values = dict[str, Any]
 Read = Callable[[Config], object]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
-from folders import EMBED, HEAD, INDEX, OTHER, SHARDS, SINGLE, base_alone, sharded, single, with_files, without
-from models import Tensors
+from support.cases import case
+from support.folders import EMBED, HEAD, INDEX, OTHER, SHARDS, SINGLE, base_alone, sharded, single, with_files, without
+from support.models import Tensors
 
 from moe_pack.convert import find_checkpoint
 from moe_pack.formats import CheckpointError

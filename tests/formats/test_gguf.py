@@ -12,11 +12,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner
-from golden_gguf import GOLDEN
-from models import DEMO_MODEL, TinyMixtral
 from numpy.typing import NDArray
+from support.cases import case
+from support.golden_gguf import GOLDEN
+from support.models import DEMO_MODEL, TinyMixtral
 from tokenizers import Tokenizer, models, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import (

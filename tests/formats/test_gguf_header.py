@@ -9,9 +9,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from cases import case
-from golden_gguf import GOLDEN
-from raw_gguf import F32, KIND_F32, KIND_Q8_0, LIST, TEXT, U32, Tensor, Value, gguf_file, list_of, text
+from support.cases import case
+from support.golden_gguf import GOLDEN
+from support.raw_gguf import F32, KIND_F32, KIND_Q8_0, LIST, TEXT, U32, Tensor, Value, gguf_file, list_of, text
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.gguf.header import GgufTensor, Metadata, read_header, read_headers

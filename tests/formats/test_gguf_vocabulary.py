@@ -11,8 +11,8 @@ from typing import Any
 
 import gguf
 import pytest
-from cases import case
-from models import DEMO_MODEL
+from support.cases import case
+from support.models import DEMO_MODEL
 from tokenizers import Tokenizer, models, trainers
 from transformers.convert_slow_tokenizer import generate_merges
 

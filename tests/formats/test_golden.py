@@ -17,22 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from cases import case
-from models import TinyMixtral
 from numpy.typing import NDArray
-from second_reader import SecondReader
-from specs import GROUPED
+from support.cases import case
+from support.models import TinyMixtral
+from support.second_reader import SecondReader
+from support.specs import GROUPED
 
 from moe_pack.convert import convert
 from moe_pack.convert.account import PackOrigin, PackRecord
 from moe_pack.convert.pipeline import ItemWork, MadeItem, write_pack
 from moe_pack.formats import BF16, Pack, PackLayout, PartFormat, Selector, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import Item, pack_layout, write_rows
-from moe_pack.formats.manifest import NO_SOURCE, PackageVersion
-from moe_pack.formats.pack import audit
-from moe_pack.formats.plan import E5M2, FP8, MXFP4
-from moe_pack.formats.writer import PackWriter
+from moe_pack.formats.pack.layouts import Item, pack_layout, write_rows
+from moe_pack.formats.pack.manifests import NO_SOURCE, PackageVersion
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import PackWriter
 
 MODEL = TinyMixtral(intermediate_size=20, num_layers=2, num_experts=3)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from built_configs import BUILT_AS
-from cases import case
-from families import IN_TRANSFORMERS, WITH_ENCODER, Tiny, config_of, text_values, with_text
-from text_alone import text_config
+from support.built_configs import BUILT_AS
+from support.cases import case
+from support.families import IN_TRANSFORMERS, WITH_ENCODER, Tiny, config_of, text_values, with_text
+from support.text_alone import text_config
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families.config import Config

@@ -6,9 +6,9 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
-from cases import case
-from models import DEMO_MODEL, TinyMixtral
-from published import PUBLISHED, spec_of
+from support.cases import case
+from support.models import DEMO_MODEL, TinyMixtral
+from support.published import PUBLISHED, spec_of
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families import Checkpoint, model_spec, short_names

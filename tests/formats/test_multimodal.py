@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import case
 from click.testing import CliRunner
-from families import Tiny, write
-from models import pack
 from safetensors.torch import load_file, save_file
+from support.cases import case
+from support.families import Tiny, write
+from support.models import pack
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats import CheckpointError, Pack
 from moe_pack.formats.families import Checkpoint, model_spec
-from moe_pack.formats.manifest import SOURCE_FILE, read_account
+from moe_pack.formats.pack.manifests import SOURCE_FILE, read_account
 
 FAMILY = "qwen3_vl_moe"
 REASON = "the vision part, which a text model does not run"

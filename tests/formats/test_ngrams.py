@@ -9,10 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import Tensors, pack
-from ngrams import CONFIG, EOS, TinyNgrams, known_family, ngrams_of, table_of
-from reseal import HeldTensor, JsonObject, edit_byte, read_tensors, refusal, reseal, safetensors_bytes, write_tensors
-from second_reader import SecondReader
+from support.models import Tensors, pack
+from support.ngrams import CONFIG, EOS, TinyNgrams, known_family, ngrams_of, table_of
+from support.reseal import (
+    HeldTensor,
+    JsonObject,
+    edit_byte,
+    read_tensors,
+    refusal,
+    reseal,
+    safetensors_bytes,
+    write_tensors,
+)
+from support.second_reader import SecondReader
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
@@ -22,12 +31,12 @@ from moe_pack.formats import CheckpointError, Pack, PackError, part_format, unif
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.ngrams import read_ngrams
-from moe_pack.formats.manifest import read_account
-from moe_pack.formats.pack import audit
+from moe_pack.formats.pack.manifests import read_account
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import Step, pass_step
 from moe_pack.formats.parts import ParallelResidualSpec
 from moe_pack.formats.parts.ngrams import hashed_ngrams, ngrams_fault
-from moe_pack.formats.spec import dense_roles, num_active_parameters, num_parameters, spec_fault
-from moe_pack.formats.writer import Step, pass_step
+from moe_pack.formats.parts.specs import dense_roles, num_active_parameters, num_parameters, spec_fault
 
 NAME = "ngrams-002.safetensors"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -295,7 +304,7 @@ class KilledError(Exception):
 def test_a_killed_conversion_goes_on_with_the_tables_and_copies_them_from_an_earlier_pack(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_pack.formats.layout._PIECE_BYTES", 1024)  # several items a table
+    monkeypatch.setattr("moe_pack.formats.pack.layouts._PIECE_BYTES", 1024)  # several items a table
     source, part = made / "source", part_format(4, 16)
     whole, files = tmp_path / "whole", dict[str, bytes]()
 

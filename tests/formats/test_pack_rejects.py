@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import case
-from reseal import Change, JsonObject, edit_byte, manifest_of, read_whole, refusal, reseal, sealed
-from waiting import HANG_S
+from support.cases import case
+from support.reseal import Change, JsonObject, edit_byte, manifest_of, read_whole, refusal, reseal, sealed
+from support.waiting import HANG_S
 
 from moe_pack.formats import Pack, PackError
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
 from numpy.typing import NDArray
-from reseal import (
+from support.cases import case
+from support.reseal import (
     ELEMENT_BYTES,
     HeldTensor,
     JsonObject,
@@ -23,7 +23,7 @@ from reseal import (
     write_tensors,
 )
 
-from moe_pack.formats.manifest import order_fault
+from moe_pack.formats.pack.manifests import order_fault
 
 THRESHOLDS, ORDER, INDEX = "thresholds.safetensors", "order.safetensors", "index.safetensors"
 DENSE, EXPERTS = "dense.safetensors", "experts-000.safetensors"

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
-from coded import packed_config, packed_words, quantize_packed
-from models import Tensors, TinyMixtral
+from support.cases import case
+from support.coded import packed_config, packed_words, quantize_packed
+from support.models import Tensors, TinyMixtral
 
 from moe_pack.convert import compare_logits, compare_weights, convert, keep_source
 from moe_pack.formats import BF16, CheckpointError, Matrix, Pack, PlanError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import read_account
-from moe_pack.formats.pack import audit
-from moe_pack.formats.spec import num_parameters
+from moe_pack.formats.pack.manifests import read_account
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.parts.specs import num_parameters
 from moe_pack.runtime.model import CheckpointWeights, Decoder, read_neurons, read_rows
 
 D, F = 192, 320

@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from cases import case
-from specs import GROUPED
+from support.cases import case
+from support.specs import GROUPED
 
 from moe_pack.formats import (
     BF16,
@@ -19,8 +19,8 @@ from moe_pack.formats import (
     part_format,
     uniform_plan,
 )
-from moe_pack.formats.layout import pack_layout
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_fault, format_text
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, format_fault, format_text
 
 # Two layers of three experts.
 SPEC = dataclasses.replace(

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import click
 import pytest
-from cases import case
 from click.testing import CliRunner
+from support.cases import case
 
 from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats import PackError
-from moe_pack.formats.cli import Program, command_errors
+from moe_pack.formats.base.cli import Program, command_errors
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
 
@@ -21,7 +21,7 @@ ODD = os.fsdecode(b"caf\xe9")  # as Python decodes an argument
 # A program that prints a letter, reads standard input, or has a message for standard error.
 PROGRAM = """
 import os, click
-from moe_pack.formats.cli import Program, command_errors
+from moe_pack.formats.base.cli import Program, command_errors
 @click.command(cls=Program)
 @click.argument("file", type=click.File("r"))
 @command_errors("interrupted")

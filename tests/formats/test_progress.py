@@ -14,9 +14,10 @@ from types import FrameType
 
 import pytest
 
-from moe_pack.formats import NO_PROGRESS, Progress, cli
-from moe_pack.formats.cli import StageTime, TerminalProgress
-from moe_pack.formats.commands import Kind, Stage, stage_of
+from moe_pack.formats import NO_PROGRESS, Progress
+from moe_pack.formats.base import cli
+from moe_pack.formats.base.cli import StageTime, TerminalProgress
+from moe_pack.formats.base.commands import Kind, Stage, stage_of
 from moe_pack.formats.hub.repository import _counted
 
 TraceFunction = Callable[[FrameType, str, object], "TraceFunction | None"]

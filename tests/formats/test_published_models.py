@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from built_configs import built
-from cases import case
-from families import class_of, quiet_transformers, text_values, with_text
-from multimodal_parts import MULTIMODAL, OTHER_PARTS
-from published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
-from references import REFERENCES
+from support.built_configs import built
+from support.cases import case
+from support.families import class_of, quiet_transformers, text_values, with_text
+from support.multimodal_parts import MULTIMODAL, OTHER_PARTS
+from support.published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
+from support.references import REFERENCES
 
 from moe_pack.formats import MATRICES
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import FAMILIES, family_of, read_spec
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
-from moe_pack.formats.parts.rope import LongRopeSpec, YarnSpec
-from moe_pack.formats.spec import attending, cached_values, num_parameters
+from moe_pack.formats.parts.positions import LongRopeSpec, YarnSpec
+from moe_pack.formats.parts.specs import attending, cached_values, num_parameters
 
 
 def by_name(name: str) -> Published:

@@ -8,16 +8,16 @@ from typing import NoReturn
 
 import numpy as np
 import pytest
-from cases import case
-from killing import Drive, Files, different_files, files_in, in_memory, nothing
-from models import TinyMixtral, pack
 from numpy.typing import NDArray
-from reseal import array_tensor, edit_array, edit_byte, manifest_of, reseal, write_tensors
-from second_reader import SecondReader
+from support.cases import case
+from support.killing import Drive, Files, different_files, files_in, in_memory, nothing
+from support.models import TinyMixtral, pack
+from support.reseal import array_tensor, edit_array, edit_byte, manifest_of, reseal, write_tensors
+from support.second_reader import SecondReader
 
 from moe_pack.formats import ConversionError, Pack, PackError, PlanError
-from moe_pack.formats.pack import audit
-from moe_pack.formats.writer import Step, rewrite_thresholds
+from moe_pack.formats.pack.reader import audit
+from moe_pack.formats.pack.writer import Step, rewrite_thresholds
 
 THRESHOLDS, NEW, MANIFEST = "thresholds.safetensors", "thresholds.safetensors.new", "manifest.json"
 MEASURED = np.array([[0.25, 0.0], [1e-3, 3.5]], np.float32)  # of the sound pack's two layers of two experts

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import case
-from models import TinyMixtral, pack
 from numpy.typing import NDArray
-from reseal import (
+from support.cases import case
+from support.models import TinyMixtral, pack
+from support.reseal import (
     JsonObject,
     array_tensor,
     edit_array,
@@ -23,7 +23,7 @@ from reseal import (
     unchanged,
     write_tensors,
 )
-from second_reader import BadPackError, SecondReader, rotation_matrix
+from support.second_reader import BadPackError, SecondReader, rotation_matrix
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.model import TORCH

@@ -4,11 +4,11 @@ import re
 
 import numpy as np
 import pytest
-from cases import case
 from numpy.typing import NDArray
+from support.cases import case
 
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, PackError, RowLayout, part_format
-from moe_pack.formats.layout import check_rows, expert_layout, row_layout, seal_rows, write_rows
+from moe_pack.formats.pack.layouts import check_rows, expert_layout, row_layout, seal_rows, write_rows
 
 FOUR = part_format(4, 16)  # 64 columns: 32 bytes of codes, 4 groups: 8 of scales, 8 of zeros; 48 in all
 BYTE_SCALES = part_format(4, 16, 8)  # 32 of codes, 2 + 4 of scales, 2 + 4 of zeros; 44 in all

@@ -1,10 +1,10 @@
 """Rules of scaled rotary positions: a spec just beyond each, and the nearest that is allowed."""
 
-from cases import case
-from specs import GROUPED, LONGROPE, YARN, Values, changed
+from support.cases import case
+from support.specs import GROUPED, LONGROPE, YARN, Values, changed
 
 from moe_pack.formats import ModelSpec
-from moe_pack.formats.spec import spec_fault
+from moe_pack.formats.parts.specs import spec_fault
 
 MAX = 2**31 - 1
 YARN_FACTORS = "yarn factor {} or attention_factor {} is out of range"

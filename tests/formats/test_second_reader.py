@@ -12,24 +12,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import case
-from families import BASE, Tiny, write
-from models import Tensors, TinyMixtral, pack
-from ngrams import TinyNgrams, known_family
 from numpy.typing import NDArray
-from random_codes import every_window
-from reseal import JsonObject, edit_array, reseal
-from second_reader import BadPackError, Part, Rows, SecondReader
-from specs import COMPRESSED, RESIDUALS, changed
-from synthetic import made, plan_for, small
+from support.cases import case
+from support.families import BASE, Tiny, write
+from support.models import Tensors, TinyMixtral, pack
+from support.ngrams import TinyNgrams, known_family
+from support.random_codes import every_window
+from support.reseal import JsonObject, edit_array, reseal
+from support.second_reader import BadPackError, Part, Rows, SecondReader
+from support.specs import COMPRESSED, RESIDUALS, changed
+from support.synthetic import made, plan_for, small
 
 from moe_pack.formats import ROW_GROUP, Pack, PackError, PartFormat, Selector, part_format, trellis_format
-from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.layout import check_rows, row_layout
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.layouts import check_rows, row_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.model import PackWeights
-from moe_pack.runtime.model.matrix import TORCH_DTYPES
+from moe_pack.runtime.model.matrices import TORCH_DTYPES
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1, 2, 3, 4, 8, 16)
@@ -423,7 +423,7 @@ def note(event, arguments):
 
 sys.addaudithook(note)
 sys.path.insert(0, str(root / "tests" / "support"))
-from second_reader import SecondReader
+from support.second_reader import SecondReader
 
 reader = SecondReader(folder)
 assert len(reader.expert(0, 0)) == 3

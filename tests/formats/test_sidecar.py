@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cases import case
-from killing import files_in
-from reseal import JsonObject, edit_byte, manifest_of, sealed
+from support.cases import case
+from support.killing import files_in
+from support.reseal import JsonObject, edit_byte, manifest_of, sealed
 
 from moe_pack.formats import ConversionError, Pack, PackError
-from moe_pack.formats.sidecar import read_sidecar, write_sidecar
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.pack.sidecar import read_sidecar, write_sidecar
+from moe_pack.formats.pack.writer import rewrite_thresholds
 
 NAME = "quality.json"
 ROOT, OTHER_ROOT = "ab" * 32, "cd" * 32

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from cases import case
-from specs import COMPRESSED, GROUPED, HYBRID, LATENT, changed
+from support.cases import case
+from support.specs import COMPRESSED, GROUPED, HYBRID, LATENT, changed
 
 from moe_pack.formats import dense_roles
 from moe_pack.formats.parts import OtherAttentionSpec
-from moe_pack.formats.spec import (
+from moe_pack.formats.parts.specs import (
     cache_values,
     cached_tokens,
     cached_values,

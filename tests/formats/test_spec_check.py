@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import case
-from specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, RESIDUALS, YARN, Values, changed
+from support.cases import case
+from support.specs import ANSWERING, GROUPED, HYBRID, LATENT, LONGROPE, RESIDUALS, YARN, Values, changed
 
 from moe_pack.formats import ModelSpec, dump
 from moe_pack.formats.parts import HalvesSpec, IndexerSpec, KimiDeltaSpec, LatentSpec, OtherAttentionSpec
-from moe_pack.formats.spec import spec_fault
+from moe_pack.formats.parts.specs import spec_fault
 
 MAX = 2**31 - 1
 

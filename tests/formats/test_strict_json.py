@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
-from cases import case
+from support.cases import case
 
 from moe_pack.formats import CheckpointError, PackError, canonical, dump, load, parse
 from moe_pack.formats.parts.added import added

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import case
-from reseal import safetensors_bytes
 from safetensors.torch import load_file, save_file
+from support.cases import case
+from support.reseal import safetensors_bytes
 
 from moe_pack.formats import PackError
-from moe_pack.formats.safetensors import assemble, lay_out, read_header
+from moe_pack.formats.pack.safetensors import assemble, lay_out, read_header
 
 
 def entry(dtype: str, shape: object, first: object, end: object) -> dict[str, object]:

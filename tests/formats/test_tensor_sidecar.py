@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
-from reseal import edit_byte, manifest_of
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from support.cases import case
+from support.reseal import edit_byte, manifest_of
 
 from moe_pack.formats import ConversionError, Pack, PackError
-from moe_pack.formats.manifest import root_without_thresholds
-from moe_pack.formats.safetensors import assemble
-from moe_pack.formats.sidecar import TensorSidecar, open_tensor_sidecar, write_tensor_sidecar
-from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.formats.pack.manifests import root_without_thresholds
+from moe_pack.formats.pack.safetensors import assemble
+from moe_pack.formats.pack.sidecar import TensorSidecar, open_tensor_sidecar, write_tensor_sidecar
+from moe_pack.formats.pack.writer import rewrite_thresholds
 
 NAME = "routing.safetensors"
 ROOT, OTHER_ROOT = "ab" * 32, "cd" * 32

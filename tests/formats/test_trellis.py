@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cases import case
+from support.cases import case
 from torch import Tensor
 
 from moe_pack.formats import ROW_GROUP, PartFormat, trellis_format
-from moe_pack.formats.codecs import (
+from moe_pack.formats.pack.codecs import (
     TRELLIS_HASH,
     TRELLIS_LEVELS,
     TRELLIS_UNITS,
@@ -22,7 +22,7 @@ from moe_pack.formats.codecs import (
     trellis_refinements,
     trellis_windows,
 )
-from moe_pack.formats.plan import TRELLIS_WIDTHS, format_fault
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_fault
 
 ROOT = Path(__file__).parents[2]
 FORMATS = [trellis_format(width, group, bits) for width in TRELLIS_WIDTHS for group, bits in ((ROW_GROUP, 16), (16, 8))]

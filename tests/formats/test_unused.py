@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from reseal import Change, JsonObject, refusal, reseal, unchanged
+from support.reseal import Change, JsonObject, refusal, reseal, unchanged
 
 from moe_pack.formats import Pack
-from moe_pack.formats.safetensors import lay_out
+from moe_pack.formats.pack.safetensors import lay_out
 
 NAME = "unused-000.safetensors"
 TENSOR = ("model.layers.2.eh_proj.weight", "BF16", (2, 3))

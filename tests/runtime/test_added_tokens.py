@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import case
-from models import DEMO_MODEL, TinyMixtral, pack
+from support.cases import case
+from support.models import DEMO_MODEL, TinyMixtral, pack
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from moe_pack.formats import CheckpointError, Pack

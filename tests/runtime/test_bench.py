@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from models import PackMaker, TinyMixtral, pack
+from support.cases import case
+from support.models import PackMaker, TinyMixtral, pack
 
 from moe_pack.formats import RunError
-from moe_pack.formats.system import peak_resident_bytes
+from moe_pack.formats.base import peak_resident_bytes
 from moe_pack.runtime import BenchTimes, random_prompt
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.machine import anonymous_bytes

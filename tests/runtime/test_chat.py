@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from cases import case
-from models import DEMO_MODEL, TinyMixtral, pack
+from support.cases import case
+from support.models import DEMO_MODEL, TinyMixtral, pack
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families.checkpoint_files import FolderFiles

@@ -20,10 +20,10 @@ from typing import IO, cast
 
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner
-from models import TinyMixtral, pack
-from waiting import HANG_S, wait_until, wait_until_asleep
+from support.cases import case
+from support.models import TinyMixtral, pack
+from support.waiting import HANG_S, wait_until, wait_until_asleep
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, Text

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
 from click.testing import CliRunner
-from models import TinyMixtral, pack
+from support.cases import case
+from support.models import TinyMixtral, pack
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.runtime import Engine, EngineOptions, machine

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cases import case
-from models import BOOK, DEMO_MODEL, TinyMixtral, pack
+from support.cases import case
+from support.models import BOOK, DEMO_MODEL, TinyMixtral, pack
 
 from moe_pack.formats import CheckpointError, Pack, RunError
 from moe_pack.formats.families.checkpoint_files import FolderFiles

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import case
+from support.cases import case
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import (

@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-from cases import case
 from click.testing import CliRunner
-from models import TESTS, PackMaker
+from support.cases import case
+from support.models import TESTS, PackMaker
 
 from moe_pack.formats import Pack, PackError, RunError
-from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.base.errors import MoePackError
 from moe_pack.runtime import EngineOptions
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.loaded_model import load

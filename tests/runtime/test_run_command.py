@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import case
 from click.testing import CliRunner, Result
-from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
+from support.cases import case
+from support.models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
+from support.waiting import HANG_S
 from tokenizers import Tokenizer
-from waiting import HANG_S
 
 from moe_pack.runtime.cli.main import main
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cases import case
-from models import DEMO_MODEL
+from support.cases import case
+from support.models import DEMO_MODEL
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from moe_pack.formats.families.checkpoint_files import FolderFiles

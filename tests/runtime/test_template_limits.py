@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import case
-from models import DEMO_MODEL
+from support.cases import case
+from support.models import DEMO_MODEL
 
 import moe_pack.runtime.helper
 from moe_pack.formats import RunError

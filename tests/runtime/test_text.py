@@ -6,8 +6,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from cases import case
-from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
+from support.cases import case
+from support.models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 
 from moe_pack.formats import Pack, PackError, RunError
 from moe_pack.formats.families.checkpoint_files import FolderFiles

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import case
+from support.cases import case
 
 from moe_pack.formats import CheckpointError, RunError
 from moe_pack.formats.families.checkpoint_files import FolderFiles

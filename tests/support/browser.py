@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any
 
 import pytest
-from waiting import HANG_S, wait_until
+
+from support.waiting import HANG_S, wait_until
 
 CHROMIUM = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="the page runs in chromium, which is not installed")

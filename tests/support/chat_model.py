@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from models import DEMO_MODEL
+from support.models import DEMO_MODEL
 
 CHAT_TEMPLATE = """\
 {%- set first = messages[0].content if messages[0].role == 'system' else '' %}

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
-from built_configs import NEMOTRON
-from close_rows import _ATTN, _FFN, GEMMA, GROUPS, ONE_ROPE, ONLY, OUTSIDE, PROPORTIONAL, ROWS, Close, scalings
-from families import (
+from moe_pack.formats import CheckpointError
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.families.readers import ATTENTION_KINDS
+from support.built_configs import NEMOTRON
+from support.close_rows import _ATTN, _FFN, GEMMA, GROUPS, ONE_ROPE, ONLY, OUTSIDE, PROPORTIONAL, ROWS, Close, scalings
+from support.families import (
     BASE,
     LONGROPE,
     PARTLY_ROTATED,
@@ -18,13 +21,9 @@ from families import (
     with_text,
     write_config,
 )
-from layered_attention import LAYERED_CLOSE
-from references import REFERENCES
-from residual_families import RESIDUAL_CLOSE
-
-from moe_pack.formats import CheckpointError
-from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.readers import ATTENTION_KINDS
+from support.layered_attention import LAYERED_CLOSE
+from support.references import REFERENCES
+from support.residual_families import RESIDUAL_CLOSE
 
 CLOSE: tuple[Close, ...] = (
     *(Close(family, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; " + ONLY("'silu'")) for family in ROTARY),

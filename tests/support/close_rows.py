@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from families import (
+from support.families import (
     ROPE_BY_KIND,
     ROTARY,
     YARN,

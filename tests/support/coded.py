@@ -7,12 +7,12 @@ import dataclasses
 from typing import Any
 
 import torch
-from models import Tensors
 
 from moe_pack.formats import Matrix, ModelSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.mixtral import MIXTRAL
+from support.models import Tensors
 
 FP8_CONFIG: dict[str, Any] = {
     "quant_method": "fp8",

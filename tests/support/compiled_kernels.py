@@ -19,9 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from named_formats import TRELLISES, Name
-
 from moe_pack.formats import Selector
+from support.named_formats import TRELLISES, Name
 
 # GPUs by compute capability, and the most shared memory that one program may take there, in bytes (CUDA's programming
 # guide, technical specifications per compute capability).
@@ -86,9 +85,9 @@ def calls(
     widths: tuple[Name, ...], dims: tuple[int, ...], selectors: tuple[Selector, ...] = SELECTORS
 ) -> Iterator[Call]:
     """Every call to compile; what does not depend on widths or hidden sizes comes with 16 bits, and with 4096."""
-    from many_calls import many_calls
-    from row_calls import dense_calls, running_calls
-    from token_calls import latent_calls, pull_calls, token_calls
+    from support.many_calls import many_calls
+    from support.row_calls import dense_calls, running_calls
+    from support.token_calls import latent_calls, pull_calls, token_calls
 
     yield from dense_calls(widths, dims)
     yield from running_calls(widths, dims, selectors)

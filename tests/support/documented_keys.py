@@ -1,6 +1,6 @@
 """The keys of a manifest's `model`, read from the source of the dataclasses that describe it.
 
-Nothing is imported: a class is found by its name in formats/spec.py and formats/parts/, its fields by `ast`, and what
+Nothing is imported: a class is found by its name in formats/parts/specs.py and formats/parts/, its fields by `ast`, and what
 explains a field by `tokenize`: the comment at the end of its line, and comment lines directly above it.
 """
 

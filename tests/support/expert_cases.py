@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 
 import torch
-from combinations import Combination
-from random_experts import (
+from torch import Tensor
+
+from moe_pack.formats import BF16, LimitedFunction, PartFormat, Selector, part_format, trellis_format
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.parts.specs import SELECTORS
+from moe_pack.runtime.model import Activations, NeuronBlock, activations, run_expert
+from support.combinations import Combination
+from support.random_experts import (
     Magnitudes,
     RandomExpert,
     Shape,
@@ -14,12 +20,6 @@ from random_experts import (
     running,
     threshold_at,
 )
-from torch import Tensor
-
-from moe_pack.formats import BF16, LimitedFunction, PartFormat, Selector, part_format, trellis_format
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
-from moe_pack.formats.spec import SELECTORS
-from moe_pack.runtime.model import Activations, NeuronBlock, activations, run_expert
 
 ROW_CODECS = [BF16, *(part_format(w, g, s) for w in (1, 2, 3, 4, 8) for g in (0, 16, 32, 64, 128) for s in (16, 8))]
 ROW_CODECS += [trellis_format(w, g, s) for w in TRELLIS_WIDTHS for g in (0, 16, 32, 64, 128) for s in (16, 8)]

@@ -20,9 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from models import TESTS
-
 from moe_pack.formats.families.registry import FAMILIES
+from support.models import TESTS
 
 PAGE = TESTS.parent / "docs" / "families.md"
 WRITER = "python tests/bench/family_table.py --docs"

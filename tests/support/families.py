@@ -17,23 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from all_attention import SHAPES, SWITCHED
-from answers import is_greedy, start_token, their_answer, their_logits_one_by_one
-from built_configs import BUILT_AS, FLAT, NEMOTRON, config_for_class, flat
-from corrected import correct_minimax, limit_neurons, published_longrope
-from hybrid_families import HYBRID_SHAPES, HYBRID_SWITCHED
-from layered_attention import LAYERED_SHAPES, LAYERED_SWITCHED
-from models import pack
-from multimodal_parts import MULTIMODAL
-from references import REFERENCES, SIZES, SMALLEST, SWITCHES
-from residual_families import RESIDUAL_SHAPES, RESIDUAL_SWITCHED, experts_of_tokens, published_v4
-from text_alone import TEXT_OF, leave_text, whole_config
 
 from moe_pack.formats import Pack
 from moe_pack.formats.families.registry import all_families
 from moe_pack.runtime import Sampler, SamplingOptions
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder, EncoderDecoder, PackWeights
+from support.all_attention import SHAPES, SWITCHED
+from support.answers import is_greedy, start_token, their_answer, their_logits_one_by_one
+from support.built_configs import BUILT_AS, FLAT, NEMOTRON, config_for_class, flat
+from support.corrected import correct_minimax, limit_neurons, published_longrope
+from support.hybrid_families import HYBRID_SHAPES, HYBRID_SWITCHED
+from support.layered_attention import LAYERED_SHAPES, LAYERED_SWITCHED
+from support.models import pack
+from support.multimodal_parts import MULTIMODAL
+from support.references import REFERENCES, SIZES, SMALLEST, SWITCHES
+from support.residual_families import RESIDUAL_SHAPES, RESIDUAL_SWITCHED, experts_of_tokens, published_v4
+from support.text_alone import TEXT_OF, leave_text, whole_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

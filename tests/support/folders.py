@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from models import Tensors, TinyMixtral
 from safetensors.torch import load_file, save_file
+
+from support.models import Tensors, TinyMixtral
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]

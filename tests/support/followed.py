@@ -3,11 +3,11 @@
 import math
 
 import torch
-from models import DEMO_MODEL
 
 from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import Text
 from moe_pack.runtime.serve.grammars import TokenGrammar
+from support.models import DEMO_MODEL
 
 PADDED = 4096 + 40  # a model may have more logits than its tokenizer has tokens
 TEXT = Text(FolderFiles(DEMO_MODEL))

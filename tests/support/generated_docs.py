@@ -12,8 +12,9 @@ import re
 from pathlib import Path
 
 import click
-from documented_keys import table
-from shown_commands import PAGES, PRODUCT
+
+from support.documented_keys import table
+from support.shown_commands import PAGES, PRODUCT
 
 _PART = re.compile(r"(<!-- (keys|options): (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _DEFAULT = re.compile(r"\s*\[default[:,] ([^\]]*)\]")

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from families import Tiny, oracle, write
 from safetensors.torch import load_file, save_file
+
+from support.families import Tiny, oracle, write
 
 GOLDEN = Path(__file__).parents[1] / "data" / "gguf"
 VOCAB, POSITIONS = 64, 128

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from coded import MXFP4_CONFIG, put_gpt_oss_into_blocks
 from safetensors.torch import load_file, save_file
 
 from moe_pack.convert import convert, keep_source
 from moe_pack.formats import Selector, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
+from support.coded import MXFP4_CONFIG, put_gpt_oss_into_blocks
 
 WINDOW, CHUNK = 2, 2  # a ring of three places
 IDS = [(37 * i + 5) % 96 for i in range(6)]  # goes round it twice
@@ -25,7 +25,7 @@ FOUR = part_format(4, 64)
 
 def packed_gpt_oss(folder: Path, selector: Selector) -> Path:
     """A pack that keeps what its source has in MXFP4."""
-    from families import Tiny, write  # which imports transformers
+    from support.families import Tiny, write  # which imports transformers
 
     source = write(Tiny("gpt_oss", "of two layers, one with a window", CONFIG), folder / "source")
     tensors = load_file(source / "model.safetensors")

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from random_experts import RandomExpert, Shape, random_expert
 
 from moe_pack.runtime.gpu.kernels.tables import (
     HostRows,
@@ -15,6 +14,7 @@ from moe_pack.runtime.gpu.kernels.tables import (
     RunningNeurons,
     kind_of,
 )
+from support.random_experts import RandomExpert, Shape, random_expert
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from native import kernels_limited_to
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.cpu_share import MEASURED_TOKENS, Rates
-from moe_pack.runtime.gpu.device import HostArena
+from moe_pack.runtime.gpu.devices import HostArena
 from moe_pack.runtime.gpu.gpu_engine import GpuEngine, GpuInputs
-from moe_pack.runtime.gpu.placement import DYNAMIC_SHARE, Misses, least_placement
+from moe_pack.runtime.gpu.placements import DYNAMIC_SHARE, Misses, least_placement
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
@@ -22,6 +21,7 @@ from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, CacheFacts, PolicyName
 from moe_pack.runtime.offload.cache import Eviction
 from moe_pack.runtime.offload.eviction import eviction_of
+from support.native import kernels_limited_to
 
 CPU = torch.device("cpu")
 # The project's bound on logits, maximum absolute; sums in another order differ by some 1e-6.

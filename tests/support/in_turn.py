@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from moe_pack.formats import Selector
-from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.parts.specs import SELECTORS
 
 
 def in_turn(name: str, choices: Sequence[object]) -> pytest.MarkDecorator:

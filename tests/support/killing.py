@@ -29,16 +29,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
-from models import TinyMixtral
-from profiles import Recorder
-from waiting import HANG_S
 
 from moe_pack.convert import convert, layout_for
 from moe_pack.formats import ConversionError, Plan, part_format, uniform_plan
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import Item
-from moe_pack.formats.writer import Step
+from moe_pack.formats.pack.layouts import Item
+from moe_pack.formats.pack.writer import Step
+from support.models import TinyMixtral
+from support.profiles import Recorder
+from support.waiting import HANG_S
 
 JOURNAL = "conversion.journal"
 CLAIM = "conversion.json"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moe_pack.runtime.gpu.device import Mark, Queues
+from moe_pack.runtime.gpu.devices import Mark, Queues
 
 
 class LateMark(Mark):

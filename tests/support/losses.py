@@ -8,7 +8,7 @@ from moe_pack.calib.profile import Losses
 from moe_pack.calib.sensitivity import calibrated_formats
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats import BF16, ModelSpec, PartFormat, dense_roles, part_format
-from moe_pack.formats.plan import format_fault
+from moe_pack.formats.pack.plans import format_fault
 
 
 def calibrated_losses(spec: ModelSpec, seed: int = 0, most: int | None = None) -> Losses:

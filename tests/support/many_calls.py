@@ -5,14 +5,14 @@ from functools import partial
 
 import numpy as np
 import torch
-from named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
 from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
-from moe_pack.formats.layout import expert_layout, row_layout
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.runtime.gpu.kernels.grouped import ExpertGroup, combine, plan_tiles, run_group
 from moe_pack.runtime.gpu.kernels.matmul import gemm
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import kind_of
+from support.named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MODES = {"exact": torch.float32, "bf16": torch.bfloat16}  # the dtypes of x, which say how products are computed

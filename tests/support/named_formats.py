@@ -10,8 +10,8 @@ from moe_pack.formats import (
     part_format,
     trellis_format,
 )
-from moe_pack.formats.layout import expert_layout
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.pack.layouts import expert_layout
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 
 Name = int | str
 CODECS = {"fp8": FP8, "mxfp4": MXFP4, "e5m2": E5M2}

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Tensors, TinyMixtral
 
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.families.config import Config
@@ -18,6 +17,7 @@ from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.ngrams import NGRAM_NAMES, NGRAM_TABLES, read_ngrams
 from moe_pack.formats.families.registry import LOADED
 from moe_pack.formats.parts import NgramSpec
+from support.models import Tensors, TinyMixtral
 
 EOS = 5
 CONFIG: dict[str, Any] = {

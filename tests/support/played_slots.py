@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.runtime.gpu.placement import GpuPlacement
+from moe_pack.runtime.gpu.placements import GpuPlacement
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
 from moe_pack.runtime.model.pack_weights import MappedPackWeights

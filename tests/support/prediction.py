@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from families import Tiny, original, text_values, with_text, write
 from safetensors.torch import load_file, save_file
+
+from support.families import Tiny, original, text_values, with_text, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from models import TinyMixtral
 from numpy.typing import NDArray
 
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint
+from support.models import TinyMixtral
 
 QUICK = ProfileOptions("none")
 SMALLEST = TinyMixtral(intermediate_size=16, num_layers=2, num_experts=3, vocab_size=32)

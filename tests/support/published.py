@@ -5,12 +5,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from models import TESTS
-
 from moe_pack.formats import ModelSpec, dense_roles
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import read_spec
-from moe_pack.formats.spec import num_active_parameters, num_parameters
+from moe_pack.formats.parts.specs import num_active_parameters, num_parameters
+from support.models import TESTS
 
 CONFIGS = TESTS.parent / "formats" / "families" / "configs"
 

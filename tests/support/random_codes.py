@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import PartFormat, RowLayout, trellis_format
-from moe_pack.formats.codecs import pack_codes
-from moe_pack.formats.layout import row_layout, write_rows
-from moe_pack.formats.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.codecs import pack_codes
+from moe_pack.formats.pack.layouts import row_layout, write_rows
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
 
 NUMBERS = (FP8, E5M2, MXFP4)
 

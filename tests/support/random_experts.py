@@ -21,9 +21,17 @@ from moe_pack.formats import (
     Selector,
     part_format,
 )
-from moe_pack.formats.codecs import TRELLIS_UNITS, Trellis, affine, decode_part, pack_codes, powers_of_two, unpack_codes
-from moe_pack.formats.layout import Part, expert_layout, row_layout, seal_rows, write_rows
-from moe_pack.formats.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.codecs import (
+    TRELLIS_UNITS,
+    Trellis,
+    affine,
+    decode_part,
+    pack_codes,
+    powers_of_two,
+    unpack_codes,
+)
+from moe_pack.formats.pack.layouts import Part, expert_layout, row_layout, seal_rows, write_rows
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
 from moe_pack.runtime.cpu import ExpertRows, extent_rows
 from moe_pack.runtime.model import Activations, NeuronBlock, PackedExpert, activations
 

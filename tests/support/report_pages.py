@@ -15,21 +15,21 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from models import TinyMixtral
-from waiting import HANG_S
 
 from moe_pack.calib.forward import Array
 from moe_pack.calib.forward.store import write_arrays
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.profile.options import Sensitivity
-from moe_pack.calib.profile.profile import FORMAT, VERSION, ProfileFacts, TextFacts, facts_bytes, layer_file
+from moe_pack.calib.profile.profiles import FORMAT, VERSION, ProfileFacts, TextFacts, facts_bytes, layer_file
 from moe_pack.calib.sensitivity import MOST_COPIES, compared_formats, roundable_roles
 from moe_pack.calib.statistics import LayerPredictors, learn_paths
 from moe_pack.calib.statistics.popularity import coactivation
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.manifest import ContentFile, PackageVersion
+from moe_pack.formats.pack.manifests import ContentFile, PackageVersion
 from moe_pack.runtime.offload import Predictor
+from support.models import TinyMixtral
+from support.waiting import HANG_S
 
 Values = dict[str, Any]
 

@@ -1,11 +1,11 @@
 """Routing for tests: made up at random, as a profile of any shape would give it."""
 
 import numpy as np
-from predictors import random_predictor
 
 from moe_pack.calib.statistics import learn_paths
 from moe_pack.runtime.offload import PREDICTORS, Predictor, Routing
 from moe_pack.runtime.offload.routing_file import NO_PREDICTOR
+from support.predictors import random_predictor
 
 
 def random_routes(

@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
 from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
-from moe_pack.formats.layout import expert_layout, row_layout
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import Landing, LayerTables, LeftToCpu, RunningNeurons, kind_of
+from support.named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 

@@ -7,8 +7,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from waiting import HANG_S
-
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, SamplingOptions, Text
 from moe_pack.runtime.drafts import Drafts
@@ -20,6 +18,7 @@ from moe_pack.runtime.sampling import TokenLogprob
 from moe_pack.runtime.serve.requests import EndEvent, Event, PromptEvent, PromptLogprobs, Request, TokenEvent
 from moe_pack.runtime.serve.scheduler import BatchScheduler, Job
 from moe_pack.runtime.serve.sessions import SessionOwner, SessionStore
+from support.waiting import HANG_S
 
 CONTEXT, VOCAB = 160, 4096  # of the demo model's packs
 GREEDY = SamplingOptions(temperature=0)

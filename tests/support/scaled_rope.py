@@ -4,11 +4,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from families import IN_TRANSFORMERS, NOT_ROTARY, WITH_ENCODER, Values, text_values, with_text
-
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import LatentSpec
+from support.families import IN_TRANSFORMERS, NOT_ROTARY, WITH_ENCODER, Values, text_values, with_text
 
 # Of the original context, and of the text: shorter and longer than that.
 ORIGINAL, POSITIONS, LENGTHS = 32, 128, (20, 72)

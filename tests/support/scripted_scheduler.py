@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
-from waiting import HANG_S
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
@@ -31,6 +30,7 @@ from moe_pack.runtime.serve.requests import (
     TokenEvent,
 )
 from moe_pack.runtime.serve.service import ModelFacts, Service
+from support.waiting import HANG_S
 
 VOCABULARY = 256
 CONTEXT_TOKENS = 2048

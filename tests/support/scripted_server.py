@@ -17,11 +17,11 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
 from sse_starlette import EventSourceResponse
-from waiting import HANG_S
 
 from moe_pack.runtime.serve.http.live import bitmap, page_router, saturated
 from moe_pack.runtime.serve.requests import Event, SchedulerCounts, Ticket
 from moe_pack.runtime.serve.requests import Request as EngineRequest
+from support.waiting import HANG_S
 
 Values = dict[str, Any]
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from second_reader_roles import (
+
+from support.second_reader_roles import (
     BadPackError,
     Shape,
     attention_shapes,

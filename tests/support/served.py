@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import httpx2
 from fastapi import FastAPI
-from scripted_scheduler import Script, ScriptedScheduler, scripted_service
-from waiting import HANG_S, wait_until
 
 from moe_pack.runtime.serve.http.app import ServeOptions, create_app, server_of
+from support.scripted_scheduler import Script, ScriptedScheduler, scripted_service
+from support.waiting import HANG_S, wait_until
 
 
 @dataclass(frozen=True)

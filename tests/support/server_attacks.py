@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx2
-from waiting import HANG_S
+
+from support.waiting import HANG_S
 
 Attack = Callable[[str, int], "Any"]  # of a server's URL and port
 

@@ -10,7 +10,8 @@ from types import TracebackType
 
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import HANG_S, wait_until
+
+from support.waiting import HANG_S, wait_until
 
 SERVE = (sys.executable, "-c", "from moe_pack.runtime.cli.serve import main; main(prog_name='moe-serve')")
 _READY = re.compile(r"ready on http://127\.0\.0\.1:(\d+),")

@@ -6,7 +6,7 @@ page), and the columns of the tables that it prints. What cannot run in a test n
 
 from dataclasses import dataclass
 
-from shown_commands import Shown
+from support.shown_commands import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ _HUB = "asks Hugging Face's hub; tests/convert/test_stream.py and test_hub_packs
 NOT_HERE = {
     "python tests/bench/gpu_check.py": _GPU,
     "python tests/bench/gpu_report.py": "writes a page of docs/; tests/endtoend/test_gpu_check.py makes one of its own",
-    "python tests/bench/gpu_roofline.py": "writes a page of docs/; tests/runtime/test_gpu_roofline.py makes the same",
+    "python tests/bench/gpu_roofline.py": "writes a page of docs/; tests/runtime/gpu/test_roofline.py makes the same",
     "python tests/bench/family_table.py --docs": "writes docs/families.md, as tests/formats/test_expert_types.py",
     "make docs": "writes pages; tests/endtoend/test_documentation.py makes the same text",
     "python tests/support/messages.py": "writes tests/data/messages.txt; tests/test_messages.py makes the same file",
@@ -217,7 +217,7 @@ NOT_HERE = {
     "make demo": ".ci/run calls it",
     "make test": ".ci/run calls it, with this test",
     "make .venv/installed": "every other target does it first",
-    "make fuzz": "compiles with sanitizers, for a minute; slow: tests/runtime/test_fuzz.py",
+    "make fuzz": "compiles with sanitizers, for a minute; slow: tests/runtime/cpu/test_fuzz.py",
     "make wheels": "downloads compilers; slow: tests/endtoend/test_wheel.py builds and installs a wheel",
     "pip install": _INSTALLS,
     "uvx": _INSTALLS,

@@ -23,10 +23,8 @@ import benchlib.predicting
 import pytest
 import torch
 from benchlib.confined import Measured, MemoryCgroup, back_free_memory, drop_page_cache, measure
-from chat_model import chat_source
 from click import Context
 from click.testing import CliRunner, Result
-from models import DEMO_MODEL, TinyMixtral, pack
 from safetensors.torch import save_file
 
 from moe_pack.convert import measure_fixed_costs
@@ -34,6 +32,8 @@ from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.doctor import measure_cpu
 from moe_pack.runtime.model.caches import storage
+from support.chat_model import chat_source
+from support.models import DEMO_MODEL, TinyMixtral, pack
 
 _MODULES = {"moe_pack.convert.cli": moe_pack, "moe_pack.runtime.cli": moe_run}
 _PADDING_BYTES = 48 << 20  # of a file without blocks in each pack: budgets that are shares of its bytes are then enough

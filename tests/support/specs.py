@@ -38,8 +38,8 @@ from moe_pack.formats.parts import (
     ShortcutResidualSpec,
     TemperatureSpec,
 )
-from moe_pack.formats.parts.rope import ProportionalSpec
-from moe_pack.formats.spec import EncoderSpec, LimitSpec
+from moe_pack.formats.parts.positions import ProportionalSpec
+from moe_pack.formats.parts.specs import EncoderSpec, LimitSpec
 
 Values = dict[str, Any]
 

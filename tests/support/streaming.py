@@ -2,7 +2,7 @@
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.offload import expert_pages
-from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, cache_bytes, page_sizes, workspace_bytes
+from moe_pack.runtime.offload.budgets import LEAST_PREFILL_TOKENS, cache_bytes, page_sizes, workspace_bytes
 
 
 def budget_for(pack: Pack, num_experts: int, context_tokens: int) -> int:

@@ -22,7 +22,7 @@ from moe_pack.runtime.model import (
     run_experts,
 )
 from moe_pack.runtime.model.caches import KVCache, LayerRopes
-from moe_pack.runtime.model.layer import enter_second, run_unrouted, with_returned
+from moe_pack.runtime.model.layers import enter_second, run_unrouted, with_returned
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multimodal_parts import MULTIMODAL, OTHER_PARTS
 from safetensors.torch import load_file, save_file
+
+from support.multimodal_parts import MULTIMODAL, OTHER_PARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

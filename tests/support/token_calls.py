@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from moe_pack.formats import ExpertFormat, ExpertSpec, RouterSpec, part_format
-from moe_pack.formats.layout import expert_layout, row_layout
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
@@ -35,7 +35,7 @@ from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, r
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import HostRows, LayerTables, RunningNeurons, kind_of
 from moe_pack.runtime.model.caches.storage import RowStorage
-from moe_pack.runtime.model.matrix import TORCH_DTYPES
+from moe_pack.runtime.model.matrices import TORCH_DTYPES
 from moe_pack.runtime.model.rotation import Rotation
 
 Call = tuple[str, Callable[[], None]]

@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable
 
 from moe_pack.formats import NO_PROGRESS, Progress
-from moe_pack.formats.commands import Stage
+from moe_pack.formats.base.commands import Stage
 from moe_pack.runtime.gpu import kernels
 from moe_pack.runtime.gpu.kernels.rows import INTERPRETED
 

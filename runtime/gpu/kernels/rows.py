@@ -31,8 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import PartFormat, RowLayout
-from moe_pack.formats.codecs import trellis_hashes, trellis_levels, trellis_refinements
-from moe_pack.formats.plan import TRELLIS_WIDTHS
+from moe_pack.formats.pack.codecs import trellis_hashes, trellis_levels, trellis_refinements
+from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 
 ZERO = tl.constexpr(64)  # added to the levels of a table
 _WINDOWS = tl.constexpr(4096)  # of three nibbles

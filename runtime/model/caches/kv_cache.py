@@ -15,8 +15,15 @@ from torch import Tensor
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RopeSpec
 from moe_pack.formats.parts.attention import raw_places
-from moe_pack.formats.parts.rope import DynamicSpec, LinearSpec, Llama3Spec, LongRopeSpec, ProportionalSpec, YarnSpec
-from moe_pack.formats.spec import cached_tokens
+from moe_pack.formats.parts.positions import (
+    DynamicSpec,
+    LinearSpec,
+    Llama3Spec,
+    LongRopeSpec,
+    ProportionalSpec,
+    YarnSpec,
+)
+from moe_pack.formats.parts.specs import cached_tokens
 from moe_pack.runtime.model.caches.dtypes import KvDtype
 from moe_pack.runtime.model.caches.storage import (
     RowStorage,

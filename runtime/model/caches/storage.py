@@ -29,7 +29,7 @@ from torch import Tensor
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec
 from moe_pack.formats.parts.attention import raw_places
-from moe_pack.formats.spec import cached_tokens
+from moe_pack.formats.parts.specs import cached_tokens
 from moe_pack.runtime.model.caches.dtypes import KvDtype
 
 BLOCK_VALUES = 32  # the most of a block

@@ -5,7 +5,7 @@ Rows of n-gram tables are here too, because their layers convolve them and keep 
 
 from typing import TYPE_CHECKING
 
-from moe_pack.formats.system.faces import face
+from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE, LaterRows, NgramRows, RowTable

@@ -26,7 +26,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_pack.formats import RunError
-from moe_pack.formats.version import VERSION
+from moe_pack.formats.base.version import VERSION
 from moe_pack.runtime.serve.access_log import RECORD, RequestRecord
 from moe_pack.runtime.serve.http.bodies import Bodies, BodyLimits
 from moe_pack.runtime.serve.http.connections import KEEP_ALIVE_SECONDS, MAX_HEAD_BYTES, Connection, most_connections

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moe_pack.formats.version import VERSION
+from moe_pack.formats.base.version import VERSION
 from moe_pack.runtime.sampling import TokenLogprob
 from moe_pack.runtime.serve.protocols.answers import Answer, Block, BlockEvent
 from moe_pack.runtime.serve.protocols.formed import new_id

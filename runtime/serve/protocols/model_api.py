@@ -14,7 +14,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
-from moe_pack.formats.version import VERSION
+from moe_pack.formats.base.version import VERSION
 from moe_pack.runtime.serve.protocols.answers import Problem, service_of
 from moe_pack.runtime.serve.protocols.completions import FINGERPRINT
 from moe_pack.runtime.serve.protocols.fields import JsonObject, Many, RequestBody, Token

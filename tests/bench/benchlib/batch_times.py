@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moe_pack.convert.synthetic import WeightDistribution, random_rows, random_stream
 from moe_pack.formats import ExpertFormat, ExpertSpec, PartFormat
-from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.pack.layouts import expert_layout
 from moe_pack.runtime.cpu import ExpertRows, Kernels, extent_rows
 
 HIDDEN_SIZE, INTERMEDIATE_SIZE = 4096, 14336  # Mixtral 8x7B

@@ -23,9 +23,9 @@ from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.convert.plan.search import least_loss
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, PartFormat, Plan, Quantizer
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.layout import expert_layout
-from moe_pack.formats.plan import uniform_dense
-from moe_pack.formats.spec import with_repeats
+from moe_pack.formats.pack.layouts import expert_layout
+from moe_pack.formats.pack.plans import uniform_dense
+from moe_pack.formats.parts.specs import with_repeats
 from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, NeuronBlock, PackWeights, operations_for
 
 BLOCK_TOKENS = 128

@@ -19,7 +19,7 @@ from moe_pack.convert.plan.plan_file import plan_bytes
 from moe_pack.formats import Pack, dense_roles
 from moe_pack.formats.families import model_spec
 from moe_pack.runtime.offload import divide_budget, expert_pages
-from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, workspace_bytes
+from moe_pack.runtime.offload.budgets import LEAST_PREFILL_TOKENS, workspace_bytes
 
 DEMO = "demo"  # the demo model's pack
 SPARSE = "-sparse"  # ends the name of a pack of which some neurons do not run

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.formats.cli import cache_folder
+from moe_pack.formats.base.cli import cache_folder
 from moe_pack.runtime import EngineOptions, Sampler, SamplingOptions, context_for, load_facts, measure, random_prompt
 from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
 from moe_pack.runtime.cpu import Kernels, num_cpus
@@ -32,7 +32,7 @@ from moe_pack.runtime.offload import (
     expert_cache_for,
     routing_bytes,
 )
-from moe_pack.runtime.offload.budget import resident_selectors, selector_heat
+from moe_pack.runtime.offload.budgets import resident_selectors, selector_heat
 from moe_pack.runtime.offload.expert_store import ExpertStore
 
 

@@ -9,8 +9,8 @@ from statistics import median
 
 import numpy as np
 import torch
-from predictors import random_predictor
-from routings import random_routes
+from support.predictors import random_predictor
+from support.routings import random_routes
 from torch import Tensor
 
 from benchlib.packs import SyntheticPack, budget_with, make_pack

@@ -31,7 +31,7 @@ from moe_pack.runtime.model import (
     running,
 )
 from moe_pack.runtime.model.caches import Angles, Rope
-from moe_pack.runtime.model.matrix import linear
+from moe_pack.runtime.model.matrices import linear
 from moe_pack.runtime.model.weights import from_experts, norm, to_experts
 
 _CPU = torch.device("cpu")

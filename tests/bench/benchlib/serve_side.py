@@ -12,7 +12,7 @@ from typing import NoReturn
 import click
 
 from moe_pack.formats import Pack
-from moe_pack.formats.commands import read_size
+from moe_pack.formats.base.commands import read_size
 from moe_pack.runtime import Engine, EngineOptions, SamplingOptions
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Approximations, Sequences

@@ -23,9 +23,9 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
-from gpu_layers import layer_of, partly_there, random_layer, running_on
-from interpreted_bf16 import correct_bf16
-from kernel_twins import (
+from support.gpu_layers import layer_of, partly_there, random_layer, running_on
+from support.interpreted_bf16 import correct_bf16
+from support.kernel_twins import (
     bring_plain,
     compact_plain,
     listed_in_blocks,
@@ -33,8 +33,8 @@ from kernel_twins import (
     pull_selectors_plain,
     reduce_twin,
 )
-from named_formats import Name, label, named_expert, named_format
-from random_experts import (
+from support.named_formats import Name, label, named_expert, named_format
+from support.random_experts import (
     Shape,
     magnitudes,
     product_magnitudes,

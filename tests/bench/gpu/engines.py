@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
-from gpu_runs import GpuRun, gpu_decoder
-from models import DEMO_MODEL
-from synthetic import shrunk
+from support.gpu_runs import GpuRun, gpu_decoder
+from support.models import DEMO_MODEL
+from support.synthetic import shrunk
 from torch import profiler
 
 from gpu.measuring import Clock, Results
@@ -30,13 +30,13 @@ from gpu.packs import CORRELATION, SKEW, PackRequest
 from moe_pack.convert import SyntheticTraits, skewed_popularity, synthesize
 from moe_pack.formats import ModelSpec, Pack, dense_roles
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import Engine, EngineOptions, random_prompt, report
 from moe_pack.runtime.cpu import is_available
-from moe_pack.runtime.gpu.device import HostArena, host_bytes
+from moe_pack.runtime.gpu.devices import HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts
-from moe_pack.runtime.gpu.placement import Misses
+from moe_pack.runtime.gpu.placements import Misses
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, EncoderDecoder
 from moe_pack.runtime.model.caches import KvDtype

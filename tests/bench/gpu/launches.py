@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import torch
-from gpu_runs import GpuRun, gpu_decoder
-from synthetic import character, made, shrunk
+from support.gpu_runs import GpuRun, gpu_decoder
+from support.synthetic import character, made, shrunk
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +27,7 @@ from triton.runtime.interpreter import GridExecutor
 from moe_pack.formats.families import model_spec
 from moe_pack.runtime.gpu import token_step
 from moe_pack.runtime.gpu.cpu_share import PoolShare
-from moe_pack.runtime.gpu.device import Queues
+from moe_pack.runtime.gpu.devices import Queues
 
 Queue = Literal["main", "cpu", "link"]
 Mode = Literal["split", "pull", "resident"]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moe_pack.formats import ExpertFormat, ModelSpec, Plan, part_format, uniform_plan
-from moe_pack.formats.plan import uniform_dense
+from moe_pack.formats.pack.plans import uniform_dense
 
 SKEW, CORRELATION = 0.5, 0.5  # of experts' popularity, and of routes from layer to layer
 _GROUP = 64

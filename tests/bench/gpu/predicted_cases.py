@@ -5,9 +5,9 @@ from functools import partial
 
 import numpy as np
 import torch
-from gpu_layers import random_layer, random_running, running_on
-from named_formats import named_format
-from random_experts import Shape
+from support.gpu_layers import random_layer, random_running, running_on
+from support.named_formats import named_format
+from support.random_experts import Shape
 
 from gpu.comparing import EXP, Difference, Prepared, exact, excess, random_values
 from moe_pack.calib.statistics import learn_paths

@@ -22,11 +22,11 @@ from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, CALL_S, GPU_TOKEN_S,
 from moe_pack.convert.plan.speed import drawn_passes, pulled_records, running_rows
 from moe_pack.formats import PackLayout, dense_roles
 from moe_pack.formats.families import model_spec
-from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs
 from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.placement import GpuPlacement, offset_bytes_for, place_experts, usual_heat, work_of_whole
-from moe_pack.runtime.offload.budget import cache_bytes
+from moe_pack.runtime.gpu.placements import GpuPlacement, offset_bytes_for, place_experts, usual_heat, work_of_whole
+from moe_pack.runtime.offload.budgets import cache_bytes
 
 Array = NDArray[Any]
 Misses = Literal["cpu", "pull", "auto"]

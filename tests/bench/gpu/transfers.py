@@ -38,11 +38,11 @@ from moe_pack.formats import (
     part_format,
     trellis_format,
 )
-from moe_pack.formats.layout import expert_layout
-from moe_pack.formats.layout import row_layout as layout_of_rows
-from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.pack.layouts import expert_layout
+from moe_pack.formats.pack.layouts import row_layout as layout_of_rows
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import HostShare, HostShareBuffers, Kernels, extent_rows, open_kernels
-from moe_pack.runtime.gpu.device import HostCalls
+from moe_pack.runtime.gpu.devices import HostCalls
 from moe_pack.runtime.gpu.kernels.pull import NUM_PROGRAMS, bring, pull_records
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import HERE, HostRows, LayerTables, RunningNeurons, kind_of

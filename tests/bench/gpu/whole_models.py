@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from models import BOOK
+from support.models import BOOK
 from torch import Tensor
 
 from gpu.engines import (
@@ -33,11 +33,11 @@ from gpu.engines import (
 from gpu.measuring import Clock, Results, host_seconds
 from gpu.packs import MIXTRAL, QWEN3, PackRequest
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, Plan, part_format, uniform_plan
-from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
+from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, Text
-from moe_pack.runtime.gpu.device import host_bytes
+from moe_pack.runtime.gpu.devices import host_bytes
 from moe_pack.runtime.gpu.fit import GpuCounts
-from moe_pack.runtime.gpu.placement import NUM_TURNS
+from moe_pack.runtime.gpu.placements import NUM_TURNS
 from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.options import MissesOption

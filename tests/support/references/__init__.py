@@ -1,9 +1,9 @@
 """Plain references of published architectures that transformers has no class for, and the shapes they are tried in."""
 
-from references.deepseek import DEEPSEEK
-from references.minicpm import MINICPM
-from references.plain import Reference, Values
-from references.xverse import XVERSE
+from support.references.deepseek import DEEPSEEK
+from support.references.minicpm import MINICPM
+from support.references.plain import Reference, Values
+from support.references.xverse import XVERSE
 
 REFERENCES: dict[str, Reference] = {reference.model_type: reference for reference in (DEEPSEEK, MINICPM, XVERSE)}
 SIZES: Values = {

@@ -3,7 +3,7 @@
 To be run where a reference is meant to say something else, and at no other time.
 """
 
-from references.fixtures import write_fixtures
+from support.references.fixtures import write_fixtures
 
 if __name__ == "__main__":
     write_fixtures()

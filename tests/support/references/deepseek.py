@@ -6,7 +6,7 @@ the copy that GitHub goingshr-debug/SMoE keeps (models/deepseekmoe/model_path).
 
 import torch
 
-from references.plain import (
+from support.references.plain import (
     Reference,
     Shapes,
     Values,

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from references import REFERENCES, SIZES, SMALLEST, SWITCHES
-from references.plain import Values
+from support.references import REFERENCES, SIZES, SMALLEST, SWITCHES
+from support.references.plain import Values
 
 FIXTURES = Path(__file__).parents[2] / "data" / "references"
 TEXT = [3, 19, 57, 0, 95, 41, 8, 77]

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from references.plain import (
+from support.references.plain import (
     Reference,
     Shapes,
     Values,

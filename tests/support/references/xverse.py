@@ -6,7 +6,7 @@ GitHub goingshr-debug/SMoE keeps (models/xversemoe/model_path).
 
 import torch
 
-from references.plain import (
+from support.references.plain import (
     Reference,
     Shapes,
     Values,

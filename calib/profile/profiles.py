@@ -1,0 +1,446 @@
+"""A profile as it is read: a folder of JSON and safetensors files with what calibration measured of a model.
+
+`profile.json` lists every other file with its size and SHA-256. Each stage has one file for each layer, so that the
+profile of a large model is read layer by layer. `profiler` writes the folder; docs/profile.md specifies it.
+
+`hottest_first` takes the order of a pack's neurons from a profile.
+"""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_pack.calib.forward import (
+    KINDS,
+    PROFILE_FILE,
+    Array,
+    ExpertInputs,
+    Tokens,
+    kept_sequences,
+    packed_source_digest,
+    read_all_arrays,
+    source_digest,
+    stack_tokens,
+)
+from moe_pack.calib.forward.experts import OTHERS_COUNT
+from moe_pack.calib.forward.store import ArrayRule, check_arrays
+from moe_pack.calib.profile.options import Sensitivity
+from moe_pack.calib.quantize import ExpertMoments, RotateChoice
+from moe_pack.calib.sensitivity import (
+    DENSE_WIDTHS,
+    MOST_COPIES,
+    MOST_GROWTH,
+    SPARSITIES,
+    WIDTHS,
+    Effects,
+    LayerLosses,
+    Level,
+    calibrated_formats,
+    compared_formats,
+    roundable_roles,
+)
+from moe_pack.calib.statistics import LayerPredictors, LayerStatistics
+from moe_pack.formats import (
+    MATRICES,
+    ModelSpec,
+    Pack,
+    PackError,
+    PlanError,
+    RangeReader,
+    Selector,
+    canonical,
+    dump,
+    load,
+    parse,
+)
+from moe_pack.formats.base.commands import did_you_mean, names_beside
+from moe_pack.formats.base.json_files import Count, Within
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.pack.manifests import (
+    ROTATION_FILE,
+    ContentFile,
+    PackageVersion,
+    RotationVectors,
+    check_size_and_digest,
+    rotation_fault,
+)
+from moe_pack.formats.pack.safetensors import read_small
+from moe_pack.formats.parts.specs import spec_fault, with_repeats
+from moe_pack.runtime.offload import PathStatistics
+
+VERSION = 9
+FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
+TOKENS_FILE = "tokens.safetensors"
+PATHS_FILE = "paths.safetensors"
+EFFECTS_FILE = "effects.safetensors"
+EXACT_FILE = "exact.safetensors"
+_MAX_JSON_BYTES = 16_000_000
+_LEAST_KL = -1e-3  # a KL divergence of nearly 0 that was measured, of which rounding makes a negative one
+_MOST_LOSS, _MOST_SCALE = 1e30, 1e9  # of rotated coordinates
+
+_TextCount = Annotated[int, Within(1, 2**31 - 1)]
+
+
+def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors", "moments"], layer: int) -> str:
+    """Returns the name of the file with a stage's result for decoder layer `layer`."""
+    return f"{stage}-{layer:03d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """The text of a profile: `num_sequences` sequences of `sequence_length` tokens, of which the last are held out.
+
+    `num_kept`: the number of sequences whose expert inputs are kept, evenly spread over those not held out.
+    `sha256`: of the tokens as little-endian int32.
+    """
+
+    name: str
+    sha256: str
+    num_sequences: _TextCount
+    sequence_length: _TextCount
+    num_held_out: Count
+    num_kept: Count
+
+
+@dataclass(frozen=True, slots=True)
+class ImatrixFacts:
+    """The importance file that a profile was made from.
+
+    `has_counts`: whether it counts the tokens of each expert; otherwise all experts of a layer have the same number.
+    """
+
+    sha256: str
+    has_counts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFacts:
+    """The content of `profile.json`.
+
+    `source`: the digest of the checkpoint's files and tensors.   `texts`: the texts of the profiles that were merged;
+    none in a profile that was not. A text's `num_kept` is that of its own profile.   `imatrix`: None if the profile was
+    measured on text.
+    """
+
+    format: Literal["moe-pack profile"]
+    version: int
+    model: ModelSpec
+    source: str
+    text: TextFacts
+    texts: tuple[TextFacts, ...]
+    rotate: RotateChoice
+    sensitivity: Sensitivity
+    made_with: tuple[PackageVersion, ...]
+    files: tuple[ContentFile, ...]
+    sha256: str
+    imatrix: ImatrixFacts | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerMoments:
+    """Sums of squares over the tokens of each expert of a layer.
+
+    `tokens` u32 [E].   `input_squares` f32 [E, d], `hidden_squares` f32 [E, f]: as in `LayerStatistics`.
+    """
+
+    tokens: Array
+    input_squares: Array
+    hidden_squares: Array
+
+    def arrays(self) -> dict[str, Array]:
+        """Returns all arrays by name, as stored."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def of_expert(self, expert: int) -> ExpertMoments:
+        """Returns the mean squares of an expert, drawn to those of its layer as by `OTHERS_COUNT` more tokens."""
+        own, total = float(self.tokens[expert]), max(float(self.tokens.sum(dtype=np.float64)), 1.0)
+
+        def mean(squares: Array) -> torch.Tensor:
+            of_layer = squares.sum(axis=0, dtype=np.float64) / total
+            drawn = (squares[expert] + OTHERS_COUNT * of_layer) / (own + OTHERS_COUNT)
+            return torch.from_numpy(drawn.astype(np.float32))
+
+        return ExpertMoments(mean(self.input_squares), mean(self.hidden_squares), own + OTHERS_COUNT)
+
+
+def facts_bytes(facts: ProfileFacts) -> bytes:
+    """Returns the bytes of `profile.json`, with the digest of all its other values."""
+    return canonical(dump(dataclasses.replace(facts, sha256=_digest(facts))))
+
+
+def _digest(facts: ProfileFacts) -> str:
+    return hashlib.sha256(canonical(dump(dataclasses.replace(facts, sha256="")))).hexdigest()
+
+
+class Profile:
+    """A profile that is open for reading; every file is checked against its digest when it is read.
+
+    Raises:  PackError if the profile is missing, unfinished, damaged or of another version.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise PackError(f"{folder}: no such folder{did_you_mean(folder.name, names_beside(folder))}")
+        path = folder / PROFILE_FILE
+        if not path.is_file():
+            raise PackError(
+                f"{folder}: found no {PROFILE_FILE}; this is not a profile, or it is not finished; "
+                "repeat the moe-pack profile command to finish it"
+            )
+        raw = read_small(path, _MAX_JSON_BYTES, PackError).tobytes()
+        values = parse(raw, PROFILE_FILE, PackError)
+        if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
+            raise PackError(f"{PROFILE_FILE}: expected format {FORMAT!r}, version {VERSION}; profile the model again")
+        self.facts = load(ProfileFacts, values, PROFILE_FILE, PackError)
+        if self.facts.sha256 != _digest(self.facts):
+            raise PackError(f"{PROFILE_FILE}: SHA-256 does not match its values; profile the model again")
+        text = self.facts.text
+        if text.num_held_out >= text.num_sequences or text.num_kept > text.num_sequences - text.num_held_out:
+            raise PackError(f"{PROFILE_FILE}: text: found impossible counts; profile the model again")
+        if fault := spec_fault(self.facts.model):
+            raise PackError(f"{PROFILE_FILE}: model: {fault}; profile the model again")
+        self.spec = self.facts.model
+        for file in self.facts.files:
+            check_size_and_digest(file.name, file.bytes, file.sha256, PROFILE_FILE)
+        self._files = {file.name: file for file in self.facts.files}
+        self._checked: set[str] = set()
+
+    @property
+    def layer_tokens(self) -> int:
+        """Returns the tokens of a sequence that each layer saw: all, or half of them if the model has an encoder."""
+        return stack_tokens(self.spec, self.facts.text.sequence_length)
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of tokens that each layer saw, held out or not."""
+        return self.facts.text.num_sequences * self.layer_tokens
+
+    @property
+    def num_held_out_tokens(self) -> int:
+        """Returns the number of the last of these tokens, from which predictors did not learn."""
+        return self.facts.text.num_held_out * self.layer_tokens
+
+    @property
+    def _level(self) -> Level:
+        return "fast" if self.facts.sensitivity == "fast" else "full"
+
+    def check_source_of(self, pack: Pack) -> None:
+        """Checks that a pack was made from the checkpoint of this profile, whatever neurons the pack repeats.
+
+        Raises:  PlanError if it was made from another one; PackError if the pack's account of its source is damaged.
+        """
+        spec = with_repeats(pack.spec, 0)
+        if (self.spec, self.facts.source) != (spec, packed_source_digest(pack)):
+            what = "another model" if self.spec != spec else "another checkpoint of this model"
+            raise PlanError(
+                f"{pack.folder}: was made from {what} than the profile {self.folder}; "
+                "give a pack and a profile of the same checkpoint"
+            )
+
+    def has(self, name: str) -> bool:
+        """Returns whether the profile lists this file."""
+        return name in self._files
+
+    def tokens(self) -> Tokens:
+        """Reads the tokens of the profile's text."""
+        text, arrays = self.facts.text, self._read(TOKENS_FILE)
+        shape, most = (text.num_sequences, text.sequence_length), self.spec.vocab_size - 1
+        check_arrays(arrays, {"tokens": ArrayRule("U32", shape, most=most)}, TOKENS_FILE)
+        return Tokens(text.name, arrays["tokens"].astype(np.int32), text.sha256, ())
+
+    def statistics(self, layer_idx: int) -> LayerStatistics:
+        """Reads the statistics of the `layer_idx`-th MoE layer."""
+        name = layer_file("statistics", self.spec.moe_layers[layer_idx])
+        return LayerStatistics.from_arrays(self._read(name), name, self.spec, self.num_tokens)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Returns whether the profile keeps experts' inputs for a part of the text."""
+        return self.facts.text.num_kept > 0
+
+    def inputs(self, layer_idx: int) -> ExpertInputs:
+        """Opens the inputs of the `layer_idx`-th MoE layer's experts; the caller closes them.
+
+        The file is checked against its digest only the first time.
+        """
+        name = layer_file("inputs", self.spec.moe_layers[layer_idx])
+        if name not in self._checked:
+            self._check(name)
+            self._checked.add(name)
+        return ExpertInputs(self.folder / name, self.spec, self.facts.text.num_kept * self.layer_tokens)
+
+    def kept_sequences(self) -> NDArray[np.int32]:
+        """Reads the tokens whose experts' inputs are kept, in the order of these: int32 [n, S]."""
+        text = self.facts.text
+        all_tokens = self.tokens()  # checks how many sequences there are
+        kept = kept_sequences(text.num_sequences - text.num_held_out, text.num_kept)
+        sequences: NDArray[np.int32] = all_tokens.sequences[kept.numpy()]
+        return sequences
+
+    @property
+    def calibrates(self) -> bool:
+        """Returns whether codes can be calibrated with the profile: it has inputs, or an importance file's moments."""
+        return self.has_inputs or self.facts.imatrix is not None
+
+    def moments(self, layer_idx: int) -> LayerMoments:
+        """Reads the sums of squares of the `layer_idx`-th MoE layer."""
+        if self.facts.imatrix is None:
+            counted = self.statistics(layer_idx)
+            return LayerMoments(counted.tokens, counted.input_squares, counted.hidden_squares)
+        spec, name = self.spec, layer_file("moments", self.spec.moe_layers[layer_idx])
+        E = spec.router.num_experts
+        wanted = {
+            "tokens": ArrayRule("U32", (E,)),
+            "input_squares": ArrayRule("F32", (E, spec.hidden_size), 0),
+            "hidden_squares": ArrayRule("F32", (E, spec.expert.intermediate_size), 0),
+        }
+        arrays = self._read(name)
+        check_arrays(arrays, wanted, name)
+        return LayerMoments(**arrays)
+
+    def inputs_digest(self) -> str:
+        """Returns the SHA-256 of the digests of all files of inputs, on which calibrated quantization depends."""
+        digest = hashlib.sha256()
+        for layer in self.spec.moe_layers:
+            listed = self._files.get(layer_file("inputs" if self.facts.imatrix is None else "moments", layer))
+            digest.update(b"" if listed is None else bytes.fromhex(listed.sha256))
+        return digest.hexdigest()
+
+    def rotation(self) -> RotationVectors | None:
+        """Reads the coordinates in which layers are to be stored; None if no layer is rotated."""
+        if not self.has(ROTATION_FILE):
+            return None
+        arrays, shape = self._read(ROTATION_FILE), (len(self.spec.moe_layers), self.spec.hidden_size)
+        check_arrays(
+            arrays,
+            dict.fromkeys(("input", "output"), ArrayRule("F32", shape, -_MOST_SCALE, _MOST_SCALE)),
+            ROTATION_FILE,
+        )
+        vectors = RotationVectors(**arrays)
+        if fault := rotation_fault(vectors):
+            raise PackError(f"{ROTATION_FILE}: {fault}")
+        return vectors
+
+    def paths(self) -> PathStatistics:
+        """Reads the path statistics, which were learned from all tokens that are not held out."""
+        router = self.spec.router
+        shape = (len(self.spec.moe_layers), router.num_experts, router.num_experts_per_tok)
+        return PathStatistics.from_arrays(self._read(PATHS_FILE), PATHS_FILE, *shape)
+
+    def layer_losses(self, layer: int) -> LayerLosses:
+        """Reads what changes in a decoder layer cost, multiplied by the layer's growth."""
+        losses = self.second_order_losses(layer)
+        growth = self.effects().growth[layer]
+        grown = {name: getattr(losses, name) * growth for name in ("dense", "quantized", "repeated", "sparse")}
+        return dataclasses.replace(losses, **grown)
+
+    def second_order_losses(self, layer: int) -> LayerLosses:
+        """Reads what changes in a decoder layer cost by the estimates to second order."""
+        spec, name = self.spec, layer_file("sensitivity", layer)
+        E, with_experts = spec.router.num_experts, layer in spec.moe_layers
+
+        def losses(*shape: int) -> ArrayRule:
+            return ArrayRule("F32", shape if with_experts else (0,), 0, _MOST_LOSS)
+
+        num_calibrated = len(calibrated_formats(spec.hidden_size))
+        wanted = {
+            "dense": ArrayRule("F32", (len(roundable_roles(spec, layer)), len(DENSE_WIDTHS)), 0, _MOST_LOSS),
+            "quantized": losses(E, len(MATRICES), len(WIDTHS)),
+            "repeated": losses(E, len(WIDTHS)),
+            "sparse": losses(E, len(KINDS), len(SPARSITIES)),
+            "ratios": losses(len(MATRICES), len(compared_formats(spec.hidden_size))),
+            "calibrated": losses(len(MATRICES), num_calibrated) if self.has_inputs else ArrayRule("F32", (0,)),
+        }
+        arrays = self._read(name)
+        check_arrays(arrays, wanted, name)
+        return LayerLosses(**arrays)
+
+    def effects(self) -> Effects:
+        """Reads what copies of the text measured at the model's output."""
+        copies = (min(MOST_COPIES, len(self.spec.moe_layers)), 2)
+        wanted = {
+            "growth": ArrayRule("F32", (self.spec.num_hidden_layers,), 1 / MOST_GROWTH, MOST_GROWTH),
+            "embedding": ArrayRule("F32", (len(DENSE_WIDTHS),), _LEAST_KL, _MOST_LOSS),
+            "head": ArrayRule("F32", (len(DENSE_WIDTHS),), _LEAST_KL, _MOST_LOSS),
+            "copies": ArrayRule("F32", copies),
+            "nll_per_kl": ArrayRule("F32", (1,), 0, _MOST_LOSS),
+        }
+        arrays = self._read(EFFECTS_FILE)
+        check_arrays(arrays, wanted, EFFECTS_FILE)
+        return Effects(**arrays)
+
+    def has_predictors(self, layer_idx: int) -> bool:
+        """Returns whether the profile has predictors of the `layer_idx`-th MoE layer."""
+        return self.has(layer_file("predictors", self.spec.moe_layers[layer_idx]))
+
+    def predictors(self, layer_idx: int) -> LayerPredictors:
+        """Reads the predictors of the `layer_idx`-th MoE layer, which is not the first of its stack."""
+        name = layer_file("predictors", self.spec.moe_layers[layer_idx])
+        return LayerPredictors.from_arrays(self._read(name), name)
+
+    def exact(self) -> dict[str, Array]:
+        """Reads EdgeMoE's own measure: the arrays of `ExactPass.losses`."""
+        arrays = self._read(EXACT_FILE)
+        shape = (len(self.spec.moe_layers), self.spec.router.num_experts)
+        check_arrays(arrays, {"losses": ArrayRule("F32", shape), "base": ArrayRule("F32", (1,))}, EXACT_FILE)
+        return arrays
+
+    def _read(self, name: str) -> dict[str, Array]:
+        self._check(name)
+        return read_all_arrays(self.folder / name)
+
+    def _check(self, name: str) -> None:
+        """Refuses a file that is not listed or whose bytes changed."""
+        listed = self._files.get(name)
+        if listed is None:
+            if self.facts.imatrix is not None:
+                raise PackError(
+                    f"{self.folder}: the profile was made from an importance file, which lacks what {name} has; "
+                    "profile the model on text: moe-pack profile without --imatrix"
+                )
+            raise PackError(
+                f"{self.folder}: the profile has no {name}; profile the model with the options that measure it"
+            )
+        with RangeReader(self.folder / name, PackError) as reader:
+            if reader.num_bytes != listed.bytes or reader.sha256() != listed.sha256:
+                raise PackError(f"{name}: SHA-256 does not match {PROFILE_FILE}; profile the model again")
+
+
+def check_same_source(profile: Profile, checkpoint: Checkpoint) -> None:
+    """Checks that a profile was made from this checkpoint.
+
+    Raises:  PlanError if it was made from another one.
+    """
+    if (profile.spec, profile.facts.source) != (checkpoint.spec, source_digest(checkpoint)):
+        raise PlanError(f"--profile {profile.folder}: the profile is of another checkpoint; profile this one")
+
+
+def hottest_first(
+    profile: Profile, checkpoint: Checkpoint, selector: Selector, sparsity: NDArray[np.float64]
+) -> NDArray[np.uint32]:
+    """Returns the order of every expert's neurons: `order[l, e, j]` is the source's neuron of row `j`, u32 [L, E, f].
+
+    Neurons that run most often come first, so that fast memory can hold the useful part of an expert.
+    Meaning: by falling share of calibration tokens for which the neuron runs with this selector and the expert's
+             sparsity; equal ones by number.
+    Args:    sparsity: float64 [L, E].
+    Raises:  PlanError if the profile is of another checkpoint.
+    """
+    check_same_source(profile, checkpoint)
+    kind_idx = KINDS.index("both" if selector == "none" else selector)
+    shape = (*sparsity.shape, profile.spec.expert.intermediate_size)
+    orders = np.empty(shape, np.uint32)
+    for layer_idx, layer in enumerate(sparsity):
+        statistics = profile.statistics(layer_idx)
+        for share in np.unique(layer).tolist():
+            at_share = layer == share
+            shares = statistics.hot_share(kind_idx, share)[at_share]  # [experts with this sparsity, f]
+            orders[layer_idx, at_share] = np.argsort(-shares, axis=1, kind="stable")
+    return orders

@@ -1,0 +1,297 @@
+"""Options of commands as dataclass fields, and the protocol by which long work reports its progress.
+
+An option is spelled once: as a field of the dataclass that carries it. The field's metadata describes the option:
+`field(default=0.8, metadata=option("--temperature", help="..."))`. The field's type and default are the option's.
+`formats/base/cli.py` derives the command line from these fields; this file does not import click.
+
+If a field's type is another dataclass with options, the command gets these options too. If such a field may be None, it
+is None unless the user gives its option without a default, or one that `begins` it too. A class may have a method
+`check`, which is called once all its options are read.
+
+Long work reports its progress in stages, one after another. Sizes in bytes, which many options are, are formatted and
+parsed here too, and times. For a name that is not known, `did_you_mean` finds similar ones.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+from moe_pack.formats.base.errors import PackError
+
+Work = TypeVar("Work")
+_KEY = "option"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = ("", "K", "M", "G", "T")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a command line; the function `option` documents the fields."""
+
+    flags: tuple[str, ...]
+    help: str
+    metavar: str | None
+    least: float | None
+    most: float | None
+    choices: tuple[str, ...]
+    parse: Callable[[str], Any] | None
+    default_text: str | None
+    path: Literal["any", "file", "folder"]
+    mark: str | None
+    begins: bool
+    instead: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """The flag that messages name: the first long flag."""
+        long = next(flag for flag in self.flags if flag.startswith("--"))
+        return long.partition("/")[0]
+
+
+def option(
+    *flags: str,
+    help: str,  # noqa: A002  # as click calls it
+    metavar: str | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    choices: tuple[str, ...] = (),
+    parse: Callable[[str], Any] | None = None,
+    default_text: str | None = None,
+    path: Literal["any", "file", "folder"] = "any",
+    mark: str | None = None,
+    begins: bool = False,
+    instead: Mapping[str, str] | None = None,
+) -> Mapping[str, Option]:
+    """Returns a field's metadata: the option that sets the field.
+
+    A `bool` is a flag, which turns the field's default around; a `Literal` is a choice; a `Path` is a path; a `TextIO`
+    is a UTF-8 file or `-`. Help shows the default, unless it is None or `help` has "[default: ...]" itself.
+
+    Args:    flags: `--output`, `-o`, or `--inputs/--no-inputs`.   least, most: bounds of a number, both allowed.
+             choices: the allowed texts, if the field's type does not list them.   parse: makes the field's value from
+             the text; raises ValueError with a message that says what it expects.   default_text: the default as a
+             user would type it, if there is a `parse`.   path: what a path may lead to, if it exists.
+             mark: a word by which `given` selects options.   begins: whether a dataclass that may be None is there if
+             this option of it is given; its option without a default is then None.   instead: what to do for texts that
+             are no choice, but are known.
+    """
+    others = {} if instead is None else instead
+    return {_KEY: Option(flags, help, metavar, least, most, choices, parse, default_text, path, mark, begins, others)}
+
+
+def option_of(field: "Field[Any]") -> Option | None:
+    """Returns the option that sets a field; None if the command line does not set it."""
+    return cast("Option | None", field.metadata.get(_KEY))
+
+
+def given(options: object, mark: str | None = None) -> list[str]:
+    """Lists the names of the options whose fields differ from their defaults, those of nested dataclasses included.
+
+    Args:    mark: restricts the list to options that carry this mark.
+    """
+    assert is_dataclass(options), "options are fields of a dataclass"
+    names: list[str] = []
+    for field in fields(options):
+        value, spelled = getattr(options, field.name), option_of(field)
+        if spelled is not None:
+            differs = field.default is MISSING or value != field.default
+            if differs and mark in (None, spelled.mark):
+                names.append(spelled.name)
+        elif is_dataclass(value):
+            names += given(value, mark)
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of `count` processes that do the same work over the same folder; `index` counts from 1."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def of(cls, text: str) -> "Part":
+        """Returns the part that `I/N` means.
+
+        Raises:  ValueError if it means none.
+        """
+        index, slash, count = text.partition("/")
+        if not slash or not index.isdecimal() or not count.isdecimal() or not 1 <= int(index) <= int(count):
+            raise ValueError(f"found {text!r}, expected I/N with I from 1 to N, such as 1/3")
+        return cls(int(index), int(count))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @property
+    def suffix(self) -> str:
+        """Returns what the names of files end with that only this part writes."""
+        return f"-{self.index}-of-{self.count}"
+
+    def owns(self, number: int) -> bool:
+        """Returns whether this part does the `number`-th piece of work before others do."""
+        return number % self.count == self.index - 1
+
+    def apart(self, missing: Sequence[Work]) -> list[Work]:
+        """Returns work that other parts have left, last first, from another place for each part."""
+        start = (self.index - 1) * len(missing) // self.count
+        falling = list(reversed(missing))
+        return falling[start:] + falling[:start]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Work of a stage whose units take about the same time.
+
+    `name`: as `advance` names it.   `total`: its units.   `done`: those that an earlier run has done.   `cost`: the
+    time of a unit, compared with units of the stage's other kinds; it counts until the kind's own time is measured.
+    """
+
+    name: str
+    total: int
+    done: int = 0
+    cost: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of long work.
+
+    `total`: its size, in `unit` ("B" for bytes; empty for things that are counted); 0 if nobody knows it.   `done`: how
+    much of it an earlier run has done.   `seconds`: an estimate of the time that is left; 0 if there is none.   `note`:
+    a line that announces the stage; empty for its size.   `kinds`: if units take unlike times, the kinds of work that
+    `total` and `done` consist of; empty if there is one.
+    """
+
+    name: str
+    total: int
+    unit: str = ""
+    done: int = 0
+    seconds: float = 0.0
+    note: str = ""
+    kinds: tuple[Kind, ...] = ()
+
+    @classmethod
+    def of_kinds(cls, name: str, kinds: Sequence[Kind], note: str, seconds: float = 0.0) -> "Stage":
+        """Returns a stage of several kinds of work."""
+        assert len({kind.name for kind in kinds}) == len(kinds), "each kind has a name of its own"
+        total, done = sum(kind.total for kind in kinds), sum(kind.done for kind in kinds)
+        return cls(name, total, done=done, seconds=seconds, note=note, kinds=tuple(kinds))
+
+
+class Progress(Protocol):
+    """The receiver of progress reports from long work."""
+
+    def begin(self, stage: Stage) -> None:
+        """Begins a stage. The stage before must have ended."""
+        ...
+
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
+        """Adds `amount`, in the stage's unit, to the work that is done. Only one thread may call it at a time.
+
+        Args:    what: the work that was done, in a few words.   kind: which of the stage's kinds it was, if it has any.
+        """
+        ...
+
+    def end(self) -> None:
+        """Ends the stage."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Shows a line, within a stage or between two."""
+        ...
+
+
+class _NoProgress:
+    """Progress that is not shown."""
+
+    def begin(self, stage: Stage) -> None: ...
+
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None: ...
+
+    def end(self) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+
+NO_PROGRESS: Progress = _NoProgress()
+
+
+@contextmanager
+def stage_of(progress: Progress, name: str) -> Iterator[None]:
+    """Reports what the `with` does as a stage whose size nobody knows."""
+    progress.begin(Stage(name, 0))
+    yield
+    progress.end()
+
+
+def time_text(seconds: float) -> str:
+    """Returns seconds as text for people: 0.4 s, 12 s, 3 min, 2.5 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def size_text(num_bytes: float) -> str:
+    """Returns bytes as text: 1023 B, 4.2 KiB, 26.1 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
+
+
+def parse_size(text: str) -> int | None:
+    """Returns the bytes in a text such as 11G, 1.5 GiB or 800m (powers of 1024); None if it is not a size."""
+    match = _SIZE.fullmatch(text.strip())
+    return None if match is None else int(float(match[1]) * 1024 ** _UNITS.index(match[2].upper()))
+
+
+def read_size(text: str) -> int:
+    """Returns the bytes that `11G`, `512M`, `1.5g`, `64K` or `1048576` stand for: G is 2^30.
+
+    Raises:  ValueError if it is none of these.
+    """
+    num_bytes = parse_size(text)
+    if not num_bytes:
+        raise ValueError(f"found {text!r}, expected a size such as 11G, 1.5G or 512M")
+    return num_bytes
+
+
+def did_you_mean(name: str, known: Iterable[str], more: str = "") -> str:
+    """Returns `; did you mean this or that?` with at most three known names that are similar, and `more` after it.
+
+    Returns an empty text if there is nothing to say.
+    """
+    from difflib import get_close_matches
+
+    by_lower = {each.lower(): each for each in known}
+    similar = [by_lower[match] for match in get_close_matches(name.lower(), by_lower, cutoff=0.7)]
+    question = f"did you mean {' or '.join(filter(None, [', '.join(similar[:-1]), *similar[-1:]]))}?" if similar else ""
+    said = " ".join(filter(None, [question, more]))
+    return f"; {said}" if said else ""
+
+
+def names_beside(path: Path, suffix: str | None = None) -> list[str]:
+    """Returns the names of folders, and of files with a suffix, in the folder of a path that need not exist."""
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    return [each.name for each in beside if each.is_dir() or each.suffix == suffix]
+
+
+def check_is_folder(path: Path) -> None:
+    """Checks that the path of a pack is a folder.
+
+    Raises:  PackError if it is missing or a file, which a checkpoint in GGUF is.
+    """
+    if path.is_file():
+        raise PackError(
+            f"{path}: is a file, but a pack is a folder; make a pack of a checkpoint first: moe-pack convert {path} "
+            "-o packed/"
+        )
+    if not path.is_dir():
+        raise PackError(f"{path}: no such folder{did_you_mean(path.name, names_beside(path))}")

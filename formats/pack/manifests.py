@@ -1,0 +1,613 @@
+"""The tables of a pack: `index.safetensors`, thresholds, order, rotation, `manifest.json` and `source.json`.
+
+The index has the facts of every expert as arrays `[L, E]`: L MoE layers of E experts. Formats are stored in the order
+gate, up, down. Every array is checked as a whole; offsets and sizes must be those that follow from the formats
+(`layout`).
+
+The manifest says what the pack is, which files it has, and the digests that prove them. It has no time, host, number of
+workers or measurement, so that the same conversion makes the same bytes. `source.json` says what became of every tensor
+of the checkpoint. docs/pack.md specifies all of them.
+"""
+
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats.base import json_files
+from moe_pack.formats.base.errors import PackError
+from moe_pack.formats.base.json_files import check_seal, sealed
+from moe_pack.formats.pack.layouts import DENSE_FILE, UNUSED_FILE, PackLayout, experts_file, ngrams_file
+from moe_pack.formats.pack.plans import Codec, ExpertFormat, PartFormat, Plan, Quantizer, format_fault
+from moe_pack.formats.pack.safetensors import DTYPE_BYTES, assemble
+from moe_pack.formats.parts.added import added
+from moe_pack.formats.parts.specs import MATRICES, ModelSpec, Selector, spec_fault
+
+INDEX_FILE = "index.safetensors"
+THRESHOLDS_FILE = "thresholds.safetensors"
+NEW_THRESHOLDS_FILE = f"{THRESHOLDS_FILE}.new"  # during a rewrite (`writer`)
+ORDER_FILE = "order.safetensors"
+ROTATION_FILE = "rotation.safetensors"
+
+NO_PART = 0  # codec of a matrix that the expert does not have
+_CODEC_IDS: dict[Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5, "trellis": 6}
+_CODEC_NAMES = {number: name for name, number in _CODEC_IDS.items()}
+_NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F32": "<f4"}
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """The digests of an extent's bytes: CRC-32 for running, SHA-256 for `verify`."""
+
+    crc32: int
+    sha256: bytes
+
+
+# Name and dtype of each array of the index, and its dimensions after [L, E].
+_INDEX_ARRAYS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+    ("offset", "U64", ()),
+    ("size", "U64", ()),
+    ("selector_row_bytes", "U32", ()),
+    ("record_row_bytes", "U32", ()),
+    ("crc32", "U32", ()),
+    ("group", "U16", (3,)),
+    ("codec", "U8", (3,)),
+    ("width", "U8", (3,)),
+    ("scale_bits", "U8", (3,)),
+    ("sha256", "U8", (32,)),
+)
+
+
+def index_bytes(layout: PackLayout, plan: Plan, digests: Mapping[tuple[int, int], Digests]) -> bytes:
+    """Returns the bytes of a pack's `index.safetensors`.
+
+    Args:    digests: by MoE layer index and expert.
+    """
+    L, E = len(layout.experts), layout.spec.router.num_experts
+    arrays = {name: np.zeros((L, E, *tail), _NUMPY_DTYPES[dtype]) for name, dtype, tail in _INDEX_ARRAYS}
+    for l in range(L):
+        for e in range(E):
+            expert = layout.experts[l][e]
+            arrays["offset"][l, e] = layout.offsets[l][e]
+            arrays["size"][l, e] = expert.num_bytes
+            arrays["selector_row_bytes"][l, e] = expert.selector.row_bytes if expert.selector else 0
+            arrays["record_row_bytes"][l, e] = expert.records.row_bytes
+            arrays["crc32"][l, e] = digests[l, e].crc32
+            arrays["sha256"][l, e] = np.frombuffer(digests[l, e].sha256, np.uint8)
+            for m, matrix in enumerate(MATRICES):
+                part = plan.experts[l][e].of(matrix)
+                if part is not None:
+                    arrays["codec"][l, e, m] = _CODEC_IDS[part.codec]
+                    arrays["width"][l, e, m] = part.width
+                    arrays["group"][l, e, m] = part.group
+                    arrays["scale_bits"][l, e, m] = part.scale_bits
+    return assemble((name, dtype, arrays[name].shape, arrays[name].tobytes()) for name, dtype, _ in _INDEX_ARRAYS)
+
+
+def thresholds_bytes(thresholds: NDArray[np.float32]) -> bytes:
+    """Returns the bytes of `thresholds.safetensors` for thresholds `[L, E]`."""
+    return assemble([("threshold", "F32", thresholds.shape, thresholds.astype("<f4").tobytes())])
+
+
+def order_bytes(order: NDArray[np.uint32]) -> bytes:
+    """Returns the bytes of `order.safetensors`: in `[L, E, f]`, `order[l, e, j]` is the source's neuron in row `j`."""
+    return assemble([("order", "U32", order.shape, order.astype("<u4").tobytes())])
+
+
+def read_arrays(
+    raw: bytes, entries: Mapping[str, Any], place: str, wanted: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, Array]:
+    """Returns the arrays of a small safetensors file, which must be exactly those of `wanted`.
+
+    Args:    entries: the file's `TensorEntry` by name.   wanted: dtype and shape by name.
+    Raises:  PackError for an array that is missing, unknown, or of another dtype or shape.
+    """
+    for name in entries:
+        if name not in wanted and not name.startswith("pad."):
+            raise PackError(f"{place}: unknown tensor {name!r}")
+    arrays = {}
+    for name, (dtype, shape) in wanted.items():
+        entry = entries.get(name)
+        if entry is None:
+            raise PackError(f"{place}: tensor {name!r} is missing")
+        if entry.dtype != dtype or entry.shape != shape:
+            raise PackError(
+                f"{place}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {dtype} {list(shape)}"
+            )
+        flat = np.frombuffer(raw, _NUMPY_DTYPES[dtype], entry.num_bytes // DTYPE_BYTES[dtype], entry.offset)
+        arrays[name] = flat.reshape(shape)
+    return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The checked index of a pack: arrays `[L, E]`, and `experts[l][e]` as formats."""
+
+    offset: Array
+    size: Array
+    crc32: Array
+    sha256: Array
+    experts: tuple[tuple[ExpertFormat, ...], ...]
+    _row_bytes: tuple[Array, Array]
+
+    def check_layout(self, layout: PackLayout) -> None:
+        """Checks that offsets and sizes are those that follow from the formats.
+
+        Raises:  PackError that names the first expert where they differ.
+        """
+        experts = layout.experts
+        wanted = {
+            "offset": (self.offset, [list(layer) for layer in layout.offsets]),
+            "size": (self.size, [[e.num_bytes for e in layer] for layer in experts]),
+            "selector_row_bytes": (
+                self._row_bytes[0],
+                [[e.selector.row_bytes if e.selector else 0 for e in layer] for layer in experts],
+            ),
+            "record_row_bytes": (self._row_bytes[1], [[e.records.row_bytes for e in layer] for layer in experts]),
+        }
+        for name, (stored, expected) in wanted.items():
+            wrong = np.argwhere(stored != np.array(expected, stored.dtype))
+            if wrong.size:
+                l, e = (int(number) for number in wrong[0])
+                raise PackError(
+                    f"{INDEX_FILE}: {name} of layer {l} expert {e} is {stored[l, e]}, expected {expected[l][e]}"
+                )
+
+
+def read_index(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> Index:
+    """Reads the bytes of `index.safetensors` and checks its formats against the model.
+
+    Raises:  PackError for arrays that are missing or have another shape, and for unknown codecs, widths or groups.
+    """
+    shape = (len(spec.moe_layers), spec.router.num_experts)
+    wanted = {name: (dtype, (*shape, *tail)) for name, dtype, tail in _INDEX_ARRAYS}
+    arrays = read_arrays(raw, entries, INDEX_FILE, wanted)
+    facts = np.stack([arrays[name].astype(np.int64) for name in ("codec", "width", "group", "scale_bits")], axis=3)
+    distinct, numbers = np.unique(facts.reshape(-1, 3, 4), axis=0, return_inverse=True)
+    formats = [_expert_format(row, spec) for row in distinct.tolist()]
+    experts = tuple(tuple(formats[n] for n in layer) for layer in numbers.reshape(shape).tolist())
+    rows = (arrays["selector_row_bytes"], arrays["record_row_bytes"])
+    return Index(arrays["offset"], arrays["size"], arrays["crc32"], arrays["sha256"], experts, rows)
+
+
+def _expert_format(facts: list[list[int]], spec: ModelSpec) -> ExpertFormat:
+    parts: dict[str, PartFormat | None] = {}
+    for matrix, (codec, width, group, scale_bits) in zip(MATRICES, facts, strict=True):
+        if codec == NO_PART and matrix not in spec.expert.matrices:
+            parts[matrix] = None
+            continue
+        name = _CODEC_NAMES.get(codec)
+        if name is None or matrix not in spec.expert.matrices:
+            raise PackError(f"{INDEX_FILE}: unknown codec {codec} for {matrix}")
+        part = PartFormat(name, width, group, scale_bits)
+        fault = format_fault(part, spec.hidden_size)
+        if fault:
+            raise PackError(f"{INDEX_FILE}: format of {matrix}: {fault}")
+        parts[matrix] = part
+    up, down = parts["up"], parts["down"]
+    assert up is not None and down is not None, "every expert has up and down"
+    return ExpertFormat(parts["gate"], up, down)
+
+
+def read_thresholds(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.float32]:
+    """Reads thresholds `[L, E]`, which must be finite and not negative.
+
+    Raises:  PackError that names the first wrong one.
+    """
+    shape = (len(spec.moe_layers), spec.router.num_experts)
+    thresholds = read_arrays(raw, entries, THRESHOLDS_FILE, {"threshold": ("F32", shape)})["threshold"]
+    fault = thresholds_fault(thresholds)
+    if fault:
+        raise PackError(f"{THRESHOLDS_FILE}: {fault}")
+    return thresholds
+
+
+def thresholds_fault(thresholds: NDArray[np.float32]) -> str:
+    """Returns what is wrong with the first wrong threshold of `[L, E]`; empty if all are right."""
+    wrong = np.argwhere(~(np.isfinite(thresholds) & (thresholds >= 0)))
+    if not wrong.size:
+        return ""
+    l, e = wrong[0]
+    return f"threshold of layer {l} expert {e} is {thresholds[l, e]}, expected a number of 0 or more"
+
+
+def read_order(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.uint32]:
+    """Reads the neuron order `[L, E, f]`: a permutation for each expert in which `repeats` neurons stand twice.
+
+    Raises:  PackError that names the first expert whose order is another.
+    """
+    shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
+    order = read_arrays(raw, entries, ORDER_FILE, {"order": ("U32", shape)})["order"]
+    fault = order_fault(order, spec.expert.source_size)
+    if fault:
+        raise PackError(f"{ORDER_FILE}: {fault}")
+    return order
+
+
+def order_fault(order: NDArray[np.uint32], num_neurons: int) -> str:
+    """Returns which expert of `[L, E, f]` is the first with a wrong order; empty if all are right.
+
+    All of `num_neurons` must be in an order, each once or twice.
+    """
+    for l, layer in enumerate(order):  # a layer at a time: sorting copies it
+        rows = np.sort(layer, axis=1)
+        steps = np.diff(rows.astype(np.int64), axis=1)
+        wrong = (rows[:, 0] != 0) | (rows[:, -1] != num_neurons - 1) | (steps > 1).any(axis=1)
+        wrong |= ((steps[:, 1:] == 0) & (steps[:, :-1] == 0)).any(axis=1)
+        if wrong.any():
+            twice = f", {rows.shape[1] - num_neurons} of them twice" if rows.shape[1] > num_neurons else ""
+            return f"order of layer {l} expert {np.argmax(wrong)} is not a permutation of {num_neurons} neurons{twice}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotationVectors:
+    """The vectors of the rotated coordinates in which layers store their experts: f32 [L, d] each.
+
+    A layer's experts get `R (input * x)`, and `output * R y` is added for their weighted sum y; the rotation R is fixed
+    (docs/model.md). The rows of a layer that is not rotated are zeros.
+    """
+
+    input: NDArray[np.float32]
+    output: NDArray[np.float32]
+
+    def is_rotated(self, layer_idx: int) -> bool:
+        """Returns whether a MoE layer's experts are stored in rotated coordinates."""
+        return bool(self.input[layer_idx].any())
+
+    def layers(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Returns the decoder layers that are rotated, rising."""
+        return tuple(layer for layer_idx, layer in enumerate(spec.moe_layers) if self.is_rotated(layer_idx))
+
+
+def rotation_bytes(vectors: RotationVectors) -> bytes:
+    """Returns the bytes of `rotation.safetensors`."""
+    arrays = (("input", vectors.input), ("output", vectors.output))
+    return assemble((name, "F32", array.shape, array.astype("<f4").tobytes()) for name, array in arrays)
+
+
+def read_rotation(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> RotationVectors:
+    """Reads the vectors of rotated layers.
+
+    Raises:  PackError that names the first layer whose vectors are not allowed.
+    """
+    shape = (len(spec.moe_layers), spec.hidden_size)
+    arrays = read_arrays(raw, entries, ROTATION_FILE, {"input": ("F32", shape), "output": ("F32", shape)})
+    vectors = RotationVectors(arrays["input"].copy(), arrays["output"].copy())  # the file's bytes are not kept
+    fault = rotation_fault(vectors)
+    if fault:
+        raise PackError(f"{ROTATION_FILE}: {fault}")
+    return vectors
+
+
+def rotation_fault(vectors: RotationVectors) -> str:
+    """Returns what is wrong with the first wrong vector; empty if all are right and at least one layer is rotated."""
+    for l in range(len(vectors.input)):
+        rotated = vectors.is_rotated(l)
+        for name, values in (("input", vectors.input[l]), ("output", vectors.output[l])):
+            wrong = ~np.isfinite(values) | (values == 0) if rotated else values != 0
+            if wrong.any():
+                i = int(np.argmax(wrong))
+                expected = "a finite number other than 0" if rotated else "0, because input is all zeros"
+                return f"{name} {i} of layer {l} is {values[i]}, expected {expected}"
+    return "" if vectors.input.any() else "no layer is rotated; a pack without rotated layers has no such file"
+
+
+MANIFEST_FILE = "manifest.json"
+SOURCE_FILE = "source.json"
+FORMAT: Literal["moe-pack"] = "moe-pack"
+VERSION = 3
+MAX_MANIFEST_BYTES = 1_000_000
+MAX_SMALL_BYTES = 256 << 20  # of a copied file, and of the source account
+_INDEX_ENTRY_BYTES = 128  # more than an expert has in the index
+FEATURES = frozenset(
+    {
+        "affine",
+        "bf16",
+        "byte_scales",
+        "dense_rows",
+        "e5m2",
+        "fp8",
+        "mxfp4",
+        "ngrams",
+        "repeated",
+        "rotated",
+        "trellis",
+        "unused",
+    }
+)
+REQUIRED_FILES = (INDEX_FILE, DENSE_FILE, THRESHOLDS_FILE, ORDER_FILE, SOURCE_FILE)
+COPIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ContentFile:
+    """A file with one digest for all its bytes."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFile:
+    """The file of a layer's experts. The digest is of its header; the index has a digest for each extent."""
+
+    name: str
+    bytes: int
+    header_bytes: int
+    header_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedDense:
+    """A dense matrix `[rows, cols]` stored in the row layout, one part called `weight`."""
+
+    name: str
+    rows: int
+    cols: int
+    format: PartFormat
+
+
+@dataclass(frozen=True, slots=True)
+class PackageVersion:
+    """A package that decided some of the bytes."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The bytes of a pack by part. `content` counts all files but the manifest; the other parts add up to it.
+
+    `headers`: of the expert files.   `padding`: between extents.   `tables`: index, thresholds, order, rotation, source
+    account.   `copied`: the source's small files.   `unused`: tensors that are not run.   `ngrams`: the files of n-gram
+    tables.
+    """
+
+    selectors: int
+    records: int
+    extra: int
+    padding: int
+    headers: int
+    dense: int
+    tables: int
+    copied: int
+    content: int
+    unused: int = added(0)
+    ngrams: int = added(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The manifest. `conversion`: the digest of source, plan and versions.   `root`: the digest of the content."""
+
+    format: Literal["moe-pack"]
+    version: int
+    features: tuple[str, ...]
+    model: ModelSpec
+    selector: Selector
+    quantizer: Quantizer
+    made_with: tuple[PackageVersion, ...]
+    conversion: str
+    dense: tuple[QuantizedDense, ...]
+    files: tuple[ContentFile, ...]
+    expert_files: tuple[ExpertFile, ...]
+    totals: Totals
+    root: str
+    sha256: str
+
+
+def root_digest(files: tuple[ContentFile, ...], expert_files: tuple[ExpertFile, ...]) -> str:
+    """Returns the SHA-256 of one line a file, sorted by name: digest (of the header, for experts), bytes, name."""
+    lines = [(file.name, f"{file.sha256} {file.bytes} {file.name}\n") for file in files]
+    lines += [(file.name, f"{file.header_sha256} {file.bytes} {file.name}\n") for file in expert_files]
+    return hashlib.sha256("".join(line for _, line in sorted(lines)).encode("ascii")).hexdigest()
+
+
+def root_without_thresholds(manifest: Manifest) -> str:
+    """Returns the root digest of all files but the thresholds. It stays the same when thresholds are rewritten."""
+    files = tuple(file for file in manifest.files if file.name != THRESHOLDS_FILE)
+    return root_digest(files, manifest.expert_files)
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Returns the bytes of `manifest.json`: canonical JSON with its own digest in the last key, `sha256`."""
+    values = json_files.dump(manifest)
+    del values["sha256"]
+    return sealed(values)
+
+
+def read_manifest(raw: bytes) -> Manifest:
+    """Reads the bytes of `manifest.json` and checks digest, version, features, names, totals and root.
+
+    Raises:  PackError for the first fault.
+    """
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise PackError(f"{MANIFEST_FILE}: {len(raw)} bytes, at most {MAX_MANIFEST_BYTES}")
+    values = json_files.parse(raw, MANIFEST_FILE, PackError)
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise PackError(f"{MANIFEST_FILE}: found no format 'moe-pack'; this folder is not a pack")
+    if values.get("version") != VERSION:
+        raise PackError(
+            f"{MANIFEST_FILE}: format version {values.get('version')!r}, this program reads {VERSION}; "
+            "use the version of moe-pack that wrote it, or convert again"
+        )
+    features = values.get("features")
+    for feature in features if isinstance(features, list) else []:
+        if not isinstance(feature, str) or feature not in FEATURES:
+            raise PackError(
+                f"{MANIFEST_FILE}: requires feature {feature!r}, which this version does not know; use a newer moe-pack"
+            )
+    check_seal(raw, MANIFEST_FILE)
+    manifest = json_files.load(Manifest, values, MANIFEST_FILE, PackError)
+    _check_files(manifest)
+    _check_meaning(manifest)
+    return manifest
+
+
+def _check_files(manifest: Manifest) -> None:
+    names = [file.name for file in manifest.files] + [file.name for file in manifest.expert_files]
+    twice = next((name for name, number in Counter(names).items() if number > 1), None)
+    if twice is not None:
+        raise PackError(f"{MANIFEST_FILE}: file {twice!r} is listed twice")
+    tables = table_files(manifest.model)
+    for file in manifest.files:
+        if file.name not in (*REQUIRED_FILES, *COPIED_FILES, UNUSED_FILE, ROTATION_FILE, *tables):
+            raise PackError(f"{MANIFEST_FILE}: unknown file {file.name!r}")
+        check_size_and_digest(file.name, file.bytes, file.sha256)
+    if (ROTATION_FILE in names) != ("rotated" in manifest.features):
+        raise PackError(f"{MANIFEST_FILE}: feature 'rotated' and file {ROTATION_FILE!r} must be present together")
+    for required in (*REQUIRED_FILES, *tables):
+        if required not in names:
+            raise PackError(f"{MANIFEST_FILE}: file {required!r} is not listed")
+    expected = [experts_file(layer) for layer in manifest.model.moe_layers]
+    for expert_file, name in zip(manifest.expert_files, expected, strict=False):
+        if expert_file.name != name:
+            raise PackError(f"{MANIFEST_FILE}: found expert file {expert_file.name!r}, expected {name!r}")
+        check_size_and_digest(expert_file.name, expert_file.bytes, expert_file.header_sha256)
+    if len(manifest.expert_files) != len(expected):
+        raise PackError(
+            f"{MANIFEST_FILE}: {len(manifest.expert_files)} expert files, expected {len(expected)}: one for each "
+            "MoE layer"
+        )
+
+
+def table_files(spec: ModelSpec) -> tuple[str, ...]:
+    """Returns the names of the files of a model's n-gram tables."""
+    return () if spec.ngrams is None else tuple(map(ngrams_file, spec.ngrams.layers))
+
+
+def check_size_and_digest(name: str, num_bytes: int, digest: str, place: str = MANIFEST_FILE) -> None:
+    """Checks what the file `place` lists of another file: its size, and a digest.
+
+    Raises:  PackError if no file can have them.
+    """
+    if not 0 <= num_bytes < 2**62:
+        raise PackError(f"{place}: file {name!r} has {num_bytes} bytes, expected 0 to 2^62 - 1")
+    if not _HEX.fullmatch(digest):
+        raise PackError(f"{place}: digest of {name!r} is not 64 hexadecimal digits")
+
+
+def _check_meaning(manifest: Manifest) -> None:
+    fault = spec_fault(manifest.model)
+    if fault:
+        raise PackError(f"{MANIFEST_FILE}: model: {fault}")
+    for file in manifest.files:
+        most = _most_bytes(file.name, manifest.model)
+        if most is not None and file.bytes > most:
+            raise PackError(f"{MANIFEST_FILE}: file {file.name!r} has {file.bytes:,} bytes, at most {most:,}")
+    if (manifest.model.expert.repeats > 0) != ("repeated" in manifest.features):
+        raise PackError(f"{MANIFEST_FILE}: feature 'repeated' and repeats of experts must be present together")
+    if (manifest.model.ngrams is not None) != ("ngrams" in manifest.features):
+        raise PackError(f"{MANIFEST_FILE}: feature 'ngrams' and ngrams of the model must be present together")
+    stored = [dense.name for dense in manifest.dense]
+    if len(set(stored)) != len(stored):
+        raise PackError(f"{MANIFEST_FILE}: dense: a name is listed twice")
+    if manifest.root != root_digest(manifest.files, manifest.expert_files):
+        raise PackError(f"{MANIFEST_FILE}: root digest does not match the files listed")
+    totals = json_files.dump(manifest.totals)
+    content = totals.pop("content")
+    for name, num_bytes in totals.items():
+        if num_bytes < 0:
+            raise PackError(f"{MANIFEST_FILE}: totals: {name} is {num_bytes}, expected 0 or more")
+    listed = sum(file.bytes for file in manifest.files) + sum(file.bytes for file in manifest.expert_files)
+    if content != listed or content != sum(totals.values()):
+        raise PackError(f"{MANIFEST_FILE}: totals give {content} bytes of content, the files listed have {listed}")
+
+
+def _most_bytes(name: str, spec: ModelSpec) -> int | None:
+    """Returns the most bytes that a file may have which is read whole; None for those that are read in parts."""
+    if name in (*COPIED_FILES, SOURCE_FILE):
+        return MAX_SMALL_BYTES
+    if name in (INDEX_FILE, THRESHOLDS_FILE, ORDER_FILE, ROTATION_FILE):
+        of_experts = spec.router.num_experts * (_INDEX_ENTRY_BYTES + 4 * spec.expert.intermediate_size)
+        return MAX_MANIFEST_BYTES + len(spec.moe_layers) * (of_experts + 8 * spec.hidden_size)
+    return None
+
+
+Fate = Literal["packed", "resident", "table", "scales", "unused", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A shard: its size, and the SHA-256 of its safetensors header."""
+
+    name: str
+    bytes: int
+    header_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor and its fate. `reason` says why it is unused or dropped, and is empty for other fates.
+
+    `weights`: the number of the model's weights in it, if that is not the usual one: of words with packed codes, and of
+    a tensor of which the model uses a part.   `decoded_from`: the type in the source's file, if `dtype` is that of
+    values decoded from it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    fate: Fate
+    reason: str
+    weights: int | None = added(None)
+    decoded_from: str | None = added(None)
+
+    @property
+    def num_weights(self) -> int:
+        """The number of the model's weights in it: none in scales, usually one an element, two in MXFP4 codes."""
+        if self.fate not in ("packed", "resident", "table"):
+            return 0
+        return math.prod(self.shape) * (2 if self.dtype == "U8" else 1) if self.weights is None else self.weights
+
+
+@dataclass(frozen=True, slots=True)
+class SourceAccount:
+    """All shards and all tensors of a checkpoint, each sorted by name."""
+
+    files: tuple[SourceFile, ...]
+    tensors: tuple[SourceTensor, ...]
+
+
+def account_bytes(files: Iterable[SourceFile], tensors: Iterable[SourceTensor]) -> bytes:
+    """Returns the bytes of `source.json`."""
+    account = SourceAccount(
+        tuple(sorted(files, key=lambda file: file.name)), tuple(sorted(tensors, key=lambda tensor: tensor.name))
+    )
+    return json_files.canonical(json_files.dump(account))
+
+
+# The account of a synthetic pack: it has no checkpoint, its weights are random.
+NO_SOURCE = account_bytes((), ())
+
+
+def read_account(raw: bytes) -> SourceAccount:
+    """Reads the bytes of `source.json`.
+
+    Raises:  PackError if they are not a source account.
+    """
+    return json_files.load(SourceAccount, json_files.parse(raw, SOURCE_FILE, PackError), SOURCE_FILE, PackError)

@@ -1,0 +1,277 @@
+"""The plan of a pack: the selector kind and, for every matrix, its codec, width and group.
+
+This file has facts and counts of bytes. `codecs` turns weights into these bytes, `layout` puts them into rows.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_pack.formats.base.errors import PlanError
+from moe_pack.formats.parts.added import added
+from moe_pack.formats.parts.specs import (
+    MATRICES,
+    Matrix,
+    ModelSpec,
+    Selector,
+    dense_roles,
+    record_matrices,
+    selector_matrices,
+)
+
+Codec = Literal["bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis"]
+Quantizer = Literal["hqq", "absmax", "nearest", "calibrated"]
+QUANTIZERS: tuple[Quantizer, ...] = ("hqq", "absmax", "nearest", "calibrated")
+WIDTHS = (1, 2, 3, 4, 8)
+TRELLIS_WIDTHS = (4, 5, 6, 7, 8)  # bits of two weights
+GROUPS = (16, 32, 64, 128)
+ROW_GROUP = 0  # one group as long as the row
+BLOCK = 64  # codes lie in blocks of this many
+
+
+@dataclass(frozen=True, slots=True)
+class PartFormat:
+    """How one matrix's rows are stored.
+
+    `bf16`: 16-bit values (width 16, no groups, no scales). `affine`: `w = (code - zero) * scale`, codes of `width`
+    bits, one scale and zero for each `group` values along the row (0: the whole row), kept as float16
+    (`scale_bits` 16) or as one byte each with one float16 multiplier a row for scales and one for zeros (8).
+    `trellis`: `w = value * scale`, values selected by the last 7 bits of a stream to which every two weights
+    add `width` bits; scales as in `affine`, no zeros.
+    The other codecs keep the codes of quantized checkpoints, `w = code * scale`, each in one format: `fp8`: E4M3 and a
+    float32 scale for 128 values; `mxfp4`: E2M1 and an E8M0 scale for 32; `e5m2`: E5M2 and an E8M0 scale a row.
+    """
+
+    codec: Codec
+    width: int
+    group: int
+    scale_bits: int
+
+    def num_groups(self, num_cols: int) -> int:
+        """Returns the number of groups in a row of `num_cols` values; the last may be shorter."""
+        if self.codec == "bf16":
+            return 0
+        return 1 if self.group == ROW_GROUP else -(-num_cols // self.group)
+
+    def code_bytes(self, num_cols: int) -> int:
+        """Returns the bytes of a row's codes."""
+        return int(num_cols * self.bits) // 8
+
+    def scale_bytes(self, num_cols: int) -> int:
+        """Returns the bytes of a row's scales."""
+        groups = self.num_groups(num_cols)
+        multiplier = 2 if self.has_byte_scales else 0
+        return groups * self.scale_bits // 8 + multiplier
+
+    def zero_bytes(self, num_cols: int) -> int:
+        """Returns the bytes of a row's zeros."""
+        return self.scale_bytes(num_cols) if self.codec == "affine" else 0
+
+    def part_bytes(self, num_cols: int) -> int:
+        """Returns the bytes of a row's codes, scales and zeros."""
+        return self.code_bytes(num_cols) + self.scale_bytes(num_cols) + self.zero_bytes(num_cols)
+
+    @property
+    def bits(self) -> float:
+        """The bits of a weight's code; a trellis's width counts two weights."""
+        return self.width / 2 if self.codec == "trellis" else self.width
+
+    @property
+    def keeps_source(self) -> bool:
+        """Whether it keeps a quantized source's codes; weights are never quantized to it."""
+        return self.codec in ("fp8", "e5m2", "mxfp4")
+
+    @property
+    def has_byte_scales(self) -> bool:
+        """Whether scales (and zeros) are bytes, with a float16 multiplier a row for each of the two."""
+        return self.codec in ("affine", "trellis") and self.scale_bits == 8
+
+
+BF16 = PartFormat("bf16", 16, ROW_GROUP, 16)
+FP8 = PartFormat("fp8", 8, 128, 32)
+E5M2 = PartFormat("e5m2", 8, ROW_GROUP, 8)
+MXFP4 = PartFormat("mxfp4", 4, 32, 8)
+_ONLY = {part.codec: part for part in (BF16, FP8, E5M2, MXFP4)}  # the codecs that have one format
+
+
+def format_fault(part: PartFormat, num_cols: int) -> str | None:
+    """Returns why rows of `num_cols` values cannot be stored as `part`, or None."""
+    if part != _ONLY.get(part.codec, part):
+        return _only_fault(part, _ONLY[part.codec])
+    if part == BF16:
+        return None
+    if part.codec in ("affine", "trellis"):
+        if part.codec == "affine" and part.width not in WIDTHS:
+            return f"width {part.width}, expected one of {', '.join(map(str, WIDTHS))} (or 16 for bf16)"
+        if part.codec == "trellis" and part.width not in TRELLIS_WIDTHS:
+            return f"trellis of width {part.width}, expected one of {', '.join(map(str, TRELLIS_WIDTHS))}"
+        if part.group != ROW_GROUP and part.group not in GROUPS:
+            return f"group size {part.group}, expected one of {', '.join(map(str, GROUPS))} or row"
+        if part.scale_bits not in (8, 16):
+            return f"scales of {part.scale_bits} bits, expected 8 or 16"
+    if num_cols % BLOCK:
+        return f"rows of {num_cols} values, expected a multiple of {BLOCK}"
+    if part.codec in ("affine", "trellis") and part.group != ROW_GROUP and num_cols % part.group:
+        return f"group size {part.group} does not divide rows of {num_cols} values"
+    return None
+
+
+def quantizer_fault(part: PartFormat, quantizer: Quantizer) -> str | None:
+    """Returns why the quantizer has no method for `part`, or None."""
+    if part.codec == "affine" and part.width == 1 and quantizer == "absmax":
+        return "width 1 has no absmax quantization; use hqq or nearest"
+    if part.codec == "trellis" and quantizer in ("hqq", "absmax"):
+        return f"a trellis has no {quantizer} quantization; use calibrated or nearest"
+    return None
+
+
+def dense_quantizer(quantizer: Quantizer) -> Quantizer:
+    """Returns the quantizer of dense matrices: the experts', or HQQ for `calibrated`, which needs experts' inputs."""
+    return "hqq" if quantizer == "calibrated" else quantizer
+
+
+def _only_fault(part: PartFormat, expected: PartFormat) -> str:
+    if part.scale_bits != expected.scale_bits:
+        return f"{part.codec} has scales of {expected.scale_bits} bits, found {part.scale_bits}"
+    groups = f"groups of {expected.group}" if expected.group else "no groups"
+    return f"{part.codec} has width {expected.width} and {groups}, found width {part.width}, group {part.group}"
+
+
+def part_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
+    """Returns the format for a width in bits: bf16 for 16, affine for less."""
+    return BF16 if width == 16 else PartFormat("affine", width, group, scale_bits)
+
+
+def trellis_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
+    """Returns the trellis format in which two weights have `width` bits."""
+    return PartFormat("trellis", width, group, scale_bits)
+
+
+def format_text(part: PartFormat) -> str:
+    """Returns the name of a format in tables: `bf16`, `4 bit g64`, `2 bit row, byte scales`, `2.5 bit trellis row`."""
+    if part.codec not in ("affine", "trellis"):
+        return part.codec
+    kind = " trellis" if part.codec == "trellis" else ""
+    group = "row" if part.group == ROW_GROUP else f"g{part.group}"
+    return f"{part.bits:g} bit{kind} {group}" + (", byte scales" if part.scale_bits == 8 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFormat:
+    """The formats of one expert's matrices; `gate` is None if the family has none."""
+
+    gate: PartFormat | None
+    up: PartFormat
+    down: PartFormat
+
+    def of(self, matrix: Matrix) -> PartFormat | None:
+        """Returns the format of a matrix, or None if the expert does not have it."""
+        return {"gate": self.gate, "up": self.up, "down": self.down}[matrix]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The formats of a pack: `experts[l][e]` for the l-th MoE layer; `dense` in the order of `dense_roles`.
+
+    A dense tensor whose format is None keeps the source's bytes. `repeats`: how many neurons of each expert have two
+    rows (`ExpertSpec`); only calibrated codes have some.
+    """
+
+    selector: Selector
+    quantizer: Quantizer
+    experts: tuple[tuple[ExpertFormat, ...], ...]
+    dense: tuple[PartFormat | None, ...]
+    repeats: int = added(0)
+
+
+def planned_repeats(spec: ModelSpec, quantizer: Quantizer) -> int:
+    """Returns the repeats of a plan for a spec `with_repeats`: none if the quantizer cannot choose the neurons."""
+    return spec.expert.repeats if quantizer == "calibrated" else 0
+
+
+def uniform_dense(spec: ModelSpec, part: PartFormat | None) -> tuple[PartFormat | None, ...]:
+    """Returns the formats of all dense tensors if those that allow `part` are stored so; None stores none so."""
+    return tuple(
+        part if part is not None and role.quantizable and not format_fault(part, role.shape[1]) else None
+        for role in dense_roles(spec)
+    )
+
+
+def uniform_plan(
+    spec: ModelSpec,
+    selector: Selector,
+    selector_format: PartFormat,
+    record_format: PartFormat,
+    dense: PartFormat | None = None,
+    quantizer: Quantizer = "hqq",
+) -> Plan:
+    """Returns the plan that gives every expert the same formats.
+
+    Args:    spec: the source's, or `with_repeats` for calibrated codes.
+    Raises:  PlanError if this model's rows do not allow the formats, or the model has no such selector.
+    """
+    selected = selector_matrices(selector, spec.expert.matrices)
+    if selector != "none" and "gate" not in spec.expert.matrices and selector != "up":
+        raise PlanError(f"--selector {selector}: this model's experts have no gate matrix; use up or none")
+    checked = [("--record-bits/--group-size", record_format, quantizer)]
+    if selected:
+        checked.append(("--selector-bits/--group-size", selector_format, quantizer))
+    if dense is not None:
+        checked.append(("--dense-bits/--group-size", dense, dense_quantizer(quantizer)))
+    for flag, part, method in checked:
+        fault = format_fault(part, spec.hidden_size) or quantizer_fault(part, method)
+        if fault:
+            raise PlanError(f"{flag}: {fault}")
+    formats = {m: selector_format if m in selected else record_format for m in MATRICES}
+    expert = ExpertFormat(
+        gate=formats["gate"] if "gate" in spec.expert.matrices else None, up=formats["up"], down=formats["down"]
+    )
+    layer = (expert,) * spec.router.num_experts
+    experts = (layer,) * len(spec.moe_layers)
+    return Plan(selector, quantizer, experts, uniform_dense(spec, dense), planned_repeats(spec, quantizer))
+
+
+def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
+    """Returns why `plan` does not fit `spec`, or None."""
+    if len(plan.experts) != len(spec.moe_layers):
+        return f"{len(plan.experts)} layers planned, but the model has {len(spec.moe_layers)} with experts"
+    if fault := _dense_fault(plan.dense, spec) or _repeats_fault(plan, spec):
+        return fault
+    needed = (
+        *selector_matrices(plan.selector, spec.expert.matrices),
+        *record_matrices(plan.selector, spec.expert.matrices),
+    )
+    for layer, experts in enumerate(plan.experts):
+        if len(experts) != spec.router.num_experts:
+            return f"layer {layer}: {len(experts)} experts planned, but the model has {spec.router.num_experts}"
+        for number, expert in enumerate(experts):
+            for matrix in MATRICES:
+                part = expert.of(matrix)
+                if (part is None) != (matrix not in needed):
+                    return f"layer {layer} expert {number}: format of {matrix} does not fit the model's matrices"
+                if part is not None and (fault := format_fault(part, spec.hidden_size)):
+                    return f"layer {layer} expert {number} {matrix}: {fault}"
+    return None
+
+
+def _repeats_fault(plan: Plan, spec: ModelSpec) -> str | None:
+    if not 0 <= plan.repeats <= spec.expert.source_size:
+        return f"repeats is {plan.repeats}, expected 0 to {spec.expert.source_size}, the neurons of an expert"
+    if not plan.repeats:
+        return None
+    if plan.quantizer != "calibrated":
+        return f"repeats is {plan.repeats}, but {plan.quantizer} does not know which neurons to repeat; use calibrated"
+    if any(expert.down.keeps_source for layer in plan.experts for expert in layer):
+        return f"repeats is {plan.repeats}, but down keeps the checkpoint's codes, which loses nothing; use 0"
+    return None
+
+
+def _dense_fault(dense: tuple[PartFormat | None, ...], spec: ModelSpec) -> str | None:
+    roles = dense_roles(spec)
+    if len(dense) != len(roles):
+        return f"formats given for {len(dense)} dense tensors, but the model has {len(roles)}"
+    for role, part in zip(roles, dense, strict=True):
+        if part is not None:
+            fault = format_fault(part, role.shape[-1]) if role.quantizable else "must not be quantized"
+            if fault:
+                return f"dense {role.name}: {fault}"
+    return None

@@ -1,0 +1,405 @@
+"""A pack, open for reading, and the audit of all its bytes.
+
+`Pack` checks everything before use: manifest, sizes, headers, index and thresholds when it opens, every other file when
+it is read, and an expert's extent by its CRC-32 at its first read. It never decodes weights.
+
+`audit` checks every byte of a pack, by SHA-256 and the CRCs of rows, without its source and without decoding.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats.base.commands import NO_PROGRESS, Kind, Progress, Stage, check_is_folder, size_text
+from moe_pack.formats.base.errors import PackError
+from moe_pack.formats.pack.layouts import (
+    DENSE_FILE,
+    TABLE,
+    UNUSED_FILE,
+    NgramLayout,
+    PackLayout,
+    check_rows,
+    expert_layout,
+    layout_of,
+    ngrams_file,
+)
+from moe_pack.formats.pack.manifests import (
+    INDEX_FILE,
+    MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
+    NEW_THRESHOLDS_FILE,
+    NO_SOURCE,
+    ORDER_FILE,
+    ROTATION_FILE,
+    SOURCE_FILE,
+    THRESHOLDS_FILE,
+    ContentFile,
+    RotationVectors,
+    read_account,
+    read_index,
+    read_manifest,
+    read_order,
+    read_rotation,
+    read_thresholds,
+)
+from moe_pack.formats.pack.plans import PartFormat, format_fault
+from moe_pack.formats.pack.safetensors import RangeReader, StoredTensor, TensorEntry, read_header
+from moe_pack.formats.parts.roles import FLOAT_DTYPES, plain_dtypes
+from moe_pack.formats.parts.specs import dense_roles
+
+_NO_SOURCE_SHA256 = hashlib.sha256(NO_SOURCE).hexdigest()
+
+
+def is_listed(path: Path, listed: ContentFile) -> bool:
+    """Returns whether a file exists and has the size and SHA-256 that a manifest lists."""
+    if not path.is_file():
+        return False
+    with RangeReader(path, PackError) as reader:
+        return reader.num_bytes == listed.bytes and reader.sha256() == listed.sha256
+
+
+class Pack:
+    """An open pack. Owns its files' descriptors: `close` it, or use it in a `with`.
+
+    `manifest`, `spec`, `layout`, `index`: checked facts.   `thresholds`: f32 [L, E].   `rotation`: None if no layer's
+    experts are rotated.
+    Raises:  PackError for the first fault.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._readers: dict[str, RangeReader] = {}
+        self._paths: dict[str, Path] = {}  # of files with another path than their name
+        self._maps: dict[int, NDArray[np.uint8]] = {}  # of the experts' files, by layer_idx
+        self._checked: set[tuple[int, int]] = set()
+        check_is_folder(folder)
+        if not (folder / MANIFEST_FILE).exists():
+            raise PackError(
+                f"{folder}: found no {MANIFEST_FILE}; this is not a pack, or its conversion has not finished"
+            )
+        try:
+            self._open()
+        except PackError:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Pack":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all files."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+        self._maps.clear()
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether it was made without a checkpoint: its weights are random, and its text is noise."""
+        return self._files[SOURCE_FILE].sha256 == _NO_SOURCE_SHA256
+
+    def has(self, name: str) -> bool:
+        """Returns whether the pack has this file."""
+        return name in self._files
+
+    def read_file(self, name: str) -> NDArray[np.uint8]:
+        """Reads all bytes of a file, but not of experts, and checks its SHA-256: u8, own memory.
+
+        Raises:  PackError if they differ from what the manifest says, or a small file of the checkpoint is too large.
+        """
+        listed = self._files[name]
+        raw = self._reader(name).read(0, listed.bytes)
+        if hashlib.sha256(raw.data).hexdigest() != listed.sha256:
+            raise PackError(f"{name}: SHA-256 does not match the manifest's; the file is damaged")
+        return raw
+
+    def check_file(self, name: str) -> None:
+        """Checks the SHA-256 of a file, but not of experts, some bytes at a time.
+
+        Raises:  PackError if it differs from the manifest's.
+        """
+        if self._reader(name).sha256() != self._files[name].sha256:
+            raise PackError(f"{name}: SHA-256 does not match the manifest's; the file is damaged")
+
+    def read_extent(self, layer_idx: int, expert: int) -> NDArray[np.uint8]:
+        """Reads all bytes of an expert and checks their CRC-32 the first time: u8, own memory.
+
+        Raises:  PackError if they are damaged.
+        """
+        reader = self._reader(self.manifest.expert_files[layer_idx].name)
+        raw = reader.read(self.layout.offsets[layer_idx][expert], self.layout.experts[layer_idx][expert].num_bytes)
+        self._check_extent(layer_idx, expert, raw, lambda extent: zlib.crc32(extent.data))
+        return raw
+
+    def map_extent(
+        self, layer_idx: int, expert: int, checksum: Callable[[NDArray[np.uint8]], int]
+    ) -> NDArray[np.uint8]:
+        """Returns all bytes of an expert, u8, in the mapped file. Only `checksum` reads them, and only the first time.
+
+        Args:    checksum: computes the CRC-32 of mapped bytes. Both it and later readers must catch the SIGBUS of a
+                 file that is cut (`RangeReader.map`).
+        Raises:  PackError if they are damaged, or the file cannot be mapped.
+        """
+        name = self.manifest.expert_files[layer_idx].name
+        if layer_idx not in self._maps:
+            self._maps[layer_idx] = self._reader(name).map()
+        offset, num_bytes = self.layout.offsets[layer_idx][expert], self.layout.experts[layer_idx][expert].num_bytes
+        mapped = self._maps[layer_idx][offset : offset + num_bytes]
+        if len(mapped) != num_bytes:
+            raise PackError(f"{name}: ends at byte {len(self._maps[layer_idx])}, expected {offset + num_bytes}")
+        self._check_extent(layer_idx, expert, mapped, checksum)
+        return mapped
+
+    def is_cut(self, layer_idx: int) -> bool:
+        """Returns whether a layer's file is now too short. Its map hides that: a cut page ends in zeros."""
+        listed = self.manifest.expert_files[layer_idx]
+        return self._reader(listed.name).num_bytes < listed.bytes
+
+    def _check_extent(
+        self, layer_idx: int, expert: int, extent: NDArray[np.uint8], checksum: Callable[[NDArray[np.uint8]], int]
+    ) -> None:
+        if (layer_idx, expert) in self._checked:
+            return
+        if checksum(extent) != self.index.crc32[layer_idx, expert]:
+            name = self.manifest.expert_files[layer_idx].name
+            raise PackError(f"{name}: expert {expert}: CRC-32 does not match its bytes; the file is damaged")
+        self._checked.add((layer_idx, expert))
+
+    def read_order(self) -> NDArray[np.uint32]:
+        """Reads the neuron order [L, E, f]: `order[l, e, j]` is the source's neuron in row `j`."""
+        return read_order(*self._table(ORDER_FILE), self.spec)
+
+    def padding(self, layer_idx: int) -> list[TensorEntry]:
+        """Returns the padding between the extents of a layer."""
+        return [e for e in self.layout.expert_files[layer_idx].entries if e.name.startswith("pad.")]
+
+    def read_range(self, layer_idx: int, entry: TensorEntry) -> NDArray[np.uint8]:
+        """Reads the bytes of any tensor of a layer's file, unchecked."""
+        return self._reader(self.manifest.expert_files[layer_idx].name).read(entry.offset, entry.num_bytes)
+
+    def read_dense(self, entry: TensorEntry, start: int, stop: int) -> NDArray[np.uint8]:
+        """Reads rows `start` to `stop` of a tensor of the dense file, unchecked (`check_file` checks the file)."""
+        row_bytes = entry.num_bytes // entry.shape[0]
+        return self._reader(DENSE_FILE).read(entry.offset + start * row_bytes, (stop - start) * row_bytes)
+
+    def read_unused(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Reads a range of the file of unused tensors, unchecked (`check_file` checks the file)."""
+        return self._reader(UNUSED_FILE).read(offset, num_bytes)
+
+    def read_ngrams(self, table: NgramLayout, start: int, stop: int) -> NDArray[np.uint8]:
+        """Reads rows `start` to `stop` of an n-gram table, unchecked: u8 [rows, row_bytes], own memory."""
+        offset, row_bytes = table.offset, table.rows.row_bytes
+        raw = self._reader(ngrams_file(table.layer)).read(offset + start * row_bytes, (stop - start) * row_bytes)
+        return raw.reshape(-1, row_bytes)
+
+    def read_ngram_rows(self, table: NgramLayout, numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Reads the rows with these numbers, int64 [n], of an n-gram table, unchecked: u8 [n, row_bytes]."""
+        offsets = (table.offset + numbers * table.rows.row_bytes).tolist()
+        return self._reader(ngrams_file(table.layer)).read_each(offsets, table.rows.row_bytes)
+
+    def _open(self) -> None:
+        with RangeReader(self.folder / MANIFEST_FILE, PackError) as reader:
+            reader.check_content()
+            size = min(reader.num_bytes, MAX_MANIFEST_BYTES + 1)
+            self.manifest = read_manifest(reader.read(0, size).tobytes())
+        self.spec = self.manifest.model
+        self._files = {file.name: file for file in self.manifest.files}
+        self._find_thresholds()
+        sizes = [(file.name, file.bytes) for file in self.manifest.files]
+        for name, num_bytes in [*sizes, *((file.name, file.bytes) for file in self.manifest.expert_files)]:
+            actual_bytes = self._reader(name).num_bytes
+            if actual_bytes != num_bytes:
+                if actual_bytes:
+                    self._reader(name).check_content()
+                raise PackError(f"{name}: {actual_bytes} bytes, expected {num_bytes}; the file is cut or damaged")
+        self.index = read_index(*self._table(INDEX_FILE), self.spec)
+        rotation_bytes = self._files[ROTATION_FILE].bytes if self.has(ROTATION_FILE) else 0
+        self.layout = replace(self._layout(), rotation_bytes=rotation_bytes)
+        self.index.check_layout(self.layout)
+        for layer_idx in range(len(self.layout.expert_files)):
+            self._check_expert_header(layer_idx)
+        self.thresholds = read_thresholds(*self._table(THRESHOLDS_FILE), self.spec)
+        self.rotation = self._read_rotation()
+
+    def _find_thresholds(self) -> None:
+        """Finds the thresholds in their new file if a rewrite was killed between the manifest and the last rename."""
+        new = self.folder / NEW_THRESHOLDS_FILE
+        if is_listed(new, self._files[THRESHOLDS_FILE]):
+            self._paths[THRESHOLDS_FILE] = new
+
+    def _path(self, name: str) -> Path:
+        return self._paths.get(name, self.folder / name)
+
+    def _reader(self, name: str) -> RangeReader:
+        if name not in self._readers:
+            self._readers[name] = RangeReader(self._path(name), PackError)
+        return self._readers[name]
+
+    def _table(self, name: str) -> tuple[bytes, dict[str, TensorEntry]]:
+        raw = self.read_file(name).tobytes()
+        return raw, {entry.name: entry for entry in read_header(self._path(name), PackError)}
+
+    def _layout(self) -> PackLayout:
+        """Returns the layout that manifest and index describe, and checks that `dense.safetensors` follows it."""
+        entries = {entry.name: entry for entry in read_header(self.folder / DENSE_FILE, PackError)}
+        quantized = {dense.name: dense for dense in self.manifest.dense}
+        formats: list[tuple[str, PartFormat | None]] = []
+        for role in dense_roles(self.spec):
+            entry, stored = entries.get(role.name), quantized.pop(role.name, None)
+            if entry is None:
+                raise PackError(f"{DENSE_FILE}: tensor {role.name!r} is missing")
+            if stored is not None:
+                fault = format_fault(stored.format, role.shape[-1]) if role.quantizable else "must not be quantized"
+                if (stored.rows, stored.cols) != role.shape:
+                    fault = f"shape {[stored.rows, stored.cols]}, expected {list(role.shape)}"
+                if fault:
+                    raise PackError(f"{MANIFEST_FILE}: dense {role.name!r}: {fault}")
+            elif entry.dtype not in (known := plain_dtypes(role)):
+                raise PackError(
+                    f"{DENSE_FILE}: tensor {role.name!r} is {entry.dtype}, expected one of {', '.join(known)}"
+                )
+            formats.append((entry.dtype, stored.format if stored else None))
+        if quantized:
+            raise PackError(f"{MANIFEST_FILE}: dense {next(iter(quantized))!r} is not a tensor of this model")
+        experts = tuple(
+            tuple(expert_layout(e, self.manifest.selector, self.spec.expert, self.spec.hidden_size) for e in layer)
+            for layer in self.index.experts
+        )
+        layout = layout_of(self.spec, experts, formats, self._unused(), self._table_dtypes())
+        for table in layout.ngrams:
+            self._check_table(table)
+        if layout.unused_file is not None:
+            header = layout.unused_file.header
+            if self._reader(UNUSED_FILE).read(0, len(header)).tobytes() != header:
+                raise PackError(f"{UNUSED_FILE}: header does not match its tensors; the file is damaged")
+        if self._reader(DENSE_FILE).read(0, len(layout.dense_file.header)).tobytes() != layout.dense_file.header:
+            raise PackError(f"{DENSE_FILE}: header does not match its tensors; the file is damaged")
+        return layout
+
+    def _unused(self) -> list[StoredTensor]:
+        """Returns the unused tensors; checks that the feature and the file are present together."""
+        if self.has(UNUSED_FILE) != ("unused" in self.manifest.features):
+            raise PackError(f"{MANIFEST_FILE}: feature 'unused' and file {UNUSED_FILE!r} must be present together")
+        if not self.has(UNUSED_FILE):
+            return []
+        entries = read_header(self.folder / UNUSED_FILE, PackError)
+        return [(entry.name, entry.dtype, entry.shape) for entry in entries if not entry.name.startswith("pad.")]
+
+    def _table_dtypes(self) -> list[str]:
+        """Returns the dtypes of the n-gram tables, in the order of their layers."""
+        dtypes = []
+        for layer in () if self.spec.ngrams is None else self.spec.ngrams.layers:
+            name = ngrams_file(layer)
+            entries = {entry.name: entry for entry in read_header(self.folder / name, PackError)}
+            if TABLE not in entries:
+                raise PackError(f"{name}: tensor {TABLE!r} is missing")
+            if entries[TABLE].dtype not in FLOAT_DTYPES:
+                raise PackError(f"{name}: tensor {TABLE!r} is {entries[TABLE].dtype}, expected one of BF16, F16, F32")
+            dtypes.append(entries[TABLE].dtype)
+        return dtypes
+
+    def _check_table(self, table: NgramLayout) -> None:
+        name, header = ngrams_file(table.layer), table.file.header
+        if self._files[name].bytes != table.file.num_bytes:
+            raise PackError(f"{name}: {self._files[name].bytes} bytes, expected {table.file.num_bytes} for its rows")
+        if self._reader(name).read(0, len(header)).tobytes() != header:
+            raise PackError(f"{name}: header does not match its rows; the file is damaged")
+
+    def _read_rotation(self) -> RotationVectors | None:
+        """Reads the vectors of rotated layers, if there are any."""
+        return read_rotation(*self._table(ROTATION_FILE), self.spec) if self.has(ROTATION_FILE) else None
+
+    def _check_expert_header(self, layer_idx: int) -> None:
+        listed, file = self.manifest.expert_files[layer_idx], self.layout.expert_files[layer_idx]
+        if (listed.bytes, listed.header_bytes) != (file.num_bytes, len(file.header)):
+            raise PackError(
+                f"{MANIFEST_FILE}: {listed.name} has {listed.bytes} bytes, {listed.header_bytes} of them header; "
+                f"the index gives {file.num_bytes} and {len(file.header)}"
+            )
+        if listed.header_sha256 != hashlib.sha256(file.header).hexdigest():
+            raise PackError(
+                f"{MANIFEST_FILE}: header digest of {listed.name} does not match the header that the index gives"
+            )
+        if self._reader(listed.name).read(0, len(file.header)).tobytes() != file.header:
+            raise PackError(f"{listed.name}: header does not match the index; the file is damaged")
+
+
+def audit(pack: Pack, progress: Progress = NO_PROGRESS) -> None:
+    """Checks everything that opening and running a pack leave unchecked.
+
+    These are: whole files by SHA-256; each extent by CRC-32 and SHA-256; each row by CRC-32, and its padding; the
+    padding between extents; the neuron order; the source account; the rows of quantized dense matrices and of n-gram
+    tables.
+
+    Raises:  PackError for the first fault.
+    """
+    total = pack.manifest.totals.content
+    files = sum(listed.bytes for listed in pack.manifest.files)
+    kinds = Kind("files", files), Kind("experts", total - files)
+    progress.begin(Stage.of_kinds("checking", kinds, size_text(total)))
+    for listed in pack.manifest.files:
+        pack.check_file(listed.name)
+        progress.advance(listed.bytes, listed.name, "files")
+    pack.read_order()
+    read_account(pack.read_file(SOURCE_FILE).tobytes())
+    _check_dense_rows(pack)
+    for table in pack.layout.ngrams:
+        _check_table_rows(pack, table)
+    for layer_idx, file in enumerate(pack.layout.expert_files):
+        name = pack.manifest.expert_files[layer_idx].name
+        progress.advance(len(file.header), name, "experts")
+        for expert, layout in enumerate(pack.layout.experts[layer_idx]):
+            _check_expert(pack, layer_idx, expert)
+            progress.advance(layout.num_bytes, name, "experts")
+        for padding in pack.padding(layer_idx):
+            if pack.read_range(layer_idx, padding).any():
+                raise PackError(f"{name}: {padding.name} is not zero")
+            progress.advance(padding.num_bytes, name, "experts")
+    progress.end()
+
+
+def _check_expert(pack: Pack, layer_idx: int, expert: int) -> None:
+    place = f"{pack.manifest.expert_files[layer_idx].name}: expert {expert}"
+    extent = pack.read_extent(layer_idx, expert)
+    if hashlib.sha256(extent.data).digest() != pack.index.sha256[layer_idx, expert].tobytes():
+        raise PackError(f"{place}: SHA-256 does not match the index; the file is damaged")
+    layout = pack.layout.experts[layer_idx][expert]
+    records = extent[layout.selector_bytes : layout.selector_bytes + layout.records_bytes]
+    if layout.selector is not None:
+        selector = extent[: layout.selector_bytes].reshape(layout.num_rows, -1)
+        check_rows(layout.selector, selector, f"{place}: selector")
+    check_rows(layout.records, records.reshape(layout.num_rows, -1), f"{place}: records")
+    if layout.extra is not None:
+        check_rows(layout.extra, extent[-layout.extra_bytes :].reshape(1, -1), f"{place}: extra")
+
+
+_TABLE_BYTES = 8 << 20  # of a table's rows in memory
+
+
+def _check_table_rows(pack: Pack, table: NgramLayout) -> None:
+    step = max(_TABLE_BYTES // table.rows.row_bytes, 1)
+    for start in range(0, table.num_rows, step):
+        stop = min(start + step, table.num_rows)
+        check_rows(table.rows, pack.read_ngrams(table, start, stop), ngrams_file(table.layer), start)
+
+
+def _check_dense_rows(pack: Pack) -> None:
+    quantized = [dense for dense in pack.layout.dense if dense.rows is not None]
+    if not quantized:
+        return
+    content = pack.read_file(DENSE_FILE)
+    for dense in quantized:
+        assert dense.rows is not None, "filtered above"
+        raw = content[dense.entry.offset : dense.entry.offset + dense.entry.num_bytes]
+        check_rows(dense.rows, raw.reshape(dense.entry.shape), f"{DENSE_FILE}: {dense.role.name}")

@@ -1,0 +1,252 @@
+"""Sidecars: files in a pack's folder with measurements of the pack. They are not part of its content.
+
+A sidecar names the root digest of the content that it was measured for. If the pack now has another root, the sidecar
+is stale and read as missing. docs/pack.md specifies both kinds:
+
+- JSON sidecars are sealed (`json_files`).
+- Tensor sidecars are safetensors files whose header begins with two digests: `root`, and `sha256` of the whole file
+  with zeros in its place. Other readers of safetensors see both as metadata.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats.base import json_files
+from moe_pack.formats.base.errors import PackError
+from moe_pack.formats.base.json_files import check_seal, sealed
+from moe_pack.formats.pack.manifests import COPIED_FILES, MANIFEST_FILE, REQUIRED_FILES
+from moe_pack.formats.pack.safetensors import (
+    METADATA_KEY,
+    RangeReader,
+    StoredTensor,
+    TensorFileLayout,
+    lay_out,
+    read_header,
+    read_small,
+    split_bytes,
+)
+
+MAX_SIDECAR_BYTES = 16_000_000
+_CONTENT = "content"
+
+if TYPE_CHECKING:
+    from moe_pack.formats.pack.writer import SteppedFolder
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The keys of a JSON sidecar without its content."""
+
+    root: str
+    sha256: str
+
+
+@contextmanager
+def locked_for(folder: Path, name: str) -> "Iterator[SteppedFolder]":
+    """Locks a pack's folder while its sidecar `name` is being written.
+
+    Raises:  ConversionError if another command is writing in the folder.
+    """
+    from moe_pack.formats.pack.writer import SteppedFolder, pass_step
+
+    assert name not in (MANIFEST_FILE, *REQUIRED_FILES, *COPIED_FILES), f"{name} is content"
+    disk = SteppedFolder(folder, pass_step)
+    disk.lock(f"another command is writing in this folder; wait for it or stop it, then write {name} again")
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+def write_sidecar(folder: Path, name: str, values: Any, root: str) -> None:
+    """Writes a JSON sidecar and replaces an older one.
+
+    Args:    name: of the file, such as `quality.json`.   values: a dataclass that `json_files.load` reads back; its
+             numbers are finite.   root: the digest of the content that was measured.
+    Raises:  PackError if it is longer than a reader accepts; ConversionError if another command is writing in the
+             folder, or the disk fails.
+    """
+    raw = sidecar_bytes(name, values, root)
+    with locked_for(folder, name) as disk:
+        disk.replace(name, raw)
+
+
+def sidecar_bytes(name: str, values: Any, root: str) -> bytes:
+    """Returns the bytes of a JSON sidecar.
+
+    Args:    as for `write_sidecar`.
+    Raises:  PackError if it is longer than a reader accepts.
+    """
+    raw = sealed({_CONTENT: json_files.dump(values), "root": root})
+    if len(raw) > MAX_SIDECAR_BYTES:
+        raise PackError(f"{name}: {len(raw):,} bytes, at most {MAX_SIDECAR_BYTES:,}")
+    return raw
+
+
+def read_sidecar(folder: Path, name: str, kind: type[T], root: str) -> T | None:
+    """Reads the content of a JSON sidecar. Returns None if there is none for this root digest.
+
+    Raises:  PackError if it is damaged, or its content does not fit the dataclass `kind`.
+    """
+    if not (folder / name).exists():
+        return None
+    raw = read_small(folder / name, MAX_SIDECAR_BYTES, PackError).tobytes()
+    values = json_files.parse(raw, name, PackError)
+    check_seal(raw, name)
+    if not isinstance(values, dict) or _CONTENT not in values:
+        raise PackError(f"{name}: key {_CONTENT!r} is missing")
+    content = values.pop(_CONTENT)
+    if json_files.load(_Frame, values, name, PackError).root != root:
+        return None
+    return json_files.load(kind, content, f"{name}: {_CONTENT}", PackError)
+
+
+MAX_TENSOR_SIDECAR_BYTES = 1 << 32
+_ALIGN = 64
+_ZERO_DIGEST = "0" * 64
+_HASHED_AT_ONCE = 8 << 20
+_START = re.compile(rf'\{{"{METADATA_KEY}":\{{"root":"([0-9a-f]{{64}})","sha256":"([0-9a-f]{{64}})"\}}[,}}]'.encode())
+_START_BYTES = len(f'{{"{METADATA_KEY}":{{"root":"{_ZERO_DIGEST}","sha256":"{_ZERO_DIGEST}"}},')
+# By their names in safetensors. NumPy has no bfloat16: arrays have its bits as u16.
+_DTYPES = {
+    "U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
+    "F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8",
+}  # fmt: skip
+
+Array = NDArray[Any]
+
+
+class TensorSidecar:
+    """A tensor sidecar, open for reading, whose digest was checked. Owns its file: `close` it, or use it in a `with`.
+
+    `root`, `sha256`: the digests in its header.   `entries`: its tensors by name.
+    Args:    sha256: the digest of a file that was checked before; a file with this digest is not checked again.
+    Raises:  PackError if it is missing, damaged, or not a tensor sidecar.
+    """
+
+    def __init__(self, folder: Path, name: str, sha256: str | None = None) -> None:
+        self._name = name
+        self._reader = RangeReader(folder / name, PackError)
+        try:
+            self.num_bytes = self._reader.num_bytes
+            if self.num_bytes > MAX_TENSOR_SIDECAR_BYTES:
+                raise PackError(f"{name}: {self.num_bytes} bytes, at most {MAX_TENSOR_SIDECAR_BYTES}")
+            entries = read_header(folder / name, PackError)
+            start = self._reader.read(8, min(_START_BYTES, self.num_bytes - 8)).tobytes()
+            match = _START.fullmatch(start)
+            if match is None:
+                raise PackError(f"{name}: header does not begin with root and sha256; the file is damaged")
+            self.root, self.sha256 = match[1].decode(), match[2].decode()
+            if self.sha256 != sha256 and self._digest(8 + match.start(2)) != self.sha256:
+                raise PackError(f"{name}: SHA-256 does not match its bytes; the file is damaged")
+        except PackError:
+            self.close()
+            raise
+        self.entries = {entry.name: entry for entry in entries if not entry.name.startswith("pad.")}
+
+    def read(self, name: str) -> Array:
+        """Reads a tensor, in memory of its own: a little-endian array; bfloat16 as the u16 of its bits.
+
+        Raises:  PackError if there is no such tensor, or no array has its dtype.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            raise PackError(f"{self._name}: tensor {name!r} is missing")
+        if entry.dtype not in _DTYPES:
+            raise PackError(f"{self._name}: tensor {name!r} is {entry.dtype}, a dtype that sidecars do not have")
+        raw = self._reader.read(entry.offset, entry.num_bytes)
+        return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._reader.close()
+
+    def __enter__(self) -> "TensorSidecar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _digest(self, place: int) -> str:
+        """Returns the SHA-256 of the file with zeros for the digest at `place`."""
+        end = place + len(_ZERO_DIGEST)
+        digest = hashlib.sha256(self._reader.read(0, place).data)
+        digest.update(_ZERO_DIGEST.encode())
+        for offset, size in split_bytes(end, self.num_bytes - end, _HASHED_AT_ONCE):
+            digest.update(self._reader.read(offset, size).data)
+        return digest.hexdigest()
+
+
+def open_tensor_sidecar(folder: Path, name: str, root: str) -> TensorSidecar | None:
+    """Opens and checks a tensor sidecar. Returns None if there is none for this root digest.
+
+    Raises:  PackError if it is damaged.
+    """
+    if not (folder / name).exists():
+        return None
+    sidecar = TensorSidecar(folder, name)
+    if sidecar.root == root:
+        return sidecar
+    sidecar.close()
+    return None
+
+
+def write_tensor_sidecar(folder: Path, name: str, tensors: Iterable[tuple[str, str, Array]], root: str) -> None:
+    """Writes a tensor sidecar and replaces an older one.
+
+    Args:    tensors: name, dtype by its name in safetensors, and values of each.   root: the digest of the content
+             that was measured.
+    Raises:  PackError if it is longer than a reader accepts; ConversionError if another command is writing in the
+             folder, or the disk fails.
+    """
+    arrays = list(tensors)
+    for tensor, dtype, values in arrays:
+        assert values.dtype == np.dtype(_DTYPES[dtype]), f"{tensor}: {values.dtype} for {dtype}"
+    layout = _lay_out([(tensor, dtype, values.shape) for tensor, dtype, values in arrays], root)
+    if layout.num_bytes > MAX_TENSOR_SIDECAR_BYTES:
+        raise PackError(f"{name}: {layout.num_bytes} bytes, at most {MAX_TENSOR_SIDECAR_BYTES}")
+    with locked_for(folder, name) as disk:
+        _write(disk, f"{name}.tmp", layout, {tensor: values for tensor, _, values in arrays})
+        disk.rename(f"{name}.tmp", name)
+
+
+def tensor_sidecar_bytes(tensors: Iterable[StoredTensor]) -> int:
+    """Returns the size of a tensor sidecar with these arrays: name, dtype by its name in safetensors, and shape."""
+    return _lay_out(tensors, _ZERO_DIGEST).num_bytes
+
+
+def _lay_out(tensors: Iterable[StoredTensor], root: str) -> TensorFileLayout:
+    return lay_out([[tensor] for tensor in tensors], _ALIGN, {"root": root, "sha256": _ZERO_DIGEST})
+
+
+def _write(disk: "SteppedFolder", name: str, layout: TensorFileLayout, values: dict[str, Array]) -> None:
+    """Writes and syncs the whole file. The header comes last, when its digest is known."""
+    digest = hashlib.sha256(layout.header)
+    disk.open(name)
+    disk.truncate(name, 0)  # removes the rest of a killed write
+    for entry in layout.entries:
+        array = values.get(entry.name)
+        if array is None:  # padding
+            raw = np.zeros(entry.num_bytes, np.uint8)
+        else:
+            raw = np.ascontiguousarray(array).ravel().view(np.uint8)
+        digest.update(raw.data)
+        disk.write(name, raw.data, entry.offset)
+    start = _START.match(layout.header, 8)
+    assert start is not None, "the root is a digest"
+    header = layout.header[: start.start(2)] + digest.hexdigest().encode() + layout.header[start.end(2) :]
+    disk.write(name, memoryview(header), 0)
+    disk.sync(name)

@@ -1,0 +1,385 @@
+"""The GPU as the engines see it: its memory, its queues, and page-locked host memory; importing this needs no Triton.
+
+`GpuMemory` says what the driver charges this process for, context, kernels and libraries included. nvidia-smi shows the
+same figure, and a budget is compared with it. PyTorch's own figures omit what others allocated.
+
+`Queues` say what runs beside what, and in which order. `HostCalls` let a graph call the CPU.
+
+`HostArena` has all experts of a pack in host memory, in one mapping that is page-locked if a GPU reads it. It does not
+use PyTorch's allocator of page-locked memory, which rounds up to powers of two. A pack that does not fit into host
+memory is computed by the CPU's own engine (`cpu_share`).
+"""
+
+import ctypes
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.formats import NO_PROGRESS, Pack, PackError, Progress, RunError, size_text
+from moe_pack.formats.base import READ_FLAGS, anonymous_memory, read_at
+from moe_pack.formats.base.commands import Stage
+
+_NAME_BYTES = 96  # of a GPU's UUID, as the library writes it
+
+
+class GpuMemory:
+    """The memory of a GPU that this process uses. Make it before anything else uses the GPU.
+
+    Memory in use before that belongs to other processes. If it cannot be known (the driver's management library is
+    missing, or this process used the GPU before), all memory in use counts as this process's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # This comes first: calls of torch may make the context, which has to be counted.
+        gpus = [] if torch.cuda.is_initialized() else _gpus()  # type: ignore[no-untyped-call]  # untyped in torch
+        # torch numbers the GPUs that CUDA_VISIBLE_DEVICES leaves, the library all of them: their names identify them.
+        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        self._gpu = next((gpu for gpu in gpus if gpu.name == name), None)
+
+    def used_bytes(self) -> int:
+        """Returns the bytes in use, after the GPU has done all that it was given."""
+        torch.cuda.synchronize(self._device)  # work in progress may still allocate
+        if self._gpu is not None:
+            return self._gpu.used_bytes() - self._gpu.before_bytes
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def free_bytes(self) -> int:
+        """Returns the bytes that no process uses."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free
+
+
+class _MemoryInfo(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+@dataclass(slots=True)
+class _NvmlGpu:
+    """A GPU as the driver's management library knows it. `before_bytes`: in use when it was listed."""
+
+    library: ctypes.CDLL
+    handle: ctypes.c_void_p
+    name: str
+    before_bytes: int = 0
+
+    def used_bytes(self) -> int:
+        """Returns the bytes in use by all processes."""
+        memory = _MemoryInfo()
+        fault = self.library.nvmlDeviceGetMemoryInfo(self.handle, ctypes.byref(memory))
+        assert fault == 0, "the library listed this GPU"
+        return int(memory.used)
+
+
+def _gpus() -> list[_NvmlGpu]:
+    """Returns all GPUs; an empty list if the library is missing."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_uint()
+    if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return []
+    gpus = []
+    for idx in range(count.value):
+        handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES)
+        if library.nvmlDeviceGetHandleByIndex_v2(idx, ctypes.byref(handle)):
+            continue  # this process may not use it
+        if not library.nvmlDeviceGetUUID(handle, name, _NAME_BYTES):
+            gpu = _NvmlGpu(library, handle, name.value.decode())
+            gpu.before_bytes = gpu.used_bytes()
+            gpus.append(gpu)
+    return gpus
+
+
+Fork = Literal["cpu", "link", "next"]
+
+
+class Queues:
+    """The order of work on a device: torch's current stream, forks of it, and a stream for copies.
+
+    On a CPU, where the interpreter runs the kernels, everything runs at once, in the order of the calls.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._forks: dict[Fork, torch.cuda.Stream] = {}
+        if self._is_cuda:
+            self._forks = {fork: torch.cuda.Stream(device) for fork in get_args(Fork)}  # type: ignore[no-untyped-call]  # untyped in torch
+        self._copy = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]  # likewise
+        self._open = set[Fork]()
+
+    @contextmanager
+    def forked(self, fork: Fork) -> Iterator[None]:
+        """Launches what follows beside the current stream, after what that has got until now; see `join`."""
+        if not self._is_cuda:
+            yield
+            return
+        stream = self._forks[fork]
+        stream.wait_stream(torch.cuda.current_stream())
+        self._open.add(fork)
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self, *forks: Fork) -> None:
+        """Makes the current stream wait for all that was launched on these forks."""
+        for fork in forks:
+            if fork in self._open:
+                torch.cuda.current_stream().wait_stream(self._forks[fork])
+                self._open.remove(fork)
+
+    def beside(self, work: Callable[[], None], after: Sequence["Mark"]) -> "Mark":
+        """Launches work in the stream for copies, after marks are reached; returns its end."""
+        if self._copy is None:
+            work()
+            return Mark(None)
+        for mark in after:
+            if mark.event is not None:
+                self._copy.wait_event(mark.event)
+        with torch.cuda.stream(self._copy):
+            work()
+            return self.mark()
+
+    def mark(self) -> "Mark":
+        """Marks what the current stream has got until now."""
+        if not self._is_cuda:
+            return Mark(None)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+        event.record()
+        return Mark(event)
+
+    def wait_for(self, mark: "Mark") -> None:
+        """Makes the current stream wait for a mark of another."""
+        if mark.event is not None:
+            torch.cuda.current_stream().wait_event(mark.event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """A point in a stream: after all that it was given before. `event`: None on a CPU, where all is done at once."""
+
+    event: "torch.cuda.Event | None"
+
+    def is_reached(self) -> bool:
+        """Whether the device has done what was given before."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+class HostCalls:
+    """Calls C functions from a stream, by the driver's `cuLaunchHostFunc`; a graph that captures a call repeats it.
+
+    Raises:  RunError if the driver's library cannot be loaded.
+    """
+
+    def __init__(self) -> None:
+        name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+        try:
+            self._launch = ctypes.CDLL(name).cuLaunchHostFunc
+        except (OSError, AttributeError) as fault:
+            raise RunError(f"--misses: {name} cannot call the CPU from a graph ({fault}); use --misses pull") from fault
+        self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+    def add(self, function: int, argument: int) -> None:
+        """Adds a call of the function at an address, `void f(void*)`, to torch's current stream.
+
+        Raises:  RunError if the driver refuses it.
+        """
+        fault = self._launch(torch.cuda.current_stream().cuda_stream, function, argument)
+        if fault:
+            raise RunError(f"--misses: the driver refuses to call the CPU (error {fault}); use --misses pull")
+
+
+Array = NDArray[Any]
+
+LINE_BYTES = 128  # extents begin on multiples of it: a GPU reads so many bytes over its link at once
+_PAGE_BYTES = 4096  # of the system: mappings begin on a page, and whole pages are locked
+_READ_THREADS = 8
+
+
+class HostArena:
+    """All experts' extents of a pack in host memory. Owns the mapping: `close` it after its readers, or use `with`.
+
+    `extent_at[l]`: int64 [E], where each expert of a MoE layer begins in `rows(l)`, in bytes, a multiple of 128.
+    `bytes`: u8, the mapping, valid until `close`.   `num_bytes`: of it.   `locked_bytes`: of its beginning that is
+    page-locked.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        device: torch.device,
+        progress: Progress = NO_PROGRESS,
+        num_threads: int = _READ_THREADS,
+        verify: bool = True,
+    ) -> None:
+        """Maps the memory, reads the experts and locks the memory.
+
+        Args:    device: the memory is locked for a GPU, and not for `cpu`.   verify: whether checksums of experts
+                 are checked.
+        Raises:  RunError if there is not enough memory; PackError if an expert is damaged or cannot be read.
+        """
+        self.extent_at, self._layers, self.num_bytes = _arena_layout(pack)
+        self.locked_bytes = 0
+        self._locked: list[int] = []  # addresses of locked layers
+        try:
+            self._memory = anonymous_memory(self.num_bytes)
+        except (OSError, OverflowError) as fault:
+            raise RunError(
+                f"--ram: cannot map {size_text(self.num_bytes)} of memory for the pack's experts ({fault}); give less"
+            ) from fault
+        self.bytes = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
+        self._fill(pack, progress, num_threads, verify)
+        if device.type == "cuda":
+            self._lock()
+
+    def __enter__(self) -> "HostArena":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether a GPU can read all of it."""
+        return self.locked_bytes == self.num_bytes
+
+    def is_layer_locked(self, layer_idx: int) -> bool:
+        """Whether a GPU can read a layer's extents: the first layers' are locked, as far as the system allows."""
+        return self._layers[layer_idx][1] <= self.locked_bytes
+
+    def rows(self, layer_idx: int) -> Tensor:
+        """Returns a layer's extents, u8, a view of the mapping that is valid until `close`; it begins on a page."""
+        begin, end = self._layers[layer_idx]
+        return self.bytes[begin:end]
+
+    def extent_begin(self, layer_idx: int, expert: int) -> int:
+        """Returns where an expert's extent begins in `bytes`."""
+        return self._layers[layer_idx][0] + int(self.extent_at[layer_idx][expert])
+
+    def extent(self, layer_idx: int, expert: int, num_bytes: int) -> Tensor:
+        """Returns an expert's extent, u8 [num_bytes], a view of the mapping that is valid until `close`."""
+        begin = self.extent_begin(layer_idx, expert)
+        return self.bytes[begin : begin + num_bytes]
+
+    def close(self) -> None:
+        """Unlocks the memory and releases it; it is freed with the last tensor that refers to it.
+
+        Waits for the GPU first, because a kernel or a copy may still read the memory.
+        """
+        if self._locked:
+            torch.cuda.synchronize()
+        for address in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        self._locked.clear()
+        self.locked_bytes = 0
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def _fill(self, pack: Pack, progress: Progress, num_threads: int, verify: bool) -> None:
+        memory = self.bytes.numpy()
+        jobs = [(l, e) for l, layer in enumerate(pack.layout.experts) for e in range(len(layer))]
+
+        def read(job: tuple[int, int]) -> int:
+            layer_idx, expert = job
+            begin = self._layers[layer_idx][0] + int(self.extent_at[layer_idx][expert])
+            raw = memory[begin : begin + pack.layout.experts[layer_idx][expert].num_bytes]
+            _read_extent(pack, layer_idx, expert, files[layer_idx], raw, verify)
+            return len(raw)
+
+        files: list[int] = []
+        try:
+            for listed in pack.manifest.expert_files:
+                files.append(_opened(pack, listed.name))
+            with ThreadPoolExecutor(num_threads) as threads:
+                progress.begin(Stage("experts", self.num_bytes, "B"))
+                for num_bytes in threads.map(read, jobs):
+                    progress.advance(num_bytes)
+                progress.end()
+        finally:
+            for file in files:
+                os.close(file)
+
+    def _lock(self) -> None:
+        """Page-locks the memory layer by layer, until the driver refuses one.
+
+        A copy must not cross memory that two calls locked, or that is locked in part; no copy crosses layers.
+        """
+        address, cudart = self.bytes.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        begins = [begin for begin, _ in self._layers]
+        for begin, end in zip(begins, [*begins[1:], self.num_bytes], strict=True):
+            if int(cudart.cudaHostRegister(address + begin, end - begin, 0)) != 0:
+                _forget_cuda_error()
+                return
+            self._locked.append(address + begin)
+            self.locked_bytes += end - begin
+
+
+def host_bytes(pack: Pack) -> int:
+    """Returns the bytes of host memory that a `HostArena` of a pack takes."""
+    return _arena_layout(pack).num_bytes
+
+
+class _ArenaLayout(NamedTuple):
+    """Where experts lie in a `HostArena`.
+
+    `extent_at`: int64 [E] for each layer, where extents begin in it.   `layers`: where each layer begins and ends in
+    the mapping.   `num_bytes`: the mapping's length.
+    """
+
+    extent_at: list[Array]
+    layers: list[tuple[int, int]]
+    num_bytes: int
+
+
+def _arena_layout(pack: Pack) -> _ArenaLayout:
+    extent_at, layers, end = [], [], 0
+    for layer in pack.layout.experts:
+        sizes = np.array([-(-expert.num_bytes // LINE_BYTES) * LINE_BYTES for expert in layer], np.int64)
+        extent_at.append(np.cumsum(sizes) - sizes)
+        layers.append((end, end + int(sizes.sum())))
+        end = -(-layers[-1][1] // _PAGE_BYTES) * _PAGE_BYTES
+    return _ArenaLayout(extent_at, layers, end)
+
+
+def _opened(pack: Pack, name: str) -> int:
+    try:
+        return os.open(pack.folder / name, READ_FLAGS)
+    except OSError as fault:
+        raise PackError(f"{name}: cannot be opened ({fault.strerror})") from fault
+
+
+def _read_extent(pack: Pack, layer_idx: int, expert: int, file: int, raw: NDArray[np.uint8], verify: bool) -> None:
+    """Reads an expert into `raw`, and checks its checksum if `verify`.
+
+    Raises:  PackError if it is damaged or cannot be read.
+    """
+    name, begin = pack.manifest.expert_files[layer_idx].name, pack.layout.offsets[layer_idx][expert]
+    view, done = raw.data, 0
+    while done < len(raw):
+        try:
+            num_read = read_at(file, view[done:], begin + done)
+        except OSError as fault:
+            raise PackError(f"{name}: cannot be read at byte {begin + done} ({fault.strerror})") from fault
+        if not num_read:
+            raise PackError(f"{name}: ends at byte {begin + done}, expected {begin + len(raw)}")
+        done += num_read
+    if verify and zlib.crc32(view) != int(pack.index.crc32[layer_idx, expert]):
+        raise PackError(f"{name}: expert {expert}: CRC-32 does not match its bytes; the file is damaged")
+
+
+def _forget_cuda_error() -> None:
+    """Clears the error that a refused call leaves for the next launch to report, by a launch of nothing."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        torch.cuda.synchronize()

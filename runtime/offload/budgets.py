@@ -1,0 +1,696 @@
+"""The division of a memory budget, in bytes: fixed parts first, the rest for experts. Nothing is allocated here.
+
+    budget = dense weights + key-value cache + workspace + predictors + ... + experts + left over
+
+Every engine describes its needs as `MemoryNeeds`, and `divide` is the one division. Each engine has its own rule for
+the bytes that experts get. On the CPU they are selectors that stay and pages (`divide_budget`). On a GPU
+runtime/gpu/fit.py estimates the fixed parts for a plan, and measures them for a run; runtime/gpu/placements.py divides
+the rest. `best_page_bytes` is the one search for a page size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
+from moe_pack.formats.pack.layouts import plain_layout, whole_blocks
+from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
+from moe_pack.formats.parts.attention import raw_places
+from moe_pack.formats.parts.specs import cache_values, cached_tokens, state_values
+from moe_pack.runtime.model import PREFILL_TOKENS, mixers
+from moe_pack.runtime.model.caches import KvDtype, layer_cache_bytes, plain_dtype, row_storages
+from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES, kernels_attend
+from moe_pack.runtime.offload.presets import ROUTING_FILE
+
+LEAST_PREFILL_TOKENS = 16  # with shorter passes a prompt would read every expert again and again
+MAX_PAGE_BYTES = 1 << 20
+LEAST_PAGE_BYTES = 64 << 10  # smaller pages lose more to their heads; smaller only if an expert has less than four
+# Workspace of the kernels (runtime/cpu/native): partial sums of many tokens and of few; the threads' decoded rows.
+_ROUNDED_TOKENS = 128  # of an expert at once, where inputs are rounded
+_MANY_TOKENS, _MANY_SUMS, _FEW_SUMS, _MOST_FEW_BYTES, _THREADS_BYTES = 64, 19, 96, 16 << 20, 4 << 20
+_MASKS = 4  # of a byte for each token and position, while positions are chosen and attended to
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """A part of a budget, in bytes, under the name in reports."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences that run at once: their `number`, the `checkpoints` that each has room for, and how their keys and
+    values are stored.
+
+    `draft_bytes`: of what drafts them: a prediction layer; 0 if nothing needs memory to draft.
+    """
+
+    number: int = 1
+    checkpoints: int = 0
+    kv_dtype: KvDtype = "f32"
+    draft_bytes: int = 0
+
+
+ONE_SEQUENCE = Sequences()
+
+
+@dataclass(frozen=True, slots=True)
+class FixedParts:
+    """The parts of a budget other than experts, in bytes; 0 for a part that an engine does not have.
+
+    `workspace`: hidden states, scores, outputs and the kernels' buffers.   `predictors`: of experts.   `overhead`: of
+    the GPU's driver.   `drafts`: of a prediction layer.
+    """
+
+    dense: int = 0
+    cache: int = 0
+    workspace: int = 0
+    predictors: int = 0
+    overhead: int = 0
+    drafts: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The sum of all parts."""
+        return self.dense + self.cache + self.workspace + self.predictors + self.overhead + self.drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A budget's fixed parts, for forward passes of `chunk_tokens` at most."""
+
+    budget: int
+    fixed: FixedParts
+    chunk_tokens: int
+
+    @property
+    def experts(self) -> int:
+        """The bytes left for experts; negative if the fixed parts alone are more than the budget."""
+        return self.budget - self.fixed.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """The memory that an engine needs, whatever the budget.
+
+    `fixed`: returns the fixed parts for forward passes of at most so many tokens.   `longest_chunk`, `shortest_chunk`:
+    the tokens of a pass if there is enough memory, and if there is little.   `largest`: bytes in which the largest
+    expert runs.   `all_experts`: bytes with all experts resident.   `usual_share`: passes are made shorter if experts
+    would get less than the budget divided by it.
+    """
+
+    fixed: Callable[[int], FixedParts]
+    longest_chunk: int
+    shortest_chunk: int
+    largest: int
+    all_experts: int
+    usual_share: int
+
+    @property
+    def least_experts(self) -> int:
+        """The least bytes with which experts can run."""
+        return min(self.largest, self.all_experts)
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget that can be divided: the shortest passes and the least bytes for experts."""
+        return self.fixed(self.shortest_chunk).num_bytes + self.least_experts
+
+
+def divide(budget_bytes: int, needs: MemoryNeeds) -> Division:
+    """Divides a budget into fixed parts and the rest for experts.
+
+    Passes are halved until experts get their usual share and the largest of them fits, but not below the shortest. The
+    caller compares `experts` with `needs.least_experts` and raises its own error.
+    """
+    chunk = needs.longest_chunk
+    while True:
+        division = Division(budget_bytes, needs.fixed(chunk), chunk)
+        is_enough = division.experts >= max(needs.largest, budget_bytes // needs.usual_share)
+        if is_enough or chunk <= needs.shortest_chunk:
+            return division
+        chunk = max(chunk // 2, needs.shortest_chunk)
+
+
+def best_page_bytes(sizes: NDArray[np.int64], costs: NDArray[np.int64]) -> int:
+    """Returns the page size that costs least; of several, the first.
+
+    The CPU reads disk blocks into pages and lets rows cross from page to page, so that an expert takes
+    `ceil(bytes / page)` pages, each with a head.
+    Args:    sizes: [n], preferred ones first.   costs: [n], bytes of all experts in pages of each size.
+    """
+    return int(sizes[np.argmin(costs)])
+
+
+def most_chunk_tokens(context_tokens: int) -> int:
+    """Returns the tokens of a forward pass if there is enough memory."""
+    return min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetOptionNames:
+    """The options of a command that set a budget and a context, for messages. `context`: None where none sets it."""
+
+    budget: str
+    context: str | None
+
+    def advice(self, what_helps: str) -> str:
+        """Returns what helps, and a shorter context where an option sets it."""
+        return what_helps if self.context is None else f"{what_helps} or shorten the context with {self.context}"
+
+
+AS_BUDGET = BudgetOptionNames("--budget", "--max-tokens")
+AS_TARGET = BudgetOptionNames("--target-vram", "--context")
+AS_CONTEXT = BudgetOptionNames("--budget", "--context")
+ONLY_BUDGET = BudgetOptionNames("--budget", None)  # the context is that of a recorded run, or the usual one
+
+
+def divide_or_refuse(
+    budget_bytes: int, needs: MemoryNeeds, context_tokens: int, options: BudgetOptionNames, advice: str = "raise it"
+) -> Division:
+    """Divides the budget of a whole engine.
+
+    Args:    advice: for the message: what helps, apart from a shorter context.
+    Raises:  RunError if experts would get too little; it says how much is needed, and for what.
+    """
+    division = divide(budget_bytes, needs)
+    if division.experts >= needs.least_experts:
+        return division
+    fixed = division.fixed
+    parts = [
+        f"{size_text(fixed.dense)} of dense weights",
+        f"{size_text(fixed.cache)} of key-value cache for {context_tokens} tokens",
+        f"{size_text(fixed.workspace)} of workspace",
+    ]
+    if fixed.predictors:
+        parts.append(f"{size_text(fixed.predictors)} of predictors")
+    if fixed.drafts:
+        parts.append(f"{size_text(fixed.drafts)} of the prediction layer")
+    if fixed.overhead:
+        parts.append(f"{size_text(fixed.overhead)} for the GPU's driver")
+    raise RunError(
+        f"{options.budget}: {size_text(budget_bytes)} is too little; the model needs at least "
+        f"{size_text(needs.least_budget)}: {', '.join(parts)} and {size_text(needs.largest)} for experts; "
+        f"{options.advice(advice)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPlan:
+    """A division of a budget of host memory, in bytes except for `num_pages` and `chunk_tokens`.
+
+    `workspace`, `predictors`, `drafts`: as in `FixedParts`.   `page_bytes`: of a page without the `head_bytes` before
+    it.   `chunk_tokens`: the most tokens of a forward pass.   `selectors`: of the `num_selectors` that stay in memory.
+    """
+
+    budget: int
+    dense: int
+    cache: int
+    workspace: int
+    predictors: int
+    page_bytes: int
+    head_bytes: int
+    num_pages: int
+    chunk_tokens: int
+    selectors: int = 0
+    num_selectors: int = 0
+    drafts: int = 0
+
+    @property
+    def arena(self) -> int:
+        """The bytes of all pages with their heads."""
+        return self.num_pages * (self.page_bytes + self.head_bytes)
+
+    @property
+    def spent(self) -> int:
+        """The sum of all parts; never more than the budget."""
+        fixed = self.dense + self.cache + self.workspace + self.predictors + self.drafts
+        return fixed + self.selectors + self.arena
+
+    @property
+    def left(self) -> int:
+        """The bytes that are not spent: less than a page, unless all experts have their pages."""
+        return self.budget - self.spent
+
+    @property
+    def parts(self) -> tuple[MemoryPart, ...]:
+        """The parts with their names; their sum is the budget."""
+        drafts = (MemoryPart("prediction layer", self.drafts),) if self.drafts else ()
+        return (
+            MemoryPart("dense weights", self.dense),
+            MemoryPart("key-value cache", self.cache),
+            MemoryPart("workspace", self.workspace),
+            MemoryPart("predictors", self.predictors),
+            *drafts,
+            MemoryPart("resident selectors", self.selectors),
+            MemoryPart("pages of experts", self.arena),
+            MemoryPart("left over", self.left),
+        )
+
+
+class PageSizes(NamedTuple):
+    """The bytes of a page, and of the head before it, where a row that ends in the page begins."""
+
+    page_bytes: int
+    head_bytes: int
+
+
+def cpu_needs(
+    layout: PackLayout,
+    pages: PageSizes,
+    context_tokens: int,
+    predictor_bytes: int,
+    sequences: Sequences = ONE_SEQUENCE,
+) -> MemoryNeeds:
+    """Returns the memory that the CPU's engine needs to offload experts to a disk.
+
+    Args:    pages: of `page_sizes`.   context_tokens: of each sequence.
+             predictor_bytes: `routing_bytes` of a pack, or `routing_file_bytes` of the file that a pack will have.
+    """
+    dense, spec = layout.dense_file.num_bytes + layout.rotation_bytes, layout.spec
+    experts = expert_pages(layout, pages.page_bytes) * (pages.page_bytes + pages.head_bytes)
+
+    def fixed(chunk_tokens: int) -> FixedParts:
+        workspace = workspace_bytes(spec, chunk_tokens, sequences.number)
+        workspace += whole_pass_bytes(spec, chunk_tokens, context_tokens)
+        workspace += decoded_cache_bytes(spec, context_tokens, chunk_tokens, sequences.kv_dtype)
+        cache = cache_bytes(spec, context_tokens, chunk_tokens, sequences.kv_dtype)
+        cache += sequences.checkpoints * checkpoint_bytes(spec, context_tokens, chunk_tokens, sequences.kv_dtype)
+        return FixedParts(dense, sequences.number * cache, workspace, predictor_bytes, drafts=sequences.draft_bytes)
+
+    longest, shortest = most_chunk_tokens(context_tokens), max(LEAST_PREFILL_TOKENS, sequences.number)
+    return MemoryNeeds(fixed, max(longest, shortest), shortest, int(experts.max()), int(experts.sum()), usual_share=4)
+
+
+def divide_budget(
+    layout: PackLayout,
+    budget_bytes: int,
+    context_tokens: int,
+    predictor_bytes: int,
+    options: BudgetOptionNames = AS_BUDGET,
+    heat: NDArray[np.floating[Any]] | None = None,
+    sequences: Sequences = ONE_SEQUENCE,
+) -> BudgetPlan:
+    """Divides a budget of host memory for a pack, which need not exist yet.
+
+    A token needs all of a chosen expert's selector and only some of its records. So if not all experts fit, selectors
+    stay in memory first, the hottest, and records get the rest as pages: at least enough for two layers' experts of a
+    token. Experts whose selector stays have pages for their records alone.
+    Args:    predictor_bytes: as in `cpu_needs`.   options: the options that set the budget, for the message.
+             heat: [L, E], how often experts are chosen, 0 for those that are always read whole; None: no single rows
+             are read, and no selector stays.
+    Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
+    """
+    page_bytes, head_bytes = pages = page_sizes(layout)
+    needs = cpu_needs(layout, pages, context_tokens, predictor_bytes, sequences)
+    division = divide_or_refuse(budget_bytes, needs, context_tokens, options)
+    slot_bytes, num_selectors, selectors = page_bytes + head_bytes, 0, 0
+    if heat is not None and division.experts < needs.all_experts:
+        sizes = np.cumsum(_selector_bytes(layout).ravel()[_hottest_first(heat)[: np.count_nonzero(heat)]])
+        records = expert_pages(layout, page_bytes, np.ones(heat.shape, bool)) * slot_bytes
+        working = 2 * layout.spec.router.num_experts_per_tok * int(records.max()) + needs.largest
+        num_selectors = int(np.searchsorted(sizes, division.experts - working, side="right"))
+        selectors = int(sizes[num_selectors - 1]) if num_selectors else 0
+    has_selector = resident_selectors(layout, heat, num_selectors)
+    most_pages = int(expert_pages(layout, page_bytes, has_selector).sum())
+    num_pages = min((division.experts - selectors) // slot_bytes, most_pages)
+    fixed, chunk = division.fixed, division.chunk_tokens
+    return BudgetPlan(
+        budget_bytes,
+        fixed.dense,
+        fixed.cache,
+        fixed.workspace,
+        fixed.predictors,
+        page_bytes,
+        head_bytes,
+        num_pages,
+        chunk,
+        selectors,
+        num_selectors,
+        fixed.drafts,
+    )
+
+
+def selector_heat(popularity: NDArray[np.floating[Any]], skips: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Returns how often experts are chosen of which single rows may be read, 0 for the others: float32 [L, E].
+
+    Args:    popularity: [L, E], in any unit.   skips: bool [L, E], whether not all neurons of an expert run.
+    """
+    shares = (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32)
+    heat: NDArray[np.float32] = shares * skips
+    return heat
+
+
+def resident_selectors(
+    layout: PackLayout, heat: NDArray[np.floating[Any]] | None, num_selectors: int
+) -> NDArray[np.bool_]:
+    """Returns the experts whose selectors stay in memory, the hottest: bool [L, E].
+
+    Args:    heat, num_selectors: as given to, and returned by, `divide_budget`.
+    """
+    shape = (len(layout.experts), layout.spec.router.num_experts)
+    resident = np.zeros(shape, bool)
+    if heat is not None:
+        resident.ravel()[_hottest_first(heat)[:num_selectors]] = True
+    return resident
+
+
+def _hottest_first(heat: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
+    """Returns the flat indices of experts by falling heat; equally hot ones take turns between layers."""
+    L, E = heat.shape
+    order: NDArray[np.int64] = np.lexsort((np.repeat(np.arange(L), E), np.tile(np.arange(E), L), -heat.ravel()))
+    return order
+
+
+def _selector_bytes(layout: PackLayout) -> NDArray[np.int64]:
+    """Returns the bytes of each expert's selector in memory, in whole blocks: int64 [L, E]."""
+    return np.array([[whole_blocks(expert.selector_bytes) for expert in layer] for layer in layout.experts], np.int64)
+
+
+def least_budget(
+    layout: PackLayout, context_tokens: int, predictor_bytes: int, sequences: Sequences = ONE_SEQUENCE
+) -> int:
+    """Returns the smallest budget that `divide_budget` divides."""
+    return cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes, sequences).least_budget
+
+
+def whole_bytes(
+    layout: PackLayout, context_tokens: int, predictor_bytes: int, sequences: Sequences = ONE_SEQUENCE
+) -> int:
+    """Returns the smallest budget with all experts resident and the longest forward passes."""
+    needs = cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes, sequences)
+    return needs.fixed(PREFILL_TOKENS).num_bytes + needs.all_experts
+
+
+def expert_pages(
+    layout: PackLayout, page_bytes: int, has_selector: NDArray[np.bool_] | None = None
+) -> NDArray[np.int64]:
+    """Returns the number of pages of each expert: int64 [L, E].
+
+    Args:    has_selector: bool [L, E], the experts whose selector stays elsewhere in memory; None: no expert's does.
+    """
+    num_bytes = extent_bytes(layout)
+    if has_selector is not None:
+        before = np.array([[begin_block(expert) for expert in layer] for layer in layout.experts], np.int64)
+        num_bytes = num_bytes - before * DISK_BLOCK_BYTES * has_selector
+    return -(-num_bytes // page_bytes)
+
+
+def begin_block(expert: ExpertLayout) -> int:
+    """Returns the block of an extent in which its records begin."""
+    return expert.selector_bytes // DISK_BLOCK_BYTES
+
+
+def routing_bytes(folder: Path) -> int:
+    """Returns the bytes of the routing file in a pack's folder, which is in memory as a whole; 0 without one."""
+    routing = folder / ROUTING_FILE
+    return routing.stat().st_size if routing.exists() else 0
+
+
+def page_sizes(layout: PackLayout) -> PageSizes:
+    """Returns the page size that wastes least over a pack's experts; of equally good ones the largest.
+
+    Both sizes are whole blocks, and the head is at least as long as the longest row.
+    """
+    sizes, counts = np.unique(extent_bytes(layout), return_counts=True)
+    head = whole_blocks(max(rows.row_bytes for layer in layout.experts for expert in layer for rows in expert.rows()))
+    quarter = int(sizes.min()) // 4 // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES
+    least = max(head, min(LEAST_PAGE_BYTES, quarter), DISK_BLOCK_BYTES)
+    pages = np.arange(least, max(MAX_PAGE_BYTES, least) + 1, DISK_BLOCK_BYTES)[::-1]
+    costs = ((-(-sizes[None] // pages[:, None])) * counts).sum(axis=1) * (pages + head)
+    return PageSizes(best_page_bytes(pages, costs), head)
+
+
+def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype = "f32") -> int:
+    """Returns the bytes of the key-value cache, and of states with their copy, for passes of at most `chunk_tokens`.
+
+    States are float32, and so is the cache of a model with an encoder.
+    """
+    if spec.encoder is not None:
+        return 4 * (cache_values(spec, context_tokens, chunk_tokens) + 2 * state_values(spec))
+    layers = range(spec.num_hidden_layers)
+    cached = sum(layer_cache_bytes(spec, layer, context_tokens, chunk_tokens, kv_dtype) for layer in layers)
+    return cached + 4 * 2 * state_values(spec)
+
+
+def checkpoint_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype = "f32") -> int:
+    """Returns the bytes of a checkpoint of a sequence: its states, and the windows of layers that cache a ring."""
+    num_bytes = 4 * state_values(spec)
+    for layer in range(spec.num_hidden_layers):
+        attention, places = spec.attention_of(layer), cached_tokens(spec, layer, context_tokens, chunk_tokens)
+        if 0 < places < context_tokens:
+            heads, rows = row_storages(attention, kv_dtype)
+            window = cached_tokens(spec, layer, context_tokens, 0)
+            num_bytes += window * heads * sum(each.row_bytes for each in rows)
+        if not isinstance(attention, CompressedSpec) or attention.compression is None or not places:
+            continue
+        compression = attention.compression
+        if raw_places(compression, context_tokens, chunk_tokens) < context_tokens:
+            raw_bytes = plain_dtype(kv_dtype).itemsize * compression.raw_width(attention.head_dim)
+            num_bytes += compression.earlier_tokens * raw_bytes
+    return num_bytes
+
+
+def decoded_cache_bytes(
+    spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype, has_kernels: bool = True
+) -> int:
+    """Returns the most bytes of keys and values that are dequantized at once, with their scores and sums, by torch.
+
+    Kernels dequantize a few rows at a time, in the threads' memory; float32 is read as it is.
+    Args:    has_kernels: whether native kernels compute what they can; on a GPU torch does, for several tokens.
+    """
+    if kv_dtype == "f32":
+        return 0
+    most = 0
+    for attention, _ in spec.attention_kinds:
+        if has_kernels and isinstance(attention, GroupedQuerySpec) and kernels_attend(attention):
+            continue
+        heads, rows = row_storages(attention, "f32")
+        positions = 2 * context_tokens * heads * sum(each.row_bytes for each in rows)
+        scores = 2 * 4 * attention.num_heads * chunk_tokens * context_tokens
+        width = 2 * 4 * chunk_tokens * attention.num_heads * _mixed_width(attention)
+        most = max(most, min(positions, MAX_DECODED_BYTES) + min(scores, 2 * MAX_DECODED_BYTES) + width)
+    return most
+
+
+def _mixed_width(attention: AttentionSpec) -> int:
+    """Returns the values of a head's weighted sum."""
+    if isinstance(attention, GroupedQuerySpec):
+        return attention.value_dim
+    if isinstance(attention, LatentSpec):
+        return max(attention.kv_lora_rank, attention.v_head_dim)
+    return attention.head_dim
+
+
+def workspace_bytes(spec: ModelSpec, chunk_tokens: int, num_sequences: int = 1) -> int:
+    """Returns the most bytes that a pass of `chunk_tokens` tokens needs besides weights and cache.
+
+    Args:    num_sequences: that get logits from a pass.
+    """
+    d, k, E = spec.hidden_size, spec.router.num_experts_per_tok, spec.router.num_experts
+    width = max(_attention_width(attention) for attention, _ in spec.attention_kinds)
+    hidden = [role.shape[0] for role in dense_roles(spec) if role.name.endswith((".up", ".gate"))]
+    widest = max([spec.expert.intermediate_size, *hidden])
+    # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.
+    mixing = 0 if spec.mixer is None else spec.mixer.width
+    mixing = mixing if spec.ngrams is None else max(mixing, spec.ngrams.width(spec.stream_width))
+    streams = 0 if spec.residual is None else 6 * spec.stream_width  # normed, gated, weighted, and before and after
+    floats = 6 * d + streams + max(width, mixing) + 3 * widest + 2 * E + k * d
+    few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
+    many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
+    # Where inputs are rounded: an expert's inputs and the outputs of its neurons, or a dense matrix's inputs.
+    rounded = max(9 * (spec.expert.intermediate_size + d), 3 * max(d, width, widest))
+    many = max(many, _ROUNDED_TOKENS * rounded)
+    floats = chunk_tokens * floats + 4 * num_sequences * spec.vocab_size + _mixer_floats(spec)
+    return 4 * floats + few + many + _score_bytes(spec, chunk_tokens) + ngram_bytes(spec) + _THREADS_BYTES
+
+
+def most_verified_tokens(spec: ModelSpec, chunk_tokens: int, most: int) -> int:
+    """Returns how many tokens of one sequence may get logits from a pass within the workspace of `chunk_tokens` tokens.
+
+    Their pass has fewer tokens than the workspace is for, and leaves the rest to their logits.
+    Returns: 1 to `most`.
+    """
+    workspace = workspace_bytes(spec, chunk_tokens)
+    fits = (n for n in range(most, 1, -1) if workspace_bytes(spec, n) + 4 * (n - 1) * spec.vocab_size <= workspace)
+    return next(fits, 1)
+
+
+def _attention_width(attention: AttentionSpec) -> int:
+    """Returns the most floats of one token while a layer attends."""
+    if isinstance(attention, GroupedQuerySpec):
+        gates = 0 if attention.gate is None else attention.num_heads * attention.value_dim
+        indexed = 0 if attention.indexer is None else 2 * (attention.indexer.num_heads + 1) * attention.indexer.head_dim
+        heads = (attention.num_heads + attention.num_kv_heads) * (attention.head_dim + attention.value_dim)
+        return heads + gates + indexed
+    if isinstance(attention, RelativeSpec):
+        return 4 * attention.num_heads * attention.head_dim
+    if isinstance(attention, CompressedSpec):
+        return _compressed_width(attention)
+    indexer = attention.own_indexer
+    indexed = 0 if indexer is None else 2 * indexer.num_heads * indexer.head_dim
+    has_gates = attention.gated or attention.gate is not None
+    gates = attention.num_heads * attention.v_head_dim if has_gates else 0
+    return 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + indexed + gates
+
+
+def _compressed_width(attention: CompressedSpec) -> int:
+    """Returns the same for compressed attention: heads, what entries follow from with a copy, and the output's parts.
+
+    Heads are queries, normed and rotated ones, what they give, that rotated back, and its groups.
+    """
+    heads = 5 * attention.num_heads * attention.head_dim
+    outputs = 2 * attention.num_groups * attention.o_lora_rank
+    if (compression := attention.compression) is None:
+        return heads + outputs
+    indexer = compression.indexer
+    indexed = 0 if indexer is None else 2 * indexer.num_heads * (indexer.head_dim + 1)
+    return heads + outputs + 3 * compression.raw_width(attention.head_dim) + indexed
+
+
+def _score_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
+    """Returns the most bytes of scores, and of a mask of them; only torch's attention stores any."""
+    unequal = [
+        attention.num_heads
+        for attention, _ in spec.attention_kinds
+        if isinstance(attention, CompressedSpec)
+        or (isinstance(attention, GroupedQuerySpec) and attention.value_dim != attention.head_dim)
+    ]
+    sinking = [
+        attention.num_heads
+        for attention, _ in spec.attention_kinds
+        if isinstance(attention, LatentSpec) and attention.sinks
+    ]
+    scores, with_sinks = (
+        4 * max(heads, default=0) * chunk_tokens * spec.max_position_embeddings for heads in (unequal, sinking)
+    )
+    return min(scores, MAX_SCORE_BYTES) * 5 // 4 + min(with_sinks, MAX_DECODED_BYTES)
+
+
+def _mixer_floats(spec: ModelSpec) -> int:
+    """Returns the floats that mixers need, however many tokens there are.
+
+    They are the tables of a chunk; three copies of a layer's state, one of them for predictions; and the vectors of all
+    layers, which the dense part has in 16 bit.
+    """
+    if spec.mixer is None:
+        return 0
+    vectors = sum(role.shape[0] for role in spec.mixer.roles(spec.hidden_size) if len(role.shape) == 1)
+    return spec.mixer.chunk_floats + 3 * spec.mixer.state.num_values + len(spec.mixer.layers) * vectors
+
+
+def ngram_bytes(spec: ModelSpec) -> int:
+    """Returns the bytes that n-grams need, however many tokens there are: nothing of their tables but rows being read.
+
+    They are the buffers of these rows; a copy of a layer's state for predictions, and of its last inputs and outputs;
+    and the vectors of all layers, which the dense part has in 16 bit.
+    """
+    if spec.ngrams is None:
+        return 0
+    ngrams, width = spec.ngrams, spec.stream_width
+    row_bytes = plain_layout(ngrams.row_values, "F32").row_bytes
+    buffers = mixers.SLOTS_PER_TABLE * len(ngrams.layers) * mixers.SLOT_TOKENS * ngrams.num_heads * row_bytes
+    vectors = sum(role.shape[0] for role in ngrams.roles(spec.hidden_size, width, 0.0) if len(role.shape) == 1)
+    return buffers + 4 * (len(ngrams.layers) * vectors + 3 * ngrams.state(width).num_values)
+
+
+def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) -> int:
+    """Returns the additional bytes of a pass in which each token has something of each position of the context.
+
+    With an indexer they are masks, of the positions that are seen, and that are chosen, with copies. With compressed
+    entries they are masks of these, and a copy of their keys. With an encoder, a layer runs for all tokens before the
+    next begins.
+    """
+    attention = spec.attention
+    compressed = [each for each, _ in spec.attention_kinds if isinstance(each, CompressedSpec)]
+    if compressed:
+        return max(_entry_bytes(each, chunk_tokens, context_tokens) for each in compressed)
+    indexed = (each for each, _ in spec.attention_kinds if isinstance(each, GroupedQuerySpec | LatentSpec))
+    if any(each.indexer is not None for each in indexed):
+        return _MASKS * chunk_tokens * context_tokens
+    if spec.encoder is None or not isinstance(attention, RelativeSpec):
+        return 0
+    # Hidden states, normed ones, halves' outputs in pieces and whole, experts' outputs; routers' logits and scores.
+    states = context_tokens * (6 * spec.hidden_size + 3 * spec.router.num_experts)
+    biases = 2 * attention.num_heads * 2 * context_tokens
+    scores = min(12 * attention.num_heads * chunk_tokens * context_tokens, 2 * MAX_DECODED_BYTES)
+    return 4 * (states + biases) + scores
+
+
+def _entry_bytes(attention: CompressedSpec, chunk_tokens: int, context_tokens: int) -> int:
+    compression, window = attention.compression, attention.sliding_window - 1 + chunk_tokens
+    num_entries = 0 if compression is None else context_tokens // compression.window_tokens
+    return (window + num_entries) * (_MASKS * chunk_tokens + 4 * attention.head_dim)
+
+
+def extent_bytes(layout: PackLayout) -> NDArray[np.int64]:
+    """Returns the bytes of each expert's extent: int64 [L, E]."""
+    return np.array([[expert.num_bytes for expert in layer] for layer in layout.experts], np.int64)
+
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCompression:
+    """How many times fewer bytes cross the link than an expert has in 16 bit: codes alone, and as stored."""
+
+    codes: float
+    stored: float
+
+
+def expert_compression(expert: ExpertLayout, sparsity: float) -> LinkCompression:
+    """Returns the size of an expert's matrices in 16 bit over that of its selector and running records.
+
+    `codes` leaves out scales, zeros, CRC and padding.
+    Source:  FloE §1 and §4.3: 9.3 for Mixtral at 90% sparsity counts codes alone, 2 bits for up and 16 for the rest.
+    """
+    halves = [(rows, share) for rows, share in ((expert.selector, 1.0), (expert.records, 1 - sparsity)) if rows]
+    num_cols, num_parts = expert.records.num_cols, sum(len(rows.parts) for rows, _ in halves)
+    source = 2 * num_parts * num_cols
+    codes = sum(share * part.format.code_bytes(num_cols) for rows, share in halves for part in rows.parts)
+    return LinkCompression(source / codes, source / sum(share * rows.row_bytes for rows, share in halves))
+
+
+class ResidentRows(NamedTuple):
+    """The rows that are resident for the whole run: shares of selectors, float64 [L, E], and of slices of records,
+    float64 [L, E, H].
+    """
+
+    selector_share: Array
+    row_shares: Array
+
+
+def resident_rows(layout: PackLayout, popularity: Array, heat: Array, num_bytes: int) -> ResidentRows:
+    """Chooses the selectors and rows to keep in `num_bytes`: those that a token reads with the highest probability.
+
+    A fractional knapsack: every item is worth its probability for each of its bytes.
+    Args:    popularity: [L, E], any unit.   heat: [L, E, H], the share of its tokens for which a row runs, in each of H
+             equal slices of an expert's rows, hottest first.
+    """
+    L, E, H = heat.shape
+    row_bytes = np.array([[[e.selector.row_bytes if e.selector else 0, e.records.row_bytes] for e in layer]
+                          for layer in layout.experts], np.int64)  # fmt: skip
+    num_rows = layout.experts[0][0].num_rows
+    edges = np.linspace(0, num_rows, H + 1).astype(np.int64)
+    chances = (popularity / popularity.sum(axis=1, keepdims=True))[:, :, None]
+    # [L, E, 1 + H]: of each expert its selector's rows, then the slices of its records.
+    counts = np.concatenate([np.full((L, E, 1), num_rows), np.broadcast_to(np.diff(edges), (L, E, H))], axis=2)
+    sizes = np.concatenate([row_bytes[:, :, :1], np.repeat(row_bytes[:, :, 1:], H, axis=2)], axis=2)
+    worth = np.concatenate([np.broadcast_to(chances, (L, E, 1)), chances * heat], axis=2)
+    extra = layout.experts[0][0].extra_bytes * L * E
+    order = np.argsort(-worth.ravel(), kind="stable")
+    item_bytes = (counts * sizes).ravel()[order]
+    before = np.cumsum(item_bytes) - item_bytes
+    left = np.clip(max(num_bytes - extra, 0) - before, 0, item_bytes)
+    resident: Array = np.zeros(counts.size, np.int64)  # whole rows
+    resident[order] = left // np.maximum(sizes.ravel()[order], 1)
+    resident = resident.reshape(counts.shape)
+    shares = np.where(sizes > 0, resident / np.maximum(counts, 1), 1.0)
+    return ResidentRows(shares[:, :, 0], shares[:, :, 1:])

@@ -1,0 +1,191 @@
+"""The native kernels for rows as such against plain torch, zlib and numpy: products, decoding, checksums, gathering."""
+
+import zlib
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from support.cases import case
+from support.expert_cases import ROW_CODECS, fitting
+from support.native import INSTRUCTION_SETS, kernels_limited_to, work
+from support.random_experts import (
+    MAX_ERROR,
+    Shape,
+    assert_near,
+    product_magnitudes,
+    random_expert,
+    random_rows,
+    random_tokens,
+    weight_magnitudes,
+)
+from torch import Tensor
+
+from moe_pack.formats import BF16, PartFormat, RowLayout, part_format, trellis_format
+from moe_pack.formats.pack.codecs import decode_part
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, format_text
+from moe_pack.runtime.cpu import Kernels, row_numbers, stored_numbers
+from moe_pack.runtime.model.matrices import TORCH_DTYPES
+
+FLOATS = [dtype for dtype in TORCH_DTYPES.values() if dtype.is_floating_point]
+
+Bytes = NDArray[np.uint8]
+SOME_CODECS = [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0), FP8, E5M2, MXFP4]
+SOME_CODECS += [trellis_format(5, 0), trellis_format(4, 16, 8), trellis_format(8, 64)]
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return kernels_limited_to(request.param)
+
+
+def decoded_part(stored: PartFormat, num_cols: int, layout: RowLayout, rows: Bytes) -> Tensor:
+    return decode_part(stored, num_cols, torch.from_numpy(rows[:, : layout.parts[0].num_bytes]))
+
+
+def test_products_are_those_of_the_decoded_rows(kernels: Kernels) -> None:
+    """Numbers of tokens and of rows change with the columns, so that each codec meets many."""
+    for stored in ROW_CODECS:
+        draws = zip(fitting(stored), (1, 3, 64, 2, 65, 17, 4), (129, 7, 33, 1, 65, 200, 5), strict=False)
+        for num_cols, num_tokens, num_rows in draws:
+            with case((format_text(stored), num_cols)):
+                check_product(stored, num_rows, num_cols, num_tokens, kernels)
+
+
+def check_product(stored: PartFormat, num_rows: int, num_cols: int, num_tokens: int, kernels: Kernels) -> None:
+    bias = num_tokens % 2 == 0
+    layout, rows = random_rows(stored, num_rows, num_cols, num_tokens, bias)
+    x, section = random_tokens(num_tokens, num_cols), rows[:, : layout.parts[0].num_bytes]
+    expected = x @ decode_part(stored, num_cols, torch.from_numpy(section)).T
+    errors = product_magnitudes(x, weight_magnitudes(stored, num_cols, section))
+    if bias:
+        biases = torch.from_numpy(rows[:, section.shape[1] : section.shape[1] + 4].copy()).view(torch.float32)[:, 0]
+        expected, errors = expected + biases, errors + biases.double().abs()
+    assert_near(kernels.product(x, row_numbers(layout, "weight"), rows), expected, errors)
+
+
+def test_products_with_stored_values_are_those_of_torch(kernels: Kernels) -> None:
+    sizes = ((1, 1), (7, 64), (65, 70), (33, 1088), (129, 1031))
+    for dtype, num_tokens in product(FLOATS, (1, 2, 3, 4, 5, 17, 64, 65, 100)):
+        for num_rows, num_cols in sizes:
+            with case((dtype, num_tokens, num_rows, num_cols)):
+                weight = torch.randn(num_rows, num_cols, generator=torch.Generator().manual_seed(num_rows))
+                weight, x = weight.to(dtype), random_tokens(num_tokens, num_cols)
+                found = kernels.product(x, stored_numbers(dtype, num_cols), weight.view(torch.uint8).numpy())
+                assert_near(found, x @ weight.float().T, product_magnitudes(x, weight.double().abs()))
+
+
+def test_decoding_gives_the_bits_of_the_codec(kernels: Kernels) -> None:
+    for stored in ROW_CODECS:
+        for num_cols in fitting(stored):
+            with case((format_text(stored), num_cols)):
+                layout, rows = random_rows(stored, 40, num_cols, seed=num_cols)
+                expected = decoded_part(stored, num_cols, layout, rows)
+                found = kernels.decode(row_numbers(layout, "weight"), rows)
+                assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_decoding_gives_the_bits_of_the_codec_for_any_bytes(kernels: Kernels) -> None:
+    """Scales and zeros of all kinds: subnormal, negative, infinite and no numbers, which alone may be others."""
+    for stored in ROW_CODECS:
+        with case(format_text(stored)):
+            layout, rows = random_rows(stored, 100, 128)
+            rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
+            expected = decoded_part(stored, 128, layout, rows)
+            found = kernels.decode(row_numbers(layout, "weight"), rows)
+            assert torch.equal(found.isnan(), expected.isnan())
+            found, expected = (each.nan_to_num(nan=0).view(torch.int32) for each in (found, expected))
+            assert torch.equal(found, expected)
+
+
+def test_either_way_of_avx_512_gives_a_trellis_the_same_bits() -> None:
+    by_words, by_bytes = kernels_limited_to("avx512"), kernels_limited_to("avx512vbmi")
+    x = random_tokens(3, 640)
+    for stored in ROW_CODECS:
+        if stored.codec != "trellis":
+            continue
+        with case(format_text(stored)):
+            layout, rows = random_rows(stored, 70, 640)
+            numbers = row_numbers(layout, "weight")
+            assert torch.equal(*(each.product(x, numbers, rows) for each in (by_words, by_bytes)))
+            expert = work(random_expert(Shape(70, 640, down=stored)).rows(), torch.arange(3), torch.ones(3))
+            assert torch.equal(*(each.experts(x, [expert]) for each in (by_words, by_bytes)))
+
+
+def test_decoding_stored_values_gives_those_of_torch(kernels: Kernels) -> None:
+    """All 65,536 of 16 bits, and as many of 32."""
+    values = torch.arange(0, 2**16, dtype=torch.int32)
+    for dtype in FLOATS:
+        with case(dtype):
+            held = (values << 16 if dtype == torch.float32 else values.to(torch.int16)).view(dtype).view(-1, 64)
+            found = kernels.decode(stored_numbers(dtype, 64), held.view(torch.uint8).numpy())
+            assert torch.equal(found.isnan(), held.isnan())
+            number = ~held.isnan()
+            assert torch.equal(found[number].view(torch.int32), held.float()[number].view(torch.int32))
+
+
+def test_products_of_inputs_that_are_zero_are_zero(kernels: Kernels) -> None:
+    for stored, num_tokens in product(SOME_CODECS, (1, 4)):
+        with case((format_text(stored), num_tokens)):
+            layout, rows = random_rows(stored, 33, 192 if stored.group != 128 else 128)
+            x = torch.zeros(num_tokens, layout.num_cols)
+            found = kernels.product(x, row_numbers(layout, "weight"), rows)
+            assert torch.equal(found, torch.zeros(num_tokens, 33))
+
+
+def test_products_bear_inputs_of_any_size(kernels: Kernels) -> None:
+    """All inputs of one size, or mixed with ordinary ones. Inputs below 1e-30 may count as zero."""
+    ordinary = torch.randn(96, generator=torch.Generator().manual_seed(1))
+    for stored, num_tokens, size in product(SOME_CODECS, (1, 4), (1e-38, 1e-30, 1e-20, 1e20, 1e30, 1e36)):
+        with case((format_text(stored), num_tokens, size)):
+            layout, rows = random_rows(stored, 33, 192)
+            x = random_tokens(num_tokens, 192).clamp_(-100, 100) / 100 * size
+            x[-1, ::2] = ordinary
+            expected = x @ decoded_part(stored, 192, layout, rows).T
+            errors = product_magnitudes(x, weight_magnitudes(stored, 192, rows[:, : layout.parts[0].num_bytes]))
+            found = kernels.product(x, row_numbers(layout, "weight"), rows)
+            assert_near(found, expected, errors.clamp(min=1e-30 / MAX_ERROR))
+
+
+def test_an_input_that_is_not_finite_is_seen_in_its_token_alone(kernels: Kernels) -> None:
+    for stored, num_tokens in product(SOME_CODECS, (1, 3, 4, 20)):
+        layout, rows = random_rows(stored, 33, 192)
+        x, bad_token = random_tokens(num_tokens, 192), num_tokens // 2
+        whole = kernels.product(x, row_numbers(layout, "weight"), rows)
+        others = [t for t in range(num_tokens) if t != bad_token]
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            with case((format_text(stored), num_tokens, bad)):
+                x[bad_token, 150] = bad
+                found = kernels.product(x, row_numbers(layout, "weight"), rows)
+                assert not found[bad_token].isfinite().any()
+                assert torch.equal(found[others], whole[others])
+
+
+def test_a_checksum_is_zlibs(kernels: Kernels) -> None:
+    sizes = (0, 1, 7, 15, 16, 17, 63, 64, 65, 255, 4096, 65537, MEBIBYTE, 5 * MEBIBYTE + 3)
+    for num_bytes, start in product(sizes, (0, 1, 13)):
+        with case((num_bytes, start)):
+            held = np.random.default_rng(num_bytes).integers(0, 256, num_bytes + start, np.uint8)[start:]
+            assert kernels.checksum(held) == zlib.crc32(held.tobytes())
+
+
+def test_rows_are_gathered_in_the_order_asked_for(kernels: Kernels) -> None:
+    for row_bytes, count in product((1, 48, 1000, 20_000), (0, 1, 49, 300)):
+        with case((row_bytes, count)):
+            random = np.random.default_rng(row_bytes + count)
+            rows = random.integers(0, 256, (50, row_bytes), np.uint8)
+            places = random.integers(0, 50, count).astype(np.int32)
+            assert np.array_equal(kernels.gather(rows, places), rows[places])
+            out = np.zeros((count, row_bytes), np.uint8)
+            assert kernels.gather(rows, places, out) is out
+            assert np.array_equal(out, rows[places])
+
+
+def test_reading_gives_the_parity_of_whole_pieces(kernels: Kernels) -> None:
+    for num_bytes in (0, 100, 255, 256, 4096, 3 * MEBIBYTE):
+        with case(num_bytes):
+            held = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
+            words = held[: num_bytes // 256 * 256].view(np.uint64)
+            assert kernels.read(held) == (int(np.bitwise_xor.reduce(words)) if len(words) else 0)

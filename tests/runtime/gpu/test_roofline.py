@@ -1,0 +1,176 @@
+"""The page of predictions for the GPU's engine: its arithmetic, its counts of launches, and that it is up to date."""
+
+import json
+import os
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu.launches import CPU_CALL, Launch, TokenLaunches, count
+from gpu.packs import MIXTRAL, QWEN3, PackRequest
+from gpu.roofline import CONTEXT_TOKENS, Launches, LayerBytes, Rates, Setup, Subject, forks, moved_bytes, predict
+from gpu_roofline import COUNTS, FOLDER, PAGE, Counts, page, read_measured
+from support.cases import case
+from support.synthetic import plan_for, small
+
+from moe_pack.convert.plan.machines import GPUS, machine_of_gpu
+from moe_pack.convert.plan.speed import estimate_on_gpu
+from moe_pack.formats import dense_roles
+from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.runtime.gpu.kernels.rows import num_partials
+from moe_pack.runtime.gpu.placements import GpuPlacement, Misses
+from moe_pack.runtime.offload import Passes
+
+RATES = Rates(memory=100.0, link=10.0, cpu=20.0, launch_s=1.0, call_s=3.0, token_s=0.0)
+LAUNCHES = Launches(layer=7, cpu=2, link=1, others=0)
+
+
+def layer_bytes(pulled: float, left: float, selectors: float = 0.0) -> LayerBytes:
+    """One token and one layer; a second layer lacks nothing."""
+    values = {"select": (300, 300), "here": (400, 400), "pulled": (pulled, 0), "left": (left, 0)}
+    arrays = {name: np.array([each], float) for name, each in values.items()}
+    return LayerBytes(200, 100, 50, **arrays, selectors=np.array([[selectors, 0.0]]))
+
+
+def test_a_layer_takes_its_serial_part_and_the_longest_fork() -> None:
+    is_split = np.array([True, False])
+    found = forks(layer_bytes(pulled=60, left=100), LAUNCHES, RATES, False, is_split)
+    # 7 launches, 600 bytes, and 50 of partial sums; where records are pulled, twice as many sums.
+    np.testing.assert_allclose(found.serial, [[7 + 6 + 0.5 + 0.5, 7 + 6 + 0.5]])
+    np.testing.assert_allclose(found.here, [[4 + 0.5, 4 + 0.5]])
+    np.testing.assert_allclose(found.cpu, [[3 + 2 + 100 / 20, 0]])
+    np.testing.assert_allclose(found.link, [[1 + 60 / 10 + 0.6 + 0.5, 0]])
+    np.testing.assert_allclose(found.seconds, [[14 + 10, 13.5 + 4.5]])
+
+
+def test_a_layer_that_leaves_nothing_to_the_link_has_no_such_fork() -> None:
+    found = forks(layer_bytes(pulled=0, left=0), LAUNCHES, RATES, False, np.array([True, True]))
+    assert found.link.tolist() == [[0, 0]] and found.cpu.tolist() == [[5, 5]]
+
+
+def test_without_forks_the_link_comes_first() -> None:
+    found = forks(layer_bytes(pulled=60, left=0, selectors=40), LAUNCHES, RATES, True, np.array([True, True]))
+    np.testing.assert_allclose(found.serial, [[7 + 6 + 0.5 + (60 + 40) / 10 + 1, 7 + 6 + 0.5]])
+    np.testing.assert_allclose(found.here, [[4 + 0.5 + 0.6, 4 + 0.5]])
+    assert not found.cpu.any() and not found.link.any()
+
+
+def subject() -> Subject:
+    """A layer of three experts with 64 neurons, of which half run; the only token chooses the first two."""
+    spec = small(num_layers=1, num_experts=3)
+    layout = pack_layout(spec, plan_for(spec), ["BF16"] * len(dense_roles(spec)))
+    request = PackRequest("small", "", plan_for, 0.5)
+    return Subject(request, layout, np.ones((1, 3)), np.ones((1, 3, 4)), np.array([[[0, 1]]]))
+
+
+def placement(misses: Misses, has_selector: bool) -> GpuPlacement:
+    """32 rows of the first expert and 16 of the second are resident, and 48 slots, of which 16 wait for records."""
+    first_dynamic, zeros = np.array([[32, 16 * has_selector, 64]]), np.zeros(1, np.int64)
+    return GpuPlacement(
+        misses, np.array([[True, has_selector, True]]), first_dynamic, zeros, num_slots=zeros + 48, slot_bytes=zeros,
+        num_landing=zeros + 4, num_scratch=zeros, num_ahead=zeros, scratch_bytes=0, ahead_bytes=0, dynamic_bytes=1,
+        other_bytes=0, offset_bytes=4, num_rows=64, num_active=2, num_predicted=0,
+    )  # fmt: skip
+
+
+def test_bytes_of_neurons_by_where_their_records_are() -> None:
+    one, runs = subject(), subject().runs("even")
+    expert = one.layout.experts[0][0]
+    assert expert.selector is not None
+    record, selector = expert.records.row_bytes, 64 * expert.selector.row_bytes
+    found = moved_bytes(one, placement("split", True), runs, 0.25, num_sms=4)
+    # Of 32 and 48 missing records 32 are in slots: 40%. Of the others a quarter is pulled, or four.
+    np.testing.assert_allclose(found.here, [[(16 + 8 + 0.4 * 40) * (record + 8)]])
+    np.testing.assert_allclose(found.pulled, [[(0.25 * 9.6 + 0.25 * 14.4) * record]])
+    np.testing.assert_allclose(found.left, [[0.75 * 24 * record]])
+    np.testing.assert_allclose(found.select, [[2 * (selector + 2 * 4 * 64)]])
+    assert found.partials == 4 * 2 * num_partials(2, 64, 4) * 256
+    most = moved_bytes(one, placement("split", True), runs, 1.0, num_sms=4)
+    np.testing.assert_allclose(most.pulled, [[(4 + 4) * record]])
+
+    pulled = moved_bytes(one, placement("pull", True), runs, 0.25, num_sms=4)
+    np.testing.assert_allclose(pulled.pulled, [[24 * record]])
+    assert not pulled.left.any() and not pulled.selectors.any()
+
+
+def test_bytes_of_an_expert_whose_selector_is_missing() -> None:
+    one, runs = subject(), subject().runs("even")
+    expert = one.layout.experts[0][0]
+    record, selector = expert.records.row_bytes, expert.selector_bytes
+    found = moved_bytes(one, placement("split", False), runs, 0.0, num_sms=4)
+    # The 32 missing records of the first expert are in slots; the CPU has all of the second.
+    np.testing.assert_allclose(found.here, [[32 * (record + 8)]])
+    np.testing.assert_allclose(found.left, [[selector + 32 * record]])
+    np.testing.assert_allclose(found.select, [[selector + 2 * 4 * 64]])
+
+    pulled = moved_bytes(one, placement("pull", False), runs, 0.0, num_sms=4)
+    np.testing.assert_allclose(pulled.selectors, [[selector]])
+    np.testing.assert_allclose(pulled.pulled, [[(16 + 32) * (1 - 32 / 96) * record]])
+
+
+def test_rows_run_as_often_as_the_sparsity_says() -> None:
+    one = subject()
+    falling = Subject(one.request, one.layout, one.popularity, np.array([[[7, 5, 3, 1]] * 3]) / 8, one.routes)
+    for order, expected in (("even", [0.5] * 4), ("falling", [0.875, 0.625, 0.375, 0.125])):
+        np.testing.assert_allclose(falling.runs(order)[0, 0], expected)  # type: ignore[arg-type]  # one of both
+
+
+def test_a_plan_estimates_what_the_page_predicts() -> None:
+    """The same bytes at the same rates. A plan leaves out partial sums and the tables' offsets: at most 10%."""
+    for request in (MIXTRAL, QWEN3):
+        one, launches = Subject.of(request), Counts.read(COUNTS).of(request.model)
+        passes = Passes(one.routes.astype("<u2"), np.ones(len(one.routes), np.uint32), None, one.popularity)
+        for gpu, gib in product(("RTX 3090", "RTX 4090"), (8, 11, 16, 22)):
+            with case(request.name, gpu, gib):
+                predicted = predict(one, Setup(gpu, "DDR5", gib << 30, "auto", "even"), launches)
+                placed, machine = one.place(one.expert_bytes(gib << 30), "auto"), machine_of_gpu(GPUS[gpu], None, None)
+                found = estimate_on_gpu(
+                    one.layout, placed, machine, one.popularity, one.runs("even"), passes, CONTEXT_TOKENS
+                )
+                assert 0.9 * predicted.token_s < found.seconds.total < predicted.token_s
+
+
+def _speed(budget_gib: int, ms: float, **changed: object) -> dict[str, object]:
+    wanted = {"misses": "auto", "policy": "auto", "ram_bytes": None, "budget_bytes": budget_gib << 30}
+    return {"kind": "Speed", "pack": "a", "wanted": wanted | changed, "median_token_ms": ms}
+
+
+def test_measured_tokens_are_found_of_the_last_commit_with_the_defaults(tmp_path: Path) -> None:
+    gpu = {"name": "NVIDIA GeForce RTX 3090"}
+    last = [
+        {"kind": "Filled", "pack": "a"},
+        _speed(8, 12.5),
+        _speed(8, 9.0, misses="pull"),
+        _speed(8, 8.0, policy="corm"),
+    ]
+    files = {
+        "gpu-b.json": (gpu, "old", "2026-11-25", [_speed(8, 40.0), _speed(11, 30.0)]),
+        "gpu-a.json": (gpu, "new", "2026-11-26", [*last, _speed(8, 7.0, ram_bytes=1 << 30)]),
+        "gpu-c.json": (None, "new", "2026-11-26", [_speed(8, 1.0)]),
+    }
+    for name, (card, revision, date, rows) in files.items():
+        whole = {"rehearsal": card is None, "gpu": card, "revision": revision, "parts": [{"date": date, "rows": rows}]}
+        (tmp_path / name).write_text(json.dumps(whole))
+    assert read_measured(tmp_path.glob("gpu-*.json")) == {("RTX 3090", "a", 8 << 30): 12.5}
+
+
+def test_launches_are_those_on_the_page(tmp_path: Path) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("launches are counted in plain memory")
+    found = count("mixtral-8x7b", tmp_path)
+    assert found == list(Counts.read(COUNTS).of("mixtral-8x7b").values())
+    by_mode = {each.mode: each for each in found}
+    assert by_mode["split"].per_layer[Launch("cpu", CPU_CALL)] == 1
+    assert by_mode["pull"].total(lambda launch: launch.name == CPU_CALL) == 0
+
+
+def test_counts_come_back_from_json() -> None:
+    counted = TokenLaunches("a", "pull", 32, {Launch("main", "x"): 2}, {Launch("link", "y"): 1})
+    assert TokenLaunches.from_json(json.loads(json.dumps(counted.as_json()))) == counted
+    assert counted.total(lambda launch: True) == 32 * 2 + 1
+
+
+@pytest.mark.slow
+def test_the_page_is_what_the_command_writes() -> None:
+    assert page(Counts.read(COUNTS), read_measured(FOLDER.glob("gpu-*.json"))) == PAGE.read_text()

@@ -1,0 +1,345 @@
+"""Routers against their rules, written out in plain Python: groups, biases, equal scores to the lowest index."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.cases import case
+from support.native import operations_limited_to
+
+from moe_pack.formats import RouterSpec
+from moe_pack.runtime.model import TORCH
+from moe_pack.runtime.model import router as routers
+
+Chosen = list[tuple[int, float]]  # experts and weights, best first
+Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(params=["torch", "native"])
+def route(request: pytest.FixtureRequest) -> Route:
+    """Both that compute it."""
+    return (TORCH if request.param == "torch" else operations_limited_to("portable")).route
+
+
+def spec(num_experts: int, k: int, normalize: bool = True) -> RouterSpec:
+    return RouterSpec("softmax_topk", num_experts, k, normalize)
+
+
+def softmax(values: list[float]) -> list[float]:
+    largest = max(values)
+    powers = [math.exp(value - largest) for value in values]
+    return [power / sum(powers) for power in powers]
+
+
+def largest(scores: list[float], count: int) -> list[int]:
+    """The rule for ties: among equals the lower index."""
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
+
+
+def in_best_groups(scores: list[float], spec: RouterSpec, deciding: int) -> list[float]:
+    """Scores with those of the groups that do not stay out of the running."""
+    size = len(scores) // spec.n_group
+    groups = [scores[g * size : (g + 1) * size] for g in range(spec.n_group)]
+    strength = [sum(sorted(group, reverse=True)[:deciding]) for group in groups]
+    stays = largest(strength, spec.topk_group) if spec.n_group > 1 else [0]
+    return [score if i // size in stays else -math.inf for i, score in enumerate(scores)]
+
+
+def finished(chosen: list[int], scores: list[float], spec: RouterSpec) -> Chosen:
+    weights = [scores[i] for i in chosen]
+    total = sum(weights) + spec.least_sum if spec.normalize else 1.0
+    return [(i, weight / total * spec.scaling_factor) for i, weight in zip(chosen, weights, strict=True)]
+
+
+def softmax_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+    scores = softmax(logits)
+    biased = [score + b for score, b in zip(scores, bias, strict=True)]
+    return finished(largest(in_best_groups(biased, spec, 1), spec.num_experts_per_tok), scores, spec)
+
+
+def topk_softmax(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+    chosen = largest(logits, spec.num_experts_per_tok)
+    shares = softmax([logits[i] for i in chosen])
+    return [(i, share * spec.scaling_factor) for i, share in zip(chosen, shares, strict=True)]
+
+
+def sigmoid_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+    scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    biased = [score + b for score, b in zip(scores, bias, strict=True)]
+    return finished(largest(in_best_groups(biased, spec, 2), spec.num_experts_per_tok), scores, spec)
+
+
+def sqrtsoftplus_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+    scores = [math.sqrt(math.log1p(math.exp(logit))) for logit in logits]
+    biased = [score + b for score, b in zip(scores, bias, strict=True)]
+    return finished(largest(biased, spec.num_experts_per_tok), scores, spec)
+
+
+def topk_sigmoid(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+    biased = [logit + b for logit, b in zip(logits, bias, strict=True)]
+    scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    return finished(largest(biased, spec.num_experts_per_tok), scores, spec)
+
+
+def sparsemixer(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+    running, made, band = dict(enumerate(logits)), [], 2 * spec.jitter
+    for _ in range(spec.num_experts_per_tok):
+        best = largest([running.get(i, -math.inf) for i in range(len(logits))], 1)[0]
+        top = running[best]
+        near = [i for i, logit in running.items() if top == logit or (top - logit) / max(abs(logit), top) <= band]
+        made.append((best, softmax([running[i] for i in near])[near.index(best)]))
+        del running[best]
+    return made
+
+
+RULES: dict[str, Callable[[list[float], list[float], RouterSpec], Chosen]] = {
+    "softmax_topk": softmax_topk,
+    "topk_softmax": topk_softmax,
+    "sigmoid_topk": sigmoid_topk,
+    "sqrtsoftplus_topk": sqrtsoftplus_topk,
+    "topk_sigmoid": topk_sigmoid,
+    "sparsemixer": sparsemixer,
+}
+ROUTERS = [
+    RouterSpec("softmax_topk", 8, 3, True),
+    RouterSpec("softmax_topk", 8, 3, False, scaling_factor=16.0),
+    RouterSpec("softmax_topk", 12, 4, False, n_group=4, topk_group=2),
+    RouterSpec("softmax_topk", 12, 3, True, n_group=4, topk_group=1, bias=True),
+    RouterSpec("softmax_topk", 10, 3, True, least_sum=0.125),
+    RouterSpec("sigmoid_topk", 10, 3, True, least_sum=1e-6),
+    RouterSpec("topk_softmax", 8, 3, False),
+    RouterSpec("topk_softmax", 8, 8, False, scaling_factor=0.5),
+    RouterSpec("sigmoid_topk", 8, 3, True, bias=True, scaling_factor=2.5),
+    RouterSpec("sigmoid_topk", 8, 2, False),
+    RouterSpec("sigmoid_topk", 12, 4, True, bias=True, n_group=4, topk_group=2),
+    RouterSpec("sigmoid_topk", 12, 3, True, bias=True, n_group=6, topk_group=2),
+    RouterSpec("sqrtsoftplus_topk", 8, 3, True, bias=True, scaling_factor=1.5),
+    RouterSpec("sqrtsoftplus_topk", 8, 2, False),
+    RouterSpec("topk_sigmoid", 8, 3, True, bias=True, scaling_factor=1.5),
+    RouterSpec("topk_sigmoid", 8, 1, False),
+    RouterSpec("sparsemixer", 8, 2, False, jitter=0.01),
+    RouterSpec("sparsemixer", 8, 2, False, jitter=0.3),
+    RouterSpec("sparsemixer", 8, 3, False, jitter=0.1),
+]
+
+
+def named(router: RouterSpec) -> str:
+    groups = f"-{router.topk_group}of{router.n_group}" if router.n_group > 1 else ""
+    return f"{router.kind}-{router.num_experts_per_tok}{groups}{'-bias' if router.bias else ''}-{router.jitter}"
+
+
+def check(route: Route, router: RouterSpec, logits: list[list[float]], bias: list[float]) -> None:
+    experts, weights = route(torch.tensor(logits), router, torch.tensor(bias) if router.bias else None)
+    for token, row in enumerate(logits):
+        expected = RULES[router.kind](row, bias if router.bias else [0.0] * len(row), router)
+        assert experts[token].tolist() == [expert for expert, _ in expected], row
+        # The rule is computed in float64: what differs is float32 softmax and sigmoid, a few times 2^-24 of their size.
+        torch.testing.assert_close(weights[token], torch.tensor([w for _, w in expected]), rtol=2e-5, atol=1e-7)
+
+
+def test_random_scores_follow_the_rule(route: Route) -> None:
+    for router in ROUTERS:
+        with case(router):
+            rng = random.Random(3)
+            logits = [[rng.gauss(0, 1.5) for _ in range(router.num_experts)] for _ in range(200)]
+            # Quarters are exact in float32, so that rule and code see the same numbers.
+            check(route, router, logits, [rng.randrange(-8, 9) / 4 for _ in range(router.num_experts)])
+
+
+def test_equal_scores_go_to_the_lowest_index(route: Route) -> None:
+    """Logits of two values only: nearly every comparison, of experts and of groups, is a tie."""
+    for router in ROUTERS:
+        with case(router):
+            rng = random.Random(5)
+            logits = [[float(rng.randrange(2)) for _ in range(router.num_experts)] for _ in range(100)]
+            check(route, router, [*logits, [0.0] * router.num_experts], [0.0] * router.num_experts)
+
+
+def test_a_bias_decides_who_is_chosen_and_not_with_what_weight(route: Route) -> None:
+    for router in [router for router in ROUTERS if router.bias]:
+        with case(router):
+            bias = torch.zeros(router.num_experts)
+            bias[-1] = 100.0
+            experts, weights = route(torch.zeros(1, router.num_experts), router, bias)
+            assert experts[0, 0] == router.num_experts - 1
+            assert weights.max() == weights.min(), "all scores are equal"
+
+
+def test_of_many_equal_scores_the_first_are_chosen_where_topk_promises_no_order(route: Route) -> None:
+    logits = torch.zeros(3, 64)
+    logits[1, [60, 7, 33]] = 1.0
+    experts, _ = TORCH.route(logits, spec(64, 4))
+    assert experts.tolist() == [[0, 1, 2, 3], [7, 33, 60, 0], [0, 1, 2, 3]]
+
+
+def test_weights_are_the_largest_probabilities_made_to_sum_to_one(route: Route) -> None:
+    experts, weights = route(torch.tensor([[math.log(1), math.log(4), math.log(3), math.log(2)]]), spec(4, 2))
+    assert experts.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[4 / 7, 3 / 7]]))
+
+
+def test_without_normalization_weights_are_the_probabilities(route: Route) -> None:
+    _, weights = route(torch.tensor([[math.log(1), math.log(4), math.log(3), math.log(2)]]), spec(4, 2, False))
+    torch.testing.assert_close(weights, torch.tensor([[0.4, 0.3]]))
+
+
+def test_a_group_that_is_best_by_one_expert_wins_with_softmax_and_loses_to_two_good_ones_with_sigmoid(
+    route: Route,
+) -> None:
+    logits = torch.tensor([[2.0, -9.0, 1.5, 1.5]])
+    softmaxed, _ = TORCH.route(logits, RouterSpec("softmax_topk", 4, 2, True, n_group=2, topk_group=1))
+    sigmoided, _ = TORCH.route(logits, RouterSpec("sigmoid_topk", 4, 2, True, n_group=2, topk_group=1))
+    assert (softmaxed.tolist(), sigmoided.tolist()) == ([[0, 1]], [[2, 3]])
+
+
+def test_a_sparsemixer_weighs_an_expert_against_those_in_its_band_alone(route: Route) -> None:
+    """2 and 1.9 are within a tenth of each other, 1 is not; then 1.9 stands alone, without the one chosen before."""
+    router = RouterSpec("sparsemixer", 3, 2, False, jitter=0.05)
+    experts, weights = route(torch.tensor([[1.0, 2.0, 1.9]]), router)
+    assert experts.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[1 / (1 + math.exp(-0.1)), 1.0]]))
+
+
+def test_sigmoids_that_all_vanish_give_weight_zero(route: Route) -> None:
+    _, weights = route(torch.full((1, 4), -200.0), RouterSpec("sigmoid_topk", 4, 2, True))
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
+def test_all_experts_and_one_expert_can_be_asked_for(route: Route) -> None:
+    experts, weights = route(torch.tensor([[1.0, 2.0]]), spec(2, 2))
+    assert experts.tolist() == [[1, 0]]
+    assert math.isclose(float(weights.sum()), 1, rel_tol=1e-6)
+    assert route(torch.tensor([[5.0]]), spec(1, 1))[1].tolist() == [[1.0]]
+
+
+def test_not_a_number_is_seen(route: Route) -> None:
+    for router in [router for router in ROUTERS if router.kind != "sparsemixer"]:
+        with case(router):
+            logits = torch.zeros(2, router.num_experts)
+            logits[1, -1] = math.nan
+            experts, weights = TORCH.route(logits, router, torch.zeros(router.num_experts) if router.bias else None)
+            assert weights[0].isfinite().all()
+            assert weights[1].isnan().any()
+            assert ((experts >= 0) & (experts < router.num_experts)).all()
+
+
+def test_no_tokens_go_nowhere(route: Route) -> None:
+    experts, weights = route(torch.zeros(0, 8), spec(8, 3))
+    assert (experts.shape, weights.shape) == ((0, 3), (0, 3))
+
+
+def test_weights_of_the_routers_own_experts_are_the_routers() -> None:
+    for router in ROUTERS:
+        with case(router):
+            torch.manual_seed(11)
+            logits, bias = torch.randn(50, router.num_experts), torch.randn(router.num_experts)
+            experts, weights = TORCH.route(logits, router, bias if router.bias else None)
+            assert torch.equal(routers.router_weights(logits, experts, router), weights)
+
+
+def test_weights_of_other_experts_are_normalised_as_the_family_does() -> None:
+    for router in ROUTERS:
+        with case(router):
+            torch.manual_seed(12)
+            logits = torch.randn(40, router.num_experts)
+            experts = torch.stack([torch.randperm(router.num_experts)[: router.num_experts_per_tok] for _ in logits])
+            weights = routers.router_weights(logits, experts, router)
+            for token, row in enumerate(logits.tolist()):
+                torch.testing.assert_close(
+                    weights[token],
+                    torch.tensor(weights_by_rule(row, experts[token].tolist(), router)),
+                    rtol=2e-5,
+                    atol=1e-7,
+                )
+
+
+def weights_by_rule(logits: list[float], experts: list[int], router: RouterSpec) -> list[float]:
+    if router.kind == "sparsemixer":
+        return sparsemixer_weights(logits, experts, router)
+    if router.kind == "topk_softmax":
+        return [share * router.scaling_factor for share in softmax([logits[i] for i in experts])]
+    scores = {
+        "softmax_topk": softmax(logits),
+        "sigmoid_topk": [1 / (1 + math.exp(-logit)) for logit in logits],
+        "topk_sigmoid": [1 / (1 + math.exp(-logit)) for logit in logits],
+        "sqrtsoftplus_topk": [math.sqrt(math.log1p(math.exp(logit))) for logit in logits],
+    }[router.kind]
+    return [weight for _, weight in finished(experts, scores, router)]
+
+
+def sparsemixer_weights(logits: list[float], experts: list[int], router: RouterSpec) -> list[float]:
+    running, made = dict(enumerate(logits)), []
+    for expert in experts:
+        top = running[expert]
+        near = [i for i, logit in running.items() if (top - logit) / max(abs(logit), top) <= 2 * router.jitter]
+        made.append(softmax([running[i] for i in near])[near.index(expert)])
+        del running[expert]
+    return made
+
+
+def test_scores_of_all_experts_are_shares_or_sigmoids() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    shares = routers.expert_scores(logits, RouterSpec("topk_softmax", 2, 1, False))
+    torch.testing.assert_close(shares, torch.tensor([[0.25, 0.75]]))
+    sigmoids = routers.expert_scores(logits, RouterSpec("sigmoid_topk", 2, 1, False))
+    torch.testing.assert_close(sigmoids, torch.tensor([[0.5, 0.75]]))
+    roots = routers.expert_scores(logits, RouterSpec("sqrtsoftplus_topk", 2, 1, False))
+    torch.testing.assert_close(roots, torch.tensor([[math.log(2.0), math.log(4.0)]]).sqrt())
+    some = routers.expert_scores(logits, RouterSpec("softmax_topk", 1, 1, False, num_identity=1))
+    torch.testing.assert_close(some, torch.tensor([[0.25]]))
+
+
+IDENTITIES = [
+    RouterSpec("softmax_topk", 5, 3, False, bias=True, scaling_factor=6.0, num_identity=4),
+    RouterSpec("softmax_topk", 5, 5, False, num_identity=9),
+    RouterSpec("softmax_topk", 2, 1, False, num_identity=3),
+]
+
+
+def test_of_experts_that_return_their_input_the_share_is_told_and_the_places_weigh_nothing(route: Route) -> None:
+    """The others that were chosen come first, best first, and then the best that were not."""
+    for router in IDENTITIES:
+        with case(router):
+            E, k = router.num_experts, router.num_experts_per_tok
+            rng = random.Random(7)
+            logits = [[rng.gauss(0, 1.5) for _ in range(router.num_outputs)] for _ in range(200)]
+            bias = [rng.randrange(-2, 3) / 8 if router.bias else 0.0 for _ in range(router.num_outputs)]
+            given = torch.tensor(bias) if router.bias else None
+            experts, weights = route(torch.tensor(logits), router, given)
+            shares = routers.identity_share(torch.tensor(logits), router, given)
+            nums = set()
+            for token, row in enumerate(logits):
+                scores = softmax(row)
+                biased = [score + b for score, b in zip(scores, bias, strict=True)]
+                chosen = largest(biased, k)
+                running = [(e, scores[e] * router.scaling_factor) for e in chosen if e < E]
+                nums.add(len(running))
+                assert experts[token].tolist() == largest(biased[:E], k), row
+                assert experts[token, : len(running)].tolist() == [e for e, _ in running]
+                expected = [*(w for _, w in running), *[0.0] * (k - len(running))]
+                torch.testing.assert_close(weights[token], torch.tensor(expected), rtol=2e-5, atol=1e-7)
+                left = sum(scores[e] for e in chosen if e >= E) * router.scaling_factor
+                torch.testing.assert_close(shares[token], torch.tensor([left]), rtol=2e-5, atol=1e-7)
+            assert len(nums) > 1 and 0 in nums, "some tokens run no expert, others do"
+
+
+def by_hand(experts: list[int], capacity: int) -> list[bool]:
+    """Whether each token is among the first of its expert."""
+    return [experts[:place].count(expert) < capacity for place, expert in enumerate(experts)]
+
+
+def test_tokens_beyond_an_expert_s_capacity_weigh_nothing() -> None:
+    for capacity in [1, 2, 5, 40]:
+        with case(capacity):
+            logits = torch.randn((40, 4), generator=torch.Generator().manual_seed(1)) + torch.tensor(
+                [2.0, 0.0, 0.0, -9.0]
+            )
+            unlimited, limited = (RouterSpec("softmax_topk", 4, 1, False, capacity=c) for c in (None, capacity))
+            experts, weights = TORCH.route(logits, unlimited)
+            found, kept = TORCH.route(logits, limited)
+            within = torch.tensor(by_hand(experts[:, 0].tolist(), capacity))[:, None]
+            assert torch.equal(found, experts)
+            assert torch.equal(kept, torch.where(within, weights, 0.0))
+            assert bool(within.all()) == (capacity == 40)

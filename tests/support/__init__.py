@@ -1,0 +1,1 @@
+"""What tests share: small models and packs, plain twins, references, recorders."""
