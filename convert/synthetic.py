@@ -1,7 +1,7 @@
 """Synthetic packs: a real model's dimensions with random weights, to measure its speed before a download.
 
 Everything that decides speed is as in a pack of the real model: bytes, layout, widths, how many neurons run, how
-popular experts are. The text of a synthetic pack is noise, and its empty source account says so (docs/format.md,
+popular experts are. The text of a synthetic pack is noise, and its empty source account says so (docs/pack.md,
 section 10).
 
 Weights are drawn as the bytes of a pack: codes from a fast generator, with scales that keep a model's activations sane.

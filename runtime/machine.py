@@ -204,7 +204,7 @@ Rate = Annotated[float, Within(1e-3, 1e18)]  # bytes a second
 VERSION = 5  # of the file with the facts; a file of another version counts as missing
 MAX_GAP_BYTES = 1 << 20
 _MAX_FACTS_BYTES = 1 << 20
-_ROW_ALIGN = 16  # of rows within a file (docs/format.md)
+_ROW_ALIGN = 16  # of rows within a file (docs/pack.md)
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,7 +299,8 @@ class EvalOptions:
             path="folder",
             metavar="DIR",
             mark="source",
-            help="Write the source's predictions to DIR; --against DIR then needs no checkpoint.",
+            help="Write the source's predictions to DIR; --against DIR then needs no checkpoint. Predictions of the "
+            "same model and text that are there already are used; others are refused.",
         ),
     )
     tasks: Path | None = field(

@@ -157,7 +157,14 @@ class Target:
             "disk.  [default: 75% of this machine's]",
         ),
     )
-    search: SearchName = field(default="knapsack", metadata=option("--search", help="How formats are chosen."))
+    search: SearchName = field(
+        default="knapsack",
+        metadata=option(
+            "--search",
+            help="How formats are chosen. knapsack: for each expert by itself, with a bound on what a better choice "
+            "could gain. edgemoe: as that paper does. uniform: all experts alike.",
+        ),
+    )
     preset: PresetName | None = field(
         default=None,
         metadata=option(

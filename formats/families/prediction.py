@@ -3,7 +3,7 @@
 It is one decoder layer with its own norms and a projection (DeepSeek-V3, 2412.19437, section 2.2, calls it a module for
 multi-token prediction). Packs keep its tensors in `unused-000.safetensors`, under the checkpoint's names and in its
 bytes, and the checkpoint's `config.json`. Together they say which family's names to look for, so that every pack with
-these tensors has the layer, however old it is. docs/format.md, section 4, has the names.
+these tensors has the layer, however old it is. docs/model.md has the names.
 """
 
 from collections.abc import Iterator

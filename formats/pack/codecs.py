@@ -1,12 +1,12 @@
 """The codecs: rows of weights as bytes, and bytes as weights. No other module of this folder imports torch.
 
-`calib/quantize/plain.py` chooses scales, zeros and codes; docs/format.md specifies the bytes. Tensors may be on any
+`calib/quantize/plain.py` chooses scales, zeros and codes; docs/pack.md specifies the bytes. Tensors may be on any
 device.
 
 To add a codec:
 
 1. plan.py: `Codec`, `PartFormat`, `format_fault`, `quantizer_fault`, `format_text`. manifest.py: number and feature.
-2. Here: a class with encode and decode, and a line in `_CODECS`. docs/format.md: its number and its bytes.
+2. Here: a class with encode and decode, and a line in `_CODECS`. docs/pack.md: its number and its bytes.
 3. The CPU: native/kernels.h, layout.cpp, codes.h, row_kernels.h, and `_CODECS` in runtime/cpu/kernels.py. The GPU:
    runtime/gpu/kernels/rows.py and products.py. Each numbers codecs in its own way.
 4. Codes: calib/quantize/, or convert/matrix_bytes.py if a source has them; then convert/cli/options.py,

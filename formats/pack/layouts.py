@@ -6,7 +6,7 @@ and the reader compute the same places.
 A row is all that one neuron (or one output of a dense matrix) needs, and depends on no other row's bytes: the codes of
 its parts, each on a multiple of 16 bytes, then their scales, zeros and biases, then a CRC-32, padded to 16 bytes.
 Selectors, records and dense matrices have the same kind of rows.
-docs/format.md specifies them.
+docs/pack.md specifies them.
 """
 
 import zlib

@@ -6,7 +6,7 @@ gate, up, down. Every array is checked as a whole; offsets and sizes must be tho
 
 The manifest says what the pack is, which files it has, and the digests that prove them. It has no time, host, number of
 workers or measurement, so that the same conversion makes the same bytes. `source.json` says what became of every tensor
-of the checkpoint. docs/format.md specifies all of them.
+of the checkpoint. docs/pack.md specifies all of them.
 """
 
 import hashlib
@@ -252,7 +252,7 @@ class RotationVectors:
     """The vectors of the rotated coordinates in which layers store their experts: f32 [L, d] each.
 
     A layer's experts get `R (input * x)`, and `output * R y` is added for their weighted sum y; the rotation R is fixed
-    (docs/format.md, section 11). The rows of a layer that is not rotated are zeros.
+    (docs/model.md). The rows of a layer that is not rotated are zeros.
     """
 
     input: NDArray[np.float32]

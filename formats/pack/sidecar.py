@@ -1,7 +1,7 @@
 """Sidecars: files in a pack's folder with measurements of the pack. They are not part of its content.
 
 A sidecar names the root digest of the content that it was measured for. If the pack now has another root, the sidecar
-is stale and read as missing. docs/format.md specifies both kinds:
+is stale and read as missing. docs/pack.md specifies both kinds:
 
 - JSON sidecars are sealed (`json_files`).
 - Tensor sidecars are safetensors files whose header begins with two digests: `root`, and `sha256` of the whole file

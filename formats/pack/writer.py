@@ -22,7 +22,7 @@ two parts write the same one. The part that seals the pack is the one that creat
 Rewriting the thresholds changes two files, the thresholds and the manifest with their digest, but only one rename is
 atomic. The rename of the manifest is the commit. Before it, the new thresholds are in a file of their own, whole and on
 the disk, and readers take the file that the manifest lists (`Pack`); after it they are renamed to their place.
-docs/format.md specifies both procedures.
+docs/pack.md specifies both procedures.
 """
 
 import errno

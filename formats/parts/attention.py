@@ -1,6 +1,6 @@
 """The kinds of attention, and what follows from their sizes: their tensors, what they cache, whether they can run.
 
-docs/format.md, section 11, says what each kind computes.
+docs/model.md says what each kind computes.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class BlockIndexerSpec:
     """The choice of `num_blocks` blocks of `block_tokens` positions that a query attends to, by small heads.
 
     There are `num_heads` queries, and one key a position, of `head_dim`, normed (rms, the model's eps) and rotated as
-    the layer's own. Keys are in the cache. docs/format.md, section 11, says how blocks score:
+    the layer's own. Keys are in the cache. docs/model.md says how blocks score:
     `pooled`: a block has one key, the mean of its positions'; the scores of all heads are added, and complete blocks
     compete. The block that a query is in the middle of is seen in addition.
     `largest`: a block scores as the best of its positions; each head chooses for its share of the layer's keys and
@@ -139,7 +139,7 @@ class GroupedQuerySpec:
 class IndexerSpec:
     """The choice of `top_k` positions that a query attends to, by `num_heads` small heads of `head_dim`.
 
-    Each position has one key for all of them, in the cache after the latent's. docs/format.md, section 11, says how.
+    Each position has one key for all of them, in the cache after the latent's. docs/model.md says how.
     `interleaved`: rotated in neighbours, not in halves. `shared`: the layer has no indexer of its own; its queries
     attend to the positions that were chosen in the last layer before it that has one. `rotates_last`: the last values
     of a head are rotated, not the first. `norm_eps`: of the layer norm of keys.

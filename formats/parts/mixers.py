@@ -4,7 +4,7 @@
 
 `MixerSpec` is part of a `ModelSpec`. It names the layers that have the mixer; all others have attention. Each kind has
 its sizes, and says what follows from them: its roles (`layers.{i}.mixer.{name}` in a pack), the shape of its state, and
-whether it can run. docs/format.md, section 11, says what each kind computes.
+whether it can run. docs/model.md says what each kind computes.
 
 A state has up to two parts, both float32: the last inputs of a short convolution, and a recurrent state of each head.
 Neither grows with the text, and neither can be cut back to an earlier position.

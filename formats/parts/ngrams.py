@@ -5,7 +5,7 @@
 
 `NgramSpec` is part of a `ModelSpec`. Which rows a token reads follows from token ids alone, so they can be read before
 the layer runs. The table of a layer has billions of weights; it is no dense role, but a file of its own in a pack.
-docs/format.md, section 11, says what a layer computes.
+docs/model.md says what a layer computes.
 
 `hashed_ngrams` makes the spec from what a config has: the sizes of heads are prime numbers, and the multipliers of
 hashes come from a seed.
@@ -27,26 +27,21 @@ MAX_TABLE_ROWS = 2**48
 class NgramSpec:
     """The layers with n-gram embeddings, and how their rows are found and used.
 
-    For each n from 2 to `ngram_size` a token has `heads_per_ngram` heads; each reads one row of `embed_dim` divided by
-    the number of heads values, by a hash of the token and the `n - 1` before it. The rows together, `embed_dim` values,
-    give a key for each residual stream of the model (`residual`; one without), and a value. The value, gated by each
-    stream, goes through a causal convolution of `conv_kernel` taps, `dilation` tokens apart.
-    For each layer: `head_sizes`, the rows of each head, which lie in its table one head after another; `multipliers`,
-    those of the hash, the token's own first; `num_rows`, the rows of its table, of which the last may be unused.
-    A hash does not see beyond `eos_token`, which also stands before the text.
+    A token reads one row for each head, by a hash of the token and those before it. The rows together give a key for
+    each residual stream of the model, and a value. The value, gated by each stream, goes through a causal convolution.
     Source: transformers, models/qwen4_exp, Qwen4ExpTextNGramEmbedding and Qwen4ExpTextPLELayer.
     """
 
-    layers: tuple[int, ...]
-    embed_dim: int
-    conv_kernel: int
-    dilation: int
-    ngram_size: int
-    heads_per_ngram: int
-    eos_token: int
-    head_sizes: tuple[tuple[int, ...], ...]
-    multipliers: tuple[tuple[int, ...], ...]
-    num_rows: tuple[int, ...]
+    layers: tuple[int, ...]  # rising
+    embed_dim: int  # values of all rows of a token together
+    conv_kernel: int  # taps of the convolution
+    dilation: int  # tokens between two taps
+    ngram_size: int  # there are hashes of 2 to so many tokens
+    heads_per_ngram: int  # of each hash
+    eos_token: int  # a hash does not see beyond it; it also stands before the text
+    head_sizes: tuple[tuple[int, ...], ...]  # by layer: rows of each head, which lie one head after another
+    multipliers: tuple[tuple[int, ...], ...]  # by layer: of the hash, the token's own first
+    num_rows: tuple[int, ...]  # by layer: rows of the table, of which the last may be unused
 
     @property
     def num_heads(self) -> int:

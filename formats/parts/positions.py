@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """All frequencies are divided by `factor`.
+    """All frequencies are divided by a factor.
 
     Source: transformers, modeling_rope_utils.py, _compute_linear_scaling_rope_parameters.
     """
@@ -17,7 +17,7 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class DynamicSpec:
-    """The base grows with the length of a sequence that is longer than `original_max_position_embeddings`.
+    """The base grows with the length of a sequence that is longer than the original context.
 
     Tokens that are given together have the base of the sequence's length with all of them; keys of earlier tokens stay.
     Source: transformers, modeling_rope_utils.py, _compute_dynamic_ntk_parameters and dynamic_rope_update.
@@ -25,67 +25,64 @@ class DynamicSpec:
 
     kind: Literal["dynamic"]
     factor: float
-    original_max_position_embeddings: int
+    original_max_position_embeddings: int  # the original context
 
 
 @dataclass(frozen=True, slots=True)
 class YarnSpec:
-    """Frequencies below `beta_slow` turns in the original context are divided by `factor`, above `beta_fast` kept.
+    """Low frequencies are divided by a factor, high ones stay, and those between two bounds are mixed.
 
-    `attention_factor` multiplies cosine and sine; `truncate` rounds the two bounds outwards to whole dimensions.
     Source: YaRN (2309.00071), section 3.2.
     """
 
     kind: Literal["yarn"]
     factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    attention_factor: float
-    truncate: bool
+    original_max_position_embeddings: int  # the original context
+    beta_fast: float  # frequencies of more turns in the original context stay
+    beta_slow: float  # frequencies of fewer turns are divided by `factor`
+    attention_factor: float  # multiplies cosine and sine
+    truncate: bool  # the two bounds are rounded outwards to whole dimensions
 
 
 @dataclass(frozen=True, slots=True)
 class LongRopeSpec:
-    """Frequency `j` is divided by `short_factor[j]`, cosine and sine multiplied by `short_mscale`.
+    """Each frequency has a divisor of its own, and another one in sequences longer than the original context.
 
-    In sequences longer than `original_max_position_embeddings`, the long values are used at every position.
     Source: LongRoPE (2402.13753).
     """
 
     kind: Literal["longrope"]
-    original_max_position_embeddings: int
-    short_factor: tuple[float, ...]
+    original_max_position_embeddings: int  # in longer sequences the long values count at every position
+    short_factor: tuple[float, ...]  # the divisors
     long_factor: tuple[float, ...]
-    short_mscale: float
+    short_mscale: float  # multiplies cosine and sine
     long_mscale: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Spec:
-    """Frequencies of less than `low_freq_factor` turns in the original context are divided by `factor`.
+    """Low frequencies are divided by a factor, as with yarn, but the bounds are turns, not pairs.
 
-    Those of more than `high_freq_factor` turns stay; between the two bounds they are mixed.
     Source: transformers, modeling_rope_utils.py, _compute_llama3_parameters.
     """
 
     kind: Literal["llama3"]
     factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    low_freq_factor: float  # frequencies of fewer turns in the original context are divided by `factor`
+    high_freq_factor: float  # frequencies of more turns stay
+    original_max_position_embeddings: int  # the original context
 
 
 @dataclass(frozen=True, slots=True)
 class ProportionalSpec:
-    """Only the first `rotated_pairs` pairs are rotated; all frequencies are divided by `factor`.
+    """Only some pairs are rotated; all frequencies are divided by a factor.
 
     Unlike with a smaller `rotary_dim`, pairs and frequencies are those of a head that rotates as a whole.
     Source: transformers, modeling_rope_utils.py, _compute_proportional_rope_parameters; models/gemma4.
     """
 
     kind: Literal["proportional"]
-    rotated_pairs: int
+    rotated_pairs: int  # the first pairs
     factor: float
 
 
@@ -94,14 +91,11 @@ ScalingSpec = LinearSpec | DynamicSpec | YarnSpec | LongRopeSpec | Llama3Spec | 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding of the first `rotary_dim` values of a head, base `theta`; the other values stay.
+    """Rotary position embedding of the first values of a head."""
 
-    Value `j` is rotated with value `j + rotary_dim / 2`; if `interleaved`, `2 j` with `2 j + 1`.
-    """
-
-    theta: float
-    rotary_dim: int
-    interleaved: bool
+    theta: float  # the base
+    rotary_dim: int  # values that are rotated; the others stay
+    interleaved: bool  # value `2 j` is rotated with `2 j + 1`; else `j` with `j + rotary_dim / 2`
     scaling: ScalingSpec | None
 
 

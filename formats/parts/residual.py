@@ -3,8 +3,8 @@
     plain:  x = x + attention(norm(x));  x = x + experts(norm(x))
 
 `ResidualSpec` is part of a `ModelSpec`; null means plain. Each kind says how many vectors of `hidden_size` a token's
-hidden state has between layers (`streams`), which tensors it needs, and whether it can run. docs/format.md, section 11,
-says what each kind computes.
+hidden state has between layers (`streams`), which tensors it needs, and whether it can run. docs/model.md says
+what each kind computes.
 """
 
 from collections.abc import Iterator
@@ -19,24 +19,20 @@ Half = Literal["attention", "mlp"]
 
 @dataclass(frozen=True, slots=True)
 class NormedResidualSpec:
-    """Norms of what the halves of a layer add to the hidden state.
+    """The outputs of the halves of a layer are normed before they are added to the hidden state.
 
-    `before`: whether a half's input is normed.   `after`: the halves whose output is normed; `experts` is the second
-    half of layers with experts alone.   `apart`: in layers with
-    experts, the router, the shared expert and the routed experts get the hidden state over its rms; each multiplies it
-    by weights of its own, and the outputs of shared and routed experts are normed each before they are added.
-    `scaled`: a learned number multiplies the hidden state after each layer. `by_depth`: the embedding and the n - 1
-    outputs before and with the current one, all n of the same size, add up to a sum of that size: the hidden state is
-    multiplied by `sqrt((n - 1) / n)` and the output by `sqrt(1 / n)`.
     Source: transformers, models/afmoe, models/flex_olmo, models/axk1, models/gemma4 (apart, scaled), and models/beam
     (by depth).
     """
 
     kind: Literal["normed"]
-    before: bool
-    after: tuple[Literal["attention", "mlp", "experts"], ...]
+    before: bool  # a half's input is normed
+    after: tuple[Literal["attention", "mlp", "experts"], ...]  # halves whose output is normed; `experts`: in MoE layers
+    # In layers with experts, the router, the shared expert and the routed experts get the hidden state over its rms.
+    # Each multiplies it by weights of its own. The outputs of shared and routed experts are normed each.
     apart: bool
-    scaled: bool
+    scaled: bool  # a learned number multiplies the hidden state after each layer
+    # Before the n-th sum, the hidden state is multiplied by `sqrt((n - 1) / n)` and the output by `sqrt(1 / n)`.
     by_depth: bool = added(False)
 
     @property
@@ -49,12 +45,12 @@ class NormedResidualSpec:
 class ShortcutResidualSpec:
     """The routed experts of some layers join the hidden state one layer later, with the second half of the next layer.
 
-    `layers`, rising: no two follow each other. The second stream keeps their output until then.
+    The second stream keeps their output until then.
     Source: LongCat-Flash (2509.01322), section 2.1.2; transformers, models/longcat_flash.
     """
 
     kind: Literal["shortcut"]
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # rising; no two follow each other
 
     @property
     def streams(self) -> int:
@@ -66,13 +62,12 @@ class ShortcutResidualSpec:
 class ParallelResidualSpec:
     """Both halves of a layer read the same hidden state, through one norm, and are added together.
 
-    The second stream keeps the output of the first half until then. `averaged`: what the shared and the routed experts
-    add is halved.
+    The second stream keeps the output of the first half until then.
     Source: transformers, models/cohere2_moe.
     """
 
     kind: Literal["parallel"]
-    averaged: bool
+    averaged: bool  # the sum of shared and routed experts is halved
 
     @property
     def streams(self) -> int:
@@ -89,7 +84,7 @@ class GatedNormsSpec:
     """
 
     kind: Literal["gated_norms"]
-    rank: int
+    rank: int  # values between the two matrices of the gates
 
     @property
     def streams(self) -> int:
@@ -107,25 +102,24 @@ class GatedStreamsSpec:
 
     kind: Literal["gated_streams"]
     streams: int
-    rank: int
+    rank: int  # values between the two matrices of the gates
 
 
 @dataclass(frozen=True, slots=True)
 class MixedStreamsSpec:
     """Several residual streams (hyper-connections). A half reads a weighted sum, normed, and is added to each stream.
 
-    Weights come from all streams. `mixing`: how often the weights by which streams are mixed with each other are
-    divided by the sums of their columns, with rows in between; 0: streams are not mixed. An output enters with at most
-    `magnitude`. `eps` is added to the weights of reading and mixing,
-    and where streams are not mixed to those of entering.
+    Weights come from all streams.
     Source: mHC (2512.24880), section 4; transformers, models/deepseek_v4 and models/hy_v4.
     """
 
     kind: Literal["mixed_streams"]
     streams: int
+    # how often the weights that mix streams are divided by the sums of their columns, with rows in between; 0: streams
+    # are not mixed
     mixing: int
-    magnitude: float
-    eps: float
+    magnitude: float  # the largest weight with which an output enters a stream
+    eps: float  # added to the weights of reading and mixing, and of entering where streams are not mixed
 
     @property
     def num_weights(self) -> int:
@@ -135,25 +129,23 @@ class MixedStreamsSpec:
 
 @dataclass(frozen=True, slots=True)
 class FactorsSpec:
-    """The factors of the normed hidden state, and of the output that is added to it."""
+    """The factors of a sum."""
 
-    state: float
-    output: float
+    state: float  # of the normed hidden state
+    output: float  # of the output that is added to it
 
 
 @dataclass(frozen=True, slots=True)
 class NormedStateSpec:
     """A half's output is added to the normed hidden state that the half read, not to what was normed.
 
-    Factors are those of layers with `attention`, of layers with a `mixer` (null if there are none), and of all second
-    halves.
     Source: MiniMax-01 (2501.08313), section 2.2.4; transformers, models/minimax, MiniMaxDecoderLayer.
     """
 
     kind: Literal["normed_state"]
-    attention: FactorsSpec
-    mixer: FactorsSpec | None
-    mlp: FactorsSpec
+    attention: FactorsSpec  # of first halves with attention
+    mixer: FactorsSpec | None  # of first halves with a mixer; null: there are none
+    mlp: FactorsSpec  # of second halves
 
     @property
     def streams(self) -> int:

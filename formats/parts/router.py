@@ -15,39 +15,31 @@ class RouterSpec:
     logits, then the sigmoid of each; here a bias is added to logits. `sqrtsoftplus_topk`: the root of each logit's
     softplus, then the largest. `sparsemixer`: the largest logit, again and again; the weight is the softmax over the
     remaining logits within `2 jitter` of it.
-    `bias`: each expert's bias is added to its score for the choice, but not to its weight. `n_group` groups of equal
-    size compete first, and `topk_group` of them stay (a group's score is that of its best expert; with `sigmoid_topk`
-    the sum of its two best). `normalize`: weights are divided by their sum plus `least_sum`. `scaling_factor`
-    multiplies weights last. `logit_bias`: the router's linear map has a bias, a part of the logits. `capacity`: an
-    expert runs for so many tokens of a forward pass, the first in order, and not for later ones; null: for all.
-    `on_input`: the weight multiplies the input of the one expert of a token, not its output. `input_scale`: the
-    router's input is multiplied by a vector of its own and by `hidden_size ** -0.5`. `expert_scale`: each expert has a
-    factor for its weight, last of all. `num_identity`: so many more experts, after the others, return their input and
-    have no weights; one of them may be chosen as any other. `table_layers`: the layers, rising, in which a table names
-    the experts of each token of the vocabulary; there logits give the weights alone, and there is no `bias`.
-    `zero_outside`: the experts of groups that do not stay score 0; they are chosen where those that stay score less.
     Source of the scales: transformers, models/gemma4, Gemma4TextRouter; of `num_identity`: models/longcat_flash; of
     tables: models/deepseek_v4, DeepseekV4HashRouter; of `zero_outside`: models/axk2, AXK2TopkRouter.
     """
 
     kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sqrtsoftplus_topk", "sparsemixer"]
-    num_experts: int
-    num_experts_per_tok: int
-    normalize: bool
-    bias: bool = False
-    n_group: int = 1
+    num_experts: int  # `E`
+    num_experts_per_tok: int  # `k`
+    normalize: bool  # weights are divided by their sum
+    bias: bool = False  # each expert's bias is added to its score for the choice, but not to its weight
+    n_group: int = 1  # groups of equal size, which compete first; 1: none
+    # groups that stay; a group's score is that of its best expert, with `sigmoid_topk` the sum of its two best
     topk_group: int = 1
-    scaling_factor: float = 1.0
-    jitter: float = 0.0
-    logit_bias: bool = added(False)
-    least_sum: float = added(0.0)
-    capacity: int | None = added(None)
-    on_input: bool = added(False)
-    input_scale: bool = added(False)
-    expert_scale: bool = added(False)
-    num_identity: int = added(0)
+    scaling_factor: float = 1.0  # multiplies weights
+    jitter: float = 0.0  # of `sparsemixer`
+    logit_bias: bool = added(False)  # the router's linear map has a bias, a part of the logits
+    least_sum: float = added(0.0)  # added to the sum by which weights are divided
+    capacity: int | None = added(None)  # an expert runs for the first so many of its tokens in a pass; null: for all
+    on_input: bool = added(False)  # the weight multiplies the input of a token's one expert, not its output
+    input_scale: bool = added(False)  # the router's input is multiplied by a vector and by `hidden_size ** -0.5`
+    expert_scale: bool = added(False)  # each expert has a factor for its weight, last of all
+    num_identity: int = added(0)  # so many more experts return their input and have no weights
+    # rising; in these layers a table names the experts of each token of the vocabulary: logits give the weights alone,
+    # and there is no `bias`
     table_layers: tuple[int, ...] = added(())
-    zero_outside: bool = added(False)
+    zero_outside: bool = added(False)  # experts of groups that do not stay score 0, and may be chosen
 
     @property
     def num_outputs(self) -> int:

@@ -1,7 +1,7 @@
 """What a model computes, in one dataclass: the runtime knows models only as a `ModelSpec`, whatever their family.
 
 A family's file turns a `config.json` into a `ModelSpec`, the manifest stores it, and the decoder follows it.
-docs/format.md, section 11, says what each value means.
+docs/model.md says what each value means.
 
 The file also has what follows from a spec alone:
 
@@ -9,7 +9,7 @@ The file also has what follows from a spec alone:
   layer; if there is an encoder, its layers come first;
 - the size of a model: parameters, parameters that one token uses, values in the key-value cache;
 - `spec_fault`, which says whether a spec describes a model that can run. It guards foreign `config.json` files and
-  manifests alike; docs/format.md lists its rules in section 12.
+  manifests alike; docs/model.md lists its rules.
 """
 
 import math
@@ -78,16 +78,12 @@ NeuronFunction = NeuronName | LimitedFunction  # of an expert; a limited one alw
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """`rms`: `x / rms(x) * weight`. `layer`: `(x - mean) / deviation * weight + bias`. `eps` is added to the square.
-
-    `zero_centered`: weights are stored less 1, also those of queries' and keys' norms. `unbiased`: of `layer`,
-    there is no bias.
-    """
+    """Norms of the hidden state. `rms`: `x / rms(x) * weight`. `layer`: `(x - mean) / deviation * weight + bias`."""
 
     kind: Literal["rms", "layer"]
-    eps: float
-    zero_centered: bool = added(False)
-    unbiased: bool = added(False)
+    eps: float  # added to the mean square
+    zero_centered: bool = added(False)  # weights are stored less 1, also those of the norms of queries and keys
+    unbiased: bool = added(False)  # a `layer` norm without a bias
 
     @property
     def has_bias(self) -> bool:
@@ -97,14 +93,11 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class LimitSpec:
-    """The limits of the neuron functions of some `layers`, rising; null: of all layers.
+    """The limits of the neuron functions of some layers."""
 
-    `routed`: of the routed experts. `unrouted`: of the shared or the dense expert. Null: none.
-    """
-
-    layers: tuple[int, ...] | None
-    routed: float | None
-    unrouted: float | None
+    layers: tuple[int, ...] | None  # rising; null: all layers
+    routed: float | None  # the limit of routed experts; null: none
+    unrouted: float | None  # the limit of the shared or the dense expert; null: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,24 +109,22 @@ class ExpertSpec:
     `gelu_tanh`, are `act`, and `factor(u) = u`. The others need a gate:
     `clamped_swiglu`: `act(g) = c * sigmoid(1.702 c)` with `c = min(g, 7)`, `factor(u) = clamp(u, -7, 7) + 1`.
     `clipped_silu`: `act(g) = silu(min(g, limit))`, `factor(u) = clamp(u, -limit, limit)`.
-    `capped_silu`: `act(g) = min(silu(g), limit)`, and the same factor. `limits` has the limits of the layers; without
-    one, both are `silu`.
-    `bias` lists the matrices with a bias. The bias of gate or up is one value a neuron, in the neuron's row. The bias
-    of down is `d` float32 values, which a chosen expert adds to its output whichever neurons run. `extra_floats` is
-    their number, or 0.
-    `repeats`: of a pack, how many neurons have two rows. `intermediate_size` counts both. Such a neuron has the same
-    gate and up in both rows, and its down is the sum of both, so that it has twice the bits.
+    `capped_silu`: `act(g) = min(silu(g), limit)`, and the same factor.
     Source: `clamped_swiglu`: transformers, models/gpt_oss, GptOssExperts; `clipped_silu`: models/deepseek_v4,
     DeepseekV4Experts; `capped_silu`: models/step3p7, Step3p7Experts.
     """
 
     function: NeuronName
-    intermediate_size: int
-    matrices: tuple[Matrix, ...]
+    intermediate_size: int  # `f`: rows of an expert; a repeated neuron has two
+    matrices: tuple[Matrix, ...]  # gate, up and down, or up and down
+    # Matrices with a bias. That of gate or up is a value in each neuron's row. That of down is `d` float32 values,
+    # which a chosen expert adds to its output whichever neurons run.
     bias: tuple[Matrix, ...]
-    extra_floats: int
+    extra_floats: int  # values in the bias of down: `d`, or 0 without one
+    # Neurons with two rows in a pack. Gate and up are the same in both, and down is the sum of both, so that it has
+    # twice the bits.
     repeats: int = added(0)
-    limits: tuple[LimitSpec, ...] = added(())
+    limits: tuple[LimitSpec, ...] = added(())  # of `clipped_silu` and `capped_silu`; in layers without one: `silu`
 
     def routed_function(self, layer: int) -> NeuronFunction:
         """Returns the neuron function of a layer's routed experts."""
@@ -168,65 +159,57 @@ class ExpertSpec:
 class SharedExpertSpec:
     """The shared expert, which runs for every token (several shared experts are stored as one).
 
-    It has the neuron function and the matrices of the routed experts. `gated`: its output is multiplied by the sigmoid
-    of one logit a token.
+    It has the neuron function and the matrices of the routed experts.
     """
 
     intermediate_size: int
-    gated: bool
+    gated: bool  # its output is multiplied by the sigmoid of one logit a token
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """The stack that reads a text before a decoder answers it: the model's first `num_layers` layers.
+    """The stack that reads a text before a decoder answers it.
 
-    In it, each position sees all others. The decoder's layers come after it and also attend to its output. An answer
-    begins after `start_token`.
+    In it, each position sees all others. The decoder's layers come after it and also attend to its output.
     """
 
-    num_layers: int
-    start_token: int
+    num_layers: int  # the model's first layers
+    start_token: int  # an answer begins after it
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A mixture-of-experts model. `moe_layers` are the layers that have routed experts.
+    """A mixture-of-experts model."""
 
-    The other layers have one dense expert of `dense_intermediate_size` for every token (null if there are none).
-    `encoder`: null if all layers are a decoder's. `rope`: null if attention is not rotary.
-    The embedding is multiplied by `embedding_multiplier`, the output of each half of a layer by `residual_multiplier`,
-    and logits are divided by `logits_scaling`, and then bounded: `logits_softcap * tanh(logits / logits_softcap)`,
-    unless that is null. `mixer`: what some layers have in place of attention; null if all have
-    attention. `halves`: the layers with attention, or experts, alone; null if all have both.
-    `others`: layers whose attention or rotary positions are not `attention` and `rope`. `residual`: how the halves of
-    layers read and change the hidden state; null if they add to it. `ngrams`: what some layers add before their first
-    half, from tables on the disk; null if none does.
-    """
-
-    family: str
-    hidden_size: int
+    family: str  # the source's `model_type`; readers of a pack ignore it
+    hidden_size: int  # `d`
     vocab_size: int
     num_hidden_layers: int
-    moe_layers: tuple[int, ...]
-    dense_intermediate_size: int | None
+    moe_layers: tuple[int, ...]  # layers with routed experts, counted from 0, rising, at least one
+    dense_intermediate_size: int | None  # of the dense expert that all other layers have; null: there are none
     max_position_embeddings: int
     norm: NormSpec
-    tied_head: bool
-    head_bias: bool
-    embedding_multiplier: float
-    residual_multiplier: float
-    logits_scaling: float
+    tied_head: bool  # the embedding is the head too
+    head_bias: bool  # logits have a bias
+    embedding_multiplier: float  # multiplies the embedding
+    residual_multiplier: float  # multiplies the output of each half of a layer
+    logits_scaling: float  # divides logits
     attention: AttentionSpec
-    rope: RopeSpec | None
+    rope: RopeSpec | None  # null: attention is not rotary
     router: RouterSpec
     expert: ExpertSpec
     shared_expert: SharedExpertSpec | None
+    # null: all layers are a decoder's
     encoder: EncoderSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
-    mixer: "parts.MixerSpec | None" = added(None)  # noqa: RUF009  # a field, whose default is None
+    # stands in place of attention in some layers
+    mixer: "parts.MixerSpec | None" = added(None)  # noqa: RUF009  # as text: its face imports it for a model that has one
+    # layers with attention, or experts, alone; null: all have both
     halves: "parts.HalvesSpec | None" = added(None)  # noqa: RUF009
-    others: tuple[OtherAttentionSpec, ...] = added(())
+    others: tuple[OtherAttentionSpec, ...] = added(())  # layers whose attention or rope are not those above
+    # how the halves of layers read and change the hidden state; null: they add to it
     residual: ResidualSpec | None = added(None)  # noqa: RUF009
-    logits_softcap: float | None = added(None)
+    logits_softcap: float | None = added(None)  # bounds logits: `cap * tanh(logits / cap)`; null: no bound
+    # adds rows of tables on the disk before the first half of some layers
     ngrams: "parts.NgramSpec | None" = added(None)  # noqa: RUF009
 
     @property

@@ -63,7 +63,9 @@ class ServeCommand:
 
     host: str = field(
         default="127.0.0.1",
-        metadata=option("--host", help="Address to listen on; 0.0.0.0 is every address of this machine."),
+        metadata=option(
+            "--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 is every address of this machine."
+        ),
     )
     port: int = field(default=8080, metadata=option("--port", least=0, most=65535, help="Port; 0 takes a free one."))
     api_key: str | None = field(

@@ -1,4 +1,4 @@
-"""The reference semantics of an expert (docs/format.md, "What a pack means"): every faster path gives this answer.
+"""The reference semantics of an expert (docs/model.md, "Expert"): every faster path gives this answer.
 
 For a hidden state x, an expert adds up the down rows of the neurons that run:
 

@@ -1,7 +1,7 @@
 """Mixers: what some layers have in place of attention, one function for each kind; and what n-grams add to a layer.
 
 Projections come from the weights. Short convolutions and recurrences are operations, because kernels compute them;
-their torch twins are in `mixers`. docs/format.md, section 11, says what each kind computes.
+their torch twins are in `mixers`. docs/model.md says what each kind computes.
 """
 
 import math

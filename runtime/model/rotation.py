@@ -1,4 +1,4 @@
-"""The rotated coordinates in which a layer's experts may be stored (docs/format.md, section 11).
+"""The rotated coordinates in which a layer's experts may be stored (docs/model.md).
 
 Gate, up and transposed down all lie along the hidden state, so that one change of coordinates serves all experts of a
 layer. With vectors a and b of the layer, and a fixed orthogonal and symmetric matrix R:

@@ -1,7 +1,7 @@
 """`routing.safetensors`: the routing data of a profile, next to a pack, to place experts and to predict them.
 
 It does not change a model's answers. `moe-pack convert` and `moe-pack attach` write it from a profile; it belongs to
-the pack's content except the thresholds, which may change without it. Specified in docs/format.md.
+the pack's content except the thresholds, which may change without it. Specified in docs/pack.md.
 
 `RoutingChecks` checks the arrays of the file, but for path statistics (paths.py) and networks. `Predictor` is such a
 network, FloE's: it predicts the experts of the next MoE layer from this layer's hidden state and the last routes. For

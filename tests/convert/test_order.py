@@ -146,7 +146,7 @@ def test_a_second_reader_finds_the_source_s_weights_in_the_source_s_order(work: 
 @pytest.mark.parametrize("width", [4, 16])
 def test_the_model_gives_the_same_logits_in_any_order(work: Path, width: int) -> None:
     expected, found = logits(work / f"plain-{width}"), logits(work / f"ordered-{width}")
-    # Sums of the same products in another order: some 5e-6 on logits up to 6; section 11 of docs/format.md allows 1e-4.
+    # Sums of the same products in another order: some 5e-6 on logits up to 6; docs/model.md allows 1e-4.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 

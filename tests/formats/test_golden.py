@@ -2,7 +2,7 @@
 
 The weights, or the codes, are arithmetic progressions and the quantizer is `nearest`, plain float32 arithmetic on
 single elements: neither a generator's stream nor the order of a sum can change the bytes. A test that fails here has
-seen a change of the format (or of what `nearest` computes). If it is meant, version, specification (docs/format.md)
+seen a change of the format (or of what `nearest` computes). If it is meant, version, specification (docs/pack.md)
 and this file change together, in one commit that says why; if not, packs that people have would no longer be what is
 written.
 """

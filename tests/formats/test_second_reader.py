@@ -218,11 +218,22 @@ def test_models_of_every_family_are_read_alike(pack_of: Callable[[str], Path], m
     assert_read_alike(pack_of(model))
 
 
+LISTED = re.compile(r"`(\w+)`†? (?=\[)")
+
+
 def documented_roles() -> set[str]:
-    """The names in the first column of the table of dense tensors."""
-    page = (ROOT / "docs" / "format.md").read_text()
-    table = page[page.index("## 9.") : page.index("## 10.")]
-    return {name for row in re.findall(r"^\| (`[^|]*)", table, re.MULTILINE) for name in re.findall(r"`(.*?)`", row)}
+    """The tensors that the model's page lists: names in backticks with a shape, behind what stands before each."""
+    page = (ROOT / "docs" / "model.md").read_text()
+    roles: set[str] = set()
+    for kind, before in (("attention", "attention."), ("a mixer", "mixer.")):
+        table = page.partition(f"| `kind` | tensors of {kind}")[2].partition("\n\n")[0]
+        roles |= {before + name for name in LISTED.findall(table)}
+    for row in page.partition("| where | before each name |")[2].partition("\n\n")[0].splitlines()[2:]:
+        _, _, place, tensors, _ = row.split("|")
+        before = place.strip().strip("`").removeprefix("layers.i.")
+        roles |= {before + name for name in LISTED.findall(tensors)}
+    copied = {role for role in roles if role.startswith("attention_streams.")}
+    return roles | {role.replace("attention", "mlp", 1) for role in copied}
 
 
 @pytest.mark.slow
@@ -294,7 +305,7 @@ def test_the_files_damaged_above_are_all_of_a_pack(packed: Path) -> None:
 
 def documented_rows() -> list[NDArray[np.uint8]]:
     """The rows of the worked examples, u8 [1, 48] each."""
-    blocks = re.findall(r"```row\n(.*?)```", (ROOT / "docs" / "format.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```row\n(.*?)```", (ROOT / "docs" / "pack.md").read_text(), re.DOTALL)
     raw = [bytes.fromhex("".join(line.partition("  ")[2] for line in block.splitlines())) for block in blocks]
     return [np.frombuffer(row, np.uint8).reshape(1, -1) for row in raw]
 

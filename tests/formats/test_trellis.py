@@ -129,7 +129,7 @@ def test_the_specification_has_the_same_tables() -> None:
         levels = [np.array(table, np.int8).tobytes() for table in tables]
         assert levels == [bytes.fromhex(table) for table in TRELLIS_LEVELS[int(width)]], width
         stored += b"".join(levels)
-    assert hashlib.sha256(stored).hexdigest() in (ROOT / "docs" / "format.md").read_text()
+    assert hashlib.sha256(stored).hexdigest() in (ROOT / "docs" / "pack.md").read_text()
 
 
 def test_formats_that_rows_cannot_have_are_named() -> None:

@@ -1,4 +1,4 @@
-// What the kernels compute, computed plainly from docs/format.md, with how far float32 may be from it.
+// What the kernels compute, computed plainly from docs/pack.md, with how far float32 may be from it.
 #pragma once
 #include <cfloat>
 #include <cmath>

@@ -1,4 +1,4 @@
-"""Collects every text that a user of the product can read: `make messages` writes tests/data/messages.txt.
+"""Collects every text that a user of the product can read: `make messages` writes build/messages.txt.
 
 A text is a string in the code of two words or more: errors, help, progress, reports. Docstrings are not shown to users,
 but for those of commands. Values that a message fills in stand as {name}.
@@ -13,13 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("formats", "runtime", "calib", "convert")
-GOLDEN = ROOT / "tests" / "data" / "messages.txt"
+PAGE = ROOT / "build" / "messages.txt"
 _TWO_WORDS = re.compile(r"[A-Za-z{}][\w{}'.,:;)-]*\s+[\w({'-]")
 
 
 @cache
 def collected_messages() -> str:
-    """Returns the content of the golden file: each source file's name, then its messages, one a line."""
+    """Returns the content of the page: each source file's name, then its messages, one a line."""
     pages = []
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
@@ -81,5 +81,6 @@ def _assertions(tree: ast.Module) -> Iterator[ast.AST]:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        sys.exit("takes no arguments: writes tests/data/messages.txt")
-    GOLDEN.write_text(collected_messages(), encoding="utf-8")
+        sys.exit("takes no arguments: writes build/messages.txt")
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(collected_messages(), encoding="utf-8")

@@ -1,7 +1,8 @@
-"""A second reader of packs, written from docs/format.md and its table file alone, in numpy and the standard library.
+"""A second reader of packs, written from docs/pack.md, docs/model.md and the table file alone, in plain numpy.
 
 It shares no code and no file with moe_pack: where the two agree bit for bit, the specification says what the code does.
-Section numbers are those of docs/format.md. It decodes whole matrices and keeps no memory budget.
+Section numbers are those of docs/pack.md; "the model" is docs/model.md. It decodes whole matrices and keeps no memory
+budget.
 """
 
 import hashlib
@@ -272,7 +273,7 @@ def lay_out(groups: list[list[Tensor]], boundary: int) -> tuple[bytes, dict[str,
 
 
 def rotation_matrix(d: int) -> Array:
-    """R in float64, element by element (section 11)."""
+    """R in float64, element by element (the model)."""
     size = 1
     while d % (2 * size) == 0:
         size *= 2
@@ -325,7 +326,7 @@ class SecondReader:
         self._dense_places = self._lay_out_dense()
 
     def expert(self, l: int, e: int) -> dict[str, Floats]:
-        """The expert's matrices, neurons in the order of the source, down of repeated ones added up (section 11)."""
+        """The expert's matrices, neurons in the order of the source, down of repeated ones added up (the model)."""
         extent = self._extent(l, e)
         weights: dict[str, Floats] = {}
         start = 0
@@ -363,7 +364,7 @@ class SecondReader:
         return bf16(stored) if dtype == "BF16" else stored.astype(np.float32)
 
     def rotation(self, l: int) -> tuple[Array, Array] | None:
-        """Two matrices [d, d], of the experts' input and of their sum (section 11); None without rotation."""
+        """Two matrices [d, d], of the experts' input and of their sum (the model); None without rotation."""
         if self._rotation is None or not self._rotation["input"][l].any():
             return None
         R = rotation_matrix(self._d)
@@ -542,7 +543,7 @@ class SecondReader:
         return {role: (dtype, shape, *places[role]) for role, dtype, shape in tensors}
 
     def _dense_shapes(self) -> list[tuple[str, Shape]]:
-        """Every role and its shape, in the order of the table of section 9."""
+        """Every role and its shape, in the order of the model's list of tensors."""
         model, d = self.manifest["model"], self._d
         shapes: list[tuple[str, Shape]] = [("embed", (model["vocab_size"], d))]
         for i in range(model["num_hidden_layers"]):

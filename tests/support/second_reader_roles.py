@@ -1,4 +1,4 @@
-"""The shapes of a pack's dense tensors, for the second reader: written from docs/format.md, section 9, alone."""
+"""The shapes of a pack's dense tensors, for the second reader: written from docs/model.md alone."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ Shape = tuple[int, ...]
 
 
 class BadPackError(Exception):
-    """The pack is not what docs/format.md says."""
+    """The pack is not what docs/model.md says."""
 
 
 def require(fulfilled: object, fault: str) -> None:
@@ -15,7 +15,7 @@ def require(fulfilled: object, fault: str) -> None:
 
 
 def stream_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str, Shape]]:
-    """The roles of several residual streams, for a half or after the last layer (section 9)."""
+    """The roles of several residual streams, for a half or after the last layer."""
     n, is_half = residual.get("streams", 0), name != "streams"
     if residual["kind"] == "gated_streams":
         rank = residual["rank"]
@@ -32,18 +32,18 @@ def stream_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str
 
 
 def gated_norm_shapes(residual: dict[str, Any], name: str, d: int) -> list[tuple[str, Shape]]:
-    """The roles of the gates of a half's normed input (section 9)."""
+    """The roles of the gates of a half's normed input."""
     return [(f"{name}.down", (residual["rank"], d)), (f"{name}.up", (d, residual["rank"]))]
 
 
 def relative_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The projections of attention whose heads have keys of their own (section 9)."""
+    """The projections of attention whose heads have keys of their own."""
     width = attention["num_heads"] * attention["head_dim"]
     return [("q", (width, d)), ("k", (width, d)), ("v", (width, d)), ("o", (d, width))]
 
 
 def gate_shapes(attention: dict[str, Any], size: int, d: int) -> list[tuple[str, Shape]]:
-    """The role of gates of heads that give `size` values (section 9)."""
+    """The role of gates of heads that give `size` values."""
     if (gate := attention.get("gate")) is None:
         return []
     require(gate["each"] in ("head", "value"), "manifest.json: gates of attention")
@@ -53,7 +53,7 @@ def gate_shapes(attention: dict[str, Any], size: int, d: int) -> list[tuple[str,
 
 
 def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The roles of a layer's attention (section 9)."""
+    """The roles of a layer's attention."""
     shapes: list[tuple[str, Shape]] = []
     if attention["kind"] == "grouped_query":
         size = attention["head_dim"]
@@ -103,7 +103,7 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
 
 
 def compressed_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The roles of attention to a window and to entries (section 9)."""
+    """The roles of attention to a window and to entries."""
     h, n, q_rank = (attention[key] for key in ("num_heads", "head_dim", "q_lora_rank"))
     g, rank = attention["num_groups"], attention["o_lora_rank"]
     shapes: list[tuple[str, Shape]] = [
@@ -130,7 +130,7 @@ def compressed_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shap
 
 
 def mixer_shapes(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
-    """The roles of a layer's mixer (section 9)."""
+    """The roles of a layer's mixer."""
     shapes = {
         "gated_delta_net": gated_delta,
         "kimi_delta_attention": kimi_delta,

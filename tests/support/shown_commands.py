@@ -15,7 +15,7 @@ from moe_pack.runtime.cli.main import main as moe_run
 from moe_pack.runtime.cli.serve import main as moe_serve
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "formats" / "families" / "README.md"]
 PRODUCT: dict[str, click.Command] = {"moe-pack": moe_pack, "moe-run": moe_run, "moe-serve": moe_serve}
 _PROGRAMS = (*PRODUCT, "python", "make", "pip", "curl", "podman", "docker", "uvx", "ray", "lm_eval", "llama-quantize",
              "pytest")  # fmt: skip

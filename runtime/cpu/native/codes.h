@@ -1,4 +1,4 @@
-// A row's bytes as numbers, plainly: what every instruction set does alike (docs/format.md, section 8).
+// A row's bytes as numbers, plainly: what every instruction set does alike (docs/pack.md, section 8).
 //
 // Internal linkage throughout, for the reason given in vector.h. Loops are of fixed length where they can be, so that
 // compilers turn them into vector code for the target of the including file.

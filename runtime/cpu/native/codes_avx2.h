@@ -1,4 +1,4 @@
-// Rows as AVX2 registers: scales, codes in natural order, their weights (docs/format.md, section 8).
+// Rows as AVX2 registers: scales, codes in natural order, their weights (docs/pack.md, section 8).
 //
 // For kernels_avx2.cpp alone, which includes it once its target is set; internal linkage as in vector.h.
 #pragma once

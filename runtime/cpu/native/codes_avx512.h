@@ -1,4 +1,4 @@
-// Rows as AVX-512 registers: chunks of codes, scales by the unit, their weights (docs/format.md, section 8).
+// Rows as AVX-512 registers: chunks of codes, scales by the unit, their weights (docs/pack.md, section 8).
 //
 // For kernels_avx512.cpp alone, which includes it once its target is set; internal linkage as in vector.h.
 #pragma once

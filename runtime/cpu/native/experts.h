@@ -1,4 +1,4 @@
-// Experts over tokens: select neurons, compute those that run, add up their down rows (docs/format.md, section 11).
+// Experts over tokens: select neurons, compute those that run, add up their down rows (docs/model.md).
 //
 // Selection can be a call of its own (a runtime that brings rows in between). All sizes have been checked. Whatever the
 // number of threads, the same values are added in the same order.

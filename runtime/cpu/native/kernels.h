@@ -1,4 +1,4 @@
-// What one instruction set provides: arithmetic on the bytes of rows (docs/format.md, sections 7 and 8).
+// What one instruction set provides: arithmetic on the bytes of rows (docs/pack.md, sections 7 and 8).
 //
 // No checking, no threads, no allocation: callers have validated every size (layout.cpp) and own all memory. One
 // table of functions an instruction set; `best_kernels` chooses at run time.
@@ -120,7 +120,7 @@ struct Kernels {
     void (*decode_cached)(const CachedRows& rows, const uint8_t* from, int32_t num_rows, float* out, size_t stride);
 
     // out = R (scale * x) if `is_scaled_first`, else scale * (R x), for d floats each; `out` is neither of the others.
-    // R is the rotation of docs/format.md, section 11, for d = m 2^k: m is odd, at most kMaxOdd, and d / m at least 64.
+    // R is the rotation of docs/model.md, for d = m 2^k: m is odd, at most kMaxOdd, and d / m at least 64.
     // `hartley`: [m, m], not read if m is 1.
     void (*rotate)(const float* x, const float* scale, bool is_scaled_first, int32_t d, int32_t m, const float* hartley,
                    float* out);

@@ -75,7 +75,7 @@ const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_b
 
 bool is_in(const PlacedPart& part, Place place) { return part.place == place; }
 
-// Which matrices the selector holds and which the record is the kind's to say (docs/format.md, section 6).
+// Which matrices the selector holds and which the record is the kind's to say (docs/pack.md, section 6).
 const char* check_kind(const ExpertLayout& e) {
     Place up = Place::record, gate = Place::record;
     if (e.selector == Selector::up || e.selector == Selector::both) up = Place::selector;

@@ -23,7 +23,7 @@ struct PlacedPart {
 };
 
 enum class Selector : int32_t { none = 0, up = 1, gate = 2, both = 3 };
-// docs/format.md, section 11, "Expert"
+// docs/model.md, "Expert"
 enum class Function : int32_t {
     silu = 0,
     relu = 1,

@@ -1,4 +1,4 @@
-// Rotations of float rows (docs/format.md, section 11). All sizes have been checked.
+// Rotations of float rows (docs/model.md). All sizes have been checked.
 #pragma once
 
 #include <cstdint>

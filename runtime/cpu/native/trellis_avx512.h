@@ -1,4 +1,4 @@
-// Trellis rows as AVX-512 registers: what selects levels, and levels as codes (docs/format.md, section 8).
+// Trellis rows as AVX-512 registers: what selects levels, and levels as codes (docs/pack.md, section 8).
 //
 // For the files that codes_avx512.h is for. MOE_PACK_VBMI says that their target has VBMI, which looks bytes up among
 // 64 and needs no masks. Codes are levels made positive (`trellis_zero`).

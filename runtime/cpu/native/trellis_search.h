@@ -1,4 +1,4 @@
-// A cheap path through the states of a trellis (docs/format.md, section 8): the codes of rows of weights.
+// A cheap path through the states of a trellis (docs/pack.md, section 8): the codes of rows of weights.
 // All sizes have been checked. `calib/quantize/trellis.py` says what is searched for, and has the twin in torch.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The tables of the codec `trellis`: docs/trellis-tables.json in C++ (docs/format.md, section 8).
+// The tables of the codec `trellis`: docs/trellis-tables.json in C++ (docs/pack.md, section 8).
 #pragma once
 
 #include <cstdint>

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LayerCache,
         LayerRopes,
         Rope,
+        SequenceRows,
         each_sequence,
         rotate,
     )

@@ -7,7 +7,7 @@ first layer, and a layer waits for its own only when it runs:
     embedded = rows.of(layer)                                in the layer
 
 Tables are on the disk, and nothing of them stays in memory but the rows that are being read; the system's cache keeps
-pages that are read again. docs/format.md, section 11, says how rows follow from tokens.
+pages that are read again. docs/model.md says how rows follow from tokens.
 """
 
 from collections.abc import Callable, Iterable

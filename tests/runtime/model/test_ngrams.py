@@ -174,7 +174,7 @@ def test_native_operations_add_the_same(instruction_set: str) -> None:
 
 
 def specified_rows(ngrams: dict[str, Any], layer: int, tokens: list[int]) -> list[list[int]]:
-    """The rows of each token, by the definition (docs/format.md, section 11), from the manifest's values."""
+    """The rows of each token, by the definition (docs/model.md), from the manifest's values."""
     place, eos, heads = ngrams["layers"].index(layer), ngrams["eos_token"], ngrams["heads_per_ngram"]
     m, sizes = ngrams["multipliers"][place], ngrams["head_sizes"][place]
     found = []
