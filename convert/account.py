@@ -12,42 +12,13 @@ from importlib.metadata import PackageNotFoundError
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.calib.profile import Profile, check_same_source
+from moe_pack import formats
+from moe_pack.calib.profile import profiles
 from moe_pack.calib.quantize import needs_inputs
 from moe_pack.convert.rounding import ROUNDING_FILE, ExpertNote, Rounding, read_notes
-from moe_pack.formats import ModelSpec, PackLayout, Plan, PlanError, canonical, dump
 from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.layouts import DENSE_FILE, UNUSED_FILE, experts_file
-from moe_pack.formats.pack.manifests import (
-    COPIED_FILES,
-    FORMAT,
-    INDEX_FILE,
-    MAX_SMALL_BYTES,
-    ORDER_FILE,
-    ROTATION_FILE,
-    SOURCE_FILE,
-    THRESHOLDS_FILE,
-    VERSION,
-    ContentFile,
-    ExpertFile,
-    Manifest,
-    PackageVersion,
-    QuantizedDense,
-    RotationVectors,
-    Totals,
-    account_bytes,
-    index_bytes,
-    manifest_bytes,
-    order_bytes,
-    order_fault,
-    read_manifest,
-    root_digest,
-    root_without_thresholds,
-    rotation_bytes,
-    table_files,
-    thresholds_bytes,
-)
+from moe_pack.formats.pack import layouts, manifests
 from moe_pack.formats.pack.plans import dense_quantizer
 from moe_pack.formats.pack.sidecar import sidecar_bytes
 from moe_pack.formats.pack.writer import PackWriter
@@ -63,16 +34,19 @@ class Recipe:
     """
 
     checkpoint: Checkpoint
-    plan: Plan
-    layout: PackLayout
+    plan: formats.Plan
+    layout: formats.PackLayout
     order: NDArray[np.uint32] | None
-    calibration: Profile | None = None
-    rotation: RotationVectors | None = None
+    calibration: profiles.Profile | None = None
+    rotation: manifests.RotationVectors | None = None
     is_sequential: bool = False
 
 
 def check_calibration(
-    checkpoint: Checkpoint, plan: Plan, profile: Profile | None, rotation: RotationVectors | None = None
+    checkpoint: Checkpoint,
+    plan: formats.Plan,
+    profile: profiles.Profile | None,
+    rotation: manifests.RotationVectors | None = None,
 ) -> None:
     """Checks that a calibrated plan has a profile of the checkpoint, with inputs or made from an importance file.
 
@@ -82,22 +56,24 @@ def check_calibration(
     if plan.quantizer != "calibrated":
         return
     if profile is None:
-        raise PlanError("--quantizer calibrated needs a profile; give --profile, or make one with moe-pack profile")
+        raise formats.PlanError(
+            "--quantizer calibrated needs a profile; give --profile, or make one with moe-pack profile"
+        )
     if not profile.calibrates:
-        raise PlanError(
+        raise formats.PlanError(
             f"--profile {profile.folder}: has no inputs of experts, which --quantizer calibrated needs; profile "
             f"the model "
             "again, without --no-inputs"
         )
     if rotation is not None and not profile.has_inputs:
-        raise PlanError(
+        raise formats.PlanError(
             f"--profile {profile.folder}: was made from an importance file, whose figures are not those of rotated "
             "experts; give --rotate off, or profile the model on text"
         )
-    check_same_source(profile, checkpoint)
+    profiles.check_same_source(profile, checkpoint)
 
 
-def check_order(order: NDArray[np.uint32], spec: ModelSpec) -> None:
+def check_order(order: NDArray[np.uint32], spec: formats.ModelSpec) -> None:
     """Checks that a neuron order fits this model.
 
     Raises:  PlanError for another shape, or if the order of an expert is not a permutation.
@@ -105,10 +81,12 @@ def check_order(order: NDArray[np.uint32], spec: ModelSpec) -> None:
     assert order.dtype == np.uint32, order.dtype
     shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
     if order.shape != shape:
-        raise PlanError(f"order: shape {list(order.shape)}, expected {list(shape)}: layers, experts and neurons")
-    fault = order_fault(order, shape[2])
+        raise formats.PlanError(
+            f"order: shape {list(order.shape)}, expected {list(shape)}: layers, experts and neurons"
+        )
+    fault = manifests.order_fault(order, shape[2])
     if fault:
-        raise PlanError(f"order: {fault}")
+        raise formats.PlanError(f"order: {fault}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +98,7 @@ class PackOrigin:
 
     source: bytes
     copied: tuple[tuple[str, bytes], ...]
-    made_with: tuple[PackageVersion, ...]
+    made_with: tuple[manifests.PackageVersion, ...]
     decisions: Mapping[str, str]
 
 
@@ -131,15 +109,21 @@ def recipe_account(recipe: Recipe) -> "PackRecord":
     """
     checkpoint, order = recipe.checkpoint, recipe.order
     files = checkpoint.files
-    copied = [(name, files.read_file(name, MAX_SMALL_BYTES).tobytes()) for name in COPIED_FILES if files.has(name)]
-    decisions = {} if order is None else {"order": hashlib.sha256(order_bytes(order)).hexdigest()}
+    copied = [
+        (name, files.read_file(name, manifests.MAX_SMALL_BYTES).tobytes())
+        for name in manifests.COPIED_FILES
+        if files.has(name)
+    ]
+    decisions = {} if order is None else {"order": hashlib.sha256(manifests.order_bytes(order)).hexdigest()}
     if recipe.calibration is not None:
         decisions["inputs"] = recipe.calibration.inputs_digest()
         if recipe.is_sequential:
             decisions["tokens"] = recipe.calibration.facts.text.sha256
     if recipe.rotation is not None:
-        decisions["rotation"] = hashlib.sha256(rotation_bytes(recipe.rotation)).hexdigest()
-    origin = PackOrigin(account_bytes(*checkpoint.account()), tuple(copied), _versions(recipe.plan), decisions)
+        decisions["rotation"] = hashlib.sha256(manifests.rotation_bytes(recipe.rotation)).hexdigest()
+    origin = PackOrigin(
+        manifests.account_bytes(*checkpoint.account()), tuple(copied), _versions(recipe.plan), decisions
+    )
     shape = (len(checkpoint.spec.moe_layers), checkpoint.spec.router.num_experts)
     return PackRecord(recipe.layout, recipe.plan, origin, np.zeros(shape, np.float32), order, recipe.rotation)
 
@@ -153,12 +137,12 @@ class PackRecord:
 
     def __init__(
         self,
-        layout: PackLayout,
-        plan: Plan,
+        layout: formats.PackLayout,
+        plan: formats.Plan,
         origin: PackOrigin,
         thresholds: NDArray[np.float32],
         order: NDArray[np.uint32] | None = None,
-        rotation: RotationVectors | None = None,
+        rotation: manifests.RotationVectors | None = None,
     ) -> None:
         self._layout = layout
         self._rotation = rotation
@@ -169,21 +153,21 @@ class PackRecord:
         facts = {
             "source": hashlib.sha256(origin.source).hexdigest(),
             "copied": [[name, hashlib.sha256(raw).hexdigest()] for name, raw in origin.copied],
-            "model": dump(layout.spec),
-            "plan": dump(plan),
-            "made_with": [dump(package) for package in origin.made_with],
+            "model": formats.dump(layout.spec),
+            "plan": formats.dump(plan),
+            "made_with": [formats.dump(package) for package in origin.made_with],
             **origin.decisions,
         }
-        self.conversion = hashlib.sha256(canonical(facts)).hexdigest()
+        self.conversion = hashlib.sha256(formats.canonical(facts)).hexdigest()
 
     def tables(self, writer: PackWriter) -> list[tuple[str, bytes]]:
         """Returns names and bytes of the files that are neither experts nor dense part nor manifest."""
         return [
-            (INDEX_FILE, index_bytes(self._layout, self._plan, writer.expert_digests())),
-            (THRESHOLDS_FILE, thresholds_bytes(self._thresholds)),
-            (ORDER_FILE, order_bytes(self._stored_order(read_notes(writer.expert_notes())))),
-            *([] if self._rotation is None else [(ROTATION_FILE, rotation_bytes(self._rotation))]),
-            (SOURCE_FILE, self.origin.source),
+            (manifests.INDEX_FILE, manifests.index_bytes(self._layout, self._plan, writer.expert_digests())),
+            (manifests.THRESHOLDS_FILE, manifests.thresholds_bytes(self._thresholds)),
+            (manifests.ORDER_FILE, manifests.order_bytes(self._stored_order(read_notes(writer.expert_notes())))),
+            *([] if self._rotation is None else [(manifests.ROTATION_FILE, manifests.rotation_bytes(self._rotation))]),
+            (manifests.SOURCE_FILE, self.origin.source),
             *self.origin.copied,
         ]
 
@@ -209,10 +193,10 @@ class PackRecord:
             return []
         shape = (len(self._layout.spec.moe_layers), self._layout.spec.router.num_experts)
         rounding = Rounding.of_notes(notes, shape)
-        root = root_without_thresholds(read_manifest(manifest))
+        root = manifests.root_without_thresholds(manifests.read_manifest(manifest))
         return [(ROUNDING_FILE, sidecar_bytes(ROUNDING_FILE, rounding, root))]
 
-    def manifest(self, files: tuple[ContentFile, ...]) -> bytes:
+    def manifest(self, files: tuple[manifests.ContentFile, ...]) -> bytes:
         """Returns the manifest's bytes.
 
         Args:    files: all files with content, without the experts'.
@@ -220,18 +204,22 @@ class PackRecord:
         layout = self._layout
         layers = list(zip(layout.spec.moe_layers, layout.expert_files, strict=True))
         expert_files = tuple(
-            ExpertFile(experts_file(layer), f.num_bytes, len(f.header), hashlib.sha256(f.header).hexdigest())
+            manifests.ExpertFile(
+                layouts.experts_file(layer), f.num_bytes, len(f.header), hashlib.sha256(f.header).hexdigest()
+            )
             for layer, f in layers
         )
         dense = tuple(
-            QuantizedDense(tensor.role.name, tensor.role.shape[0], tensor.role.shape[1], tensor.rows.parts[0].format)
+            manifests.QuantizedDense(
+                tensor.role.name, tensor.role.shape[0], tensor.role.shape[1], tensor.rows.parts[0].format
+            )
             for tensor in layout.dense
             if tensor.rows is not None
         )
-        return manifest_bytes(
-            Manifest(
-                format=FORMAT,
-                version=VERSION,
+        return manifests.manifest_bytes(
+            manifests.Manifest(
+                format=manifests.FORMAT,
+                version=manifests.VERSION,
                 features=_features(layout, self._rotation is not None),
                 model=layout.spec,
                 selector=self._plan.selector,
@@ -242,20 +230,20 @@ class PackRecord:
                 files=files,
                 expert_files=expert_files,
                 totals=totals(layout, files),
-                root=root_digest(files, expert_files),
+                root=manifests.root_digest(files, expert_files),
                 sha256="",
             )
         )
 
 
-def _source_order(layout: PackLayout) -> NDArray[np.uint32]:
+def _source_order(layout: formats.PackLayout) -> NDArray[np.uint32]:
     """Returns the order of the source's neurons: u32 [L, E, f]."""
     spec = layout.spec
     rows = np.arange(spec.expert.source_size, dtype=np.uint32)
     return np.broadcast_to(rows, (len(spec.moe_layers), spec.router.num_experts, len(rows)))
 
 
-def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
+def totals(layout: formats.PackLayout, files: tuple[manifests.ContentFile, ...]) -> manifests.Totals:
     """Returns the bytes by part of the pack with this layout and these other files."""
     experts = [expert for layer in layout.experts for expert in layer]
     selectors = sum(expert.selector_bytes for expert in experts)
@@ -263,13 +251,13 @@ def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
     extra = sum(expert.extra_bytes for expert in experts)
     headers = sum(len(file.header) for file in layout.expert_files)
     in_files = sum(file.num_bytes for file in layout.expert_files)
-    copied = sum(file.bytes for file in files if file.name in COPIED_FILES)
-    dense = sum(file.bytes for file in files if file.name == DENSE_FILE)
-    unused = sum(file.bytes for file in files if file.name == UNUSED_FILE)
-    tables = table_files(layout.spec)
+    copied = sum(file.bytes for file in files if file.name in manifests.COPIED_FILES)
+    dense = sum(file.bytes for file in files if file.name == layouts.DENSE_FILE)
+    unused = sum(file.bytes for file in files if file.name == layouts.UNUSED_FILE)
+    tables = manifests.table_files(layout.spec)
     ngrams = sum(file.bytes for file in files if file.name in tables)
     listed = sum(file.bytes for file in files)
-    return Totals(
+    return manifests.Totals(
         selectors=selectors,
         records=records,
         extra=extra,
@@ -284,7 +272,7 @@ def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
     )
 
 
-def _features(layout: PackLayout, is_rotated: bool) -> tuple[str, ...]:
+def _features(layout: formats.PackLayout, is_rotated: bool) -> tuple[str, ...]:
     """Returns the features that a reader must support to read this pack."""
     features: set[str] = set()
     experts = [expert for layer in layout.experts for expert in layer]
@@ -307,7 +295,7 @@ def _features(layout: PackLayout, is_rotated: bool) -> tuple[str, ...]:
     return tuple(sorted(features))
 
 
-def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
+def _versions(plan: formats.Plan) -> tuple[manifests.PackageVersion, ...]:
     """Returns the packages whose version decides the quantized bytes.
 
     Raises:  PlanError if the quantizer's package is not installed.
@@ -320,9 +308,9 @@ def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
     if dense_quantizer(plan.quantizer) == "hqq" and solved:
         names.append("hqq")
     try:
-        return tuple(PackageVersion(name, installed_version(name)) for name in names)
+        return tuple(manifests.PackageVersion(name, installed_version(name)) for name in names)
     except PackageNotFoundError as fault:
-        raise PlanError(
+        raise formats.PlanError(
             f"--quantizer {plan.quantizer} needs the package {fault.name}, which is not installed; "
             "pip install 'moe-pack[convert]', or use --quantizer nearest"
         ) from fault

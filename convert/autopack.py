@@ -17,37 +17,19 @@ from dataclasses import dataclass, field, replace
 from math import isnan, log1p
 from pathlib import Path
 
-from moe_pack.calib.evaluate import (
-    Reference,
-    ThresholdRule,
-    evaluate,
-    make_reference,
-    measure_numerics,
-    measure_thresholds,
-)
+from moe_pack import formats
+from moe_pack.calib.evaluate import Reference, evaluate, make_reference, measure_numerics, thresholds
 from moe_pack.calib.forward import Tokens
-from moe_pack.calib.profile import Profile, attach, hottest_first
+from moe_pack.calib.profile import attach, profiles
+from moe_pack.convert import pipeline
 from moe_pack.convert.options import MEMORY_BYTES
-from moe_pack.convert.pipeline import convert, layout_for, memory_line
-from moe_pack.convert.plan import (
-    Decision,
-    LossLimit,
-    Planner,
-    PlanningModel,
-    Target,
-    plan_bytes,
-    preset_decision,
-    read_plan,
-    two_digits,
-)
-from moe_pack.convert.plan.options import USUAL_LIMIT
+from moe_pack.convert.plan import Planner, options, plan_file, planned, preset_decision
 from moe_pack.convert.plan.rotation import PlanRotation
-from moe_pack.formats import NO_PROGRESS, ConversionError, Pack, Progress, canonical, dump, load, parse, size_text
 from moe_pack.formats.base.json_files import Positive
 from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.pack import sidecar
 from moe_pack.formats.pack.manifests import MANIFEST_FILE
-from moe_pack.formats.pack.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.pack.writer import SteppedFolder
 from moe_pack.runtime.model import TORCH, Operations
 from moe_pack.runtime.numerics import NUMERICS_FILE
@@ -117,8 +99,8 @@ class PackGoal:
     """
 
     identity: Mapping[str, str]
-    decide: Callable[[float], Decision]
-    estimate: Callable[[Decision], float]
+    decide: Callable[[float], plan_file.Decision]
+    estimate: Callable[[plan_file.Decision], float]
     first_nats: float
     allowed: float | None
     measure: Callable[[Quality], float]
@@ -150,11 +132,11 @@ class AutoPackResult:
 
 
 def pack_goal(
-    model: PlanningModel,
+    model: planned.PlanningModel,
     planner: Planner | None,
-    profile: Profile,
+    profile: profiles.Profile,
     tokens: Tokens,
-    target: Target,
+    target: options.Target,
     is_sequential: bool = True,
 ) -> PackGoal:
     """Returns the goal of a pack for a target: its plans are the planner's, or a paper's if the target has a preset.
@@ -162,19 +144,19 @@ def pack_goal(
     Args:    planner: not used for a preset.   tokens: the text on which packs are measured.
     """
 
-    def decide(nats: float) -> Decision:
+    def decide(nats: float) -> plan_file.Decision:
         if target.preset is not None:
             return preset_decision(target.preset, model, target.sparsity, nats)
         assert planner is not None, "only a preset decides without one"
         return planner.plan(nats).decision
 
-    limit, measured_in = target.loss_limit, USUAL_LIMIT if target.loss_limit is None else target.loss_limit
+    limit, measured_in = target.loss_limit, options.USUAL_LIMIT if target.loss_limit is None else target.loss_limit
     return PackGoal(
         identity={
             "source": profile.facts.source,
             "profile": profile.facts.sha256,
             "text": tokens.sha256,
-            "target": canonical(dump(target)).decode(),
+            "target": formats.canonical(formats.dump(target)).decode(),
             "rotation": model.rotation.digest(),
             "sequential": str(is_sequential),
             **{name: installed_version(name) for name in ("moe-pack", "hqq", "torch")},
@@ -190,7 +172,7 @@ def pack_goal(
     )
 
 
-def measured_loss(quality: Quality, limit: LossLimit) -> float:
+def measured_loss(quality: Quality, limit: options.LossLimit) -> float:
     """Returns the upper end of the 95% interval of a loss, in nats: of KL, or of perplexity's growth in logarithm."""
     against = quality.against
     assert against is not None, "measured against the source"
@@ -206,7 +188,7 @@ def loss_text(quality: Quality) -> str:
     increase, kl = against.perplexity_increase, against.kl
     return (
         f"perplexity {increase.value:+.2%} ± {increase.half_width or 0:.2%}, KL {kl.value:.3g} ± "
-        f"{kl.half_width or 0:.2g} nats, {size_text(quality.content_bytes)}"
+        f"{kl.half_width or 0:.2g} nats, {formats.size_text(quality.content_bytes)}"
     )
 
 
@@ -215,13 +197,13 @@ def work_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.work")
 
 
-def threshold_rule(decision: Decision) -> ThresholdRule | None:
+def threshold_rule(decision: plan_file.Decision) -> thresholds.ThresholdRule | None:
     """Returns the rule for a decision's thresholds; None if all neurons run."""
     if decision.theta is not None:
-        return ThresholdRule(theta=decision.theta)
+        return thresholds.ThresholdRule(theta=decision.theta)
     if not decision.sparsity.any():
         return None
-    return ThresholdRule(planned=tuple(map(tuple, decision.sparsity.tolist())))
+    return thresholds.ThresholdRule(planned=tuple(map(tuple, decision.sparsity.tolist())))
 
 
 def _measures(attempts: list[Attempt]) -> list[MeasuredAttempt]:
@@ -238,12 +220,12 @@ class AutoPacker:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        profile: Profile,
+        profile: profiles.Profile,
         tokens: Tokens,
         output: Path,
         goal: PackGoal,
         workers: int,
-        progress: Progress = NO_PROGRESS,
+        progress: formats.Progress = formats.NO_PROGRESS,
         operations: Operations = TORCH,
         on_step: Callable[[str], None] = lambda step: None,
         memory_bytes: int = MEMORY_BYTES,
@@ -286,12 +268,12 @@ class AutoPacker:
         """Returns the result of an earlier run with the same goal; None if the output folder is new or empty."""
         if not (self._output / MANIFEST_FILE).exists():
             if self._output.exists() and (not self._output.is_dir() or any(self._output.iterdir())):
-                raise ConversionError(f"{self._output}: contains something else; give a new or empty folder")
+                raise formats.ConversionError(f"{self._output}: contains something else; give a new or empty folder")
             return None
-        with Pack(self._output) as pack:
-            result = read_sidecar(self._output, MADE_FILE, AutoPackResult, pack.manifest.root)
+        with formats.Pack(self._output) as pack:
+            result = sidecar.read_sidecar(self._output, MADE_FILE, AutoPackResult, pack.manifest.root)
         if result is None or result.wish != self._identity:
-            raise ConversionError(
+            raise formats.ConversionError(
                 f"{self._output}: contains a pack made with other options; give another output folder, or remove this "
                 "one"
             )
@@ -299,11 +281,11 @@ class AutoPacker:
 
     def _claim(self) -> None:
         """Writes the goal to the work folder, or checks that the folder belongs to it."""
-        path, content = self._work / _GOAL_FILE, canonical(dict(self._identity))
+        path, content = self._work / _GOAL_FILE, formats.canonical(dict(self._identity))
         if not path.exists():
             self._folder.replace(_GOAL_FILE, content)
         elif path.read_bytes() != content:
-            raise ConversionError(
+            raise formats.ConversionError(
                 f"{self._work}: contains unfinished work for another target or with other options; run that command "
                 "again, or remove the folder"
             )
@@ -317,7 +299,7 @@ class AutoPacker:
             number = len(attempts)
             is_within = best_of(_measures(attempts), goal.allowed) is not None
             if number == MAX_ATTEMPTS and not is_within:
-                raise ConversionError(
+                raise formats.ConversionError(
                     f"{self._output}: none of {MAX_ATTEMPTS} packs is within the allowed loss; allow more with "
                     "--max-loss, or measure on more text with --eval-tokens"
                 )
@@ -333,7 +315,7 @@ class AutoPacker:
 
     def _same_plan(self, number: int, nats: float) -> int | None:
         """Returns the earlier attempt with the same plan as this one."""
-        plan = plan_bytes(self._decision(number, nats), self._checkpoint.spec)
+        plan = plan_file.plan_bytes(self._decision(number, nats), self._checkpoint.spec)
         paths = (self._work / f"plan-{earlier}.json" for earlier in range(number))
         return next((earlier for earlier, path in enumerate(paths) if path.read_bytes() == plan), None)
 
@@ -341,39 +323,48 @@ class AutoPacker:
         """Plans, converts and measures; reads what an earlier run has finished."""
         record = self._work / f"attempt-{number}.json"
         if record.exists():
-            return load(Attempt, parse(record.read_bytes(), record.name, ConversionError), record.name, ConversionError)
+            return formats.load(
+                Attempt,
+                formats.parse(record.read_bytes(), record.name, formats.ConversionError),
+                record.name,
+                formats.ConversionError,
+            )
         decision = self._decision(number, nats)
         folder = self._attempt_folder(number)
         estimate = self._goal.estimate(decision)
-        how = "no estimate of the loss" if isnan(estimate) else f"an estimated loss of {two_digits(estimate)} nats"
+        how = (
+            "no estimate of the loss"
+            if isnan(estimate)
+            else f"an estimated loss of {planned.two_digits(estimate)} nats"
+        )
         self._progress.say(f"attempt {number + 1}: planned with {how}")
         self._convert(decision, folder, self._earlier(number))
         quality = self._measured(decision, folder, reference)
         attempt = Attempt(nats, self._goal.measure(quality), quality.content_bytes)
         self._progress.say(f"measured: {self._goal.verdict(quality)}")
-        self._folder.replace(record.name, canonical(dump(attempt)))
+        self._folder.replace(record.name, formats.canonical(formats.dump(attempt)))
         return attempt
 
-    def _decision(self, number: int, nats: float) -> Decision:
+    def _decision(self, number: int, nats: float) -> plan_file.Decision:
         """Returns the plan of an attempt. It is made once: if the machine is measured again, it would differ."""
         path = self._work / f"plan-{number}.json"
         if not path.exists():
-            self._folder.replace(path.name, plan_bytes(self._goal.decide(nats), self._checkpoint.spec))
-        return read_plan(path, self._checkpoint.spec)
+            self._folder.replace(path.name, plan_file.plan_bytes(self._goal.decide(nats), self._checkpoint.spec))
+        return plan_file.read_plan(path, self._checkpoint.spec)
 
     def _earlier(self, number: int) -> Path | None:
         """Returns the last pack of the attempts before this one that has not been removed."""
         folders = (self._attempt_folder(earlier) for earlier in reversed(range(number)))
         return next((folder for folder in folders if (folder / MANIFEST_FILE).exists()), None)
 
-    def _convert(self, decision: Decision, folder: Path, earlier: Path | None) -> None:
+    def _convert(self, decision: plan_file.Decision, folder: Path, earlier: Path | None) -> None:
         checkpoint = self._checkpoint
-        order = hottest_first(self._profile, checkpoint, decision.plan.selector, decision.sparsity)
+        order = profiles.hottest_first(self._profile, checkpoint, decision.plan.selector, decision.sparsity)
         rotation = self._goal.rotation.of(decision.plan)
-        layout = layout_for(checkpoint, decision.plan, rotation)
-        if limited := memory_line(checkpoint, decision.plan, layout, self._workers, self._memory_bytes):
+        layout = pipeline.layout_for(checkpoint, decision.plan, rotation)
+        if limited := pipeline.memory_line(checkpoint, decision.plan, layout, self._workers, self._memory_bytes):
             self._progress.say(limited)
-        convert(
+        pipeline.convert(
             checkpoint,
             decision.plan,
             folder,
@@ -388,21 +379,21 @@ class AutoPacker:
             sequential=self._goal.is_sequential,
         )
 
-    def _measured(self, decision: Decision, folder: Path, reference: Reference) -> Quality:
+    def _measured(self, decision: plan_file.Decision, folder: Path, reference: Reference) -> Quality:
         """Measures the decision's thresholds, then the loss; reads what an earlier run has measured."""
         progress, operations = self._progress, self._operations
         rule = threshold_rule(decision)
         if rule is not None:
-            with Pack(folder) as pack:
+            with formats.Pack(folder) as pack:
                 self._on_step("thresholds")
-                measure_thresholds(pack, self._profile.tokens(), rule, progress, operations=operations)
-        with Pack(folder) as pack:
+                thresholds.measure_thresholds(pack, self._profile.tokens(), rule, progress, operations=operations)
+        with formats.Pack(folder) as pack:
             quality = read_quality(pack)
             if quality is not None and quality.text_sha256 == self._tokens.sha256:
                 return quality
             self._on_step("evaluate")
             quality = evaluate(pack, self._tokens, progress, reference, operations=operations)
-            write_sidecar(folder, QUALITY_FILE, quality, pack.manifest.root)
+            sidecar.write_sidecar(folder, QUALITY_FILE, quality, pack.manifest.root)
         return quality
 
     def _drop_superseded(self, attempts: list[Attempt]) -> None:
@@ -418,24 +409,24 @@ class AutoPacker:
         taken = 0 if self._goal.allowed is None else best_of(_measures(attempts), self._goal.allowed)
         assert taken is not None, "attempts end with one within the allowed loss"
         folder = self._attempt_folder(taken)
-        with Pack(folder) as pack:
+        with formats.Pack(folder) as pack:
             root = pack.manifest.root
             self._on_step("attach")
             attach(pack, self._profile)
             self._on_step("numerics")
             numerics = measure_numerics(pack, self._tokens, self._progress)
             if numerics is not None:
-                write_sidecar(folder, NUMERICS_FILE, numerics, root)
-        quality = read_sidecar(folder, QUALITY_FILE, Quality, root)
+                sidecar.write_sidecar(folder, NUMERICS_FILE, numerics, root)
+        quality = sidecar.read_sidecar(folder, QUALITY_FILE, Quality, root)
         assert quality is not None, "every attempt was measured"
         result = AutoPackResult(self._identity, tuple(attempts), taken, quality)
         self._on_step(MADE_FILE)
-        write_sidecar(folder, MADE_FILE, result, root)
+        sidecar.write_sidecar(folder, MADE_FILE, result, root)
         self._on_step("rename")
         try:
             folder.replace(self._output)
         except OSError as fault:
-            raise ConversionError(
+            raise formats.ConversionError(
                 f"{self._output}: the finished pack {folder} cannot be moved there ({fault.strerror}); correct that, "
                 "then run the same command again"
             ) from fault

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from moe_pack.formats import Pack, size_text
+from moe_pack import formats
 from moe_pack.formats.hub import HubName
 from moe_pack.runtime.quality import Estimate, Quality, bits_per_weight, read_quality
 
@@ -30,7 +30,7 @@ class CardFacts:
     budget: str | None = None
 
 
-def card_text(old: str | None, pack: Pack, name: HubName, facts: CardFacts) -> str:
+def card_text(old: str | None, pack: formats.Pack, name: HubName, facts: CardFacts) -> str:
     """Returns the card of a repository with a pack's section.
 
     Args:    old: the card that the repository has, if any.   name: under which the pack will be found.
@@ -62,13 +62,13 @@ def _metadata(known: dict[str, Any], facts: CardFacts) -> dict[str, Any]:
     return {**added, **known, "tags": [*tags, *(tag for tag in _TAGS if tag not in tags)]}
 
 
-def _section(pack: Pack, name: HubName, facts: CardFacts) -> str:
+def _section(pack: formats.Pack, name: HubName, facts: CardFacts) -> str:
     spec, manifest = pack.spec, pack.manifest
     title = f"## {name.variant}" if name.variant else "## The pack"
     source = "" if facts.base_model is None else f" of [{facts.base_model}](https://huggingface.co/{facts.base_model})"
     rows = [
         ("model", f"{spec.family}, {len(spec.moe_layers)} MoE layers of {spec.router.num_experts} experts"),
-        ("size", size_text(manifest.totals.content)),
+        ("size", formats.size_text(manifest.totals.content)),
         ("bits of an expert weight", f"{bits_per_weight(pack):.2f}"),
         ("selector, quantizer", f"{manifest.selector}, {manifest.quantizer}"),
         *([] if facts.budget is None else [("budget", facts.budget)]),

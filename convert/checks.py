@@ -12,24 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from moe_pack import formats
 from moe_pack.calib.evaluate import check_source
 from moe_pack.convert.account import totals
 from moe_pack.convert.options import CheckLimits
 from moe_pack.convert.verify import same_tensors
-from moe_pack.formats import (
-    NO_PROGRESS,
-    Pack,
-    PackError,
-    PlanError,
-    Progress,
-    RunError,
-    size_text,
-)
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifests import MANIFEST_FILE, SOURCE_FILE, read_account
+from moe_pack.formats.pack import manifests
 from moe_pack.formats.pack.reader import audit
 from moe_pack.formats.parts.specs import num_parameters
-from moe_pack.runtime.offload import divide_budget, expert_pages, routing_bytes
+from moe_pack.runtime import offload
 from moe_pack.runtime.offload.budgets import ONLY_BUDGET
 from moe_pack.runtime.quality import Estimate, Quality
 
@@ -67,11 +59,11 @@ def timed(check: Callable[[], CheckResult]) -> CheckResult:
     return replace(result, seconds=time.monotonic() - start)
 
 
-def check_schema(folder: Path) -> tuple[Pack | None, CheckResult]:
+def check_schema(folder: Path) -> tuple[formats.Pack | None, CheckResult]:
     """Opens a pack, which the caller closes, and returns the check of its schema; the pack is None if that fails."""
     try:
-        pack = Pack(folder)
-    except PackError as fault:
+        pack = formats.Pack(folder)
+    except formats.PackError as fault:
         return None, CheckResult("schema", "failed", str(fault), "a valid pack")
     manifest = pack.manifest
     listed = f"format {manifest.version}, {len(manifest.files) + len(manifest.expert_files)} files"
@@ -82,11 +74,11 @@ def _result_of(name: str, allowed: str, work: Callable[[], str]) -> CheckResult:
     """Returns the check that passes unless `work` finds a fault; `work` returns what it found."""
     try:
         return CheckResult(name, "passed", work(), allowed)
-    except (PackError, PlanError) as fault:
+    except (formats.PackError, formats.PlanError) as fault:
         return CheckResult(name, "failed", str(fault), allowed)
 
 
-def check_digests(pack: Pack, progress: Progress = NO_PROGRESS) -> CheckResult:
+def check_digests(pack: formats.Pack, progress: formats.Progress = formats.NO_PROGRESS) -> CheckResult:
     """Checks that every byte is as it was written."""
 
     def work() -> str:
@@ -96,7 +88,7 @@ def check_digests(pack: Pack, progress: Progress = NO_PROGRESS) -> CheckResult:
     return _result_of("digests", "as written", work)
 
 
-def check_tensors(pack: Pack, checkpoint: Checkpoint | None) -> CheckResult:
+def check_tensors(pack: formats.Pack, checkpoint: Checkpoint | None) -> CheckResult:
     """Checks that every tensor of the source and every byte of the pack is accounted for.
 
     Meaning: `source.json` accounts for as many weights as the model has; every tensor left out has a reason; bytes by
@@ -114,21 +106,24 @@ def check_tensors(pack: Pack, checkpoint: Checkpoint | None) -> CheckResult:
     return _result_of("tensors", "as in the source" if checkpoint else "all accounted for", work)
 
 
-def _accounted(pack: Pack) -> str:
+def _accounted(pack: formats.Pack) -> str:
     """Returns what `source.json` accounts for, as a text for people."""
-    tensors = read_account(pack.read_file(SOURCE_FILE).tobytes()).tensors
+    tensors = manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes()).tensors
     num_weights, expected = sum(tensor.num_weights for tensor in tensors), num_parameters(pack.spec)
     if num_weights != expected:
-        raise PackError(f"{SOURCE_FILE}: found {num_weights:,} weights in the pack, expected {expected:,}: the model's")
+        raise formats.PackError(
+            f"{manifests.SOURCE_FILE}: found {num_weights:,} weights in the pack, expected {expected:,}: the model's"
+        )
     for tensor in tensors:
         if (tensor.fate in ("unused", "dropped")) != bool(tensor.reason):
-            raise PackError(
-                f"{SOURCE_FILE}: tensor {tensor.name!r}: found fate {tensor.fate} and reason {tensor.reason!r}, "
+            raise formats.PackError(
+                f"{manifests.SOURCE_FILE}: tensor {tensor.name!r}: found fate {tensor.fate} and reason "
+                f"{tensor.reason!r}, "
                 f"expected "
                 "a reason for a tensor that is left out, and for no other"
             )
     if totals(pack.layout, pack.manifest.files) != pack.manifest.totals:
-        raise PackError(f"{MANIFEST_FILE}: totals do not match the sizes of the files")
+        raise formats.PackError(f"{manifests.MANIFEST_FILE}: totals do not match the sizes of the files")
     counts = {fate: sum(tensor.fate == fate for tensor in tensors) for fate in ("unused", "dropped")}
     return f"{len(tensors)} tensors, {num_weights:,} weights" + "".join(
         f"; {number} tensors {fate}" for fate, number in counts.items() if number
@@ -168,7 +163,7 @@ def _check_loss(skipped: CheckResult, loss: Estimate | None, limit: float | None
     return replace(check, status=status, found=found)
 
 
-def check_bytes(pack: Pack, limits: CheckLimits) -> CheckResult:
+def check_bytes(pack: formats.Pack, limits: CheckLimits) -> CheckResult:
     """Checks the size of the pack."""
     content, limit = pack.manifest.totals.content, limits.max_bytes
     check = CheckResult("bytes", "skipped", f"{content:,}", _NO_LIMIT, value=content, unit="bytes")
@@ -177,17 +172,21 @@ def check_bytes(pack: Pack, limits: CheckLimits) -> CheckResult:
     return replace(check, status="passed" if content <= limit else "failed", allowed=f"{limit:,}", limit=limit)
 
 
-def check_budget(pack: Pack, limits: CheckLimits) -> CheckResult:
+def check_budget(pack: formats.Pack, limits: CheckLimits) -> CheckResult:
     """Checks that `moe-run` accepts the budget, with a context of 4,096 tokens or the model's positions."""
     if limits.budget_bytes is None:
         return CheckResult("budget", "skipped", "", _NO_LIMIT)
-    asked = CheckResult("budget", "failed", "", size_text(limits.budget_bytes), limit=limits.budget_bytes, unit="bytes")
+    asked = CheckResult(
+        "budget", "failed", "", formats.size_text(limits.budget_bytes), limit=limits.budget_bytes, unit="bytes"
+    )
     context = min(_DEFAULT_CONTEXT, pack.spec.max_position_embeddings)
     try:
-        plan = divide_budget(pack.layout, limits.budget_bytes, context, routing_bytes(pack.folder), ONLY_BUDGET)
-    except RunError as fault:
+        plan = offload.divide_budget(
+            pack.layout, limits.budget_bytes, context, offload.routing_bytes(pack.folder), ONLY_BUDGET
+        )
+    except formats.RunError as fault:
         return replace(asked, found=str(fault))
-    share = plan.num_pages / int(expert_pages(pack.layout, plan.page_bytes).sum())
+    share = plan.num_pages / int(offload.expert_pages(pack.layout, plan.page_bytes).sum())
     found = f"memory for {share:.0%} of experts, with a context of {context}"
     return replace(asked, status="passed", found=found)
 

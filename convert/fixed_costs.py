@@ -14,25 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_pack import formats, runtime
+from moe_pack.convert import synthetic
+from moe_pack.convert.plan import speed
 from moe_pack.convert.plan.machines import machine_of_cpu
-from moe_pack.convert.plan.speed import dense_seconds, expert_seconds
-from moe_pack.convert.synthetic import SyntheticTraits, skewed_popularity, synthesize
-from moe_pack.formats import (
-    BF16,
-    MATRICES,
-    ExpertSpec,
-    ModelSpec,
-    NormSpec,
-    Pack,
-    Plan,
-    RouterSpec,
-    part_format,
-    uniform_plan,
-)
-from moe_pack.formats.parts import GroupedQuerySpec, RopeSpec
-from moe_pack.runtime import Engine, EngineOptions, FixedCosts, MachineFacts
-from moe_pack.runtime.offload import OffloadedWeights, expert_pages, whole_bytes
-from moe_pack.runtime.offload.budgets import LEAST_PREFILL_TOKENS, cpu_needs, page_sizes
+from moe_pack.formats import parts
+from moe_pack.runtime import offload
+from moe_pack.runtime.offload import budgets
 
 _FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 2, 4, 2, 8
 _USUAL_SIZE, _USUAL_NEURONS, _USUAL_EXPERTS = 1024, 512, 32  # experts of 0.9 MB: 58 MB and more a pack
@@ -41,10 +29,10 @@ _TINY_SIZE, _TINY_NEURONS, _TINY_EXPERTS = 64, 16, 16
 _ROWS_SIZE, _ROWS_NEURONS, _ROWS_LAYERS, _ROWS_SPARSITY = 4096, 16, 3, 0.9
 _CONTEXT = 256
 _WARM_TURNS, _TOKENS_AT_ONCE = 4, 8
-_INT4 = part_format(4, 64)
+_INT4 = formats.part_format(4, 64)
 
 
-def measure_fixed_costs(facts: MachineFacts, seconds: float) -> FixedCosts:
+def measure_fixed_costs(facts: runtime.MachineFacts, seconds: float) -> runtime.FixedCosts:
     """Measures the fixed costs of this machine's CPU.
 
     Meaning: token(L, k) = token_s + L * (layer_s + k * expert_s) + weights, solved from three packs of L layers and k
@@ -70,7 +58,7 @@ def measure_fixed_costs(facts: MachineFacts, seconds: float) -> FixedCosts:
     present, missing, whole, rows = runs[len(usual) :]
     layer_s = (many - few) / (_MANY_LAYERS - _FEW_LAYERS)  # with its experts
     expert_s = max((wide - many) / (_MANY_LAYERS * (_MANY_ACTIVE - _FEW_ACTIVE)), 0.0)
-    return FixedCosts(
+    return runtime.FixedCosts(
         token_s=max(few - _FEW_LAYERS * layer_s, 0.0),
         layer_s=max(layer_s - _FEW_ACTIVE * expert_s, 0.0),
         expert_s=expert_s,
@@ -79,16 +67,16 @@ def measure_fixed_costs(facts: MachineFacts, seconds: float) -> FixedCosts:
     )
 
 
-def _weights_s(folder: Path, facts: MachineFacts) -> float:
+def _weights_s(folder: Path, facts: runtime.MachineFacts) -> float:
     """Returns the seconds in which a token reads a pack's weights at the measured rates."""
     if not facts.cpu.experts:
         return 0.0
-    free = replace(facts, fixed=FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
+    free = replace(facts, fixed=runtime.FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
     machine = machine_of_cpu(free)
-    with Pack(folder) as pack:
+    with formats.Pack(folder) as pack:
         layout, k = pack.layout, pack.spec.router.num_experts_per_tok
-        experts = sum(k * expert_seconds(layer[0], 1.0, machine)[0] for layer in layout.experts)
-        return experts + dense_seconds(layout, machine, _CONTEXT // 2)[0]
+        experts = sum(k * speed.expert_seconds(layer[0], 1.0, machine)[0] for layer in layout.experts)
+        return experts + speed.dense_seconds(layout, machine, _CONTEXT // 2)[0]
 
 
 def _each(seconds: float, number: float) -> float:
@@ -104,19 +92,19 @@ class _Run:
     def __init__(self, folder: Path, share: float = 1.0, cutover: float = 0.0) -> None:
         self.times: list[float] = []
         with ExitStack() as stack:
-            pack = stack.enter_context(Pack(folder))
-            budget = whole_bytes(pack.layout, _CONTEXT, 0) if share == 1 else _budget_for(pack, share)
-            options = EngineOptions(
+            pack = stack.enter_context(formats.Pack(folder))
+            budget = offload.whole_bytes(pack.layout, _CONTEXT, 0) if share == 1 else _budget_for(pack, share)
+            options = runtime.EngineOptions(
                 device="cpu",
                 budget_bytes=budget,
                 policy="lru",
                 read="pread",
                 cutover=cutover,
-                chunk_tokens=LEAST_PREFILL_TOKENS,
+                chunk_tokens=budgets.LEAST_PREFILL_TOKENS,
             )
-            engine = stack.enter_context(Engine(pack, options, _CONTEXT))
+            engine = stack.enter_context(runtime.Engine(pack, options, _CONTEXT))
             self._decoder, weights = engine.decoder, engine.weights
-            assert isinstance(weights, OffloadedWeights), "with a budget, experts are offloaded"
+            assert isinstance(weights, offload.OffloadedWeights), "with a budget, experts are offloaded"
             self._counts = weights.decode
             self._num_tokens = 0
             for _ in range(_WARM_TURNS):
@@ -154,17 +142,19 @@ class _Run:
         self._stack.close()
 
 
-def _budget_for(pack: Pack, share: float) -> int:
+def _budget_for(pack: formats.Pack, share: float) -> int:
     """Returns the budget with pages for a share of the experts, in the shortest forward passes."""
-    sizes = page_sizes(pack.layout)
-    needs = cpu_needs(pack.layout, sizes, _CONTEXT, 0)
-    num_pages = int(share * int(expert_pages(pack.layout, sizes.page_bytes).sum()))
-    return needs.fixed(LEAST_PREFILL_TOKENS).num_bytes + num_pages * (sizes.page_bytes + sizes.head_bytes)
+    sizes = budgets.page_sizes(pack.layout)
+    needs = budgets.cpu_needs(pack.layout, sizes, _CONTEXT, 0)
+    num_pages = int(share * int(offload.expert_pages(pack.layout, sizes.page_bytes).sum()))
+    return needs.fixed(budgets.LEAST_PREFILL_TOKENS).num_bytes + num_pages * (sizes.page_bytes + sizes.head_bytes)
 
 
-def _small_spec(num_layers: int, num_active: int, num_experts: int, hidden_size: int, num_neurons: int) -> ModelSpec:
+def _small_spec(
+    num_layers: int, num_active: int, num_experts: int, hidden_size: int, num_neurons: int
+) -> formats.ModelSpec:
     """Returns a model with the attention and the experts that most families have."""
-    return ModelSpec(
+    return formats.ModelSpec(
         family="tiny",
         hidden_size=hidden_size,
         vocab_size=64,
@@ -172,36 +162,41 @@ def _small_spec(num_layers: int, num_active: int, num_experts: int, hidden_size:
         moe_layers=tuple(range(num_layers)),
         dense_intermediate_size=None,
         max_position_embeddings=_CONTEXT,
-        norm=NormSpec("rms", 1e-5),
+        norm=formats.NormSpec("rms", 1e-5),
         tied_head=False,
         head_bias=False,
         embedding_multiplier=1.0,
         residual_multiplier=1.0,
         logits_scaling=1.0,
-        attention=GroupedQuerySpec("grouped_query", 2, 1, 32, None, 32**-0.5, (), "none"),
-        rope=RopeSpec(1e4, 32, interleaved=False, scaling=None),
-        router=RouterSpec("softmax_topk", num_experts, num_active, normalize=True),
-        expert=ExpertSpec("silu", num_neurons, MATRICES, (), 0),
+        attention=parts.GroupedQuerySpec("grouped_query", 2, 1, 32, None, 32**-0.5, (), "none"),
+        rope=parts.RopeSpec(1e4, 32, interleaved=False, scaling=None),
+        router=formats.RouterSpec("softmax_topk", num_experts, num_active, normalize=True),
+        expert=formats.ExpertSpec("silu", num_neurons, formats.MATRICES, (), 0),
         shared_expert=None,
     )
 
 
 def _usual_pack(folder: Path, num_layers: int, num_active: int) -> Path:
     spec = _small_spec(num_layers, num_active, _USUAL_EXPERTS, _USUAL_SIZE, _USUAL_NEURONS)
-    return _made(folder, spec, uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest"), 0.0)
+    return _made(folder, spec, formats.uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest"), 0.0)
 
 
 def _tiny_pack(folder: Path) -> Path:
     spec = _small_spec(_MANY_LAYERS, _MANY_ACTIVE, _TINY_EXPERTS, _TINY_SIZE, _TINY_NEURONS)
-    return _made(folder, spec, uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest"), 0.0)
+    return _made(folder, spec, formats.uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest"), 0.0)
 
 
 def _rows_pack(folder: Path) -> Path:
     spec = _small_spec(_ROWS_LAYERS, _MANY_ACTIVE, _TINY_EXPERTS, _ROWS_SIZE, _ROWS_NEURONS)
-    return _made(folder, spec, uniform_plan(spec, "up", part_format(2, 64), BF16, None, "nearest"), _ROWS_SPARSITY)
+    return _made(
+        folder,
+        spec,
+        formats.uniform_plan(spec, "up", formats.part_format(2, 64), formats.BF16, None, "nearest"),
+        _ROWS_SPARSITY,
+    )
 
 
-def _made(folder: Path, spec: ModelSpec, plan: Plan, sparsity: float) -> Path:
-    traits = SyntheticTraits(sparsity, skewed_popularity(spec, 0.0, 0), 0.0, 0)
-    synthesize(spec, plan, traits, folder, 1)
+def _made(folder: Path, spec: formats.ModelSpec, plan: formats.Plan, sparsity: float) -> Path:
+    traits = synthetic.SyntheticTraits(sparsity, synthetic.skewed_popularity(spec, 0.0, 0), 0.0, 0)
+    synthetic.synthesize(spec, plan, traits, folder, 1)
     return folder

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moe_pack.formats import option
-from moe_pack.formats.base.commands import read_size
+from moe_pack.formats.base import commands
 
 Bits = float | None | str  # bits of a weight; None: the default; "source": the format of the checkpoint
 SOURCE = "source"
@@ -34,13 +33,13 @@ class CheckLimits:
 
     max_kl: float | None = field(
         default=None,
-        metadata=option(
+        metadata=commands.option(
             "--max-kl", least=0, metavar="X", help="Largest KL divergence from the source, in nats a token."
         ),
     )
     max_ppl_increase: float | None = field(
         default=None,
-        metadata=option(
+        metadata=commands.option(
             "--max-ppl-increase",
             parse=_percentage,
             metavar="P%",
@@ -49,13 +48,15 @@ class CheckLimits:
     )
     max_bytes: int | None = field(
         default=None,
-        metadata=option("--max-bytes", parse=read_size, metavar="B", help="Largest size of the pack, such as 26G."),
+        metadata=commands.option(
+            "--max-bytes", parse=commands.read_size, metavar="B", help="Largest size of the pack, such as 26G."
+        ),
     )
     budget_bytes: int | None = field(
         default=None,
-        metadata=option(
+        metadata=commands.option(
             "--budget",
-            parse=read_size,
+            parse=commands.read_size,
             metavar="SIZE",
             help="Memory in which moe-run must be able to run the pack, such as 11G.",
         ),

@@ -27,67 +27,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_pack.calib import quantize
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.quantize import (
-    ExpertLoss,
-    GuardedQuantizer,
-    LayerRotation,
-    RowQuantizer,
-    check_finite,
-    needs_inputs,
-    repeats_between,
-)
+from moe_pack.convert import matrix_bytes
 from moe_pack.convert.account import PackRecord, Recipe, check_calibration, check_order, recipe_account
-from moe_pack.convert.matrix_bytes import (
-    Bytes2D,
-    EncodedRows,
-    NeuronRows,
-    calibrated_bytes,
-    calibrated_rows,
-    check_kept,
-    guarded_quantizer,
-    next_rows,
-    read_checked,
-    transposed_bytes,
-)
 from moe_pack.convert.options import MEMORY_BYTES
 from moe_pack.convert.plan.rotation import check_rotation, same_rotation, with_rotation
 from moe_pack.convert.rounding import note_of, read_rounding
 from moe_pack.convert.sequential import StoredInputs
-from moe_pack.formats import (
-    MATRICES,
-    NO_PROGRESS,
-    CheckpointError,
-    ConversionError,
-    ExpertFormat,
-    ExpertLayout,
-    Matrix,
-    Pack,
-    PackError,
-    PackLayout,
-    PartFormat,
-    Plan,
-    Progress,
-    Quantizer,
-    RowLayout,
-    dense_roles,
-    size_text,
-)
-from moe_pack.formats.base.commands import Kind, Part, Stage, stage_of
+from moe_pack.formats import Pack
+from moe_pack.formats.base import commands, errors
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.layouts import (
-    DENSE_FILE,
-    UNUSED_FILE,
-    Item,
-    check_rows,
-    ngrams_file,
-    pack_layout,
-    seal_rows,
-    write_rows,
-)
-from moe_pack.formats.pack.manifests import SOURCE_FILE, Digests, RotationVectors
-from moe_pack.formats.pack.plans import dense_quantizer, format_text
+from moe_pack.formats.pack import layouts, manifests, plans
 from moe_pack.formats.pack.writer import PackWriter, State, Step, digests_of
+from moe_pack.formats.parts import specs
 from moe_pack.runtime import give_back_large_at_once
 from moe_pack.runtime.model import read_vector
 from moe_pack.runtime.model.matrices import TORCH_DTYPES
@@ -108,7 +61,8 @@ class EarlierPack:
         self._recipe = recipe
         manifest, origin = self._pack.manifest, recipe_account(recipe).origin
         has_same_source = (
-            self._pack.read_file(SOURCE_FILE).tobytes() == origin.source and manifest.model == recipe.layout.spec
+            self._pack.read_file(manifests.SOURCE_FILE).tobytes() == origin.source
+            and manifest.model == recipe.layout.spec
         )
         made_alike = (manifest.made_with, manifest.quantizer) == (origin.made_with, recipe.plan.quantizer)
         self._is_usable = has_same_source and made_alike
@@ -131,7 +85,7 @@ class EarlierPack:
         """Closes the earlier pack."""
         self._pack.close()
 
-    def contains(self, item: Item) -> bool:
+    def contains(self, item: layouts.Item) -> bool:
         """Returns whether the item's bytes are in the pack."""
         if not self._is_usable:
             return False
@@ -139,7 +93,7 @@ class EarlierPack:
             return True
         return self._contains_dense(item.role) if item.kind == "dense" else self._contains_expert(item)
 
-    def made_item(self, item: Item) -> "MadeItem":
+    def made_item(self, item: layouts.Item) -> "MadeItem":
         """Returns an item of the pack with its bytes, in their own memory, checked against their digest.
 
         Raises:  PackError if they are damaged.
@@ -156,10 +110,12 @@ class EarlierPack:
         order = self._order[item.layer, item.expert]
         return MadeItem(self._expert_bytes(item), loss, tuple(np.sort(order[1:][order[1:] == order[:-1]]).tolist()))
 
-    def _expert_bytes(self, item: Item) -> NDArray[np.uint8]:
+    def _expert_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
         raw = self._pack.read_extent(item.layer, item.expert)
         if hashlib.sha256(raw.data).digest() != self._pack.index.sha256[item.layer, item.expert].tobytes():
-            raise PackError(f"{self._pack.folder}: {item.file}: expert {item.expert}: SHA-256 does not match its bytes")
+            raise errors.PackError(
+                f"{self._pack.folder}: {item.file}: expert {item.expert}: SHA-256 does not match its bytes"
+            )
         return raw
 
     def _count_same_layers(self) -> int:
@@ -171,7 +127,7 @@ class EarlierPack:
         same = (all(self._stores_alike((layer_idx, e)) for e in range(num_experts)) for layer_idx in layers)
         return sum(1 for _ in takewhile(bool, same))
 
-    def _contains_expert(self, item: Item) -> bool:
+    def _contains_expert(self, item: layouts.Item) -> bool:
         has_same_inputs = self._same_layers is None or item.layer <= self._same_layers
         return has_same_inputs and self._stores_alike((item.layer, item.expert))
 
@@ -191,20 +147,20 @@ class EarlierPack:
         dense = self._dense[role]
         return (dense.dtype, dense.rows) == (expected.dtype, expected.rows)
 
-    def _dense_bytes(self, item: Item) -> NDArray[np.uint8]:
-        self._check(DENSE_FILE)
+    def _dense_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
+        self._check(layouts.DENSE_FILE)
         entry = self._dense[item.role].entry
         num_rows = item.num_bytes * entry.shape[0] // entry.num_bytes
         return self._pack.read_dense(entry, item.first_row, item.first_row + num_rows)
 
-    def _unused_bytes(self, item: Item) -> NDArray[np.uint8]:
-        self._check(UNUSED_FILE)
+    def _unused_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
+        self._check(layouts.UNUSED_FILE)
         return self._pack.read_unused(item.offset, item.num_bytes)
 
-    def _table_bytes(self, item: Item) -> NDArray[np.uint8]:
+    def _table_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
         table = self._pack.layout.ngrams[item.layer]
         rows = self._pack.read_ngrams(table, item.first_row, item.first_row + item.num_bytes // table.rows.row_bytes)
-        check_rows(table.rows, rows, f"{self._pack.folder}: {ngrams_file(table.layer)}", item.first_row)
+        layouts.check_rows(table.rows, rows, f"{self._pack.folder}: {layouts.ngrams_file(table.layer)}", item.first_row)
         return rows.reshape(-1)
 
     def _check(self, file: str) -> None:
@@ -222,7 +178,7 @@ class MadeItem:
     """
 
     raw: NDArray[np.uint8]
-    loss: ExpertLoss | None = None
+    loss: quantize.ExpertLoss | None = None
     repeated: tuple[int, ...] = ()
 
     def note(self) -> bytes:
@@ -230,7 +186,7 @@ class MadeItem:
         return b"" if self.loss is None and not self.repeated else note_of(self.loss, self.repeated)
 
 
-def made_item(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None = None) -> MadeItem:
+def made_item(recipe: Recipe, item: layouts.Item, stop: Event, stored: Tensor | None = None) -> MadeItem:
     """Makes an item that is not a header.
 
     Args:    stored: of a sequential recipe, the inputs of the expert's layer behind the stored layers, float32 [T, d].
@@ -244,7 +200,7 @@ def made_item(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None = N
     return MadeItem(_dense_bytes(recipe, item, stop)) if item.kind == "dense" else _expert(recipe, item, stop, stored)
 
 
-def job_bytes(checkpoint: Checkpoint, plan: Plan, item: Item) -> int:
+def job_bytes(checkpoint: Checkpoint, plan: plans.Plan, item: layouts.Item) -> int:
     """Returns the peak memory of `made_item`: the item, transposed matrices, and the data that calibrate an expert.
 
     Blocks of rows are not counted.
@@ -254,19 +210,19 @@ def job_bytes(checkpoint: Checkpoint, plan: Plan, item: Item) -> int:
     formats = plan.experts[item.layer][item.expert]
     if is_calibrated(plan, formats):
         place = item.layer, item.expert
-        return calibrated_bytes(checkpoint, place, formats, item.num_bytes, plan.repeats)
+        return matrix_bytes.calibrated_bytes(checkpoint, place, formats, item.num_bytes, plan.repeats)
     parts = [(matrix, part) for matrix in checkpoint.spec.expert.matrices if (part := formats.of(matrix))]
     sources = [(checkpoint.expert_source(item.layer, item.expert, matrix), part) for matrix, part in parts]
-    return item.num_bytes + sum(transposed_bytes(checkpoint, source, part) for source, part in sources)
+    return item.num_bytes + sum(matrix_bytes.transposed_bytes(checkpoint, source, part) for source, part in sources)
 
 
 _COPIED = ("copied", 1.0)
 # The time of a weight, compared with that of a copied byte, which is read, digested and written.
-_WEIGHT_COSTS: dict[Quantizer, float] = {"nearest": 2.5, "absmax": 2.5, "hqq": 40.0, "calibrated": 40.0}
+_WEIGHT_COSTS: dict[plans.Quantizer, float] = {"nearest": 2.5, "absmax": 2.5, "hqq": 40.0, "calibrated": 40.0}
 _TRELLIS_COST = 10.0  # times as long as other codes
 
 
-def kind_of_work(recipe: Recipe, earlier: EarlierPack | None, item: Item) -> tuple[str, float]:
+def kind_of_work(recipe: Recipe, earlier: EarlierPack | None, item: layouts.Item) -> tuple[str, float]:
     """Returns the name of an item's kind of work, and the time of a byte of that kind, compared with other kinds.
 
     A weight takes about equally long in all widths, so that experts of different sizes are different kinds.
@@ -284,16 +240,18 @@ def kind_of_work(recipe: Recipe, earlier: EarlierPack | None, item: Item) -> tup
     if item.kind != "dense" or dense is None or dense.rows is None:
         return _COPIED
     part = dense.rows.parts[0].format
-    return f"dense {format_text(part)}", 1 + _weight_cost(dense_quantizer(recipe.plan.quantizer), part) * 8 / part.bits
+    return f"dense {plans.format_text(part)}", 1 + _weight_cost(
+        plans.dense_quantizer(recipe.plan.quantizer), part
+    ) * 8 / part.bits
 
 
-def _weight_cost(quantizer: Quantizer, part: PartFormat) -> float:
+def _weight_cost(quantizer: plans.Quantizer, part: plans.PartFormat) -> float:
     if part.codec not in ("affine", "trellis"):
         return 0.0  # the source's codes are kept
     return _WEIGHT_COSTS[quantizer] * (_TRELLIS_COST if part.codec == "trellis" else 1.0)
 
 
-def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
+def _dense_bytes(recipe: Recipe, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
     checkpoint, layout = recipe.checkpoint, recipe.layout
     dense = next(dense for dense in layout.dense if dense.role.name == item.role)
     source, rows = checkpoint.dense_source(item.role), dense.rows
@@ -301,38 +259,38 @@ def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     out = np.empty((item.num_bytes // row_bytes, row_bytes), np.uint8)
     encoded = None
     if rows is not None:
-        quantizer = dense_quantizer(recipe.plan.quantizer)
-        encoded = EncodedRows(checkpoint, source, rows.parts[0].format, quantizer, stop)
-    for start, end in next_rows(len(out), stop):
+        quantizer = plans.dense_quantizer(recipe.plan.quantizer)
+        encoded = matrix_bytes.EncodedRows(checkpoint, source, rows.parts[0].format, quantizer, stop)
+    for start, end in matrix_bytes.next_rows(len(out), stop):
         first, last = item.first_row + start, item.first_row + end
         if encoded is None or rows is None:
-            weights = read_checked(checkpoint, source, first, last)
+            weights = matrix_bytes.read_checked(checkpoint, source, first, last)
             out[start:end] = weights.view(torch.uint8).view(end - start, -1).numpy()
         else:
-            write_rows(rows, {"weight": encoded.rows(first, last)}, out[start:end])
+            layouts.write_rows(rows, {"weight": encoded.rows(first, last)}, out[start:end])
     return out.reshape(-1)
 
 
-def _table_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
+def _table_bytes(recipe: Recipe, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
     """Returns rows of an n-gram table with their CRCs; some are read at a time."""
     checkpoint, table = recipe.checkpoint, recipe.layout.ngrams[item.layer]
     row_bytes, value_bytes = table.rows.row_bytes, table.rows.crc_offset
     out = np.zeros((item.num_bytes // row_bytes, row_bytes), np.uint8)
-    for start, end in next_rows(len(out), stop, max(_MOVED_BYTES // row_bytes, 1)):
+    for start, end in matrix_bytes.next_rows(len(out), stop, max(_MOVED_BYTES // row_bytes, 1)):
         first = item.first_row + start
         raw = checkpoint.table_rows(table.layer, first, first + end - start)
-        check_finite(
+        quantize.check_finite(
             torch.from_numpy(raw).view(TORCH_DTYPES[table.dtype]),
             f"n-gram table of layer {table.layer}",
-            CheckpointError,
+            errors.CheckpointError,
             lambda row, col, first=first: (first + row, col),  # type: ignore[misc]  # bound early
         )
         out[start:end, :value_bytes] = raw
-    seal_rows(table.rows, out)
+    layouts.seal_rows(table.rows, out)
     return out.reshape(-1)
 
 
-def _expert(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None) -> MadeItem:
+def _expert(recipe: Recipe, item: layouts.Item, stop: Event, stored: Tensor | None) -> MadeItem:
     """Makes an extent. Neurons are read and quantized in the source's order, whatever the stored order is.
 
     Therefore a neuron has the same bytes in every order, although hqq solves some rows together, and no order takes
@@ -340,13 +298,13 @@ def _expert(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None) -> M
     """
     layout = recipe.layout
     expert, spec = layout.experts[item.layer][item.expert], layout.spec.expert
-    rotation = LayerRotation.of(recipe.rotation, item.layer)
+    rotation = quantize.LayerRotation.of(recipe.rotation, item.layer)
     biases = {m: _bias(recipe.checkpoint, item, m, rotation) for m in spec.bias}
     extent = np.zeros(item.num_bytes, np.uint8)
     if expert.extra is not None:  # the bias of down belongs to no neuron: it is behind the rows
         extra = extent[-expert.extra_bytes :].reshape(1, -1)
         extra[:, : expert.extra.crc_offset] = biases.pop("down").reshape(1, -1)
-        seal_rows(expert.extra, extra)
+        layouts.seal_rows(expert.extra, extra)
     quantizer = _calibrated_quantizer(recipe, item, rotation, stored)
     halves, end = _halves(expert, extent), 0
     neurons = np.empty(expert.num_rows, np.intp)  # of each row, as rows are made
@@ -358,64 +316,72 @@ def _expert(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None) -> M
             for m, part in made.matrices.items()
         }
         for rows, out in halves:
-            write_rows(rows, sections, out[first:end])
+            layouts.write_rows(rows, sections, out[first:end])
     repeated = _place_rows(halves, neurons, None if recipe.order is None else recipe.order[item.layer, item.expert])
     loss = None if quantizer is None else quantizer.loss(rotation.outputs)
     return MadeItem(extent, loss, repeated)
 
 
-def is_calibrated(plan: Plan, formats: ExpertFormat) -> bool:
+def is_calibrated(plan: plans.Plan, formats: plans.ExpertFormat) -> bool:
     """Returns whether the codes of an expert of this plan depend on its inputs."""
-    parts = (formats.of(matrix) for matrix in MATRICES)
-    return plan.quantizer == "calibrated" and any(part is not None and needs_inputs(part) for part in parts)
+    parts = (formats.of(matrix) for matrix in specs.MATRICES)
+    return plan.quantizer == "calibrated" and any(part is not None and quantize.needs_inputs(part) for part in parts)
 
 
 def _calibrated_quantizer(
-    recipe: Recipe, item: Item, rotation: LayerRotation, stored: Tensor | None
-) -> GuardedQuantizer | None:
+    recipe: Recipe, item: layouts.Item, rotation: quantize.LayerRotation, stored: Tensor | None
+) -> quantize.GuardedQuantizer | None:
     """Returns the quantizer of an expert whose codes depend on its inputs, else None."""
     formats = recipe.plan.experts[item.layer][item.expert]
     if not is_calibrated(recipe.plan, formats):
         return None
     assert recipe.calibration is not None, "a calibrated plan comes with a profile"
     function = recipe.layout.spec.expert_function(item.layer)
-    return guarded_quantizer(recipe.calibration, (item.layer, item.expert), formats, function, rotation, stored)
+    return matrix_bytes.guarded_quantizer(
+        recipe.calibration, (item.layer, item.expert), formats, function, rotation, stored
+    )
 
 
 def _neurons(
     recipe: Recipe,
-    item: Item,
-    biases: Mapping[Matrix, Bytes2D],
+    item: layouts.Item,
+    biases: Mapping[specs.Matrix, matrix_bytes.Bytes2D],
     stop: Event,
-    calibrated: GuardedQuantizer | None,
-) -> Iterator[NeuronRows]:
+    calibrated: quantize.GuardedQuantizer | None,
+) -> Iterator[matrix_bytes.NeuronRows]:
     """Yields the rows of consecutive neurons."""
     checkpoint, plan = recipe.checkpoint, recipe.plan
     formats, spec = plan.experts[item.layer][item.expert], checkpoint.spec.expert
-    rotation = LayerRotation.of(recipe.rotation, item.layer)
+    rotation = quantize.LayerRotation.of(recipe.rotation, item.layer)
     if calibrated is not None:
         place = item.layer, item.expert
-        yield from calibrated_rows(checkpoint, calibrated, place, formats, biases, stop, rotation, plan.repeats)
+        yield from matrix_bytes.calibrated_rows(
+            checkpoint, calibrated, place, formats, biases, stop, rotation, plan.repeats
+        )
         return
-    quantizer = dense_quantizer(plan.quantizer)  # matrices without calibration: how dense ones are quantized
+    quantizer = plans.dense_quantizer(plan.quantizer)  # matrices without calibration: how dense ones are quantized
     sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
     parts = {
-        m: EncodedRows(checkpoint, source, part, quantizer, stop, partial(rotation.rows, m))
+        m: matrix_bytes.EncodedRows(checkpoint, source, part, quantizer, stop, partial(rotation.rows, m))
         for m, source in sources.items()
         if (part := formats.of(m))
     }
-    for first, end in next_rows(spec.intermediate_size, stop):
+    for first, end in matrix_bytes.next_rows(spec.intermediate_size, stop):
         # Wide formats lose next to nothing, whichever neurons are repeated: any will do, with second rows of zeros.
-        repeats = repeats_between(plan.repeats, spec.intermediate_size, first, end)
+        repeats = quantize.repeats_between(plan.repeats, spec.intermediate_size, first, end)
         of_row = np.array([*range(end - first), *range(repeats)], np.intp)
         encoded = {matrix: part.rows(first, end)[of_row] for matrix, part in parts.items()}
         if repeats:
             zeros = torch.zeros((repeats, checkpoint.spec.hidden_size))
-            encoded["down"][end - first :] = RowQuantizer(formats.down, zeros.shape[1], quantizer).encode(zeros).numpy()
-        yield NeuronRows(first + of_row, encoded)
+            encoded["down"][end - first :] = (
+                quantize.RowQuantizer(formats.down, zeros.shape[1], quantizer).encode(zeros).numpy()
+            )
+        yield matrix_bytes.NeuronRows(first + of_row, encoded)
 
 
-def _halves(expert: ExpertLayout, extent: NDArray[np.uint8]) -> list[tuple[RowLayout, NDArray[np.uint8]]]:
+def _halves(
+    expert: layouts.ExpertLayout, extent: NDArray[np.uint8]
+) -> list[tuple[layouts.RowLayout, NDArray[np.uint8]]]:
     """Returns records and, if there is one, selector: the layout and the rows in the extent, u8 [f, row_bytes]."""
     records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
     halves = [(expert.records, records.reshape(expert.num_rows, -1))]
@@ -428,7 +394,9 @@ _MOVED_BYTES = 16 << 20  # copied at once while rows are brought into their orde
 
 
 def _place_rows(
-    halves: list[tuple[RowLayout, NDArray[np.uint8]]], neurons: NDArray[np.intp], order: NDArray[np.uint32] | None
+    halves: list[tuple[layouts.RowLayout, NDArray[np.uint8]]],
+    neurons: NDArray[np.intp],
+    order: NDArray[np.uint32] | None,
 ) -> tuple[int, ...]:
     """Brings rows into the order of an expert, the second row of a neuron behind its first; returns the repeated ones.
 
@@ -448,11 +416,13 @@ def _place_rows(
     return tuple(np.flatnonzero(counts > 1).tolist())
 
 
-def _bias(checkpoint: Checkpoint, item: Item, matrix: Matrix, rotation: LayerRotation) -> NDArray[np.uint8]:
+def _bias(
+    checkpoint: Checkpoint, item: layouts.Item, matrix: specs.Matrix, rotation: quantize.LayerRotation
+) -> NDArray[np.uint8]:
     """Returns the bias of a matrix in float32, as bytes: u8 [n, 4]; that of down is in the coordinates of its rows."""
     source = checkpoint.bias_source(item.layer, item.expert, matrix)
     values = read_vector(checkpoint, source).unsqueeze(1)
-    check_finite(values, checkpoint.place(source), CheckpointError, source.number)
+    quantize.check_finite(values, checkpoint.place(source), errors.CheckpointError, source.number)
     if matrix == "down":
         values = rotation.rows(matrix, values.view(1, -1)).view(-1, 1)
     return values.view(torch.uint8).numpy()
@@ -470,15 +440,15 @@ class ItemWork:
     and the time of a byte of that kind, compared with others; the items of a kind take equally long for a byte.
     """
 
-    make: Callable[[Item, Event], MadeItem]
-    peak_bytes: Callable[[Item], int]
+    make: Callable[[layouts.Item, Event], MadeItem]
+    peak_bytes: Callable[[layouts.Item], int]
     enter_layer: Callable[[int], None] | None = None
     end: Callable[[], None] = lambda: None
     end_all: Callable[[], None] = lambda: None
-    kind: Callable[[Item], tuple[str, float]] = lambda item: ("", 1.0)
+    kind: Callable[[layouts.Item], tuple[str, float]] = lambda item: ("", 1.0)
 
 
-_Finished = tuple[Item, MadeItem, Digests]
+_Finished = tuple[layouts.Item, MadeItem, manifests.Digests]
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,39 +459,41 @@ class ConversionResult:
     part has sealed it.
     """
 
-    layout: PackLayout
+    layout: layouts.PackLayout
     resumed_bytes: int
     written: bool
 
 
 def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Returns the dtype of each dense tensor in a checkpoint, in the order of `dense_roles`; F32 for packed codes."""
-    sources = [checkpoint.dense_source(role.name) for role in dense_roles(checkpoint.spec)]
+    sources = [checkpoint.dense_source(role.name) for role in specs.dense_roles(checkpoint.spec)]
     return tuple("F32" if source.codec == "packed" else checkpoint.dtype(source) for source in sources)
 
 
-def layout_for(checkpoint: Checkpoint, plan: Plan, rotation: RotationVectors | None = None) -> PackLayout:
+def layout_for(
+    checkpoint: Checkpoint, plan: plans.Plan, rotation: manifests.RotationVectors | None = None
+) -> layouts.PackLayout:
     """Returns the layout of the pack that `plan` makes of `checkpoint`: every size, before anything is written."""
     layers = () if checkpoint.spec.ngrams is None else checkpoint.spec.ngrams.layers
     table_dtypes = tuple(map(checkpoint.table_dtype, layers))
-    layout = pack_layout(checkpoint.spec, plan, dense_dtypes(checkpoint), checkpoint.unused(), table_dtypes)
+    layout = layouts.pack_layout(checkpoint.spec, plan, dense_dtypes(checkpoint), checkpoint.unused(), table_dtypes)
     return with_rotation(layout, rotation)
 
 
 def convert(
     checkpoint: Checkpoint,
-    plan: Plan,
+    plan: plans.Plan,
     folder: Path,
     workers: int,
-    progress: Progress = NO_PROGRESS,
+    progress: commands.Progress = commands.NO_PROGRESS,
     on_step: Callable[[Step], None] = lambda step: None,
     order: NDArray[np.uint32] | None = None,
     earlier: Path | None = None,
     calibration: Profile | None = None,
     memory_bytes: int = MEMORY_BYTES,
-    rotation: RotationVectors | None = None,
+    rotation: manifests.RotationVectors | None = None,
     sequential: bool = True,
-    part: Part | None = None,
+    part: commands.Part | None = None,
 ) -> ConversionResult:
     """Writes the pack that `plan` makes of `checkpoint` into `folder`; continues where a killed run stopped.
 
@@ -541,7 +513,7 @@ def convert(
     """
     if order is not None:
         check_order(order, checkpoint.spec)
-    check_kept(checkpoint, plan)
+    matrix_bytes.check_kept(checkpoint, plan)
     check_calibration(checkpoint, plan, calibration, rotation)
     if rotation is not None:
         check_rotation(rotation, plan, checkpoint.spec)
@@ -555,7 +527,7 @@ def convert(
         source_pack = None if earlier is None else stack.enter_context(EarlierPack(earlier, recipe))
         stored = StoredInputs(recipe, folder, workers, part) if recipe.is_sequential else None
 
-        def make(item: Item, stop: Event) -> MadeItem:
+        def make(item: layouts.Item, stop: Event) -> MadeItem:
             if source_pack is not None and source_pack.contains(item):
                 return source_pack.made_item(item)
             if stored is None or item.kind != "expert":
@@ -569,7 +541,9 @@ def convert(
         return write_pack(writer, layout, account, work, workers, progress, memory_bytes)
 
 
-def memory_line(checkpoint: Checkpoint, plan: Plan, layout: PackLayout, workers: int, memory_bytes: int) -> str | None:
+def memory_line(
+    checkpoint: Checkpoint, plan: plans.Plan, layout: layouts.PackLayout, workers: int, memory_bytes: int
+) -> str | None:
     """Returns a line that says that workers will wait for memory, and how much is enough; None if none will wait.
 
     It considers experts only, because dense tensors are few.
@@ -580,18 +554,19 @@ def memory_line(checkpoint: Checkpoint, plan: Plan, layout: PackLayout, workers:
         return None
     needed = -(-workers * largest >> 30)
     return (
-        f"{at_once} of {workers} workers run at once, because an expert takes up to {size_text(largest)}; --memory "
+        f"{at_once} of {workers} workers run at once, because an expert takes up to "
+        f"{commands.size_text(largest)}; --memory "
         f"{needed}G is enough for all"
     )
 
 
 def write_pack(
     writer: PackWriter,
-    layout: PackLayout,
+    layout: layouts.PackLayout,
     account: PackRecord,
     work: ItemWork,
     workers: int,
-    progress: Progress = NO_PROGRESS,
+    progress: commands.Progress = commands.NO_PROGRESS,
     memory_bytes: int = MEMORY_BYTES,
 ) -> ConversionResult:
     """Writes a whole pack, continues where a killed run stopped, and closes the writer.
@@ -610,13 +585,13 @@ def write_pack(
             reports.advance(_item_text(item))
         progress.end()
         work.end()
-        with stage_of(progress, "sealing"):
+        with commands.stage_of(progress, "sealing"):
             if not writer.begins_sealing() and _sealed_by_another(writer, layout):
                 return ConversionResult(layout, writer.resumed_bytes, written=False)
             writer.seal(account.tables(writer), account.manifest, lambda raw: account.sidecars(raw, writer))
         work.end_all()
         return ConversionResult(layout, writer.resumed_bytes, written=True)
-    except (ConversionError, OSError):
+    except (errors.ConversionError, OSError):
         if writer.part is None or writer.state is not State.WRITING or not writer.is_sealed():
             raise
         work.end()  # the other parts have made all that this part still wanted to make, and removed their files
@@ -631,23 +606,27 @@ class _PackingReports:
     _LAYERS = "inputs of a layer"
     _LAYER_COST = 1e9  # bytes that are copied in the time that a layer takes
 
-    def __init__(self, writer: PackWriter, layout: PackLayout, work: ItemWork, progress: Progress) -> None:
+    def __init__(
+        self, writer: PackWriter, layout: layouts.PackLayout, work: ItemWork, progress: commands.Progress
+    ) -> None:
         self._writer, self._progress = writer, progress
         self._kinds = {item: work.kind(item) for item in layout.items()}
         self._number = 0  # of items that were reported, those of earlier runs too
         total, done = Counter[tuple[str, float]](), self._new()
         for item, kind in self._kinds.items():
             total[kind] += item.num_bytes
-        kinds = [Kind(kind[0], num_bytes, done[kind], kind[1]) for kind, num_bytes in total.items()]
+        kinds = [commands.Kind(kind[0], num_bytes, done[kind], kind[1]) for kind, num_bytes in total.items()]
         self.work = work
         if (enter := work.enter_layer) is not None:
             missing = {item.layer for item in writer.pending() if item.kind == "expert"}
             num_layers = len(layout.experts)
-            kinds.append(Kind(self._LAYERS, num_layers, num_layers - len(missing), self._LAYER_COST))
+            kinds.append(commands.Kind(self._LAYERS, num_layers, num_layers - len(missing), self._LAYER_COST))
             self.work = replace(work, enter_layer=lambda layer_idx: self._enter(enter, layer_idx))
-        resumed = f", {size_text(writer.resumed_bytes)} of it by an earlier run" if writer.resumed_bytes else ""
-        note = f"{size_text(total.total())}{resumed}"
-        progress.begin(Stage.of_kinds("packing", kinds, note))
+        resumed = (
+            f", {commands.size_text(writer.resumed_bytes)} of it by an earlier run" if writer.resumed_bytes else ""
+        )
+        note = f"{commands.size_text(total.total())}{resumed}"
+        progress.begin(commands.Stage.of_kinds("packing", kinds, note))
 
     def advance(self, what: str) -> None:
         """Reports the items that were written since the last report."""
@@ -667,11 +646,11 @@ class _PackingReports:
 
 
 def _written(
-    writer: PackWriter, layout: PackLayout, work: ItemWork, workers: int, memory_bytes: int
-) -> Generator[Item, None, None]:
+    writer: PackWriter, layout: layouts.PackLayout, work: ItemWork, workers: int, memory_bytes: int
+) -> Generator[layouts.Item, None, None]:
     """Writes all items that are missing, and yields each; waits for those that other parts write."""
 
-    def finish(items: Iterator[Item]) -> Iterator[Item]:
+    def finish(items: Iterator[layouts.Item]) -> Iterator[layouts.Item]:
         with closing(_in_order(work, items, workers, memory_bytes)) as finished:
             for item, made, digests in finished:
                 writer.write(item, made.raw, digests, made.note())
@@ -697,7 +676,7 @@ def _written(
             yield from finish(_left(writer, iter(writer.part.apart(missing)[:workers])))
 
 
-def _groups(items: Iterator[Item], work: ItemWork) -> Iterator[tuple[int | None, list[Item]]]:
+def _groups(items: Iterator[layouts.Item], work: ItemWork) -> Iterator[tuple[int | None, list[layouts.Item]]]:
     """Yields items that may be made at once, and the MoE layer that has to be entered before; None for others."""
     if work.enter_layer is None:
         yield None, list(items)
@@ -706,7 +685,7 @@ def _groups(items: Iterator[Item], work: ItemWork) -> Iterator[tuple[int | None,
         yield layer_idx, list(group)
 
 
-def _left(writer: PackWriter, items: Iterator[Item]) -> Iterator[Item]:
+def _left(writer: PackWriter, items: Iterator[layouts.Item]) -> Iterator[layouts.Item]:
     """Yields the items that are still missing when they are asked for."""
     for item in items:
         writer.refresh()
@@ -719,7 +698,7 @@ _LEAST_WAIT_S, _MOST_WAIT_S = 0.005, 0.5  # between two looks into the journals
 _SEALING_PATIENCE_S, _HASHED_BYTES_A_S = 10.0, 100e6  # sealing reads all but the experts once
 
 
-def _comes_from_another(writer: PackWriter, item: Item, patience_s: float) -> bool:
+def _comes_from_another(writer: PackWriter, item: layouts.Item, patience_s: float) -> bool:
     """Waits until another part has written an item; returns whether it did."""
 
     def is_there() -> bool:
@@ -729,7 +708,7 @@ def _comes_from_another(writer: PackWriter, item: Item, patience_s: float) -> bo
     return _awaited(is_there, patience_s)
 
 
-def _sealed_by_another(writer: PackWriter, layout: PackLayout) -> bool:
+def _sealed_by_another(writer: PackWriter, layout: layouts.PackLayout) -> bool:
     """Waits until the part that has begun to seal the pack is done; returns whether it was."""
     hashed = sum(item.num_bytes for item in layout.items() if item.kind != "expert")
     return _awaited(writer.is_sealed, _SEALING_PATIENCE_S + hashed / _HASHED_BYTES_A_S)
@@ -746,12 +725,12 @@ def _awaited(is_there: Callable[[], bool], patience_s: float) -> bool:
 
 
 def _in_order(
-    work: ItemWork, items: Iterator[Item], workers: int, memory_bytes: int
+    work: ItemWork, items: Iterator[layouts.Item], workers: int, memory_bytes: int
 ) -> Generator[_Finished, None, None]:
     """Yields items with their bytes, in order; `workers` items are worked on, and one waits to be yielded."""
     stop = Event()
 
-    def job(item: Item) -> _Finished:
+    def job(item: layouts.Item) -> _Finished:
         made = work.make(item, stop)
         return item, made, digests_of(made.raw)
 
@@ -779,7 +758,7 @@ def _in_order(
                 future.cancel()
 
 
-def _item_text(item: Item) -> str:
+def _item_text(item: layouts.Item) -> str:
     if item.kind == "ngrams":
         return item.file
     return item.role if item.kind in ("dense", "unused") else f"layer {item.layer} expert {item.expert}"

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_pack import formats
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.pipeline import convert
-from moe_pack.formats import Plan, Progress, RunError, size_text
-from moe_pack.formats.base import FolderLock
-from moe_pack.formats.base.commands import Part, Stage
+from moe_pack.formats.base import FolderLock, commands
 from moe_pack.formats.base.errors import MoePackError, PartBusyError
 from moe_pack.formats.base.version import VERSION
 from moe_pack.formats.families import Checkpoint
@@ -54,7 +53,7 @@ class Job(Protocol):
         """The absolute path of the folder."""
         ...
 
-    def run(self, part: Part) -> None:
+    def run(self, part: commands.Part) -> None:
         """Makes a part, and returns when the result is complete."""
         ...
 
@@ -68,7 +67,7 @@ class PackJob:
 
     source: str
     output: Path
-    plan: Plan
+    plan: formats.Plan
     workers: int
     order: NDArray[np.uint32] | None
     profile: Path | None
@@ -76,7 +75,7 @@ class PackJob:
     rotation: RotationVectors | None
     sequential: bool
 
-    def run(self, part: Part) -> None:
+    def run(self, part: commands.Part) -> None:
         """Makes a part of the pack."""
         with closing(Checkpoint(find_checkpoint(self.source))) as checkpoint:
             convert(
@@ -103,7 +102,7 @@ class ProfileJob:
     options: ProfileOptions
     threads: int
 
-    def run(self, part: Part) -> None:
+    def run(self, part: commands.Part) -> None:
         """Makes a part of the profile."""
         torch.set_num_threads(self.threads)
         with closing(Checkpoint(find_checkpoint(self.source))) as checkpoint:
@@ -118,7 +117,10 @@ class Resources:
     memory_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.num_cpus} CPU{'' if self.num_cpus == 1 else 's'} and {size_text(self.memory_bytes)} of memory"
+        return (
+            f"{self.num_cpus} CPU{'' if self.num_cpus == 1 else 's'} and {formats.size_text(self.memory_bytes)} "
+            "of memory"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +158,16 @@ class Cluster:
         try:
             import ray
         except ImportError as fault:
-            raise RunError("--ray: the package ray is not installed; run pip install 'moe-pack[ray]'") from fault
+            raise formats.RunError(
+                "--ray: the package ray is not installed; run pip install 'moe-pack[ray]'"
+            ) from fault
         self._ray: Any = ray
         _check_address(address)
         started = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES} if address == "local" else {}
         try:
             self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", **started)
         except (ConnectionError, ValueError, RuntimeError) as fault:
-            raise RunError(
+            raise formats.RunError(
                 f"--ray {address}: no Ray cluster answers ({_first_line(fault)}); start one with ray start --head or "
                 "use --ray local; if it has token authentication, set RAY_AUTH_MODE and RAY_AUTH_TOKEN as for ray start"
             ) from fault
@@ -181,7 +185,7 @@ class Cluster:
         total = sum(node.num_parts(each) for node in nodes)
         if not total:
             found = "; ".join(f"{node.name}: {Resources(node.num_cpus, node.memory_bytes)}" for node in nodes)
-            raise RunError(
+            raise formats.RunError(
                 f"--ray: a part needs {each}, and no machine of the cluster has both ({found}); use fewer CPUs "
                 "(--workers, for a profile OMP_NUM_THREADS) or less --memory"
             )
@@ -199,14 +203,14 @@ class Cluster:
             marker = job.output / f"{_MARKER}{uuid4().hex}.tmp"
             marker.touch()
         except OSError as fault:
-            raise RunError(f"{job.output}: cannot be used as output folder ({fault.strerror})") from fault
+            raise formats.RunError(f"{job.output}: cannot be used as output folder ({fault.strerror})") from fault
         try:
             asked = {node.name: self._ask(node, marker) for node in self._nodes()}
             probes = {name: self._answer(name, ref) for name, ref in asked.items()}
         finally:
             marker.unlink(missing_ok=True)
         if blind := [name for name, probe in probes.items() if not probe.sees_folder]:
-            raise RunError(
+            raise formats.RunError(
                 f"{job.output}: {', '.join(blind)} does not see this folder; mount the same folder on every machine, "
                 "under the same path"
             )
@@ -216,15 +220,17 @@ class Cluster:
         ):
             if len(set(found.values())) > 1:
                 listed = "; ".join(f"{name}: {value}" for name, value in found.items())
-                raise RunError(f"--ray: machines with other {what} would make other bytes ({listed}); use equal ones")
+                raise formats.RunError(
+                    f"--ray: machines with other {what} would make other bytes ({listed}); use equal ones"
+                )
 
     def run(
         self,
         job: Job,
         num_parts: int,
         each: Resources,
-        progress: Progress,
-        stage: Stage,
+        progress: formats.Progress,
+        stage: commands.Stage,
         done: Callable[[], tuple[int, str]],
     ) -> None:
         """Runs all parts of a job until the result is complete.
@@ -240,7 +246,7 @@ class Cluster:
         task = self._ray.remote(_run_part).options(
             num_cpus=each.num_cpus, memory=each.memory_bytes, max_retries=MAX_RETRIES, name=f"moe-pack {stage.name}"
         )
-        running = {task.remote(job, Part(index, num_parts)): index for index in range(1, num_parts + 1)}
+        running = {task.remote(job, commands.Part(index, num_parts)): index for index in range(1, num_parts + 1)}
         before = stage.done
         progress.begin(stage)
         try:
@@ -261,7 +267,7 @@ class Cluster:
                         raise
                     except errors.RayError as fault:
                         if not running and end is None:
-                            raise RunError(
+                            raise formats.RunError(
                                 f"--ray: all parts died, each {MAX_RETRIES + 1} times, the last by {_first_line(fault)}"
                                 "; run the same command again to continue"
                             ) from fault
@@ -296,12 +302,12 @@ class Cluster:
         try:
             return self._ray.get(ref, timeout=_PROBE_S)  # type: ignore[no-any-return]  # ray.get has no types here
         except self._ray.exceptions.GetTimeoutError as fault:
-            raise RunError(
+            raise formats.RunError(
                 f"--ray: {name} gave no answer within {_PROBE_S:.0f} s; it may be busy with other work, or load "
                 "packages from a slow disk; run the same command again"
             ) from fault
         except self._ray.exceptions.RayError as fault:
-            raise RunError(
+            raise formats.RunError(
                 f"--ray: {name} cannot run moe-pack ({_first_line(fault)}); install the same moe-pack, with the same "
                 "packages, on all machines"
             ) from fault
@@ -314,10 +320,10 @@ def connected(address: str) -> Iterator[Cluster]:
         yield cluster
 
 
-def _run_part(job: Job, part: Part) -> None:
+def _run_part(job: Job, part: commands.Part) -> None:
     """Makes a part in a process of the cluster."""
     if not job.output.is_dir():
-        raise RunError(
+        raise formats.RunError(
             f"{job.output}: {platform.node()} does not see this folder; mount the same folder on every machine, under "
             "the same path"
         )
@@ -343,7 +349,7 @@ def _check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except (OSError, ValueError, OverflowError) as fault:
         reason = (fault.strerror or _first_line(fault)) if isinstance(fault, OSError) else f"{port!r} is no port"
-        raise RunError(
+        raise formats.RunError(
             f"--ray {address}: nothing answers there ({reason}); give HOST:PORT of the head node, as ray start --head "
             "printed it, or auto on a machine of the cluster"
         ) from fault

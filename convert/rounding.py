@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from moe_pack.calib.quantize import ExpertLoss
-from moe_pack.formats import ConversionError, Pack, PackError, canonical, dump, load, parse
+from moe_pack.formats import ConversionError, Pack, PackError
+from moe_pack.formats.base import json_files
 from moe_pack.formats.pack.manifests import root_without_thresholds
 from moe_pack.formats.pack.sidecar import read_sidecar
 
@@ -32,7 +33,7 @@ class ExpertNote:
 
 def note_of(loss: ExpertLoss | None, repeated: tuple[int, ...] = ()) -> bytes:
     """Returns the journal's note of an expert."""
-    return canonical(dump(ExpertNote(loss, repeated)))
+    return json_files.canonical(json_files.dump(ExpertNote(loss, repeated)))
 
 
 def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], ExpertNote]:
@@ -41,7 +42,7 @@ def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], 
     Raises:  ConversionError for a note that is none.
     """
     return {
-        place: load(ExpertNote, parse(note, _JOURNAL, ConversionError), _JOURNAL, ConversionError)
+        place: json_files.load(ExpertNote, json_files.parse(note, _JOURNAL, ConversionError), _JOURNAL, ConversionError)
         for place, note in notes.items()
     }
 

@@ -16,15 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences, in_order
+from moe_pack import formats
+from moe_pack.calib import forward
 from moe_pack.convert.account import Recipe
-from moe_pack.formats import ConversionError, ModelSpec, RangeReader, Selector
 from moe_pack.formats.base.commands import Part
-from moe_pack.formats.pack.layouts import DENSE_FILE, experts_file
-from moe_pack.runtime.model import TORCH, CheckpointWeights, Expert, Matrix, PackedExpert, activations, embed
+from moe_pack.formats.pack import layouts
+from moe_pack.runtime import model
+from moe_pack.runtime.model import pack_weights
 from moe_pack.runtime.model.expert import resting_output
 from moe_pack.runtime.model.mixers import RowTable
-from moe_pack.runtime.model.pack_weights import stored_matrix, stored_vector
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import from_experts, to_experts
 
@@ -44,10 +44,10 @@ class StoredInputs:
         self._profile = recipe.calibration
         self._spec = recipe.layout.spec
         self._folder = folder / (STATES_FOLDER if part is None else f"{STATES_FOLDER}{part.suffix}")
-        self._weights = LayerwiseWeights(_UnfinishedPack(recipe, folder))
+        self._weights = forward.LayerwiseWeights(_UnfinishedPack(recipe, folder))
         self._workers = workers
-        self._states: LayerStates | None = None
-        self._entered: tuple[int, LayerTokens] | None = None  # the MoE layer, and its tokens up to its experts
+        self._states: forward.LayerStates | None = None
+        self._entered: tuple[int, forward.LayerTokens] | None = None  # the MoE layer, and its tokens up to its experts
 
     def of_layer(self, layer_idx: int) -> Tensor:
         """Returns the inputs of the MoE layer that was entered last, float32 [T, d]."""
@@ -87,15 +87,15 @@ class StoredInputs:
         for folder in self._folder.parent.glob(f"{STATES_FOLDER}*"):
             shutil.rmtree(folder, ignore_errors=True)  # a part that is late may still write there
 
-    def _begun(self, last: int) -> LayerStates:
+    def _begun(self, last: int) -> forward.LayerStates:
         """Returns the sequences between layers, where an earlier run has left them."""
-        given = Sequences.of(self._spec, torch.from_numpy(self._profile.kept_sequences().astype(np.int64)))
-        first, answer = given.begun(lambda ids, number: embed(ids[number], self._weights))
+        given = forward.Sequences.of(self._spec, torch.from_numpy(self._profile.kept_sequences().astype(np.int64)))
+        first, answer = given.begun(lambda ids, number: model.embed(ids[number], self._weights))
 
-        def states() -> LayerStates:
+        def states() -> forward.LayerStates:
             num_sequences, length = given.ids.shape
             workers = self._workers
-            return LayerStates(
+            return forward.LayerStates(
                 self._weights,
                 first,
                 num_sequences,
@@ -113,7 +113,7 @@ class StoredInputs:
             found = states()
         return found
 
-    def _leave(self, states: LayerStates, layer_idx: int, tokens: LayerTokens) -> None:
+    def _leave(self, states: forward.LayerStates, layer_idx: int, tokens: forward.LayerTokens) -> None:
         """Runs the stored experts of a layer and ends it."""
 
         def work(expert: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,10 +122,10 @@ class StoredInputs:
             x = to_experts(tokens.expert_inputs(token_idx), self._weights, layer_idx)
             y = resting_output(x, stored)
             for block in stored.blocks():
-                y.addmm_(activations(x, block, self._spec.expert_function(layer_idx)).h, block.down)
+                y.addmm_(model.activations(x, block, self._spec.expert_function(layer_idx)).h, block.down)
             return token_idx, router_weights, from_experts(y, self._weights, layer_idx)
 
-        for added in in_order(work, range(self._spec.router.num_experts), self._workers):
+        for added in forward.in_order(work, range(self._spec.router.num_experts), self._workers):
             states.add(tokens, *added)
         states.leave(self._spec.moe_layers[layer_idx], tokens)
 
@@ -134,10 +134,10 @@ class _UnfinishedPack:
     """The weights of a pack whose dense part and first layers are on disk, in which all neurons run."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self.spec: ModelSpec = recipe.layout.spec
-        self.selector: Selector = "none"
-        self.operations = TORCH
-        self._source = CheckpointWeights(recipe.checkpoint)
+        self.spec: formats.ModelSpec = recipe.layout.spec
+        self.selector: formats.Selector = "none"
+        self.operations = model.TORCH
+        self._source = model.CheckpointWeights(recipe.checkpoint)
         self._layout = recipe.layout
         self._folder = folder
         self._dense = {dense.role.name: dense for dense in recipe.layout.dense}
@@ -151,31 +151,31 @@ class _UnfinishedPack:
 
     def vector(self, role: str) -> Tensor:
         """Returns a norm's weight or a bias, float32 [n]."""
-        return stored_vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
+        return pack_weights.stored_vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
 
-    def matrix(self, role: str) -> Matrix:
+    def matrix(self, role: str) -> model.Matrix:
         """Returns a dense matrix by its role, which reads its rows when they are needed."""
         return _UnfinishedMatrix(self, role)
 
-    def load(self, role: str) -> Matrix:
+    def load(self, role: str) -> model.Matrix:
         """Reads a dense matrix into memory, in its stored bytes."""
         return self.rows_of(role, 0, self._dense[role].role.shape[0])
 
-    def rows_of(self, role: str, start: int, stop: int) -> Matrix:
+    def rows_of(self, role: str, start: int, stop: int) -> model.Matrix:
         """Reads rows of a dense matrix."""
-        return stored_matrix(self._dense[role], self._rows(role, start, stop), self.operations)
+        return pack_weights.stored_matrix(self._dense[role], self._rows(role, start, stop), self.operations)
 
     def shape(self, role: str) -> tuple[int, int]:
         """Returns rows and columns of a dense matrix."""
         num_rows, num_cols = self._dense[role].role.shape
         return num_rows, num_cols
 
-    def expert(self, layer_idx: int, expert: int) -> Expert:
+    def expert(self, layer_idx: int, expert: int) -> model.Expert:
         """Reads an expert."""
         layout = self._layout.experts[layer_idx][expert]
         offset = self._layout.offsets[layer_idx][expert]
-        raw = self._read(experts_file(self.spec.moe_layers[layer_idx]), offset, layout.num_bytes)
-        return PackedExpert(layout, raw, self.operations)
+        raw = self._read(layouts.experts_file(self.spec.moe_layers[layer_idx]), offset, layout.num_bytes)
+        return model.PackedExpert(layout, raw, self.operations)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
         """Returns zero: all neurons run."""
@@ -192,10 +192,10 @@ class _UnfinishedPack:
     def _rows(self, role: str, start: int, stop: int) -> Tensor:
         entry = self._dense[role].entry
         row_bytes = entry.num_bytes // entry.shape[0]
-        return self._read(DENSE_FILE, entry.offset + start * row_bytes, (stop - start) * row_bytes)
+        return self._read(layouts.DENSE_FILE, entry.offset + start * row_bytes, (stop - start) * row_bytes)
 
     def _read(self, file: str, offset: int, num_bytes: int) -> Tensor:
-        with RangeReader(self._folder / file, ConversionError) as reader:
+        with formats.RangeReader(self._folder / file, formats.ConversionError) as reader:
             raw: NDArray[np.uint8] = reader.read(offset, num_bytes)
         return torch.from_numpy(raw)
 

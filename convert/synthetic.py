@@ -36,34 +36,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_pack import formats
 from moe_pack.calib.profile import Profile
+from moe_pack.convert import pipeline
 from moe_pack.convert.account import PackOrigin, PackRecord
-from moe_pack.convert.pipeline import ConversionResult, ItemWork, MadeItem, write_pack
 from moe_pack.convert.plan.rotation import check_rotation, with_rotation
-from moe_pack.formats import (
-    NO_PROGRESS,
-    ConversionError,
-    ExpertFormat,
-    ExpertLayout,
-    ModelSpec,
-    NeuronFunction,
-    PackLayout,
-    PartFormat,
-    Plan,
-    PlanError,
-    Progress,
-    RouterSpec,
-    RowLayout,
-)
+from moe_pack.formats import parts
 from moe_pack.formats.base import user_number
 from moe_pack.formats.base.version import installed_version
-from moe_pack.formats.pack.codecs import Trellis, affine, e2m1_values, trellis_levels
-from moe_pack.formats.pack.layouts import DenseLayout, Item, NgramLayout, expert_layout, pack_layout, seal_rows
-from moe_pack.formats.pack.manifests import NO_SOURCE, PackageVersion, RotationVectors, rotation_bytes
-from moe_pack.formats.pack.plans import E5M2, FP8
+from moe_pack.formats.pack import codecs, layouts, manifests, plans
 from moe_pack.formats.pack.writer import PackWriter, Step
-from moe_pack.formats.parts import DenseRole, NormedResidualSpec, NormedStateSpec, ParallelResidualSpec
-from moe_pack.formats.parts.specs import usual_dtypes, with_repeats
+from moe_pack.formats.parts import specs
 from moe_pack.runtime.model import TORCH, PackedExpert, activations
 
 # The constant part of a normed hidden state, one value in every dimension: a quarter of the state's square.
@@ -75,7 +58,7 @@ _HIDDEN_RMS = 32.0
 # token, which shifts the popularity of experts: at 0.05 by less than a tenth.
 _TURN = 0.05
 # Of h(g, u) for normal g and u of deviation 1.
-_ACTIVE_RMS: dict[NeuronFunction, float] = {
+_ACTIVE_RMS: dict[formats.NeuronFunction, float] = {
     "silu": 0.5965,  # limits are far above such values
     "clipped_silu": 0.5965,
     "capped_silu": 0.5965,
@@ -110,7 +93,7 @@ def random_stream(*key: int) -> np.random.BitGenerator:
     return np.random.SFC64(np.random.SeedSequence(key))
 
 
-def expert_spreads(spec: ModelSpec) -> dict[str, WeightDistribution]:
+def expert_spreads(spec: formats.ModelSpec) -> dict[str, WeightDistribution]:
     """Returns the distributions of the weights of gate, up and down."""
     router = spec.router
     # Router weights from sigmoids that are not normalized add up to at most the number of active experts.
@@ -120,7 +103,7 @@ def expert_spreads(spec: ModelSpec) -> dict[str, WeightDistribution]:
     return {"gate": rows, "up": rows, "down": _down(spec, spec.expert.intermediate_size, weight)}
 
 
-def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
+def dense_spread(spec: formats.ModelSpec, role: parts.DenseRole) -> WeightDistribution:
     """Returns the distribution of the weights of a dense matrix that is not a router."""
     name, num_cols = role.name.rpartition(".")[2], role.shape[1]
     if role.name == "embed":
@@ -138,10 +121,10 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
     return WeightDistribution(0.0, num_cols**-0.5)
 
 
-def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerator) -> NDArray[np.float32]:
+def dense_vector(spec: formats.ModelSpec, role: parts.DenseRole, stream: np.random.BitGenerator) -> NDArray[np.float32]:
     """Returns the values of a norm, a bias, attention sinks or a mixer's vector: float32 [role.shape[0]]."""
     name, num_values = role.name.rpartition(".")[2], role.shape[0]
-    before_router = "attention_norm" if isinstance(spec.residual, ParallelResidualSpec) else "mlp_norm"
+    before_router = "attention_norm" if isinstance(spec.residual, parts.ParallelResidualSpec) else "mlp_norm"
     if role.name == "norm":
         return _last_norm(spec, num_values, stream)
     if name == before_router and spec.norm.kind == "layer":
@@ -162,14 +145,14 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
     return np.full(num_values, usual, np.float32)
 
 
-def _is_of_gates(role: DenseRole) -> bool:
+def _is_of_gates(role: parts.DenseRole) -> bool:
     return role.name.rpartition(".")[0].endswith(("streams", "_gates"))
 
 
-def _hidden_rms(spec: ModelSpec) -> float:
+def _hidden_rms(spec: formats.ModelSpec) -> float:
     """Returns the rms of hidden states: 1 where halves read them as they are, or add to what they read."""
-    is_read = isinstance(spec.residual, NormedResidualSpec) and not spec.residual.before
-    is_read |= isinstance(spec.residual, NormedStateSpec)
+    is_read = isinstance(spec.residual, parts.NormedResidualSpec) and not spec.residual.before
+    is_read |= isinstance(spec.residual, parts.NormedStateSpec)
     return 1.0 if is_read else _HIDDEN_RMS
 
 
@@ -188,29 +171,29 @@ def _mixer_vector(name: str, num_values: int, stream: np.random.BitGenerator, is
     return np.zeros(num_values, np.float32)
 
 
-def _last_norm(spec: ModelSpec, num_values: int, stream: np.random.BitGenerator) -> NDArray[np.float32]:
+def _last_norm(spec: formats.ModelSpec, num_values: int, stream: np.random.BitGenerator) -> NDArray[np.float32]:
     """Returns random signs: otherwise a head that is the embedding would always predict the token before."""
     signs = np.random.Generator(stream).integers(0, 2, num_values) * 2 - 1
     size = 1.0
     if spec.tied_head:
-        embedding = dense_spread(spec, DenseRole("embed", (spec.vocab_size, num_values), True))
+        embedding = dense_spread(spec, parts.DenseRole("embed", (spec.vocab_size, num_values), True))
         size = spec.logits_scaling / (embedding.deviation * math.sqrt(num_values))
     return (signs * size - (1.0 if spec.norm.zero_centered else 0.0)).astype(np.float32)
 
 
-def _branch(spec: ModelSpec) -> float:
+def _branch(spec: formats.ModelSpec) -> float:
     """Returns the rms that attention, or the experts, of a layer add, before the residual multiplier."""
     return _hidden_rms(spec) * _TURN / math.sqrt(2 * spec.num_hidden_layers) / spec.residual_multiplier
 
 
-def _down(spec: ModelSpec, num_neurons: int, weight: float) -> WeightDistribution:
+def _down(spec: formats.ModelSpec, num_neurons: int, weight: float) -> WeightDistribution:
     return WeightDistribution(
         0.0, _branch(spec) / (weight * _ACTIVE_RMS[spec.expert.function] * math.sqrt(num_neurons))
     )
 
 
 def random_rows(
-    layout: RowLayout, num_rows: int, spreads: Mapping[str, WeightDistribution], stream: np.random.BitGenerator
+    layout: formats.RowLayout, num_rows: int, spreads: Mapping[str, WeightDistribution], stream: np.random.BitGenerator
 ) -> NDArray[np.uint8]:
     """Returns rows with their CRCs: u8 [num_rows, row_bytes].
 
@@ -237,7 +220,7 @@ def random_rows(
         else:
             stored_scales = trellis_scales if part.format.codec == "trellis" else scales_and_zeros
             scales[:] = stored_scales(part.format, layout.num_cols, spreads[part.name])
-    seal_rows(layout, rows)
+    layouts.seal_rows(layout, rows)
     return rows
 
 
@@ -269,23 +252,23 @@ def _even(spread: WeightDistribution, count: int) -> NDArray[np.float64]:
     return np.asarray(spread.mean + spread.deviation * steps)
 
 
-def nearest_codes(part: PartFormat, spread: WeightDistribution) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def nearest_codes(part: formats.PartFormat, spread: WeightDistribution) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Returns the code for each of 256 random bytes in a format that keeps codes, [256], and a scale's bytes.
 
     Meaning: the codes nearest to values at equal distances; with the scale, the largest value is the largest code.
     """
     values = torch.from_numpy(_even(spread, 2**part.width))
     largest = float(values.abs().max())
-    if part == FP8:
+    if part == plans.FP8:
         scale = np.array([largest / 448], "<f4")
         codes = (values / float(scale[0])).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return codes, scale.view(np.uint8)
-    top = 57344.0 if part == E5M2 else 6.0
+    top = 57344.0 if part == plans.E5M2 else 6.0
     exponent = math.ceil(math.log2(largest / top))
     scaled, stored = values * 2.0**-exponent, np.array([exponent + 127], np.uint8)
-    if part == E5M2:
+    if part == plans.E5M2:
         return scaled.to(torch.float8_e5m2).view(torch.uint8).numpy(), stored
-    numbers = e2m1_values(torch.arange(16, dtype=torch.uint8)).double()
+    numbers = codecs.e2m1_values(torch.arange(16, dtype=torch.uint8)).double()
     nearest = (scaled[:, None] - numbers).abs().argmin(dim=1).to(torch.uint8).numpy()
     pairs = np.arange(256)
     return nearest[pairs & 15] | nearest[pairs >> 4] << 4, stored
@@ -297,17 +280,17 @@ def bf16_bits(values: NDArray[np.floating]) -> NDArray[np.uint16]:
     return np.ascontiguousarray(rounded.view(torch.uint16).numpy().astype("<u2"))
 
 
-def trellis_scales(part: PartFormat, num_cols: int, spread: WeightDistribution) -> NDArray[np.uint8]:
+def trellis_scales(part: formats.PartFormat, num_cols: int, spread: WeightDistribution) -> NDArray[np.uint8]:
     """Returns the scales of a trellis's row, u8 [scale_bytes], for weights of the distribution's rms with mean 0."""
-    codec = Trellis(part, num_cols)
-    rms = math.sqrt(sum(float(levels.square().mean()) for levels in trellis_levels(part.width)) / 2)
+    codec = codecs.Trellis(part, num_cols)
+    rms = math.sqrt(sum(float(levels.square().mean()) for levels in codecs.trellis_levels(part.width)) / 2)
     scale = math.hypot(spread.mean, spread.deviation) / rms
     return codec.store_scales(torch.full((1, codec.num_groups), scale))[0].numpy()
 
 
-def scales_and_zeros(part: PartFormat, num_cols: int, spread: WeightDistribution) -> NDArray[np.uint8]:
+def scales_and_zeros(part: formats.PartFormat, num_cols: int, spread: WeightDistribution) -> NDArray[np.uint8]:
     """Returns scales and zeros of an affine row, u8 [2 * scale_bytes], for codes with equal probability."""
-    codec, top = affine(part, num_cols), 2**part.width - 1
+    codec, top = codecs.affine(part, num_cols), 2**part.width - 1
     scale = spread.deviation / math.sqrt((4**part.width - 1) / 12)
     signs = turning_signs(num_cols)[:: num_cols // codec.num_groups] if spread.turns else np.ones(codec.num_groups)
     scales, zeros = codec.store_scales(
@@ -326,7 +309,7 @@ _MOST = 0.95  # share of tokens: if all tokens chose an expert, there would be n
 _LEAST = 0.02  # of an even share: with experts that no token chooses, the model would be a smaller one
 
 
-def skewed_popularity(spec: ModelSpec, skew: float, seed: int) -> Floats:
+def skewed_popularity(spec: formats.ModelSpec, skew: float, seed: int) -> Floats:
     """Returns the share of tokens for each expert, [L, E], by Zipf's law: that of the r-th is as `r ** -skew`.
 
     The order of the experts is drawn for each layer.
@@ -337,7 +320,7 @@ def skewed_popularity(spec: ModelSpec, skew: float, seed: int) -> Floats:
     return np.stack([shares[generator.permutation(E)] for _ in spec.moe_layers])
 
 
-def profiled_popularity(spec: ModelSpec, profile: Profile) -> Floats:
+def profiled_popularity(spec: formats.ModelSpec, profile: Profile) -> Floats:
     """Returns the share of the profile's tokens that chose each expert, [L, E].
 
     Raises:  PlanError if the profile has other layers or experts.
@@ -345,7 +328,7 @@ def profiled_popularity(spec: ModelSpec, profile: Profile) -> Floats:
     profiled = (len(profile.spec.moe_layers), profile.spec.router.num_experts)
     L, E = len(spec.moe_layers), spec.router.num_experts
     if profiled != (L, E):
-        raise PlanError(
+        raise formats.PlanError(
             f"--profile: found {profiled[0]} layers of {profiled[1]} experts, expected {L} of {E}; "
             "give a profile of the same model, or --layers"
         )
@@ -367,7 +350,7 @@ def _shares(weights: Floats, k: int) -> Floats:
     return shares
 
 
-def popular_logits(shares: Floats, router: RouterSpec, seed: int) -> Floats:
+def popular_logits(shares: Floats, router: formats.RouterSpec, seed: int) -> Floats:
     """Returns what to add to the random logits of each expert, [E], so that these shares of tokens choose it.
 
     Args:    shares: [E]; they add up to the number of experts a token.
@@ -388,7 +371,7 @@ def popular_logits(shares: Floats, router: RouterSpec, seed: int) -> Floats:
     return logits.numpy()
 
 
-def router_weights(spec: ModelSpec, popularity: Floats, path_correlation: float, seed: int) -> Iterator[Floats]:
+def router_weights(spec: formats.ModelSpec, popularity: Floats, path_correlation: float, seed: int) -> Iterator[Floats]:
     """Yields the router of each MoE layer: [E, d], and with `num_identity` a row for each of these experts.
 
     Args:    popularity: [L, E], the share of tokens for each expert.   path_correlation: from 0 (a layer's choice
@@ -450,11 +433,15 @@ def link_memory_folder(output: Path, needed_bytes: int) -> Path:
     folder = place / f"moe-pack-{user_number()}-{name}"
     if output.is_symlink():
         if output.readlink() != folder:
-            raise ConversionError(f"{output}: is a link to {output.readlink()}, not to a pack in memory; remove it")
+            raise formats.ConversionError(
+                f"{output}: is a link to {output.readlink()}, not to a pack in memory; remove it"
+            )
     elif output.exists():
-        raise ConversionError(f"{output}: exists already; --in-memory makes a link of this name; give another --output")
+        raise formats.ConversionError(
+            f"{output}: exists already; --in-memory makes a link of this name; give another --output"
+        )
     if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != user_number()):
-        raise ConversionError(f"{folder}: belongs to another user; give another --output")
+        raise formats.ConversionError(f"{folder}: belongs to another user; give another --output")
     _check_free(place, needed_bytes - _written_bytes(folder))
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -462,7 +449,7 @@ def link_memory_folder(output: Path, needed_bytes: int) -> Path:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.symlink_to(folder)
     except OSError as fault:
-        raise ConversionError(
+        raise formats.ConversionError(
             f"{output}: cannot become a link to {folder} ({fault.strerror}); give another --output"
         ) from fault
     return folder
@@ -475,7 +462,7 @@ def _memory_place() -> Path:
     for place in _PLACES:
         if place in in_memory and os.access(place, os.W_OK):
             return Path(place)
-    raise ConversionError(
+    raise formats.ConversionError(
         f"--in-memory: found no file system in memory to write to (tmpfs at {', '.join(_PLACES)}); remove --in-memory"
     )
 
@@ -489,13 +476,13 @@ def _check_free(place: Path, needed_bytes: int) -> None:
     """Checks that the file system and the memory of the machine have so many free bytes."""
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < needed_bytes:
-        raise ConversionError(
+        raise formats.ConversionError(
             f"--in-memory: {place} has {free_bytes:,} bytes free, expected {needed_bytes:,}; "
             "give fewer --layers, or remove --in-memory"
         )
     line = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMORY.read_text("utf-8"), re.MULTILINE)
     if line and 1024 * int(line[1]) < needed_bytes:
-        raise ConversionError(
+        raise formats.ConversionError(
             f"--in-memory: this machine has {1024 * int(line[1]):,} bytes of memory free, expected {needed_bytes:,}; "
             "give fewer --layers, or remove --in-memory"
         )
@@ -521,31 +508,31 @@ class SyntheticTraits:
     theta: float | None = None
 
 
-def synthetic_layout(spec: ModelSpec, plan: Plan) -> PackLayout:
+def synthetic_layout(spec: formats.ModelSpec, plan: formats.Plan) -> formats.PackLayout:
     """Returns the layout of a synthetic pack; tensors that are not quantized are bfloat16.
 
     Raises:  PlanError if the plan does not fit the model.
     """
     spec, plan = _without_repeats(spec, plan)
-    return pack_layout(spec, plan, usual_dtypes(spec))
+    return layouts.pack_layout(spec, plan, specs.usual_dtypes(spec))
 
 
-def _without_repeats(spec: ModelSpec, plan: Plan) -> tuple[ModelSpec, Plan]:
+def _without_repeats(spec: formats.ModelSpec, plan: formats.Plan) -> tuple[formats.ModelSpec, formats.Plan]:
     """Returns a model and a plan of the same size in which second rows are neurons of their own: rows are random."""
-    wider = with_repeats(spec, plan.repeats).expert
+    wider = specs.with_repeats(spec, plan.repeats).expert
     return replace(spec, expert=replace(wider, repeats=0)), replace(plan, repeats=0)
 
 
 def synthesize(
-    spec: ModelSpec,
-    plan: Plan,
+    spec: formats.ModelSpec,
+    plan: formats.Plan,
     traits: SyntheticTraits,
     folder: Path,
     workers: int,
-    progress: Progress = NO_PROGRESS,
+    progress: formats.Progress = formats.NO_PROGRESS,
     on_step: Callable[[Step], None] = lambda step: None,
-    rotation: RotationVectors | None = None,
-) -> ConversionResult:
+    rotation: manifests.RotationVectors | None = None,
+) -> pipeline.ConversionResult:
     """Writes a synthetic pack into `folder`; continues where a killed run stopped. Same arguments, same bytes.
 
     Args:    workers: threads, each with one torch thread (torch's own are set to one for the whole process).
@@ -561,11 +548,15 @@ def synthesize(
     model = _SyntheticModel(layout, traits)
     account = _account(layout, plan, traits, rotation)
     writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
-    work = ItemWork(lambda item, stop: MadeItem(model.item_bytes(item, stop)), lambda item: 2 * item.num_bytes)
-    return write_pack(writer, layout, account, work, workers, progress)
+    work = pipeline.ItemWork(
+        lambda item, stop: pipeline.MadeItem(model.item_bytes(item, stop)), lambda item: 2 * item.num_bytes
+    )
+    return pipeline.write_pack(writer, layout, account, work, workers, progress)
 
 
-def _account(layout: PackLayout, plan: Plan, traits: SyntheticTraits, rotation: RotationVectors | None) -> PackRecord:
+def _account(
+    layout: formats.PackLayout, plan: formats.Plan, traits: SyntheticTraits, rotation: manifests.RotationVectors | None
+) -> PackRecord:
     spec, seed = layout.spec, traits.seed
     decisions = {
         "sparsity": _digest(np.asarray(traits.sparsity)),
@@ -576,10 +567,14 @@ def _account(layout: PackLayout, plan: Plan, traits: SyntheticTraits, rotation: 
     if traits.theta is not None:
         decisions["theta"] = repr(traits.theta)
     if rotation is not None:
-        decisions["rotation"] = hashlib.sha256(rotation_bytes(rotation)).hexdigest()
-    made_with = tuple(PackageVersion(name, installed_version(name)) for name in ("moe-pack", "numpy", "torch"))
+        decisions["rotation"] = hashlib.sha256(manifests.rotation_bytes(rotation)).hexdigest()
+    made_with = tuple(
+        manifests.PackageVersion(name, installed_version(name)) for name in ("moe-pack", "numpy", "torch")
+    )
     thresholds = _thresholds(spec, plan, traits)
-    return PackRecord(layout, plan, PackOrigin(NO_SOURCE, (), made_with, decisions), thresholds, rotation=rotation)
+    return PackRecord(
+        layout, plan, PackOrigin(manifests.NO_SOURCE, (), made_with, decisions), thresholds, rotation=rotation
+    )
 
 
 def _digest(values: Floats) -> str:
@@ -589,7 +584,7 @@ def _digest(values: Floats) -> str:
 class _SyntheticModel:
     """Makes the bytes of a synthetic pack's items, each from a random stream of its own."""
 
-    def __init__(self, layout: PackLayout, traits: SyntheticTraits) -> None:
+    def __init__(self, layout: formats.PackLayout, traits: SyntheticTraits) -> None:
         spec = layout.spec
         self._layout = layout
         self._seed = traits.seed
@@ -603,7 +598,7 @@ class _SyntheticModel:
             )
         }
 
-    def item_bytes(self, item: Item, stop: Event) -> NDArray[np.uint8]:
+    def item_bytes(self, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
         """Returns the bytes of a dense tensor, rows of a table or an extent: u8 [item.num_bytes]; needs no `stop`."""
         if item.kind == "dense":
             number, dense = self._dense[item.role]
@@ -616,7 +611,9 @@ class _SyntheticModel:
         expert = self._layout.experts[item.layer][item.expert]
         return _random_extent(self._layout.spec, expert, (self._seed, _EXPERT, item.layer, item.expert))
 
-    def _dense_bytes(self, dense: DenseLayout, num_rows: int, stream: np.random.BitGenerator) -> NDArray[np.uint8]:
+    def _dense_bytes(
+        self, dense: layouts.DenseLayout, num_rows: int, stream: np.random.BitGenerator
+    ) -> NDArray[np.uint8]:
         spec, role = self._layout.spec, dense.role
         if role.name in self._routers:
             return self._routers[role.name].view(np.uint8)
@@ -630,33 +627,33 @@ class _SyntheticModel:
         return random_rows(dense.rows, num_rows, {"weight": spread}, stream)
 
 
-def _random_experts(spec: ModelSpec, num_tokens: int, stream: np.random.BitGenerator) -> NDArray[np.int32]:
+def _random_experts(spec: formats.ModelSpec, num_tokens: int, stream: np.random.BitGenerator) -> NDArray[np.int32]:
     """Returns experts for tokens, different ones for each: int32 [num_tokens, k]."""
     drawn = np.random.Generator(stream).random((num_tokens, spec.router.num_experts))
     experts: NDArray[np.int32] = drawn.argsort(axis=1)[:, : spec.router.num_experts_per_tok].astype("<i4")
     return np.ascontiguousarray(experts)
 
 
-def _random_table(table: NgramLayout, item: Item, stream: np.random.BitGenerator) -> NDArray[np.uint8]:
+def _random_table(table: layouts.NgramLayout, item: layouts.Item, stream: np.random.BitGenerator) -> NDArray[np.uint8]:
     """Returns rows of an n-gram table, whose values have a deviation of 1: u8 [item.num_bytes]."""
     rows = np.zeros((item.num_bytes // table.rows.row_bytes, table.rows.row_bytes), np.uint8)
     values = random_matrix(len(rows), table.rows.num_cols, WeightDistribution(0.0, 1.0), stream)
     rows[:, : table.rows.crc_offset] = values
-    seal_rows(table.rows, rows)
+    layouts.seal_rows(table.rows, rows)
     return rows.reshape(-1)
 
 
-def _random_extent(spec: ModelSpec, expert: ExpertLayout, key: tuple[int, ...]) -> NDArray[np.uint8]:
+def _random_extent(spec: formats.ModelSpec, expert: formats.ExpertLayout, key: tuple[int, ...]) -> NDArray[np.uint8]:
     """Returns an expert's selector, records and extra values, which are zero: u8 [num_bytes]."""
     spreads, stream = expert_spreads(spec), random_stream(*key)
     halves = [random_rows(rows, expert.num_rows, spreads, stream) for rows in (expert.selector, expert.records) if rows]
     if expert.extra is not None:
         halves.append(np.zeros((1, expert.extra.row_bytes), np.uint8))
-        seal_rows(expert.extra, halves[-1])
+        layouts.seal_rows(expert.extra, halves[-1])
     return np.concatenate([half.reshape(-1) for half in halves])
 
 
-def _thresholds(spec: ModelSpec, plan: Plan, traits: SyntheticTraits) -> NDArray[np.float32]:
+def _thresholds(spec: formats.ModelSpec, plan: formats.Plan, traits: SyntheticTraits) -> NDArray[np.float32]:
     """Returns each expert's threshold: theta, or the quantile of `abs(a)` at its sparsity over random tokens: [L, E].
 
     Experts of equal formats and sparsity have equal thresholds.
@@ -665,7 +662,7 @@ def _thresholds(spec: ModelSpec, plan: Plan, traits: SyntheticTraits) -> NDArray
     if traits.theta is not None:
         return np.full(shape, traits.theta, np.float32)
     thresholds = np.zeros(shape, np.float32)
-    known: dict[tuple[ExpertFormat, NeuronFunction, float], float] = {}
+    known: dict[tuple[formats.ExpertFormat, formats.NeuronFunction, float], float] = {}
     for (l, e), sparsity in np.ndenumerate(np.broadcast_to(np.asarray(traits.sparsity), shape)):
         key = (plan.experts[l][e], spec.expert_function(l), float(sparsity))
         if sparsity > 0 and key not in known:
@@ -675,11 +672,16 @@ def _thresholds(spec: ModelSpec, plan: Plan, traits: SyntheticTraits) -> NDArray
 
 
 def _quantile(
-    spec: ModelSpec, plan: Plan, expert: ExpertFormat, function: NeuronFunction, sparsity: float, seed: int
+    spec: formats.ModelSpec,
+    plan: formats.Plan,
+    expert: formats.ExpertFormat,
+    function: formats.NeuronFunction,
+    sparsity: float,
+    seed: int,
 ) -> float:
     """Returns the quantile of `abs(a)` over random tokens and experts of one format."""
     tokens = _random_tokens(spec, seed)
-    layout = expert_layout(expert, plan.selector, spec.expert, spec.hidden_size)
+    layout = layouts.expert_layout(expert, plan.selector, spec.expert, spec.hidden_size)
     samples, number = list[Tensor](), 0
     while sum(sample.shape[1] for sample in samples) < _SAMPLE_NEURONS:
         extent = torch.from_numpy(_random_extent(spec, layout, (seed, _SAMPLE, number)))
@@ -689,7 +691,7 @@ def _quantile(
     return float(np.quantile(torch.cat(samples, dim=1).numpy(), sparsity))
 
 
-def _random_tokens(spec: ModelSpec, seed: int) -> Tensor:
+def _random_tokens(spec: formats.ModelSpec, seed: int) -> Tensor:
     """Returns normed hidden states, float32 [T, d]: the constant direction plus a part of each token's own."""
     generator = np.random.Generator(random_stream(seed, _SAMPLE))
     own = generator.standard_normal((_SAMPLE_TOKENS, spec.hidden_size))

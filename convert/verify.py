@@ -14,38 +14,13 @@ from torch import Tensor
 
 from moe_pack.calib.quantize import LayerRotation
 from moe_pack.convert.rounding import heavy_losses, read_rounding
-from moe_pack.formats import (
-    MATRICES,
-    NO_PROGRESS,
-    ExpertFormat,
-    Matrix,
-    Pack,
-    PackError,
-    PartFormat,
-    Progress,
-    dump,
-    size_text,
-)
-from moe_pack.formats.base.commands import Kind, Stage
+from moe_pack.formats import Pack, PackError, dump
+from moe_pack.formats.base import commands
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.layouts import UNUSED_FILE, DenseLayout, ngrams_file
-from moe_pack.formats.pack.manifests import SOURCE_FILE, RotationVectors, read_account
-from moe_pack.formats.pack.plans import format_text
+from moe_pack.formats.pack import layouts, manifests, plans
 from moe_pack.formats.pack.safetensors import DTYPE_BYTES
-from moe_pack.formats.parts.specs import cached_values, num_active_parameters, num_parameters, state_values
-from moe_pack.runtime.model import (
-    TORCH,
-    CheckpointWeights,
-    Decoder,
-    EncoderDecoder,
-    Operations,
-    PackWeights,
-    Weights,
-    read_neurons,
-    read_rows,
-    read_vector,
-)
-from moe_pack.runtime.offload import PREDICTORS, ROUTING_FILE, Routing
+from moe_pack.formats.parts import specs
+from moe_pack.runtime import model, offload
 from moe_pack.runtime.quality import read_quality
 
 # Least cosine between stored weights and the source's. With 2 bits and more it is at least 0.8. One-bit hqq over long
@@ -87,7 +62,7 @@ def same_tensors(pack: Pack, checkpoint: Checkpoint) -> None:
     Raises:  PackError with the name of the first tensor that differs.
     """
     _, tensors = checkpoint.account()
-    account = read_account(pack.read_file(SOURCE_FILE).tobytes())
+    account = manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes())
     packed = {tensor.name: (tensor.dtype, tensor.shape) for tensor in account.tensors}
     given = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
     for name in sorted(packed.keys() | given.keys()):
@@ -112,7 +87,7 @@ class _Sums:
         self.weight = 0.0
         self.largest = 0.0
 
-    def add(self, source: Tensor, stored: Tensor, part: PartFormat | None) -> bool:
+    def add(self, source: Tensor, stored: Tensor, part: plans.PartFormat | None) -> bool:
         """Adds rows in float32, and returns whether they match the source as well as their format can.
 
         Only quantized weights may differ.
@@ -140,20 +115,20 @@ def _cosine(x: Tensor, y: Tensor) -> float:
 
 
 def _compare_dense(
-    weights: PackWeights, checkpoint: Checkpoint, dense: DenseLayout, sums: dict[tuple[str, str], _Sums]
+    weights: model.PackWeights, checkpoint: Checkpoint, dense: layouts.DenseLayout, sums: dict[tuple[str, str], _Sums]
 ) -> None:
     role, source = dense.role.name, checkpoint.dense_source(dense.role.name)
     place = f"dense.safetensors: {role}"
     if len(dense.role.shape) == 1:
-        if not torch.equal(read_vector(checkpoint, source) + dense.role.offset, weights.vector(role)):
+        if not torch.equal(model.read_vector(checkpoint, source) + dense.role.offset, weights.vector(role)):
             raise PackError(f"{place}: does not match the checkpoint's {source.tensor!r}")
         return
     part = None if dense.rows is None else dense.rows.parts[0].format
-    stored_as = dense.dtype.lower() if part is None else format_text(part)
+    stored_as = dense.dtype.lower() if part is None else plans.format_text(part)
     kind = sums.setdefault(("dense", stored_as), _Sums())
     for start in range(0, dense.role.shape[0], _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, dense.role.shape[0])
-        expected = read_rows(checkpoint, source, start, stop).to(torch.float32)
+        expected = model.read_rows(checkpoint, source, start, stop).to(torch.float32)
         if not kind.add(expected, weights.matrix(role).rows(start, stop), part):
             raise PackError(f"{place}: rows {start} to {stop} do not match the checkpoint's {source.tensor!r}")
 
@@ -163,30 +138,32 @@ def _compare_unused(pack: Pack, checkpoint: Checkpoint) -> None:
         if item.kind == "unused":
             stored = pack.read_unused(item.offset, item.num_bytes)
             if not np.array_equal(stored, checkpoint.raw(item.role, item.start, item.num_bytes)):
-                raise PackError(f"{UNUSED_FILE}: {item.role!r} does not match the checkpoint's")
+                raise PackError(f"{layouts.UNUSED_FILE}: {item.role!r} does not match the checkpoint's")
 
 
 _TABLE_BYTES = 16 << 20  # of an n-gram table, compared at once
 
 
-def _compare_tables(pack: Pack, checkpoint: Checkpoint, progress: Progress) -> None:
+def _compare_tables(pack: Pack, checkpoint: Checkpoint, progress: commands.Progress) -> None:
     for table in pack.layout.ngrams:
         step = max(_TABLE_BYTES // table.rows.row_bytes, 1)
         for start in range(0, table.num_rows, step):
             stop = min(start + step, table.num_rows)
             stored = pack.read_ngrams(table, start, stop)
             if not np.array_equal(stored[:, : table.rows.crc_offset], checkpoint.table_rows(table.layer, start, stop)):
-                raise PackError(f"{ngrams_file(table.layer)}: rows {start} to {stop} do not match the checkpoint's")
+                raise PackError(
+                    f"{layouts.ngrams_file(table.layer)}: rows {start} to {stop} do not match the checkpoint's"
+                )
             progress.advance(stored.nbytes, f"n-gram table of layer {table.layer}", "dense")
 
 
 def _compare_expert(
-    weights: PackWeights,
+    weights: model.PackWeights,
     checkpoint: Checkpoint,
     number: tuple[int, int],
-    formats: ExpertFormat,
+    formats: plans.ExpertFormat,
     order: Tensor,
-    vectors: RotationVectors | None,
+    vectors: manifests.RotationVectors | None,
     sums: dict[tuple[str, str], _Sums],
 ) -> None:
     """Compares an expert's matrices; with the source's rows in rotated coordinates, where the pack's are.
@@ -196,20 +173,20 @@ def _compare_expert(
     """
     layer_idx, expert = number
     places = {matrix: checkpoint.expert_source(layer_idx, expert, matrix) for matrix in checkpoint.spec.expert.matrices}
-    sources = {matrix: read_neurons(checkpoint, place) for matrix, place in places.items()}
+    sources = {matrix: model.read_neurons(checkpoint, place) for matrix, place in places.items()}
     biased = checkpoint.spec.expert.bias
-    biases = {m: read_vector(checkpoint, checkpoint.bias_source(layer_idx, expert, m)) for m in biased}
+    biases = {m: model.read_vector(checkpoint, checkpoint.bias_source(layer_idx, expert, m)) for m in biased}
     packed = weights.expert(layer_idx, expert)
     rotation = LayerRotation.of(vectors, layer_idx)
     down_bias = biases.pop("down", None)
     _check_bias(number, "down", packed.down_bias(), None if down_bias is None else rotation.rows("down", down_bias))
 
-    def compare(matrix: Matrix, rows: Tensor, stored: Tensor | None) -> None:
+    def compare(matrix: specs.Matrix, rows: Tensor, stored: Tensor | None) -> None:
         part = formats.of(matrix)
         assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
         expected = rotation.rows(matrix, sources[matrix][rows])
         expected = (expected.to(torch.bfloat16) if part.codec == "bf16" else expected).to(torch.float32)
-        if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part):
+        if not sums.setdefault((matrix, plans.format_text(part)), _Sums()).add(expected, stored, part):
             raise PackError(
                 f"layer {layer_idx} expert {expert}: {matrix} does not match the checkpoint's {places[matrix].tensor!r}"
             )
@@ -233,7 +210,7 @@ def _compare_expert(
         compare("down", torch.arange(len(down)), down)
 
 
-def _check_bias(number: tuple[int, int], matrix: Matrix, stored: Tensor | None, source: Tensor | None) -> None:
+def _check_bias(number: tuple[int, int], matrix: specs.Matrix, stored: Tensor | None, source: Tensor | None) -> None:
     assert (stored is None) == (source is None), "the spec says which matrices have one"
     if stored is not None and source is not None and not torch.equal(stored, source):
         raise PackError(f"layer {number[0]} expert {number[1]}: the bias of {matrix} does not match the checkpoint's")
@@ -242,19 +219,19 @@ def _check_bias(number: tuple[int, int], matrix: Matrix, stored: Tensor | None, 
 def compare_weights(
     pack: Pack,
     checkpoint: Checkpoint,
-    progress: Progress = NO_PROGRESS,
-    operations: Operations = TORCH,
+    progress: commands.Progress = commands.NO_PROGRESS,
+    operations: model.Operations = model.TORCH,
 ) -> list[MatrixError]:
     """Returns the errors of every kind of matrix, sorted by name and format.
 
     Raises:  PackError if weights stored without loss differ, or a matrix is unrelated to the source's.
     """
-    weights = PackWeights(pack, torch.device("cpu"), operations)
+    weights = model.PackWeights(pack, torch.device("cpu"), operations)
     sums: dict[tuple[str, str], _Sums] = {}
     tables = sum(table.num_rows * table.rows.row_bytes for table in pack.layout.ngrams)
     dense_bytes = sum(dense.entry.num_bytes for dense in pack.layout.dense) + tables
-    kinds = Kind("dense", dense_bytes), Kind("experts", int(pack.index.size.sum()))
-    progress.begin(Stage.of_kinds("comparing", kinds, size_text(sum(kind.total for kind in kinds))))
+    kinds = commands.Kind("dense", dense_bytes), commands.Kind("experts", int(pack.index.size.sum()))
+    progress.begin(commands.Stage.of_kinds("comparing", kinds, commands.size_text(sum(kind.total for kind in kinds))))
     for dense in pack.layout.dense:
         _compare_dense(weights, checkpoint, dense, sums)
         progress.advance(dense.entry.num_bytes, dense.role.name, "dense")
@@ -271,12 +248,12 @@ def compare_weights(
     return [kind.result(matrix, stored_as) for (matrix, stored_as), kind in sorted(sums.items())]
 
 
-def text_logits(weights: Weights, ids: list[int]) -> Tensor:
+def text_logits(weights: model.Weights, ids: list[int]) -> Tensor:
     """Returns the logits of each next token of `ids`, float32 [T, vocabulary]; an encoder reads `ids` first."""
     encoder = weights.spec.encoder
     if encoder is None:
-        return Decoder(weights, len(ids)).logits(ids)
-    answering = EncoderDecoder(weights, len(ids))
+        return model.Decoder(weights, len(ids)).logits(ids)
+    answering = model.EncoderDecoder(weights, len(ids))
     answering.encode(ids)
     return answering.logits([encoder.start_token, *ids[:-1]])
 
@@ -292,13 +269,15 @@ def logits_error(source: Tensor, packed: Tensor) -> LogitsError:
     )
 
 
-def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int], operations: Operations = TORCH) -> LogitsError:
+def compare_logits(
+    pack: Pack, checkpoint: Checkpoint, ids: list[int], operations: model.Operations = model.TORCH
+) -> LogitsError:
     """Returns the difference of both models' predictions of each next token of `ids`.
 
     An encoder reads `ids`; the decoder then predicts the same tokens as the answer.
     """
-    source = text_logits(CheckpointWeights(checkpoint), ids)
-    return logits_error(source, text_logits(PackWeights(pack, torch.device("cpu"), operations), ids))
+    source = text_logits(model.CheckpointWeights(checkpoint), ids)
+    return logits_error(source, text_logits(model.PackWeights(pack, torch.device("cpu"), operations), ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +286,7 @@ class FormatRun:
 
     layers: tuple[int, int]
     experts: tuple[int, int]
-    formats: ExpertFormat
+    formats: plans.ExpertFormat
     num_bytes: int
 
 
@@ -324,7 +303,7 @@ class LeftOutPart:
 def left_out(pack: Pack) -> list[LeftOutPart]:
     """Returns what of the source's tensors is not run, by reason, in the order of `source.json`."""
     found: dict[tuple[Literal["unused", "dropped"], str], list[int]] = {}
-    for tensor in read_account(pack.read_file(SOURCE_FILE).tobytes()).tensors:
+    for tensor in manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes()).tensors:
         if tensor.fate == "unused" or tensor.fate == "dropped":
             num_bytes = DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
             found.setdefault((tensor.fate, tensor.reason), []).append(num_bytes)
@@ -341,10 +320,10 @@ def describe(pack: Pack) -> dict[str, Any]:
         "features": list(manifest.features),
         "synthetic": pack.is_synthetic,
         "model": dump(manifest.model),
-        "parameters": num_parameters(pack.spec),
-        "active_parameters": num_active_parameters(pack.spec),
-        "kv_values_per_token": cached_values(pack.spec),
-        "state_values": state_values(pack.spec),
+        "parameters": specs.num_parameters(pack.spec),
+        "active_parameters": specs.num_active_parameters(pack.spec),
+        "kv_values_per_token": specs.cached_values(pack.spec),
+        "state_values": specs.state_values(pack.spec),
         "selector": manifest.selector,
         "quantizer": manifest.quantizer,
         "made_with": {package.name: package.version for package in manifest.made_with},
@@ -354,7 +333,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "experts": [
             [
                 {
-                    **{matrix: _part(formats, matrix) for matrix in MATRICES},
+                    **{matrix: _part(formats, matrix) for matrix in specs.MATRICES},
                     "bytes": pack.layout.experts[layer][expert].num_bytes,
                     "threshold": float(pack.thresholds[layer, expert]),
                 }
@@ -386,7 +365,7 @@ def format_runs(pack: Pack) -> list[FormatRun]:
     return runs
 
 
-def _expert_runs(pack: Pack, layer: int, experts: tuple[ExpertFormat, ...]) -> list[FormatRun]:
+def _expert_runs(pack: Pack, layer: int, experts: tuple[plans.ExpertFormat, ...]) -> list[FormatRun]:
     runs: list[FormatRun] = []
     for expert, formats in enumerate(experts):
         if runs and runs[-1].formats == formats:
@@ -399,19 +378,19 @@ def _expert_runs(pack: Pack, layer: int, experts: tuple[ExpertFormat, ...]) -> l
 
 def _routing(pack: Pack) -> dict[str, Any] | None:
     """Returns the pack's routing data: the best predictor of each MoE layer and its recall; None if it has none."""
-    routing = Routing.open(pack)
+    routing = offload.Routing.open(pack)
     if routing is None:
         return None
     judged, layers = routing.judged_layers, range(len(pack.spec.moe_layers))
     return {
-        "bytes": (pack.folder / ROUTING_FILE).stat().st_size,
+        "bytes": (pack.folder / offload.ROUTING_FILE).stat().st_size,
         "held_out_tokens": len(routing.routes),
         "recall": routing.best_recall,
-        "predictors": [PREDICTORS[routing.best[l]] if l in judged else None for l in layers],
+        "predictors": [offload.PREDICTORS[routing.best[l]] if l in judged else None for l in layers],
         "recalls": [float(routing.recalls[l, routing.best[l], 0]) if l in judged else None for l in layers],
     }
 
 
-def _part(formats: ExpertFormat, matrix: Matrix) -> str | None:
+def _part(formats: plans.ExpertFormat, matrix: specs.Matrix) -> str | None:
     part = formats.of(matrix)
-    return None if part is None else format_text(part)
+    return None if part is None else plans.format_text(part)

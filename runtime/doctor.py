@@ -19,29 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import (
-    BF16,
-    DISK_BLOCK_BYTES,
-    MATRICES,
-    NO_PROGRESS,
-    ROW_GROUP,
-    ExpertFormat,
-    ExpertSpec,
-    Pack,
-    PackError,
-    PartFormat,
-    Progress,
-    RangeReader,
-    RowLayout,
-    RunError,
-    part_format,
-    trellis_format,
-)
-from moe_pack.formats.base import READ_FLAGS, anonymous_memory, drop_cached
+from moe_pack import formats
+from moe_pack.formats import base
 from moe_pack.formats.base.commands import Stage
-from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.formats.pack import layouts
 from moe_pack.formats.pack.manifests import MANIFEST_FILE
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
+from moe_pack.runtime import machine
 from moe_pack.runtime.cpu import (
     ExpertRows,
     Kernels,
@@ -52,17 +36,6 @@ from moe_pack.runtime.cpu import (
     stored_numbers,
 )
 from moe_pack.runtime.cpu.reads import NUM_THREADS, BlockingReads, Reads, open_reads
-from moe_pack.runtime.machine import (
-    CpuFacts,
-    DiskFacts,
-    LinkFacts,
-    MachineFacts,
-    ReadMode,
-    ReadRate,
-    SizedRate,
-    WidthRate,
-    device_of,
-)
 
 READ_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 READ_THREADS = (1, 2, 4, 8, 16)
@@ -85,8 +58,11 @@ _PAUSE_S = 0.05  # between measurements: to open files and to drop them from the
 
 
 def measure_machine(
-    folder: Path, progress: Progress = NO_PROGRESS, seconds: float = 0.5, most_bytes: int = MAX_FILE_BYTES
-) -> MachineFacts:
+    folder: Path,
+    progress: formats.Progress = formats.NO_PROGRESS,
+    seconds: float = 0.5,
+    most_bytes: int = MAX_FILE_BYTES,
+) -> machine.MachineFacts:
     """Measures the disk of a folder, the CPU and the link to the GPU.
 
     Args:    folder: a pack, whose expert files are read; or any other folder, in which a file of at most `most_bytes`
@@ -99,14 +75,16 @@ def measure_machine(
         steps = MeasurementSteps(
             progress, len(trials) + _num_cpu_steps() + (len(COPY_SIZES) if has_link else 0), seconds
         )
-        disk = _measure_disk(files, trials, device_of(folder)[1], steps, seconds)
+        disk = _measure_disk(files, trials, machine.device_of(folder)[1], steps, seconds)
     cpu = measure_cpu(steps, seconds)
     link = _measure_link(steps, seconds) if has_link else None
     progress.end()
-    return MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, link)
+    return machine.MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, link)
 
 
-def measure_disk(folder: Path, progress: Progress = NO_PROGRESS, seconds: float = 0.08) -> MachineFacts:
+def measure_disk(
+    folder: Path, progress: formats.Progress = formats.NO_PROGRESS, seconds: float = 0.08
+) -> machine.MachineFacts:
     """Measures the disk of a pack alone, in about a second: what decides whether single rows of experts are read.
 
     Reads are direct where the file system supports it, with as many threads as the engine has, and with one.
@@ -115,15 +93,15 @@ def measure_disk(folder: Path, progress: Progress = NO_PROGRESS, seconds: float 
     Raises:  PackError if the pack is damaged.
     """
     with _files_of(folder, MAX_FILE_BYTES, progress) as files:
-        mode: ReadMode = "direct" if _has_direct(files[0].path) else "pread"
+        mode: machine.ReadMode = "direct" if _has_direct(files[0].path) else "pread"
         threads = (1, NUM_THREADS) if is_available() else (1,)
         most = min(_BRIEF_BYTES, max(file.num_bytes for file in files))
         trials = [ReadTrial(mode, number, size) for size in READ_SIZES if size <= most for number in threads]
         steps = MeasurementSteps(progress, len(trials), seconds)
-        disk = _measure_disk(files, trials, device_of(folder)[1], steps, seconds)
+        disk = _measure_disk(files, trials, machine.device_of(folder)[1], steps, seconds)
     progress.end()
-    cpu = CpuFacts(num_cpus(), None, None, None, (), (), None)
-    return MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, None)
+    cpu = machine.CpuFacts(num_cpus(), None, None, None, (), (), None)
+    return machine.MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, None)
 
 
 def _num_cpu_steps() -> int:
@@ -133,7 +111,7 @@ def _num_cpu_steps() -> int:
 class MeasurementSteps:
     """Progress in measurements: says what is measured next; the one before is done."""
 
-    def __init__(self, progress: Progress, total: int, seconds: float) -> None:
+    def __init__(self, progress: formats.Progress, total: int, seconds: float) -> None:
         self._progress, self._has_begun = progress, False
         note = f"{total} measurements, about {total * (seconds + _PAUSE_S):.0f} s"
         progress.begin(Stage("measuring", total, note=note))
@@ -168,7 +146,7 @@ def _threads_text(num_threads: int) -> str:
 class ReadTrial(NamedTuple):
     """What one measurement of a disk varies: the way of reading, the number of threads and the size of a read."""
 
-    mode: ReadMode
+    mode: machine.ReadMode
     threads: int
     size: int
 
@@ -189,17 +167,17 @@ class _File:
 
 
 @contextmanager
-def _files_of(folder: Path, most_bytes: int, progress: Progress) -> Iterator[list[_File]]:
+def _files_of(folder: Path, most_bytes: int, progress: formats.Progress) -> Iterator[list[_File]]:
     """Yields the files to read: the expert files of a pack, or a new file."""
     if not folder.is_dir():
-        raise RunError(f"{folder}: no such folder; give a folder on the disk to measure")
+        raise formats.RunError(f"{folder}: no such folder; give a folder on the disk to measure")
     if (folder / MANIFEST_FILE).exists():
-        with Pack(folder) as pack:
+        with formats.Pack(folder) as pack:
             yield [_File(folder / listed.name, listed.bytes) for listed in pack.manifest.expert_files]
         return
     num_bytes = min(most_bytes, shutil.disk_usage(folder).free // 4) // _MIN_FILE_BYTES * _MIN_FILE_BYTES
     if num_bytes < _MIN_FILE_BYTES:
-        raise RunError(f"{folder}: less than 4 MiB are free; give a folder with more free space")
+        raise formats.RunError(f"{folder}: less than 4 MiB are free; give a folder with more free space")
     progress.say(f"writing {num_bytes >> 20} MiB to read")
     try:
         # Linux: without a name from the start, so that nothing is left behind, whatever ends the process.
@@ -208,7 +186,9 @@ def _files_of(folder: Path, most_bytes: int, progress: Progress) -> Iterator[lis
             _write_random(file.fileno(), num_bytes)
             yield [_File(Path(f"/proc/self/fd/{file.fileno()}" if unnamed else file.name), num_bytes)]
     except OSError as fault:
-        raise RunError(f"{folder}: cannot be written ({fault.strerror}); give another folder on the disk") from fault
+        raise formats.RunError(
+            f"{folder}: cannot be written ({fault.strerror}); give another folder on the disk"
+        ) from fault
 
 
 def _write_random(descriptor: int, num_bytes: int) -> None:
@@ -225,8 +205,10 @@ def _trials(files: Sequence[_File]) -> list[ReadTrial]:
     """Lists what to measure: each way of reading at every size that some file has."""
     sizes = [size for size in READ_SIZES if size <= max(file.num_bytes for file in files)]
     if not sizes:
-        raise RunError(f"{files[0].path.name}: has less than {READ_SIZES[0]} bytes; give a folder that is not a pack")
-    modes: list[ReadMode] = ["direct"] if _has_direct(files[0].path) else []
+        raise formats.RunError(
+            f"{files[0].path.name}: has less than {READ_SIZES[0]} bytes; give a folder that is not a pack"
+        )
+    modes: list[machine.ReadMode] = ["direct"] if _has_direct(files[0].path) else []
     threads = READ_THREADS if is_available() else (1,)
     trials = [ReadTrial(mode, number, size) for size in sizes for mode in (*modes, "pread") for number in threads]
     # Maps are read by native kernels only: they survive it if a mapped file is cut.
@@ -234,17 +216,17 @@ def _trials(files: Sequence[_File]) -> list[ReadTrial]:
 
 
 def _has_direct(path: Path) -> bool:
-    with closing(open_reads(_arena(DISK_BLOCK_BYTES), True, 1)) as reads:
+    with closing(open_reads(_arena(formats.DISK_BLOCK_BYTES), True, 1)) as reads:
         try:
             reads.open(path)
-        except RunError:  # the file system refuses direct reads
+        except formats.RunError:  # the file system refuses direct reads
             return False
     return True
 
 
 def _measure_disk(
     files: Sequence[_File], trials: Sequence[ReadTrial], name: str | None, steps: MeasurementSteps, seconds: float
-) -> DiskFacts:
+) -> machine.DiskFacts:
     measurements, arena = [], _arena(_ARENA_BYTES)
     for trial in trials:
         steps.next(f"{trial.mode} {trial.size >> 10} KiB, {_threads_text(trial.threads)}")
@@ -255,36 +237,38 @@ def _measure_disk(
     return disk_facts(measurements, name, sum(file.num_bytes for file in files))
 
 
-def disk_facts(measurements: Sequence[ReadMeasurement], name: str | None, file_bytes: int) -> DiskFacts:
+def disk_facts(measurements: Sequence[ReadMeasurement], name: str | None, file_bytes: int) -> machine.DiskFacts:
     """Returns the best rate of each mode and size, and the mode and number of threads that are best over all sizes.
 
     Best over all sizes is the curve whose rates have the largest sum, each as a share of the best rate of its size.
     """
-    best: dict[tuple[ReadMode, int], ReadMeasurement] = {}
-    curves: dict[tuple[Literal["direct", "pread"], int], list[SizedRate]] = {}
-    cpu_s: dict[tuple[ReadMode, int], list[float]] = {}
+    best: dict[tuple[machine.ReadMode, int], ReadMeasurement] = {}
+    curves: dict[tuple[Literal["direct", "pread"], int], list[machine.SizedRate]] = {}
+    cpu_s: dict[tuple[machine.ReadMode, int], list[float]] = {}
     for each in measurements:
         mode, threads, size = each.trial
         if (mode, size) not in best or each.rate > best[mode, size].rate:
             best[mode, size] = each
         if mode != "map":
-            curves.setdefault((mode, threads), []).append(SizedRate(size, each.rate))
+            curves.setdefault((mode, threads), []).append(machine.SizedRate(size, each.rate))
             cpu_s.setdefault((mode, threads), []).append(each.cpu_s)
     most: dict[int, float] = {}
     for each in best.values():
         if each.trial.mode != "map":
             most[each.trial.size] = max(each.rate, most.get(each.trial.size, 0.0))
 
-    def closeness(curve: Sequence[SizedRate]) -> float:
+    def closeness(curve: Sequence[machine.SizedRate]) -> float:
         return sum(point.rate / most[point.size] for point in curve)
 
     (best_mode, best_threads), curve = max(curves.items(), key=lambda entry: closeness(entry[1]))
     alone = tuple(curves.get((best_mode, 1), curve))
-    rates = tuple(ReadRate(b.trial.mode, b.trial.size, b.trial.threads, b.rate) for b in best.values())
+    rates = tuple(machine.ReadRate(b.trial.mode, b.trial.size, b.trial.threads, b.rate) for b in best.values())
     sizes, taken = [point.size for point in curve], cpu_s[best_mode, best_threads]
     byte_cpu_s = max((taken[-1] - taken[0]) / (sizes[-1] - sizes[0]), 0.0) if len(sizes) > 1 else 0.0
     read_cpu_s = max(taken[0] - sizes[0] * byte_cpu_s, 0.0)
-    return DiskFacts(name, file_bytes, best_mode, best_threads, tuple(curve), alone, rates, read_cpu_s, byte_cpu_s)
+    return machine.DiskFacts(
+        name, file_bytes, best_mode, best_threads, tuple(curve), alone, rates, read_cpu_s, byte_cpu_s
+    )
 
 
 def _measure_reads(
@@ -343,7 +327,7 @@ def _map_rate(files: Sequence[_File], size: int, seconds: float) -> float:
         while taken < seconds:
             _drop_cached(files)
             for file in files:
-                with RangeReader(file.path, PackError) as reader:
+                with formats.RangeReader(file.path, formats.PackError) as reader:
                     mapped = reader.map()
                 began = time.perf_counter()
                 for offset in _scattered(file, size).tolist():
@@ -364,15 +348,15 @@ def _scattered(file: _File, size: int) -> NDArray[np.int64]:
 def _drop_cached(files: Sequence[_File]) -> None:
     """Drops files from the system's cache; pages that are mapped, or not yet on the disk, stay there."""
     for file in files:
-        descriptor = os.open(file.path, READ_FLAGS)
+        descriptor = os.open(file.path, base.READ_FLAGS)
         try:
-            drop_cached(descriptor)
+            base.drop_cached(descriptor)
         finally:
             os.close(descriptor)
 
 
 def _arena(num_bytes: int) -> NDArray[np.uint8]:
-    return np.frombuffer(anonymous_memory(num_bytes), np.uint8)
+    return np.frombuffer(base.anonymous_memory(num_bytes), np.uint8)
 
 
 # ---- CPU ------------------------------------------------------------------------------------------------------------
@@ -385,7 +369,7 @@ class _ExpertSpeed(NamedTuple):
     row_bytes: float
 
 
-def measure_cpu(steps: MeasurementSteps, seconds: float) -> CpuFacts:
+def measure_cpu(steps: MeasurementSteps, seconds: float) -> machine.CpuFacts:
     """Measures how fast the CPU reads memory, and computes experts and dense matrices.
 
     Args:    seconds: of each measurement.
@@ -393,27 +377,27 @@ def measure_cpu(steps: MeasurementSteps, seconds: float) -> CpuFacts:
     """
     cores = num_cpus()
     if not is_available():
-        return CpuFacts(cores, None, None, None, (), (), None)
+        return machine.CpuFacts(cores, None, None, None, (), (), None)
     with closing(Kernels(1)) as one, closing(Kernels(cores)) as every:
         read_one, read_all = (_memory_rate(kernels, steps, seconds) for kernels in (one, every))
         experts = []
         for width in WIDTHS:
             steps.next(f"experts of {width} bit")
-            experts.append(WidthRate(width, _expert_speed(every, _stored(width), _EXPERT_COLS, seconds).rate))
+            experts.append(machine.WidthRate(width, _expert_speed(every, _stored(width), _EXPERT_COLS, seconds).rate))
         trellises = []
         for width in TRELLIS_WIDTHS:
-            stored = trellis_format(width, ROW_GROUP)
+            stored = formats.trellis_format(width, formats.ROW_GROUP)
             steps.next(f"experts as trellises of {stored.bits:g} bit")
-            trellises.append(WidthRate(width, _expert_speed(every, stored, _EXPERT_COLS, seconds).rate))
+            trellises.append(machine.WidthRate(width, _expert_speed(every, stored, _EXPERT_COLS, seconds).rate))
         dense = []
         for width in DENSE_WIDTHS:
             steps.next(f"a dense matrix of {width} bit")
-            dense.append(WidthRate(width, _dense_rate(every, width, seconds)))
+            dense.append(machine.WidthRate(width, _dense_rate(every, width, seconds)))
         steps.next("experts with short rows")
         short = _expert_speed(every, _stored(4), _SHORT_COLS, seconds)
         (usual_rate,) = (each.rate for each in experts if each.width == 4)
         row_s = max(short.row_bytes / short.rate - short.row_bytes / usual_rate, 0.0)
-        return CpuFacts(
+        return machine.CpuFacts(
             cores, every.instruction_set, read_one, read_all, tuple(experts), tuple(dense), row_s, tuple(trellises)
         )
 
@@ -424,10 +408,10 @@ def _memory_rate(kernels: Kernels, steps: MeasurementSteps, seconds: float) -> f
     return _repeated(lambda: kernels.read(memory), len(memory), seconds)
 
 
-def _expert_speed(kernels: Kernels, stored: PartFormat, num_cols: int, seconds: float) -> _ExpertSpeed:
+def _expert_speed(kernels: Kernels, stored: formats.PartFormat, num_cols: int, seconds: float) -> _ExpertSpeed:
     """Measures experts that are computed for one token, with all neurons running."""
-    spec = ExpertSpec("silu", _EXPERT_ROWS, MATRICES, (), 0)
-    layout = expert_layout(ExpertFormat(stored, stored, stored), "none", spec, num_cols)
+    spec = formats.ExpertSpec("silu", _EXPERT_ROWS, formats.MATRICES, (), 0)
+    layout = layouts.expert_layout(formats.ExpertFormat(stored, stored, stored), "none", spec, num_cols)
     rows = _random_rows(layout.records, _EXPERT_ROWS)
     numbers = expert_numbers(layout, "none", spec.function)
     token, weight = np.zeros(1, np.int64), np.ones(1, np.float32)
@@ -436,32 +420,32 @@ def _expert_speed(kernels: Kernels, stored: PartFormat, num_cols: int, seconds: 
     works = [(ExpertRows(numbers, None, rows.copy(), 0.0), token, weight) for _ in range(num_experts)]
     x = torch.ones(1, num_cols)
     rate = _repeated(lambda: kernels.experts(x, works), num_experts * rows.nbytes, seconds)
-    return _ExpertSpeed(rate, rows.shape[1] / len(MATRICES))
+    return _ExpertSpeed(rate, rows.shape[1] / len(formats.MATRICES))
 
 
 def _dense_rate(kernels: Kernels, width: int, seconds: float) -> float:
     """Returns the bytes a second of a dense matrix that is multiplied by one vector."""
     stored = _stored(width)
     x = torch.ones(1, _EXPERT_COLS)
-    if stored == BF16:
+    if stored == formats.BF16:
         numbers = stored_numbers(torch.bfloat16, _EXPERT_COLS)
         matrix = torch.full((_WEIGHT_BYTES // (2 * _EXPERT_COLS), _EXPERT_COLS), 0.01, dtype=torch.bfloat16)
         rows = matrix.view(torch.uint8).numpy()
     else:
-        layout = row_layout([("weight", stored, False)], _EXPERT_COLS)
+        layout = layouts.row_layout([("weight", stored, False)], _EXPERT_COLS)
         numbers, rows = row_numbers(layout, "weight"), _random_rows(layout, _WEIGHT_BYTES // layout.row_bytes)
     return _repeated(lambda: kernels.product(x, numbers, rows), rows.nbytes, seconds)
 
 
-def _stored(width: int) -> PartFormat:
-    return BF16 if width == BF16.width else part_format(width, 64)
+def _stored(width: int) -> formats.PartFormat:
+    return formats.BF16 if width == formats.BF16.width else formats.part_format(width, 64)
 
 
-def _random_rows(layout: RowLayout, num_rows: int) -> NDArray[np.uint8]:
+def _random_rows(layout: formats.RowLayout, num_rows: int) -> NDArray[np.uint8]:
     """Returns rows u8 [num_rows, row_bytes] of random codes with usual scales; in bfloat16 all weights are equal."""
     rows = np.random.default_rng(0).integers(0, 256, (num_rows, layout.row_bytes), np.uint8)
     for part in layout.parts:
-        if part.format == BF16:
+        if part.format == formats.BF16:
             rows[:, part.offset : part.offset + part.num_bytes] = np.tile(_BF16_BYTES, layout.num_cols)
             continue
         end = part.scales_offset
@@ -475,7 +459,7 @@ def _random_rows(layout: RowLayout, num_rows: int) -> NDArray[np.uint8]:
 # ---- link -----------------------------------------------------------------------------------------------------------
 
 
-def _measure_link(steps: MeasurementSteps, seconds: float) -> LinkFacts:
+def _measure_link(steps: MeasurementSteps, seconds: float) -> machine.LinkFacts:
     """Measures copies from page-locked memory to the first GPU that torch finds."""
     host = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, pin_memory=True)
     device = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, device="cuda")
@@ -489,6 +473,6 @@ def _measure_link(steps: MeasurementSteps, seconds: float) -> LinkFacts:
                 device[:size].copy_(host[:size], non_blocking=True)
             torch.cuda.synchronize()  # until then copies are only requested
 
-        copies.append(SizedRate(size, _repeated(copy, size * times, seconds)))
+        copies.append(machine.SizedRate(size, _repeated(copy, size * times, seconds)))
     gpu = torch.cuda.get_device_properties(0)
-    return LinkFacts(gpu.name, gpu.total_memory, tuple(copies))
+    return machine.LinkFacts(gpu.name, gpu.total_memory, tuple(copies))

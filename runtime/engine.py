@@ -21,51 +21,22 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
-from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, families, size_text
+from moe_pack import formats
+from moe_pack.formats import families
 from moe_pack.formats.pack.reader import audit
-from moe_pack.runtime import drafts, machine, model, offload
-from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
-from moe_pack.runtime.machine import MachineFacts, available_bytes
-from moe_pack.runtime.model import (
-    PREFILL_TOKENS,
-    TORCH,
-    Decoder,
-    NativeOperations,
-    Operations,
-    PackWeights,
-    open_weights,
-)
-from moe_pack.runtime.numerics import DIGITS, NumericsLoss, NumericsMode, chosen_mode, read_numerics
-from moe_pack.runtime.offload import (
-    EXACT,
-    ONE_SEQUENCE,
-    PRESETS,
-    Approximations,
-    Preset,
-    Sequences,
-    divide_budget,
-    expert_pages,
-    routing_bytes,
-    whole_bytes,
-)
-from moe_pack.runtime.offload.budgets import (
-    AS_BUDGET,
-    BudgetOptionNames,
-    most_verified_tokens,
-    resident_selectors,
-    selector_heat,
-)
+from moe_pack.runtime import cpu, drafts, machine, model, numerics, offload
+from moe_pack.runtime.offload import budgets
 from moe_pack.runtime.options import Device, EngineOptions
 
 if TYPE_CHECKING:
     from moe_pack.runtime.choices import OffloadChoices
     from moe_pack.runtime.drafts.drafter import Drafter
+    from moe_pack.runtime.gpu import fit
     from moe_pack.runtime.gpu.devices import GpuMemory, HostArena
-    from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest
+    from moe_pack.runtime.gpu.fit import GpuRequest
     from moe_pack.runtime.gpu.gpu_engine import GpuInputs
     from moe_pack.runtime.gpu.placements import Misses
     from moe_pack.runtime.gpu.prefetch import PredictionPlan
-    from moe_pack.runtime.machine import GpuHere
     from moe_pack.runtime.model.caches import KvDtype
 
 _SHARE_OF_FREE_MEMORY = 0.75  # that a run takes if no option says how much
@@ -103,32 +74,32 @@ class Engine:
 
     def __init__(
         self,
-        pack: Pack,
+        pack: formats.Pack,
         options: EngineOptions,
         context_tokens: int,
-        progress: Progress = NO_PROGRESS,
+        progress: formats.Progress = formats.NO_PROGRESS,
         host: HostArena | None = None,
-        measure_disk: Callable[[], MachineFacts] | None = None,
-        sequences: Sequences = ONE_SEQUENCE,
-        option_names: BudgetOptionNames = AS_BUDGET,
+        measure_disk: Callable[[], machine.MachineFacts] | None = None,
+        sequences: offload.Sequences = offload.ONE_SEQUENCE,
+        option_names: budgets.BudgetOptionNames = budgets.AS_BUDGET,
     ) -> None:
         options, _ = choose_device(pack, options, context_tokens)
         self.options, self.host, self.device = options, host, _device(options.device)
         self.fallbacks: list[str] = []
-        self.numerics: NumericsMode = "exact"
-        self.numerics_loss: NumericsLoss | None = None
+        self.numerics: numerics.NumericsMode = "exact"
+        self.numerics_loss: numerics.NumericsLoss | None = None
         self.plan: offload.BudgetPlan | None = None
         self.choices: OffloadChoices | None = None
         self.offloaded: offload.OffloadedWeights | None = None
         self.misses: Literal["pull", "auto", "cpu", "disk"] | None = None
         self.gpu_memory: GpuMemory | None = None
-        self.gpu_use: GpuMemoryUse | None = None
-        self.gpu_preset: Preset | None = None
+        self.gpu_use: fit.GpuMemoryUse | None = None
+        self.gpu_preset: offload.Preset | None = None
         self.drafts: drafts.Drafts | None = None
         self.why_no_drafts: str | None = None
         self._layer: families.PredictionLayer | None = None
-        self.weights: PackWeights
-        self.decoder: Decoder | model.EncoderDecoder
+        self.weights: model.PackWeights
+        self.decoder: model.Decoder | model.EncoderDecoder
         self.pack, self._progress, self._context_tokens = pack, progress, context_tokens
         kv_dtype = options.kv_dtype if options.device == "cpu" else None  # a GPU's cache is no part of host memory
         self._sequences = replace(sequences, kv_dtype=kv_dtype or "f32")
@@ -155,7 +126,7 @@ class Engine:
     ) -> None:
         try:
             self.close()
-        except RunError as later:
+        except formats.RunError as later:
             if fault is None:
                 raise
             fault.add_note(str(later))  # the first error is the cause, so it stays the message
@@ -176,47 +147,49 @@ class Engine:
     def _fall_back(self, what: str) -> None:
         """Notes a fallback; with `--strict` it is an error."""
         if self.options.is_strict:
-            raise RunError(f"--strict: {what}")
+            raise formats.RunError(f"--strict: {what}")
         self.fallbacks.append(what)
 
-    def _open_operations(self) -> Operations:
+    def _open_operations(self) -> model.Operations:
         """Opens what computes on the CPU; with a GPU it is torch, which computes small things there."""
-        threads = self.options.threads or num_cpus()
+        threads = self.options.threads or cpu.num_cpus()
         if self.options.device != "cpu":
             torch.set_num_threads(1)  # others would spin after each small thing, on the CPUs that compute experts
-            return TORCH
+            return model.TORCH
         if self.options.kernels == "torch":
             if self.options.numerics in ("fast", "fastest"):
                 self._fall_back("--numerics is exact: torch does not round inputs")
             torch.set_num_threads(threads)
-            return TORCH
+            return model.TORCH
         kernels = self._open_kernels(threads)
         if kernels is None:
-            self._fall_back(f"torch computes: native kernels {why_unavailable()}")
+            self._fall_back(f"torch computes: native kernels {cpu.why_unavailable()}")
             torch.set_num_threads(threads)
-            return TORCH
+            return model.TORCH
         best = kernels.instruction_set
         if self.options.kernels not in ("auto", best):
-            raise RunError(f"--kernels {self.options.kernels}: this machine has {best} at most; use --kernels auto")
+            raise formats.RunError(
+                f"--kernels {self.options.kernels}: this machine has {best} at most; use --kernels auto"
+            )
         # Next to the kernels torch has little to compute: its own threads would only wait, and spin while they wait.
         torch.set_num_threads(1)
         self._choose_numerics(kernels)
-        return NativeOperations(kernels)
+        return model.NativeOperations(kernels)
 
-    def _choose_numerics(self, kernels: Kernels) -> None:
+    def _choose_numerics(self, kernels: cpu.Kernels) -> None:
         """Chooses the numeric mode of `--numerics`, and tells the kernels."""
-        self.numerics_loss = read_numerics(self.pack)
-        mode = chosen_mode(self.options.numerics, self.numerics_loss)
-        if kernels.take_digits(DIGITS[mode]) == DIGITS[mode]:
+        self.numerics_loss = numerics.read_numerics(self.pack)
+        mode = numerics.chosen_mode(self.options.numerics, self.numerics_loss)
+        if kernels.take_digits(numerics.DIGITS[mode]) == numerics.DIGITS[mode]:
             self.numerics = mode
         elif self.options.numerics != "auto":
             self._fall_back(f"--numerics is exact: {kernels.instruction_set} kernels do not round inputs")
 
-    def _open_kernels(self, threads: int) -> Kernels | None:
+    def _open_kernels(self, threads: int) -> cpu.Kernels | None:
         """Opens the kernels of `--kernels`, and closes them with the engine; None for `auto` where there are none."""
         name = self.options.kernels
         assert name != "torch", "torch is no kernel"
-        kernels = open_kernels(threads) if name == "auto" else Kernels(threads, name)
+        kernels = cpu.open_kernels(threads) if name == "auto" else cpu.Kernels(threads, name)
         return None if kernels is None else self._stack.enter_context(closing(kernels))
 
     # ---- the engines on the CPU -------------------------------------------------------------------------------------
@@ -238,9 +211,9 @@ class Engine:
             return None
         if options.budget_bytes is not None:
             return options.budget_bytes
-        needs = (self.pack.layout, self._context_tokens, routing_bytes(self.pack.folder), self._sequences)
-        needed = whole_bytes(*needs)
-        free = available_bytes()
+        needs = (self.pack.layout, self._context_tokens, offload.routing_bytes(self.pack.folder), self._sequences)
+        needed = offload.whole_bytes(*needs)
+        free = machine.available_bytes()
         most = None if free is None else int(_SHARE_OF_FREE_MEMORY * free)
         if most is not None and needed > most:
             return most
@@ -248,8 +221,8 @@ class Engine:
         return needed if asks_for_offload else None
 
     def _build_mapped(self) -> None:
-        self.weights = self._stack.enter_context(closing(open_weights(self.pack, self.device, self.operations)))
-        self.decoder = self._cpu_decoder(PREFILL_TOKENS)
+        self.weights = self._stack.enter_context(closing(model.open_weights(self.pack, self.device, self.operations)))
+        self.decoder = self._cpu_decoder(model.PREFILL_TOKENS)
 
     def _build_offloaded(self, budget_bytes: int) -> None:
         self.weights = self._offloaded_weights(budget_bytes, self.operations, self.options.approximations)
@@ -257,25 +230,25 @@ class Engine:
         self.decoder = self._cpu_decoder(self.plan.chunk_tokens)
 
     def _offloaded_weights(
-        self, budget_bytes: int, operations: Operations, approximations: Approximations
+        self, budget_bytes: int, operations: model.Operations, approximations: offload.Approximations
     ) -> offload.OffloadedWeights:
         """Builds what keeps experts within a budget of host memory and reads the others from the disk."""
         from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
 
         pack, options = self.pack, self.options
         choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
-        needs = (pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder))
+        needs = (pack.layout, budget_bytes, self._context_tokens, offload.routing_bytes(pack.folder))
         sequences, names = self._sequences, self._option_names
-        self.plan, heat, rows_below = divide_budget(*needs, names, sequences=sequences), None, 0.0
+        self.plan, heat, rows_below = offload.divide_budget(*needs, names, sequences=sequences), None, 0.0
         # Torch needs whole experts. Where all experts fit, all rows are needed sooner or later, and whole experts are
         # computed together.
-        has_all = int(expert_pages(pack.layout, self.plan.page_bytes).sum()) <= self.plan.num_pages
-        if isinstance(operations, NativeOperations) and (not has_all or options.cutover is not None):
+        has_all = int(offload.expert_pages(pack.layout, self.plan.page_bytes).sum()) <= self.plan.num_pages
+        if isinstance(operations, model.NativeOperations) and (not has_all or options.cutover is not None):
             rows_below = choices.cutover()
         if rows_below > 0:
-            heat = selector_heat(popularity_shares(pack, choices.routing), pack.thresholds > 0)
-            self.plan = divide_budget(*needs, names, heat=heat, sequences=sequences)
-        has_selector = resident_selectors(pack.layout, heat, self.plan.num_selectors)
+            heat = budgets.selector_heat(popularity_shares(pack, choices.routing), pack.thresholds > 0)
+            self.plan = offload.divide_budget(*needs, names, heat=heat, sequences=sequences)
+        has_selector = budgets.resident_selectors(pack.layout, heat, self.plan.num_selectors)
         facts = cache_facts(pack, self.plan, choices.routing, has_selector)
         preset = choices.choose_preset(facts, rows_below)
         trace = self._stack.enter_context(offload.Trace(options.trace)) if options.trace else None
@@ -307,13 +280,13 @@ class Engine:
         self.offloaded = weights
         return weights
 
-    def _cpu_decoder(self, most_tokens: int) -> Decoder | model.EncoderDecoder:
+    def _cpu_decoder(self, most_tokens: int) -> model.Decoder | model.EncoderDecoder:
         """Returns the decoder of the model, whose passes have at most `most_tokens`."""
         chunk_tokens = min(self.options.chunk_tokens or most_tokens, most_tokens)
         if self.pack.spec.encoder is not None:
             return model.EncoderDecoder(self.weights, self._context_tokens, self.device, chunk_tokens)
         number, checkpoints = self._sequences.number, self._sequences.checkpoints
-        return Decoder(
+        return model.Decoder(
             self.weights,
             self._context_tokens,
             self.device,
@@ -357,7 +330,7 @@ class Engine:
             return "the model has an encoder"
         if approximations.substitute is not None or approximations.runs_predicted or approximations.is_predicted_enough:
             return "an option that CHANGES THE ANSWER makes it depend on which tokens run together"
-        if options.draft == "auto" and not isinstance(self.operations, NativeOperations):
+        if options.draft == "auto" and not isinstance(self.operations, model.NativeOperations):
             return "in torch, tokens of one pass differ by rounding; --draft ngram drafts all the same"
         if options.draft == "mtp" and self._sequences.number > 1:
             return "a prediction layer follows one sequence, and several run; --draft ngram follows all"
@@ -368,7 +341,7 @@ class Engine:
         options, decoder = self.options, self.decoder
         if options.draft == "off" or self.why_no_drafts is not None:
             return
-        assert isinstance(decoder, Decoder), "a model without an encoder"
+        assert isinstance(decoder, model.Decoder), "a model without an encoder"
         drafter: Drafter = drafts.NgramDrafter()
         if self._layer is not None:
             weights = drafts.PredictionWeights(self._layer, self.weights)
@@ -376,7 +349,7 @@ class Engine:
             decoder.sequences[0].follower = drafter
         most = 1 + drafts.MOST_DRAFTED
         if self.plan is not None:
-            most = most_verified_tokens(decoder.spec, decoder.chunk_tokens, most)
+            most = budgets.most_verified_tokens(decoder.spec, decoder.chunk_tokens, most)
         self.drafts = drafts.Drafts(drafter, drafts.Gate(), most)
 
     # ---- the engine on a GPU ----------------------------------------------------------------------------------------
@@ -391,15 +364,16 @@ class Engine:
             arena = HostArena(self.pack, self.device, self._progress, verify=self.options.verify == "lazy")
             self.host = self._stack.enter_context(arena)
         if self.host is not None and not self.host.is_locked:
-            locked = size_text(self.host.locked_bytes)
+            locked = formats.size_text(self.host.locked_bytes)
             self._fall_back(
-                f"only {locked} of {size_text(self.host.num_bytes)} of host memory are page-locked: the CPU computes "
+                f"only {locked} of {formats.size_text(self.host.num_bytes)} of host memory are page-locked: the "
+                "CPU computes "
                 "experts in the rest, and prompts copy them more slowly"
             )
         if self.host is None and self.options.misses == "pull":
-            raise RunError(
-                f"--misses pull needs {size_text(needed)} of host memory for experts, --ram is "
-                f"{size_text(run.ram_bytes)}; give more, or use --misses cpu, which reads experts from the disk"
+            raise formats.RunError(
+                f"--misses pull needs {formats.size_text(needed)} of host memory for experts, --ram is "
+                f"{formats.size_text(run.ram_bytes)}; give more, or use --misses cpu, which reads experts from the disk"
             )
         built, self.gpu_use = self._build_gpu(run)
         self._stack.enter_context(closing(built))
@@ -420,7 +394,7 @@ class Engine:
         request = GpuRequest(*sizes, cache_dtype, self._option_names)
         return _GpuRun(self.gpu_memory, request, options.ram_bytes or _usual_ram_bytes())
 
-    def _build_gpu(self, run: _GpuRun) -> tuple[BuiltEngine, GpuMemoryUse]:
+    def _build_gpu(self, run: _GpuRun) -> tuple[fit.BuiltEngine, fit.GpuMemoryUse]:
         # Imported here, because they need triton, which comes with torch for GPUs only.
         from moe_pack.runtime.gpu.fit import fit_to_gpu
         from moe_pack.runtime.gpu.gpu_engine import GpuEngine
@@ -439,7 +413,7 @@ class Engine:
         def compile_kernels(launch_all: Callable[[], None]) -> None:
             with collected_launches() as jobs:
                 launch_all()
-            compile_ahead(list(jobs.values()), num_cpus(), self._progress)
+            compile_ahead(list(jobs.values()), cpu.num_cpus(), self._progress)
 
         return fit_to_gpu(pack, device, run.memory, request, inputs.least_bytes, build, compile_kernels)
 
@@ -454,14 +428,14 @@ class Engine:
         pack, options, host = self.pack, self.options, self.host
         kernels = None if options.misses == "pull" else self._helping_kernels()
         # `auto` predicts nothing: on an H200 predictions that were right gained nothing.
-        preset = PRESETS["lru" if options.policy == "auto" else options.policy]
+        preset = offload.PRESETS["lru" if options.policy == "auto" else options.policy]
         tier, prompt_rates, share, rate = None, cast(Rates | None, None), 0.0, 0.0
         misses: Misses = "pull" if kernels is None else "split"
         if host is None:
             tier, misses = self._cpu_tier(ram_bytes, kernels), "disk"
         elif kernels is None:
             if not host.is_locked:
-                raise RunError(
+                raise formats.RunError(
                     "--misses pull needs all host memory page-locked; raise the limit (ulimit -l), or use --misses cpu"
                 )
             rate = link_rate(host, self.device)
@@ -496,7 +470,9 @@ class Engine:
             offset_bytes=offset_bytes_for(pack.layout, most_bytes),
         )
 
-    def _gpu_prediction(self, preset: Preset, routing: offload.Routing | None, misses: Misses) -> PredictionPlan | None:
+    def _gpu_prediction(
+        self, preset: offload.Preset, routing: offload.Routing | None, misses: Misses
+    ) -> PredictionPlan | None:
         """Returns what is predicted on the GPU; None if nothing is."""
         from moe_pack.runtime.choices import TOO_FEW_TO_TRUST, predicted_by
         from moe_pack.runtime.gpu.prefetch import PredictionPlan
@@ -513,26 +489,26 @@ class Engine:
             methods = {l: "router" if method == "partial" else method for l, method in methods.items()}
         return PredictionPlan(methods, number, routing, trusts)
 
-    def _helping_kernels(self) -> Kernels | None:
+    def _helping_kernels(self) -> cpu.Kernels | None:
         """Opens kernels with which the CPU computes what the GPU lacks; None where there are none."""
         if self.options.kernels == "torch":
             if self.options.misses == "cpu":
-                raise RunError("--misses cpu needs native kernels; remove --kernels torch")
+                raise formats.RunError("--misses cpu needs native kernels; remove --kernels torch")
             return None
         # A CPU is left to the process itself: where all compute, each layer waits for the one that was interrupted.
-        kernels = self._open_kernels(self.options.threads or max(1, num_cpus() - 1))
+        kernels = self._open_kernels(self.options.threads or max(1, cpu.num_cpus() - 1))
         if kernels is None:
-            self._fall_back(f"missing rows are pulled over the link: native kernels {why_unavailable()}")
+            self._fall_back(f"missing rows are pulled over the link: native kernels {cpu.why_unavailable()}")
         return kernels
 
-    def _cpu_tier(self, ram_bytes: int, kernels: Kernels | None) -> offload.OffloadedWeights:
+    def _cpu_tier(self, ram_bytes: int, kernels: cpu.Kernels | None) -> offload.OffloadedWeights:
         """Builds the CPU's own engine for experts that are not in GPU memory, within so much host memory."""
-        operations = TORCH if kernels is None else NativeOperations(kernels)
-        return self._offloaded_weights(ram_bytes, operations, EXACT)  # the GPU chooses the experts
+        operations = model.TORCH if kernels is None else model.NativeOperations(kernels)
+        return self._offloaded_weights(ram_bytes, operations, offload.EXACT)  # the GPU chooses the experts
 
 
 def choose_device(
-    pack: Pack, options: EngineOptions, context_tokens: int, needs_cpu: str | None = None
+    pack: formats.Pack, options: EngineOptions, context_tokens: int, needs_cpu: str | None = None
 ) -> tuple[EngineOptions, str | None]:
     """Returns the options with a device in place of `auto`, and a line for people that says which one and why.
 
@@ -554,27 +530,31 @@ def choose_device(
     if gpu is not None and why_cpu is None:
         return replace(options, device="cuda"), f"device: cuda ({gpu.name})"
     if names := options.gpu_only():
-        raise RunError(f"{names[0]} needs a GPU, and --device auto is the CPU here ({why_cpu}); remove it")
+        raise formats.RunError(f"{names[0]} needs a GPU, and --device auto is the CPU here ({why_cpu}); remove it")
     return replace(options, device="cpu"), f"device: cpu ({why_cpu})"
 
 
-def why_no_gpu(gpu: GpuHere | None) -> str | None:
+def why_no_gpu(gpu: machine.GpuHere | None) -> str | None:
     """Returns why no pack runs on a GPU of this machine, in words; None if one can."""
     return "no GPU found" if gpu is None else gpu.fault
 
 
-def _why_too_small(pack: Pack, options: EngineOptions, context_tokens: int, gpu: GpuHere) -> str | None:
+def _why_too_small(pack: formats.Pack, options: EngineOptions, context_tokens: int, gpu: machine.GpuHere) -> str | None:
     """Returns why a pack does not run in the budget, or in the GPU's memory, in words; None if it should."""
     from moe_pack.runtime.gpu.fit import GpuCosts, gpu_needs, usual_budget
 
     budget = options.budget_bytes
     if budget is not None and budget > gpu.memory_bytes:
-        return f"--budget is {size_text(budget)}, {gpu.name} has {size_text(gpu.memory_bytes)}"
+        return f"--budget is {formats.size_text(budget)}, {gpu.name} has {formats.size_text(gpu.memory_bytes)}"
     least = gpu_needs(pack.layout, context_tokens, GpuCosts(_gpu_cache_dtype(options))).least_budget
     if least <= (usual_budget(gpu.memory_bytes) if budget is None else budget):
         return None
-    here = f"{gpu.name} has {size_text(gpu.memory_bytes)}" if budget is None else f"--budget is {size_text(budget)}"
-    return f"a GPU needs {size_text(least)} for this pack, {here}"
+    here = (
+        f"{gpu.name} has {formats.size_text(gpu.memory_bytes)}"
+        if budget is None
+        else f"--budget is {formats.size_text(budget)}"
+    )
+    return f"a GPU needs {formats.size_text(least)} for this pack, {here}"
 
 
 def _gpu_cache_dtype(options: EngineOptions) -> KvDtype:
@@ -588,11 +568,11 @@ def _device(name: Device) -> torch.device:
     Raises:  RunError if it is a GPU, and there is none on which the kernels run.
     """
     if name == "cuda" and (fault := why_no_gpu(machine.gpu_here())) is not None:
-        raise RunError(f"--device cuda: {fault}; use --device cpu")
+        raise formats.RunError(f"--device cuda: {fault}; use --device cpu")
     return torch.device(name)
 
 
 def _usual_ram_bytes() -> int:
     """Returns the host memory for experts if `--ram` does not say how much."""
-    free = available_bytes()
+    free = machine.available_bytes()
     return sys.maxsize if free is None else int(_SHARE_OF_FREE_MEMORY * free)

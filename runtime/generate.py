@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.model import Decoder
+from moe_pack.runtime import model
 from moe_pack.runtime.sampling import Sampler
 
 if TYPE_CHECKING:
     from moe_pack.runtime.drafts import Drafts
-    from moe_pack.runtime.model import EncoderDecoder
 
 USUAL_CONTEXT = 4096  # tokens of prompt and answers, where the model has as many positions
 
@@ -43,7 +42,7 @@ def context_for(num_prompt_tokens: int, max_tokens: int, max_positions: int, has
 
 
 def generate(
-    decoder: Decoder | EncoderDecoder,
+    decoder: model.Decoder | model.EncoderDecoder,
     prompt_ids: list[int],
     sampler: Sampler,
     max_tokens: int,
@@ -56,7 +55,7 @@ def generate(
              drafts: with which several tokens may come from one pass; the tokens are the same.
     """
     if drafts is not None:
-        assert isinstance(decoder, Decoder), "drafts are for decoders alone"
+        assert isinstance(decoder, model.Decoder), "drafts are for decoders alone"
         yield from _drafted(decoder, prompt_ids, sampler, max_tokens, end_ids, drafts)
         return
     logits = decoder.begin(prompt_ids)
@@ -71,7 +70,7 @@ def generate(
 
 
 def _drafted(
-    decoder: Decoder,
+    decoder: model.Decoder,
     prompt_ids: list[int],
     sampler: Sampler,
     max_tokens: int,
@@ -177,7 +176,7 @@ def random_prompt(num_tokens: int, vocab_size: int, max_positions: int, seed: in
 
 
 def measure(
-    decoder: Decoder | EncoderDecoder,
+    decoder: model.Decoder | model.EncoderDecoder,
     prompt_ids: list[int],
     sampler: Sampler,
     max_tokens: int,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from moe_pack.formats import Pack, RunError
+from moe_pack import formats
 from moe_pack.formats.base.commands import parse_size
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import USUAL_CONTEXT, context_for, generate
@@ -43,10 +43,10 @@ def load(
     if budget is not None:
         num_bytes = budget if isinstance(budget, int) else parse_size(budget)
         if num_bytes is None or num_bytes < 1:
-            raise RunError(f"budget: found {budget!r}, expected a size as '11G', '1.5G' or '800M'")
+            raise formats.RunError(f"budget: found {budget!r}, expected a size as '11G', '1.5G' or '800M'")
         chosen = replace(chosen, budget_bytes=num_bytes)
     with ExitStack() as stack:
-        pack = stack.enter_context(Pack(Path(folder)))
+        pack = stack.enter_context(formats.Pack(Path(folder)))
         text = Text(pack)
         most = pack.spec.max_position_embeddings
         engine = stack.enter_context(
@@ -94,10 +94,10 @@ class Model:
         Raises:  RunError if the prompt is empty, too long, or the model is closed; PackError if a file is damaged.
         """
         if not self._is_open:
-            raise RunError("the model is closed; load it again")
+            raise formats.RunError("the model is closed; load it again")
         ids = self._text.encode(prompt)
         if not ids:
-            raise RunError("the tokenizer finds no token in the prompt; give at least one character")
+            raise formats.RunError("the tokenizer finds no token in the prompt; give at least one character")
         decoder = self._engine.decoder
         context_for(len(ids), max_tokens, decoder.cache.context_tokens, decoder.spec.encoder is not None)
         sampler = Sampler(SamplingOptions(temperature, top_p, seed=seed))

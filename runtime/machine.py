@@ -13,11 +13,11 @@ from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from moe_pack.formats import RunError, canonical, dump, load, parse
-from moe_pack.formats.base.json_files import Amount, Count, Positive, Within
+from moe_pack import formats
+from moe_pack.formats.base import json_files
 
 if TYPE_CHECKING:
-    from moe_pack.formats import PackLayout
+    pass
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ def gpu_fault(name: str, capability: tuple[int, int]) -> str | None:
 # ---- measured rates -------------------------------------------------------------------------------------------------
 
 ReadMode = Literal["direct", "pread", "map"]
-Rate = Annotated[float, Within(1e-3, 1e18)]  # bytes a second
+Rate = Annotated[float, json_files.Within(1e-3, 1e18)]  # bytes a second
 
 VERSION = 5  # of the file with the facts; a file of another version counts as missing
 MAX_GAP_BYTES = 1 << 20
@@ -212,8 +212,8 @@ class ReadRate:
     """The rate of scattered reads of one size, with the number of threads that is best for it."""
 
     mode: ReadMode
-    size: Positive
-    threads: Positive
+    size: json_files.Positive
+    threads: json_files.Positive
     rate: Rate
 
 
@@ -221,7 +221,7 @@ class ReadRate:
 class SizedRate:
     """The rate at one size."""
 
-    size: Positive
+    size: json_files.Positive
     rate: Rate
 
 
@@ -232,7 +232,7 @@ class WidthRate:
     `width`: bits of a code; 16: bfloat16; of a trellis, bits of two weights.
     """
 
-    width: Positive
+    width: json_files.Positive
     rate: Rate
 
 
@@ -260,14 +260,14 @@ class DiskFacts:
     """
 
     name: str | None
-    file_bytes: Count
+    file_bytes: json_files.Count
     mode: Literal["direct", "pread"]
-    threads: Positive
+    threads: json_files.Positive
     curve: tuple[SizedRate, ...]
     alone: tuple[SizedRate, ...]
     best: tuple[ReadRate, ...]
-    read_cpu_s: Amount = 0.0
-    byte_cpu_s: Amount = 0.0
+    read_cpu_s: json_files.Amount = 0.0
+    byte_cpu_s: json_files.Amount = 0.0
 
     @property
     def smallest_efficient_bytes(self) -> int:
@@ -360,7 +360,7 @@ USUAL_DISK = DiskFacts(
 )
 
 
-def disk_cutover(layout: "PackLayout", disk: DiskFacts) -> float:
+def disk_cutover(layout: "formats.PackLayout", disk: DiskFacts) -> float:
     """Returns the share of running neurons below which reading only their rows is faster, for all experts of a pack."""
     kinds = {(e.records.row_bytes, e.num_rows, e.records_bytes) for layer in layout.experts for e in layer}
     return min(disk.cutover(*kind) for kind in kinds)
@@ -376,13 +376,13 @@ class CpuFacts:
     experts stored as trellises.
     """
 
-    cores: Positive
+    cores: json_files.Positive
     instruction_set: str | None
     read_one: Rate | None
     read_all: Rate | None
     experts: tuple[WidthRate, ...]
     dense: tuple[WidthRate, ...]
-    row_s: Amount | None
+    row_s: json_files.Amount | None
     trellises: tuple[WidthRate, ...] = ()
 
 
@@ -391,7 +391,7 @@ class LinkFacts:
     """A GPU and the link to it: rates of copies from page-locked memory, in rising order of sizes."""
 
     name: str
-    memory_bytes: Count
+    memory_bytes: json_files.Count
     copies: tuple[SizedRate, ...]
 
 
@@ -403,11 +403,11 @@ class FixedCosts:
     of which single rows are read, as often as some are missing.
     """
 
-    token_s: Amount
-    layer_s: Amount
-    expert_s: Amount
-    miss_s: Amount
-    rows_s: Amount
+    token_s: json_files.Amount
+    layer_s: json_files.Amount
+    expert_s: json_files.Amount
+    miss_s: json_files.Amount
+    rows_s: json_files.Amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +450,7 @@ def device_of(path: Path) -> tuple[int, str | None]:
     try:
         device = path.stat().st_dev
     except OSError as fault:
-        raise RunError(f"{path}: cannot be found ({fault.strerror})") from fault
+        raise formats.RunError(f"{path}: cannot be found ({fault.strerror})") from fault
     block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     return device, block.resolve().name if block.exists() else None
 
@@ -465,12 +465,12 @@ def save_facts(facts: MachineFacts, cache_folder: Path, path: Path) -> Path:
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.write_bytes(canonical(dump(_FactsFile(VERSION, facts))))
+            temporary.write_bytes(formats.canonical(formats.dump(_FactsFile(VERSION, facts))))
             temporary.replace(file)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as fault:
-        raise RunError(f"{file}: cannot be written ({fault.strerror})") from fault
+        raise formats.RunError(f"{file}: cannot be written ({fault.strerror})") from fault
     return file
 
 
@@ -485,14 +485,14 @@ def load_facts(cache_folder: Path, path: Path) -> MachineFacts | None:
     if not file.exists():
         return None
     try:
-        raw = read_small(file, _MAX_FACTS_BYTES, RunError).tobytes()
-        values = parse(raw, file.name, RunError)
+        raw = read_small(file, _MAX_FACTS_BYTES, formats.RunError).tobytes()
+        values = formats.parse(raw, file.name, formats.RunError)
         if isinstance(values, dict) and values.get("version") != VERSION:
             return None
-        facts = load(_FactsFile, values, file.name, RunError).facts
+        facts = formats.load(_FactsFile, values, file.name, formats.RunError).facts
         _check(facts, file.name)
-    except RunError as fault:
-        raise RunError(f"{fault}; remove {file}, or run moe-pack doctor again") from fault
+    except formats.RunError as fault:
+        raise formats.RunError(f"{fault}; remove {file}, or run moe-pack doctor again") from fault
     return facts
 
 
@@ -501,4 +501,6 @@ def _check(facts: MachineFacts, place: str) -> None:
     for name, curve in (("curve", facts.drive.curve), ("alone", facts.drive.alone)):
         sizes = [point.size for point in curve]
         if not curve or sizes != sorted(set(sizes)):
-            raise RunError(f"{place}: drive: {name}: sizes are {sizes}, expected positive sizes in rising order")
+            raise formats.RunError(
+                f"{place}: drive: {name}: sizes are {sizes}, expected positive sizes in rising order"
+            )

@@ -12,7 +12,7 @@ sidecar `numerics.json`. `auto` takes the fastest mode whose loss is small enoug
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from moe_pack.formats.base.json_files import Amount, Positive
+from moe_pack.formats.base import json_files
 
 if TYPE_CHECKING:
     from moe_pack.formats import Pack
@@ -33,7 +33,7 @@ class ModeLoss:
     """
 
     kl: float
-    half_width: Amount | None
+    half_width: json_files.Amount | None
 
     @property
     def is_small(self) -> bool:
@@ -46,7 +46,7 @@ class NumericsLoss:
     """The sidecar `numerics.json`: the loss of a pack with each mode, on `num_tokens` tokens of a text."""
 
     text: str
-    num_tokens: Positive
+    num_tokens: json_files.Positive
     instruction_set: str
     fast: ModeLoss
     fastest: ModeLoss

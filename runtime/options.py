@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moe_pack.formats import RunError, option, parts
-from moe_pack.formats.base.commands import given, read_size
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.base import commands
+from moe_pack.runtime import offload
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.numerics import NumericsOption
-from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
 
 if TYPE_CHECKING:
-    from moe_pack.formats import ModelSpec
     from moe_pack.formats.families.text_files import TextFiles
 
 ReadOption = Literal["auto", "direct", "pread", "map"]
@@ -28,14 +28,16 @@ DraftOption = Literal["auto", "off", "ngram", "mtp"]
 
 # Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
 _GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
-DEVICE_OPTION = option("--device", help="Where to compute.")  # of measurements, which are the same everywhere on CPUs
+DEVICE_OPTION = formats.option(
+    "--device", help="Where to compute."
+)  # of measurements, which are the same everywhere on CPUs
 Device = Literal["auto", "cpu", "cuda"]
 MAX_SEED = 2**63 - 1
 _INFINITE = float("inf")
 _GENERATION = "generation_config.json"
 
 
-def cpu_only(spec: "ModelSpec") -> str | None:
+def cpu_only(spec: "formats.ModelSpec") -> str | None:
     """Returns what a model has that the GPU's engine lacks, in words; None if a GPU runs it."""
     from moe_pack.formats.parts.positions import ProportionalSpec
 
@@ -84,7 +86,7 @@ def cpu_only(spec: "ModelSpec") -> str | None:
     return next((part for part, is_there in lacks.items() if is_there), None)
 
 
-def _uncoded_on_gpu(spec: "ModelSpec", kv_dtype: KvDtype | None) -> str | None:
+def _uncoded_on_gpu(spec: "formats.ModelSpec", kv_dtype: KvDtype | None) -> str | None:
     """Returns why a GPU's kernels cannot have a model's keys and values as codes, in words; None if they can."""
     if kv_dtype not in ("q8", "q4"):
         return None
@@ -116,7 +118,7 @@ class EngineOptions:
 
     device: Device = field(
         default="auto",
-        metadata=option(
+        metadata=formats.option(
             "--device",
             help="Where to compute. auto is cuda if there is a GPU that can run the pack with the given options, else "
             "cpu; a line says which, and why.",
@@ -124,9 +126,9 @@ class EngineOptions:
     )
     budget_bytes: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--budget",
-            parse=read_size,
+            parse=commands.read_size,
             metavar="SIZE",
             help="Memory for weights, key-value cache and workspace, as 11G or 800M; experts that do not fit are "
             "offloaded. On a GPU: GPU memory, with everything that the driver counts.  [default: the free "
@@ -135,7 +137,7 @@ class EngineOptions:
     )
     misses: MissesOption = field(
         default="auto",
-        metadata=option(
+        metadata=formats.option(
             "--misses",
             mark=_GPU,
             help="On a GPU: what happens with the rows that a token needs and GPU memory lacks. cpu computes "
@@ -145,9 +147,9 @@ class EngineOptions:
     )
     ram_bytes: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--ram",
-            parse=read_size,
+            parse=commands.read_size,
             metavar="SIZE",
             mark=_GPU,
             help="On a GPU: host memory for experts; if the pack is larger, experts come from the disk.  "
@@ -156,7 +158,7 @@ class EngineOptions:
     )
     numerics: NumericsOption = field(
         default="auto",
-        metadata=option(
+        metadata=formats.option(
             "--numerics",
             help="How inputs of products are rounded: exact, not at all; fast, to 16 bits in prompts; fastest, to 8. "
             "The last two CHANGE THE ANSWER a little. auto takes the fastest whose loss was measured for this pack and "
@@ -165,15 +167,15 @@ class EngineOptions:
     )
     kv_dtype: KvDtype | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--kv-dtype",
             help="How keys and values are stored: as float32, as bfloat16, or as codes of about 9 or 5 bits (q8, q4). "
             "All but f32 CHANGE THE ANSWER a little.  [default: f32; on a GPU bf16]",
         ),
     )
-    policy: Literal["auto"] | PolicyName = field(
+    policy: Literal["auto"] | offload.PolicyName = field(
         default="auto",
-        metadata=option(
+        metadata=formats.option(
             "--policy",
             help="Which experts stay in memory and which are prefetched. auto evicts by the policy that has the most "
             "hits on the routes of the attached profile, and predicts by the method that is best in the profile.",
@@ -181,11 +183,11 @@ class EngineOptions:
     )
     prefetches: bool = field(
         default=True,
-        metadata=option("--no-prefetch", help="Read an expert only after its router has chosen it."),
+        metadata=formats.option("--no-prefetch", help="Read an expert only after its router has chosen it."),
     )
     cutover: float | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--cutover",
             least=0,
             most=1,
@@ -197,7 +199,7 @@ class EngineOptions:
     )
     read: ReadOption = field(
         default="auto",
-        metadata=option(
+        metadata=formats.option(
             "--read",
             help="direct bypasses the system's cache; pread reads through it; auto takes direct where the file system "
             "supports it, unless moe-pack doctor found pread faster; map uses mapped files, which keep to no budget.",
@@ -205,16 +207,16 @@ class EngineOptions:
     )
     verify: VerifyOption = field(
         default="lazy",
-        metadata=option(
+        metadata=formats.option(
             "--verify",
             help="lazy checks each expert when it is first read; full checks every byte of the pack before the first "
             "token; off does not check offloaded experts.",
         ),
     )
-    approximations: Approximations = EXACT
+    approximations: offload.Approximations = offload.EXACT
     draft: DraftOption = field(
         default="auto",
-        metadata=option(
+        metadata=formats.option(
             "--draft",
             help="Drafts on the CPU: tokens are proposed cheaply and verified together; the answer stays the same. "
             "ngram looks for the last tokens earlier in the text and proposes what followed them; mtp runs the "
@@ -224,7 +226,7 @@ class EngineOptions:
     )
     threads: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--threads",
             "-t",
             least=1,
@@ -234,7 +236,7 @@ class EngineOptions:
     )
     kernels: KernelsOption = field(
         default="auto",
-        metadata=option(
+        metadata=formats.option(
             "--kernels",
             help="What computes on the CPU: the best native kernels for this machine (auto), those for one instruction "
             "set, or plain torch.",
@@ -242,11 +244,11 @@ class EngineOptions:
     )
     is_strict: bool = field(
         default=False,
-        metadata=option("--strict", help="Turn a fallback into an error."),
+        metadata=formats.option("--strict", help="Turn a fallback into an error."),
     )
     trace: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--trace",
             path="file",
             metavar="FILE",
@@ -256,7 +258,7 @@ class EngineOptions:
     )
     record: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--record",
             path="file",
             metavar="FILE",
@@ -269,23 +271,25 @@ class EngineOptions:
 
     def offload_only(self) -> list[str]:
         """Lists the given options that have a meaning for offloaded experts only."""
-        return given(self, mark=_OFFLOAD) + given(self, mark=_APPROXIMATION)
+        return commands.given(self, mark=_OFFLOAD) + commands.given(self, mark=_APPROXIMATION)
 
-    def check_cpu(self, spec: "ModelSpec") -> None:
+    def check_cpu(self, spec: "formats.ModelSpec") -> None:
         """Refuses options that have no effect on the CPU, or that the model cannot follow.
 
         Raises:  RunError.
         """
         if spec.encoder is not None and self.record is not None:
-            raise RunError("--record does not support models with an encoder; remove it")
+            raise formats.RunError("--record does not support models with an encoder; remove it")
         if spec.router.num_identity:
             approximations = self.approximations
             chosen = {"--record": self.record is not None, "--substitute": approximations.substitute is not None}
             chosen["--trust-experts"] = approximations.runs_predicted
             for name in (name for name, is_given in chosen.items() if is_given):
-                raise RunError(f"{name} does not support models with experts that return their input; remove it")
+                raise formats.RunError(
+                    f"{name} does not support models with experts that return their input; remove it"
+                )
         if spec.encoder is not None and self.kv_dtype not in (None, "f32"):
-            raise RunError(f"--kv-dtype {self.kv_dtype} does not support models with an encoder; remove it")
+            raise formats.RunError(f"--kv-dtype {self.kv_dtype} does not support models with an encoder; remove it")
         self.check_cpu_alone()
 
     def check_cpu_alone(self) -> None:
@@ -294,19 +298,19 @@ class EngineOptions:
         Raises:  RunError.
         """
         if names := self.gpu_only():
-            raise RunError(f"{names[0]} needs --device cuda; remove it or add --device cuda")
+            raise formats.RunError(f"{names[0]} needs --device cuda; remove it or add --device cuda")
         if self.read == "map" and (names := self.offload_only()):
-            raise RunError(f"{names[0]} needs offloaded experts; remove --read map")
+            raise formats.RunError(f"{names[0]} needs offloaded experts; remove --read map")
 
-    def check_gpu(self, spec: "ModelSpec") -> None:
+    def check_gpu(self, spec: "formats.ModelSpec") -> None:
         """Refuses options that have no effect on a GPU, and models that GPUs do not run.
 
         Raises:  RunError.
         """
         if (refusal := self.gpu_refusal(spec)) is not None:
-            raise RunError(refusal.message)
+            raise formats.RunError(refusal.message)
 
-    def gpu_refusal(self, spec: "ModelSpec") -> GpuRefusal | None:
+    def gpu_refusal(self, spec: "formats.ModelSpec") -> GpuRefusal | None:
         """Returns what in the options or in the model needs the CPU; None if nothing does."""
         if (part := cpu_only(spec)) is not None:
             return GpuRefusal(
@@ -321,14 +325,14 @@ class EngineOptions:
         if self.numerics == "fastest":
             message = "--numerics fastest needs --device cpu; with --device cuda give fast or exact"
             return GpuRefusal("--numerics fastest needs it", message)
-        names = [*(["--read map"] if self.read == "map" else []), *given(self, mark=_OFFLOAD)]
+        names = [*(["--read map"] if self.read == "map" else []), *commands.given(self, mark=_OFFLOAD)]
         if names:
             return GpuRefusal(f"{names[0]} needs it", f"{names[0]} needs --device cpu; remove one of them")
         return None
 
     def gpu_only(self) -> list[str]:
         """Lists the given options that have a meaning on a GPU only."""
-        return given(self, mark=_GPU)
+        return commands.given(self, mark=_GPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +364,7 @@ class AskedSampling:
 
     temperature: float | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--temperature",
             help="0 always takes the likeliest token.  [default, as for the next four: the model's "
             "generation_config.json, else 0.8]",
@@ -368,19 +372,19 @@ class AskedSampling:
     )
     top_p: float | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--top-p", help="Draw from the smallest set of tokens that has this probability.  [default: else 0.95]"
         ),
     )
     top_k: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--top-k", metavar="N", help="Draw from the N likeliest tokens.  [default: else 0, all of them]"
         ),
     )
     min_p: float | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--min-p",
             help="Draw from tokens that have at least this share of the likeliest one's probability.  "
             "[default: else 0]",
@@ -388,7 +392,7 @@ class AskedSampling:
     )
     repetition_penalty: float | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--repetition-penalty",
             help="Divide the positive logits of tokens that came before, and multiply the negative ones, by this.  "
             "[default: else 1, which changes nothing]",
@@ -430,7 +434,7 @@ def usual_sampling(files: "TextFiles") -> SamplingOptions:
     )
     try:
         check_sampling(chosen)
-    except RunError as fault:
+    except formats.RunError as fault:
         raise error_of(files)(f"{_GENERATION}: {fault}") from fault
     return chosen
 
@@ -458,9 +462,9 @@ def check_sampling(options: SamplingOptions, shown: Callable[[str], str] = str) 
     )
     for name, value, is_right, expected in rules:
         if not is_right:
-            raise RunError(f"{shown(name)}: found {value}, expected {expected}")
+            raise formats.RunError(f"{shown(name)}: found {value}, expected {expected}")
     for token, bias in options.logit_bias:
         if token < 0 or not bias < _INFINITE:
-            raise RunError(
+            raise formats.RunError(
                 f"{shown('logit_bias')}: found {bias} for token {token}, expected a number for a token from 0 up"
             )

@@ -7,7 +7,7 @@
 from dataclasses import dataclass
 
 from moe_pack.formats import Pack
-from moe_pack.formats.base.json_files import Amount, Count, Positive, Share
+from moe_pack.formats.base import json_files
 from moe_pack.formats.pack.sidecar import read_sidecar
 
 QUALITY_FILE = "quality.json"
@@ -18,7 +18,7 @@ class Estimate:
     """A figure and half the width of its 95% confidence interval; None if there are fewer than two blocks."""
 
     value: float
-    half_width: Amount | None
+    half_width: json_files.Amount | None
 
     @property
     def upper(self) -> float | None:
@@ -39,15 +39,15 @@ class SourceQuality:
 
     source: str
     is_exact: bool
-    num_outcomes: Count
+    num_outcomes: json_files.Count
     kl: Estimate
     kl_bound: Estimate
-    noise_floor: Amount
+    noise_floor: json_files.Amount
     source_perplexity: Estimate
     perplexity_increase: Estimate
     agreement: Estimate
-    source_tail: Amount
-    pack_tail: Amount
+    source_tail: json_files.Amount
+    pack_tail: json_files.Amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class SparsityPrice:
     `realized`: the share of neurons that did not run on the judged text; None if no token reached an expert.
     """
 
-    sparsity: Share
-    realized: Share | None
+    sparsity: json_files.Share
+    realized: json_files.Share | None
     kl: Estimate
     perplexity_increase: Estimate
 
@@ -70,9 +70,9 @@ class SubstitutionPrice:
     `replaced`: the share of chosen experts that were replaced.   `fetched`: the share of run experts that were missing.
     """
 
-    alpha: Amount
-    replaced: Share
-    fetched: Share
+    alpha: json_files.Amount
+    replaced: json_files.Share
+    fetched: json_files.Share
     kl: Estimate
     perplexity_increase: Estimate
 
@@ -82,8 +82,8 @@ class Substitution:
     """The prices with one policy. `room`: the share of experts that fit in memory. `fetched`: without substitution."""
 
     policy: str
-    room: Share
-    fetched: Share
+    room: json_files.Share
+    fetched: json_files.Share
     prices: tuple[SubstitutionPrice, ...]
 
 
@@ -91,7 +91,7 @@ class Substitution:
 class Prices:
     """The prices on the first `num_tokens` predicted tokens of a text. `calibration`: the text for the thresholds."""
 
-    num_tokens: Positive
+    num_tokens: json_files.Positive
     calibration: str
     sparsity: tuple[SparsityPrice, ...]
     substitution: Substitution
@@ -107,11 +107,11 @@ class Quality:
 
     text: str
     text_sha256: str
-    num_sequences: Positive
-    sequence_length: Positive
-    num_tokens: Positive
-    content_bytes: Positive
-    sparsity: Share | None
+    num_sequences: json_files.Positive
+    sequence_length: json_files.Positive
+    num_tokens: json_files.Positive
+    content_bytes: json_files.Positive
+    sparsity: json_files.Share | None
     perplexity: Estimate
     against: SourceQuality | None
     prices: Prices | None = None

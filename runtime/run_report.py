@@ -6,12 +6,11 @@
 from dataclasses import dataclass
 
 from moe_pack.formats import size_text
-from moe_pack.runtime.cpu import is_available, num_cpus, why_unavailable
+from moe_pack.runtime import cpu, model
 from moe_pack.runtime.cpu.reads import ReadStats
 from moe_pack.runtime.engine import Engine
-from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts, GpuMemoryUse
+from moe_pack.runtime.gpu import fit
 from moe_pack.runtime.machine import anonymous_bytes
-from moe_pack.runtime.model import Decoder, NativeOperations
 from moe_pack.runtime.numerics import NumericsMode, mode_text
 from moe_pack.runtime.offload import BudgetPlan, PhaseCounts
 
@@ -72,10 +71,10 @@ class GpuReport:
     misses: str
     policy: str
     prediction: str
-    use: GpuMemoryUse
+    use: fit.GpuMemoryUse
     used_bytes: int
     locked_bytes: int
-    counts: GpuCounts
+    counts: fit.GpuCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +143,20 @@ def report(engine: Engine) -> RunReport:
 
 def _cache_bytes(engine: Engine) -> int:
     decoder = engine.decoder
-    if not isinstance(decoder, Decoder):
+    if not isinstance(decoder, model.Decoder):
         return decoder.cache.num_bytes
     return sum(sequence.num_bytes for sequence in decoder.sequences)
 
 
 def _computed_by(engine: Engine) -> str:
-    num_threads = engine.options.threads or num_cpus()
+    num_threads = engine.options.threads or cpu.num_cpus()
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
-    if isinstance(engine.operations, NativeOperations):
+    if isinstance(engine.operations, model.NativeOperations):
         return f"native kernels, {engine.operations.kernels.instruction_set}, {threads}"
     if engine.options.device != "cpu":
         return f"Triton kernels on {engine.options.device}"
-    if not is_available():
-        return f"torch, {threads}; native kernels {why_unavailable()}"
+    if not cpu.is_available():
+        return f"torch, {threads}; native kernels {cpu.why_unavailable()}"
     return f"torch on cpu, {threads}"
 
 
@@ -201,7 +200,7 @@ def _gpu(engine: Engine) -> GpuReport | None:
     memory, use, preset = engine.gpu_memory, engine.gpu_use, engine.gpu_preset
     if memory is None or use is None or preset is None or engine.misses is None:
         return None
-    assert isinstance(engine.decoder, CountsNeurons), "a GPU's decoder counts"
+    assert isinstance(engine.decoder, fit.CountsNeurons), "a GPU's decoder counts"
     locked_bytes, counts = 0 if engine.host is None else engine.host.locked_bytes, engine.decoder.counts()
     names = (engine.misses, preset.name, preset.prediction)
     return GpuReport(*names, use, memory.used_bytes(), locked_bytes, counts)

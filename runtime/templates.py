@@ -15,14 +15,8 @@ from functools import partial
 from typing import Protocol
 
 from moe_pack.formats import RunError
-from moe_pack.formats.families.text_files import (
-    SpecialTokens,
-    TextFiles,
-    error_of,
-    read_templates,
-    read_values,
-)
-from moe_pack.runtime.helper import HELPER, HelperError
+from moe_pack.formats.families import text_files
+from moe_pack.runtime import helper
 
 # A loop over a message's content, as `for part in message['content']`.
 _READS_PARTS = re.compile(r"""\{%-?\s*for\s+\w+\s+in\s+(?:\w+\.|\w+\[['"])?content\b""")
@@ -48,9 +42,12 @@ class ChatTemplate:
         self._takes_objects: dict[str, bool] = {}
 
     @classmethod
-    def of(cls, files: TextFiles) -> "ChatTemplate | None":
+    def of(cls, files: text_files.TextFiles) -> "ChatTemplate | None":
         """Returns the template in a model's files; None if there is none."""
-        return cls.among(read_templates(files), SpecialTokens.of(partial(read_values, files), error_of(files)).named)
+        return cls.among(
+            text_files.read_templates(files),
+            text_files.SpecialTokens.of(partial(text_files.read_values, files), text_files.error_of(files)).named,
+        )
 
     @classmethod
     def among(cls, templates: Mapping[str, str], named_tokens: Mapping[str, str]) -> "ChatTemplate | None":
@@ -67,8 +64,8 @@ class ChatTemplate:
         """
         for source in {self._source, self._tool_source}:
             try:
-                HELPER.compile(source)
-            except HelperError as fault:
+                helper.HELPER.compile(source)
+            except helper.HelperError as fault:
                 raise RunError(f"the model's chat template has an error ({fault})") from fault
 
     def source(self, has_tools: bool = False) -> str:
@@ -107,14 +104,14 @@ class ChatTemplate:
         names = {"messages": prepared, "tools": tools, "documents": documents}
         try:
             text = self._run(source, {**self._tokens, **(extra or {}), **names}, add_generation_prompt, now)
-        except HelperError as fault:
+        except helper.HelperError as fault:
             raise RunError(f"the model's chat template failed ({fault})") from fault
         return _cut_at_mark(text) if continue_final_message else text
 
     def _run(
         self, source: str, names: Mapping[str, object], add_generation_prompt: bool, now: datetime | None = None
     ) -> str:
-        return HELPER.render(source, {**names, "add_generation_prompt": add_generation_prompt}, now)
+        return helper.HELPER.render(source, {**names, "add_generation_prompt": add_generation_prompt}, now)
 
     def _prepared(self, message: Mapping[str, object], source: str) -> dict[str, object]:
         """Returns a message in the form that the template takes; a message that needs no change stays as it is."""
@@ -146,7 +143,7 @@ class ChatTemplate:
             names = {**self._tokens, "messages": messages, "tools": None, "documents": None}
             try:
                 written.append(self._run(source, names, add_generation_prompt=False))
-            except HelperError:
+            except helper.HelperError:
                 written.append(None)
         as_object, as_text = written
         if as_object is not None and "needle" in as_object and "'needle'" not in as_object:
@@ -257,7 +254,7 @@ def prompt_of(encoder: Encoder, render: Callable[[bool], str], continues: bool =
     return ChatPrompt(text, ids)
 
 
-def chat_prompt(files: TextFiles, message: str) -> str:
+def chat_prompt(files: text_files.TextFiles, message: str) -> str:
     """Returns the prompt that asks the model to answer `message`, with special tokens as text.
 
     Raises:  RunError if there is no chat template, or it fails.

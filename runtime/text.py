@@ -13,20 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tokenizers import Tokenizer
 
-from moe_pack.formats import CheckpointError, Pack, RunError
-from moe_pack.formats.families import text_config
-from moe_pack.formats.families.text_files import (
-    CONFIG_FILE,
-    TOKENIZER_FILE,
-    SpecialTokens,
-    TextFiles,
-    end_tokens,
-    error_of,
-    first_line,
-    read_templates,
-    read_tokenizer,
-    read_values,
-)
+from moe_pack import formats
+from moe_pack.formats.families import text_files
 
 if TYPE_CHECKING:
     from moe_pack.runtime.templates import ChatTemplate
@@ -39,7 +27,7 @@ _SHRINKS = 4  # NFKC makes one byte of up to 4, and composes up to 9 to 3
 _BYTE = re.compile(r"<0x..>")
 _KEPT_TOKENS = 8  # before an answer's next piece; what a decoder does to a token depends on its neighbors
 # Files of which transformers makes a tokenizer.json.
-_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "merges.txt", CONFIG_FILE)
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "merges.txt", text_files.CONFIG_FILE)
 _MADE = "create it with transformers: AutoTokenizer.from_pretrained(IN).save_pretrained(OUT)"
 _TRIED_TEXTS = (
     *(chr(code) * 100 + "!" for code in range(0x20, 0x7F)),
@@ -59,28 +47,30 @@ class Text:
     Raises:  RunError if there is no tokenizer; PackError, or CheckpointError for a folder, if it is damaged.
     """
 
-    def __init__(self, files: TextFiles) -> None:
-        if not files.has(TOKENIZER_FILE):
-            raise RunError(_no_tokenizer(files))
-        error, read = error_of(files), partial(read_values, files)
+    def __init__(self, files: text_files.TextFiles) -> None:
+        if not files.has(text_files.TOKENIZER_FILE):
+            raise formats.RunError(_no_tokenizer(files))
+        error, read = text_files.error_of(files), partial(text_files.read_values, files)
         config = read("config.json")
-        self._vocab_size = text_config(config).get("vocab_size")
-        special = SpecialTokens.of(read, error)
-        raw, num_rows = files.read_file(TOKENIZER_FILE).tobytes(), self._vocab_size
-        self._tokenizer, self.rowless = read_tokenizer(raw, special, num_rows if type(num_rows) is int else None, error)
+        self._vocab_size = text_files.text_config(config).get("vocab_size")
+        special = text_files.SpecialTokens.of(read, error)
+        raw, num_rows = files.read_file(text_files.TOKENIZER_FILE).tobytes(), self._vocab_size
+        self._tokenizer, self.rowless = text_files.read_tokenizer(
+            raw, special, num_rows if type(num_rows) is int else None, error
+        )
         # A tokenizer.json may have length limits of its training, which would cut or pad a text silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         generation = ("generation_config.json", read("generation_config.json"))
-        configs = (generation, ("config.json", config), ("config.json", text_config(config)))
-        self.end_ids = frozenset(end_tokens(configs, self._tokenizer, error))
+        configs = (generation, ("config.json", config), ("config.json", text_files.text_config(config)))
+        self.end_ids = frozenset(text_files.end_tokens(configs, self._tokenizer, error))
         self.named_tokens = special.named
         end = self._token(special.named.get("eos_token"))
         self.answer_end_ids = self.end_ids | (frozenset() if end is None else frozenset([end]))
-        self._templates = read_templates(files)
+        self._templates = text_files.read_templates(files)
         # DeepSeek's tokenizers say in the config alone that a text has a beginning. Source: transformers 4,
         # LlamaTokenizerFast; llama.cpp's converter reads the same key. transformers 5 does not.
-        begins = read(CONFIG_FILE).get("add_bos_token") is True
+        begins = read(text_files.CONFIG_FILE).get("add_bos_token") is True
         self._beginning = self._token(special.named.get("bos_token")) if begins else None
         # The name of a token has at least the bytes of its text, also where its characters stand for bytes.
         longest = max((len(name.encode()) for name in self._tokenizer.get_vocab()), default=1)
@@ -106,7 +96,7 @@ class Text:
         """
         size = self._vocab_size
         if type(size) is not int or size < 1:
-            raise RunError(f"config.json: vocab_size is {size!r}, expected a whole number from 1")
+            raise formats.RunError(f"config.json: vocab_size is {size!r}, expected a whole number from 1")
         return size
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
@@ -208,55 +198,57 @@ class TextStream:
         return _asked(lambda: str(self._tokenizer.decode(ids, skip_special_tokens=False)))
 
 
-def check_text(files: TextFiles, vocab_size: int) -> list[str]:
+def check_text(files: text_files.TextFiles, vocab_size: int) -> list[str]:
     """Checks before a conversion that its pack will read text; returns notes for users on what it will not do.
 
     Args:    vocab_size: number of tokens that the model has a row for.
     Raises:  CheckpointError, RunError if tokenizer or chat template are there, and moe-run could not use them.
     """
-    if not files.has(TOKENIZER_FILE):
+    if not files.has(text_files.TOKENIZER_FILE):
         other = next((name for name in _OTHER_TOKENIZERS if files.has(name)), None)
         if other is None:
             return [
                 f"{files.folder}: has no tokenizer, so the pack cannot read text, and moe-run can only measure its "
                 f"speed (--bench). To mend that, download tokenizer.json, or {_MADE}"
             ]
-        raise CheckpointError(f"{files.folder}: has {other}, but no tokenizer.json, which moe-run needs; {_MADE}")
+        raise formats.CheckpointError(
+            f"{files.folder}: has {other}, but no tokenizer.json, which moe-run needs; {_MADE}"
+        )
     from moe_pack.runtime.helper import HELPER, HelperError
     from moe_pack.runtime.templates import chat_prompt
 
-    raw = files.read_file(TOKENIZER_FILE).tobytes().decode("utf-8", "replace")
+    raw = files.read_file(text_files.TOKENIZER_FILE).tobytes().decode("utf-8", "replace")
     try:
         HELPER.try_tokenizer(raw, _TRIED_TEXTS)
     except HelperError as fault:
-        raise CheckpointError(f"tokenizer.json: the tokenizers library cannot use it ({fault})") from fault
+        raise formats.CheckpointError(f"tokenizer.json: the tokenizers library cannot use it ({fault})") from fault
     text = Text(files)
     notes = _row_notes(text, files, vocab_size)
     if text.chat_template is not None:
         text.chat_template.check()
         try:
             chat_prompt(files, "Hello")
-        except RunError as fault:
+        except formats.RunError as fault:
             notes.append(f"{fault}, for a message of the user alone; a chat with this model will fail like this")
     return notes
 
 
-def _row_notes(text: Text, files: TextFiles, vocab_size: int) -> list[str]:
+def _row_notes(text: Text, files: text_files.TextFiles, vocab_size: int) -> list[str]:
     """Returns notes on tokens for which the model has no row.
 
     Raises:  CheckpointError if one of them begins or ends texts, or is one of those that texts consist of.
     """
     if words := text.names_from(vocab_size, with_added=False):
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"tokenizer.json: token {words[0]!r} and {len(words) - 1} more have no row in the model, which has "
             f"{vocab_size} (vocab_size of config.json); use the tokenizer of this model"
         )
     rowless = [*text.names_from(vocab_size, with_added=True), *text.rowless]
-    named = SpecialTokens.of(partial(read_values, files), error_of(files)).named
+    named = text_files.SpecialTokens.of(partial(text_files.read_values, files), text_files.error_of(files)).named
     wrong = [f"{name} {named[name]!r}" for name in ("bos_token", "eos_token") if named.get(name) in rowless]
     wrong += [f"eos_token_id {number}" for number in sorted(text.end_ids) if not 0 <= number < vocab_size]
     if wrong:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{files.folder}: {wrong[0]} is no token of this model, which has {vocab_size} rows (vocab_size of "
             "config.json); name the right token, or use the tokenizer of this model"
         )
@@ -268,13 +260,13 @@ def _row_notes(text: Text, files: TextFiles, vocab_size: int) -> list[str]:
     ]
 
 
-def _no_tokenizer(files: TextFiles) -> str:
-    if isinstance(files, Pack) and files.is_synthetic:
+def _no_tokenizer(files: text_files.TextFiles) -> str:
+    if isinstance(files, formats.Pack) and files.is_synthetic:
         return (
             f"{files.folder}: is a synthetic pack with random weights and no tokenizer, so it has no text; "
             "moe-run --bench measures its speed"
         )
-    if isinstance(files, Pack):
+    if isinstance(files, formats.Pack):
         return f"{files.folder}: has no tokenizer.json, so it cannot read a prompt; convert a checkpoint that has one"
     return f"{files.folder}: has no tokenizer.json, so it cannot read text; download it, or {_MADE}"
 
@@ -296,7 +288,9 @@ def _asked(call: Callable[[], T]) -> T:
     except KeyboardInterrupt:
         raise
     except BaseException as fault:  # a panic of the library is no Exception
-        raise RunError(f"tokenizer.json: the tokenizers library fails on this text ({first_line(fault)})") from fault
+        raise formats.RunError(
+            f"tokenizer.json: the tokenizers library fails on this text ({text_files.first_line(fault)})"
+        ) from fault
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
@@ -315,10 +309,10 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     threading.Thread(target=run, name="tokenizer", daemon=True).start()
     try:
         return _asked(lambda: answer.result(seconds))
-    except RunError as fault:
+    except formats.RunError as fault:
         if answer.done():
             raise
-        raise RunError(
+        raise formats.RunError(
             f"tokenizer.json: the tokenizers library takes longer than {seconds:.0f} seconds for this text; give "
             "another text, or mend the tokenizer"
         ) from fault

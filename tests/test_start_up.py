@@ -139,7 +139,7 @@ def command_of(name: str) -> Command:
 
 
 # What a pack of Mixtral needs on a CPU, in lines of our Python, with some air. If a run loads more, `python
-# tests/support/loaded_packs.py --modules` shows every module and who imported it first. Load what is new where it is
+# support.loaded_packs --modules` shows every module and who imported it first. Load what is new where it is
 # used, or raise the bound and say in docs/install.md what it is for.
 MOST_LINES = {"moe-run PACK --prompt TEXT": 18_000, "moe-run PACK --prompt TEXT --budget 16M": 20_500}
 # Modules for what this run does not do, by the beginnings of their names.

@@ -10,6 +10,6 @@ if TYPE_CHECKING:
     from moe_pack.calib.evaluate.prices import NUM_CALIBRATION_TOKENS, measure_numerics, measure_prices
     from moe_pack.calib.evaluate.reference import REFERENCE_FILE, Reference, make_reference, read_reference
     from moe_pack.calib.evaluate.tasks import TaskScore, TaskTokens, check_continues, read_tasks, task_score
-    from moe_pack.calib.evaluate.thresholds import MeasuredThresholds, ThresholdRule, measure_thresholds
+    from moe_pack.calib.evaluate.thresholds import ThresholdRule
 else:
     __getattr__ = face(__name__)

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_pack import formats
+from moe_pack.calib import forward
 from moe_pack.calib.evaluate.model_pass import ModelPass
 from moe_pack.calib.evaluate.reference import (
     Reference,
@@ -31,19 +33,8 @@ from moe_pack.calib.evaluate.reference import (
     seeded,
     whole_divergence,
 )
-from moe_pack.calib.forward import (
-    Array,
-    LayerwiseWeights,
-    ProfileStore,
-    Tokens,
-    check_length,
-    packed_source_digest,
-    source_digest,
-)
-from moe_pack.formats import NO_PROGRESS, Pack, PlanError, Progress, canonical
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import TORCH, CheckpointWeights, Operations, StreamedPackWeights
-from moe_pack.runtime.quality import Quality, SourceQuality
+from moe_pack.runtime import model, quality
 
 _WORK_FOLDER = "quality.work"
 
@@ -80,23 +71,23 @@ class BlockLosses:
 
 
 def evaluate(
-    pack: Pack,
-    tokens: Tokens,
-    progress: Progress = NO_PROGRESS,
+    pack: formats.Pack,
+    tokens: forward.Tokens,
+    progress: formats.Progress = formats.NO_PROGRESS,
     reference: Reference | Checkpoint | None = None,
     device: torch.device | None = None,
-    operations: Operations = TORCH,
+    operations: model.Operations = model.TORCH,
     folder: Path | None = None,
-) -> Quality:
+) -> quality.Quality:
     """Evaluates a pack on a text without writing `quality.json`; arguments and errors as `block_losses`."""
     losses = block_losses(pack, tokens, progress, reference, device, operations, folder)
     return quality_of(pack, tokens, losses)
 
 
-def quality_of(pack: Pack, tokens: Tokens, losses: BlockLosses) -> Quality:
+def quality_of(pack: formats.Pack, tokens: forward.Tokens, losses: BlockLosses) -> quality.Quality:
     """Summarizes a pack's losses on a text."""
     num_sequences, S = tokens.sequences.shape
-    return Quality(
+    return quality.Quality(
         tokens.name,
         tokens.sha256,
         num_sequences,
@@ -110,12 +101,12 @@ def quality_of(pack: Pack, tokens: Tokens, losses: BlockLosses) -> Quality:
 
 
 def block_losses(
-    pack: Pack,
-    tokens: Tokens,
-    progress: Progress = NO_PROGRESS,
+    pack: formats.Pack,
+    tokens: forward.Tokens,
+    progress: formats.Progress = formats.NO_PROGRESS,
     reference: Reference | Checkpoint | None = None,
     device: torch.device | None = None,
-    operations: Operations = TORCH,
+    operations: model.Operations = model.TORCH,
     folder: Path | None = None,
 ) -> BlockLosses:
     """Measures a pack's losses on a text by blocks of tokens. A killed call continues after the last complete layer.
@@ -126,15 +117,17 @@ def block_losses(
     Raises:  PlanError if the reference is of another model or text; ConversionError if the folder is in use or cannot
              be written; RunError for sequences longer than the model's positions.
     """
-    check_length(pack.spec, tokens.sequences.shape[1])
+    forward.check_length(pack.spec, tokens.sequences.shape[1])
     source = _source_of(pack, tokens, reference)
     kind = "exact" if isinstance(reference, Checkpoint) else "compact"
     facts = {"root": pack.manifest.root, "text": tokens.sha256, "source": source, "kind": kind}
     work = folder or pack.folder / _WORK_FOLDER
-    store = ProfileStore(work, sha256(canonical(facts)).hexdigest(), replaces_other=True)
+    store = forward.ProfileStore(work, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
     where = device or torch.device("cpu")
     try:
-        packed = ModelPass(LayerwiseWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
+        packed = ModelPass(
+            forward.LayerwiseWeights(model.StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where
+        )
         packed.run("predictions of the pack", progress)
         comparison: _Comparison | None = None
         if isinstance(reference, Checkpoint):
@@ -148,18 +141,20 @@ def block_losses(
     return losses
 
 
-def check_source(pack: Pack, checkpoint: Checkpoint) -> str:
+def check_source(pack: formats.Pack, checkpoint: Checkpoint) -> str:
     """Returns the digest of the checkpoint, after checking that the pack was made from it.
 
     Raises:  PlanError if the pack was made from another checkpoint: its tensors or routers differ.
     """
-    source = packed_source_digest(pack)
-    if source_digest(checkpoint) != source:
-        raise PlanError(f"--against {checkpoint.folder}: {pack.folder} was made from another checkpoint; give that one")
+    source = forward.packed_source_digest(pack)
+    if forward.source_digest(checkpoint) != source:
+        raise formats.PlanError(
+            f"--against {checkpoint.folder}: {pack.folder} was made from another checkpoint; give that one"
+        )
     return source
 
 
-def _source_of(pack: Pack, tokens: Tokens, reference: Reference | Checkpoint | None) -> str:
+def _source_of(pack: formats.Pack, tokens: forward.Tokens, reference: Reference | Checkpoint | None) -> str:
     """Returns the digest of the source with which a pack is compared, or "" without one.
 
     Raises:  PlanError if it is not the pack's source.
@@ -168,7 +163,7 @@ def _source_of(pack: Pack, tokens: Tokens, reference: Reference | Checkpoint | N
         return check_source(pack, reference)
     if reference is None:
         return ""
-    source = packed_source_digest(pack)
+    source = forward.packed_source_digest(pack)
     check_reference(reference, tokens, source, "--against")
     return source
 
@@ -183,7 +178,7 @@ class _Comparison(Protocol):
         """Returns the KL divergence in nats that comes from rounding alone."""
         ...
 
-    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: Array) -> Tensor:
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
         """Returns the source's losses and the pack's distances at some tokens of a sequence, float64 [6, n].
 
         Args:    number: of the sequence.   log_probs: the pack's predictions, float32 [n, V].
@@ -204,7 +199,7 @@ class _KeptReference:
     def noise_floor(self) -> float:
         return self._reference.facts.noise_floor
 
-    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: Array) -> Tensor:
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
         expected = self._reference.outcomes(number, rows, self._device)
         nll = -torch.from_numpy(self._reference.next_log_probs[number, rows]).to(self._device)
         measured = distances(expected, log_probs)
@@ -218,17 +213,22 @@ class _Source:
     is_exact = True
 
     def __init__(
-        self, checkpoint: Checkpoint, tokens: Tokens, store: ProfileStore, progress: Progress, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        tokens: forward.Tokens,
+        store: forward.ProfileStore,
+        progress: formats.Progress,
+        device: torch.device,
     ) -> None:
         self.num_outcomes, _ = num_kept(checkpoint.spec.vocab_size)
-        weights = LayerwiseWeights(CheckpointWeights(checkpoint, device))
+        weights = forward.LayerwiseWeights(model.CheckpointWeights(checkpoint, device))
         self._pass = ModelPass(weights, tokens, store, "source", device, with_twin=True)
         self._pass.run("predictions of the source", progress)
 
     def noise_floor(self) -> float:
         return noise_floor(self._pass)
 
-    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: Array) -> Tensor:
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
         expected = self._pass.predictions(number, rows)
         outcomes = kept_outcomes(expected, seeded(number))
         measured = distances(outcomes, log_probs)
@@ -244,7 +244,7 @@ def _stack(*losses: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _losses(
-    packed: ModelPass, tokens: Tokens, comparison: _Comparison | None, source: str, progress: Progress
+    packed: ModelPass, tokens: forward.Tokens, comparison: _Comparison | None, source: str, progress: formats.Progress
 ) -> BlockLosses:
     """Computes the losses after all layers are done."""
     cost = packed.prediction_cost() * (2 if comparison is not None and comparison.is_exact else 1)
@@ -267,10 +267,10 @@ def _losses(
     return BlockLosses(num_tokens, block_sums(likelihood_losses), packed.sparsity().overall, against)
 
 
-def _source_quality(losses: BlockLosses, against: SourceLosses) -> SourceQuality:
+def _source_quality(losses: BlockLosses, against: SourceLosses) -> quality.SourceQuality:
     number = losses.num_tokens
     total = int(number.sum())
-    return SourceQuality(
+    return quality.SourceQuality(
         source=against.source,
         is_exact=against.is_exact,
         num_outcomes=against.num_outcomes,

@@ -11,31 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import (
-    Array,
-    LayerStates,
-    LayerTokens,
-    LayerwiseWeights,
-    ProfileStore,
-    Sequences,
-    Tokens,
-    check_length,
-    read_all_arrays,
-    run_counted,
-)
-from moe_pack.calib.sensitivity import (
-    Cost,
-    Trial,
-    expert_multiplications,
-    half_multiplications,
-    head_pieces,
-    kind_of,
-    kinds_of_layers,
-    log_probabilities,
-)
-from moe_pack.formats import Progress
-from moe_pack.formats.base.commands import stage_of
-from moe_pack.formats.base.json_files import Count, Share
+from moe_pack.calib import forward, sensitivity
+from moe_pack.formats.base import commands, json_files
 from moe_pack.runtime.model import embed
 
 
@@ -46,12 +23,12 @@ class RealizedSparsity:
     `tokens`: the number of tokens of each expert.
     """
 
-    overall: Share | None
-    experts: tuple[tuple[Share | None, ...], ...]
-    tokens: tuple[tuple[Count, ...], ...]
+    overall: json_files.Share | None
+    experts: tuple[tuple[json_files.Share | None, ...], ...]
+    tokens: tuple[tuple[json_files.Count, ...], ...]
 
 
-def realized(counts: Iterable[tuple[Array, Array]], num_neurons: int) -> RealizedSparsity:
+def realized(counts: Iterable[tuple[forward.Array, forward.Array]], num_neurons: int) -> RealizedSparsity:
     """Returns the sparsity from each MoE layer's dropped neurons and tokens, int64 [E] each."""
     layers = [(dropped.tolist(), number.tolist()) for dropped, number in counts]
     total = sum(sum(number) for _, number in layers)
@@ -78,17 +55,17 @@ class ModelPass:
 
     def __init__(
         self,
-        weights: LayerwiseWeights,
-        tokens: Tokens,
-        store: ProfileStore,
+        weights: forward.LayerwiseWeights,
+        tokens: forward.Tokens,
+        store: forward.ProfileStore,
         name: str,
         device: torch.device,
         with_twin: bool = False,
     ) -> None:
-        check_length(weights.spec, tokens.sequences.shape[1])
-        given = Sequences.of(weights.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
+        forward.check_length(weights.spec, tokens.sequences.shape[1])
+        given = forward.Sequences.of(weights.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
         self.num_sequences, self.sequence_length = given.ids.shape
-        self.predicted: Array = given.ids.numpy()
+        self.predicted: forward.Array = given.ids.numpy()
 
         def embedded(ids: Tensor, number: int) -> Tensor:
             if number < len(ids):
@@ -104,7 +81,7 @@ class ModelPass:
         first, answer = given.begun(embedded)
         number, folder = self.num_sequences + with_twin, store.work / name
         ids = given.ids
-        self._states = LayerStates(
+        self._states = forward.LayerStates(
             weights,
             first,
             number,
@@ -116,16 +93,18 @@ class ModelPass:
         )
 
     @torch.inference_mode()
-    def run(self, stage: str, progress: Progress) -> None:
+    def run(self, stage: str, progress: commands.Progress) -> None:
         """Runs all sequences through the remaining layers."""
         states, spec = self._states, self._spec
         layers = range(states.next_layer, spec.num_hidden_layers)
-        with stage_of(progress, f"timing {stage}"):
+        with commands.stage_of(progress, f"timing {stage}"):
             cost = self._cost(layers)
         progress.begin(cost.stage(stage))
         for layer in layers:
             tokens = states.enter(layer)
-            progress.advance(half_multiplications(spec, layer, self.sequence_length) * len(tokens.x), f"layer {layer}")
+            progress.advance(
+                sensitivity.half_multiplications(spec, layer, self.sequence_length) * len(tokens.x), f"layer {layer}"
+            )
             if layer in spec.moe_layers:
                 self._store.write(self._file(layer), self._layer(tokens, layer, progress))
             states.leave(layer, tokens)
@@ -134,43 +113,47 @@ class ModelPass:
 
     def sparsity(self) -> RealizedSparsity:
         """Returns the share of neurons that did not run, with a twin's tokens, after all layers are done."""
-        layers = [read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
+        layers = [forward.read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
         return realized(
             ((counts["dropped"], counts["tokens"]) for counts in layers), self._spec.expert.intermediate_size
         )
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[slice]:
         """Yields slices of a sequence for one call of `predictions` each; by default all tokens but the last."""
-        return head_pieces(start, self.sequence_length - 1 if stop is None else stop, self._spec.vocab_size)
+        return sensitivity.head_pieces(start, self.sequence_length - 1 if stop is None else stop, self._spec.vocab_size)
 
     @torch.inference_mode()
     def predictions(self, number: int, rows: slice) -> Tensor:
         """Returns log-probabilities of the next token after some tokens, float32 [n, V], after all layers are done."""
-        return log_probabilities(self._states.before(number)[rows], self._weights, self._device)
+        return sensitivity.log_probabilities(self._states.before(number)[rows], self._weights, self._device)
 
-    def prediction_cost(self) -> Cost:
+    def prediction_cost(self) -> sensitivity.Cost:
         """Returns the cost of the predictions of all sequences."""
         num_tokens = self._states.num_sequences * (self.sequence_length - 1)
-        return Trial(self._weights, self._states).predicted(num_tokens)
+        return sensitivity.Trial(self._weights, self._states).predicted(num_tokens)
 
-    def _cost(self, layers: range) -> Cost:
+    def _cost(self, layers: range) -> sensitivity.Cost:
         if not layers:
-            return Cost()
-        spec, trial, number = self._spec, Trial(self._weights, self._states), self._states.num_sequences
+            return sensitivity.Cost()
+        spec, trial, number = self._spec, sensitivity.Trial(self._weights, self._states), self._states.num_sequences
         router = spec.router
         tokens_an_expert = number * self.sequence_length * router.num_experts_per_tok / router.num_experts
-        halves = {kind: trial.half(kind) * number for kind in kinds_of_layers(spec)}
+        halves = {kind: trial.half(kind) * number for kind in sensitivity.kinds_of_layers(spec)}
         plain = trial.plain(tokens_an_expert) * router.num_experts
         return sum(
-            (halves[kind_of(spec, l)] + (plain if l in spec.moe_layers else Cost()) for l in layers), start=Cost()
+            (
+                halves[sensitivity.kind_of(spec, l)] + (plain if l in spec.moe_layers else sensitivity.Cost())
+                for l in layers
+            ),
+            start=sensitivity.Cost(),
         )
 
     def _file(self, layer: int) -> str:
         return f"{self._name}-{layer:03d}.safetensors"
 
-    def _layer(self, tokens: LayerTokens, layer: int, progress: Progress) -> dict[str, Array]:
+    def _layer(self, tokens: forward.LayerTokens, layer: int, progress: commands.Progress) -> dict[str, forward.Array]:
         """Runs a layer's routed experts; returns dropped neurons and tokens, int64 [E] each."""
-        layer_idx, one = self._spec.moe_layers.index(layer), expert_multiplications(self._spec)
+        layer_idx, one = self._spec.moe_layers.index(layer), sensitivity.expert_multiplications(self._spec)
         dropped, number = (np.zeros(self._spec.router.num_experts, np.int64) for _ in range(2))
         for expert in range(self._spec.router.num_experts):
             threshold, place = self._weights.threshold(layer_idx, expert), f"layer {layer} expert {expert}"
@@ -178,7 +161,7 @@ class ModelPass:
             def on_tokens(num_tokens: int, place: str = place) -> None:
                 progress.advance(one * num_tokens, place)
 
-            token_idx, left = run_counted(
+            token_idx, left = forward.run_counted(
                 self._states, tokens, self._weights, (layer_idx, expert), threshold, on_tokens
             )
             dropped[expert], number[expert] = int(left.sum()), len(token_idx)

@@ -25,44 +25,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_pack import formats, runtime
+from moe_pack.calib import forward, sensitivity
+from moe_pack.calib.evaluate import reference
 from moe_pack.calib.evaluate.model_pass import ModelPass
-from moe_pack.calib.evaluate.reference import block_sums, exponential, mean, next_log_probs, whole_divergence
 from moe_pack.calib.evaluate.thresholds import ThresholdRule, find_thresholds
-from moe_pack.calib.forward import Array, LayerwiseWeights, ProfileStore, Sequences, Tokens, stack_tokens
-from moe_pack.calib.sensitivity import SPARSITIES, Cost, expert_multiplications, half_multiplications
-from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, canonical
-from moe_pack.runtime import Engine, EngineOptions, available_bytes
-from moe_pack.runtime.cpu import Kernels, is_available
-from moe_pack.runtime.model import (
-    TORCH,
-    Decoder,
-    EncoderDecoder,
-    NativeOperations,
-    Operations,
-    StreamedPackWeights,
-)
-from moe_pack.runtime.numerics import DIGITS, ModeLoss, NumericsLoss, NumericsMode
-from moe_pack.runtime.offload import (
-    Approximations,
-    OffloadedWeights,
-    PolicyName,
-    divide_budget,
-    expert_pages,
-    routing_bytes,
-)
+from moe_pack.runtime import cpu, model, numerics, offload, quality
 from moe_pack.runtime.offload.budgets import page_sizes
-from moe_pack.runtime.quality import Estimate, Prices, SparsityPrice, Substitution, SubstitutionPrice
 
 
 def sparsity_prices(
-    pack: Pack,
-    tokens: Tokens,
-    calibration: Tokens,
-    progress: Progress,
+    pack: formats.Pack,
+    tokens: forward.Tokens,
+    calibration: forward.Tokens,
+    progress: formats.Progress,
     folder: Path,
     device: torch.device | None = None,
-    operations: Operations = TORCH,
-) -> tuple[SparsityPrice, ...]:
+    operations: model.Operations = model.TORCH,
+) -> tuple[quality.SparsityPrice, ...]:
     """Measures the price of each of `SPARSITIES`. A killed call continues after the last complete layer.
 
     Args:    tokens: to judge on.   calibration: to find thresholds on.   folder: for work files; the caller removes it.
@@ -70,15 +50,15 @@ def sparsity_prices(
     """
     where = device or torch.device("cpu")
     every = [np.zeros(pack.thresholds.shape, np.float32)]
-    for sparsity in SPARSITIES:
+    for sparsity in sensitivity.SPARSITIES:
         work = folder / f"thresholds-{sparsity:g}"
         every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), progress, work, where, operations))
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": tokens.sha256}
-    store = ProfileStore(folder / "passes", sha256(canonical(facts)).hexdigest(), replaces_other=True)
+    store = forward.ProfileStore(folder / "passes", sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
     try:
         passes = []
-        for sparsity, thresholds in zip((0.0, *SPARSITIES), every, strict=True):
-            weights = LayerwiseWeights(_Rethresholded(pack, thresholds, where, operations))
+        for sparsity, thresholds in zip((0.0, *sensitivity.SPARSITIES), every, strict=True):
+            weights = forward.LayerwiseWeights(_Rethresholded(pack, thresholds, where, operations))
             passes.append(ModelPass(weights, tokens, store, f"at-{sparsity:g}", where))
             passes[-1].run(f"predictions at {sparsity:.0%} sparsity", progress)
         return _judged(passes, tokens, progress)
@@ -86,11 +66,11 @@ def sparsity_prices(
         store.close()
 
 
-class _Rethresholded(StreamedPackWeights):
+class _Rethresholded(model.StreamedPackWeights):
     """A pack's weights with other thresholds, float32 [L, E]."""
 
     def __init__(
-        self, pack: Pack, thresholds: NDArray[np.float32], device: torch.device, operations: Operations
+        self, pack: formats.Pack, thresholds: NDArray[np.float32], device: torch.device, operations: model.Operations
     ) -> None:
         super().__init__(pack, device, operations)
         self._thresholds = thresholds
@@ -101,7 +81,9 @@ class _Rethresholded(StreamedPackWeights):
 
 
 @torch.inference_mode()
-def _judged(passes: list[ModelPass], tokens: Tokens, progress: Progress) -> tuple[SparsityPrice, ...]:
+def _judged(
+    passes: list[ModelPass], tokens: forward.Tokens, progress: formats.Progress
+) -> tuple[quality.SparsityPrice, ...]:
     """Returns the prices after all layers are done; the first pass has the expected predictions."""
     first, others = passes[0], passes[1:]
     cost = first.prediction_cost() * len(passes)
@@ -110,34 +92,36 @@ def _judged(passes: list[ModelPass], tokens: Tokens, progress: Progress) -> tupl
     for number, sequence in enumerate(first.predicted):
         for rows in first.pieces():
             expected = first.predictions(number, rows)
-            likely = next_log_probs(expected, sequence, rows)
+            likely = reference.next_log_probs(expected, sequence, rows)
             for row, other in zip(losses, others, strict=True):
                 log_probs = other.predictions(number, rows)
-                lost = likely - next_log_probs(log_probs, sequence, rows)
-                row.append(torch.stack([whole_divergence(expected, log_probs), lost.double()]))
+                lost = likely - reference.next_log_probs(log_probs, sequence, rows)
+                row.append(torch.stack([reference.whole_divergence(expected, log_probs), lost.double()]))
         progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
     progress.end()
     return tuple(
-        SparsityPrice(sparsity, other.sparsity().overall, *estimates(torch.cat(row, dim=1)))
-        for sparsity, other, row in zip(SPARSITIES, others, losses, strict=True)
+        quality.SparsityPrice(sparsity, other.sparsity().overall, *estimates(torch.cat(row, dim=1)))
+        for sparsity, other, row in zip(sensitivity.SPARSITIES, others, losses, strict=True)
     )
 
 
-def estimates(losses: Tensor) -> tuple[Estimate, Estimate]:
+def estimates(losses: Tensor) -> tuple[quality.Estimate, quality.Estimate]:
     """Returns KL and the growth of perplexity, from each token's KL and loss of log-likelihood, float64 [2, n]."""
-    kl, lost = (block_sums(row) for row in losses.cpu().numpy())
-    number = block_sums(np.ones(losses.shape[1])).astype(np.int64)
-    return mean(kl, number), exponential(mean(lost, number), less=1.0)
+    kl, lost = (reference.block_sums(row) for row in losses.cpu().numpy())
+    number = reference.block_sums(np.ones(losses.shape[1])).astype(np.int64)
+    return reference.mean(kl, number), reference.exponential(reference.mean(lost, number), less=1.0)
 
 
 ALPHAS = (0.1, 0.3, 0.5)
 ROOM = 0.5  # of the experts
-POLICY: PolicyName = "importance"  # of the paper that introduced substitution
+POLICY: offload.PolicyName = "importance"  # of the paper that introduced substitution
 _SHARE_OF_MEMORY = 0.75  # the largest share of the available memory
 _COMPARED_TOKENS = 128  # at once: limits the memory for predictions
 
 
-def substitution(pack: Pack, tokens: Tokens, progress: Progress, folder: Path) -> Substitution:
+def substitution(
+    pack: formats.Pack, tokens: forward.Tokens, progress: formats.Progress, folder: Path
+) -> quality.Substitution:
     """Measures the price of each of `ALPHAS` on the CPU, with memory for at most half of the experts.
 
     Args:    folder: for the predictions without substitution: 4 bytes for each token and entry of the vocabulary.
@@ -145,7 +129,7 @@ def substitution(pack: Pack, tokens: Tokens, progress: Progress, folder: Path) -
     """
     given = _given(pack, tokens)
     N, S = given.ids.shape  # sequences, their length
-    free = available_bytes()
+    free = runtime.available_bytes()
     budget = budget_with_room(pack, ROOM, S)
     if free is not None:
         budget = min(budget, int(_SHARE_OF_MEMORY * free))
@@ -157,61 +141,68 @@ def substitution(pack: Pack, tokens: Tokens, progress: Progress, folder: Path) -
             for number, log_probs in _decoded(engine, given, progress, "decoding"):
                 expected[number] = log_probs.numpy()
             assert engine.plan is not None, "it has a budget"
-            room = engine.plan.num_pages / int(expert_pages(pack.layout, engine.plan.page_bytes).sum())
+            room = engine.plan.num_pages / int(offload.expert_pages(pack.layout, engine.plan.page_bytes).sum())
             fetched, _ = _shares(engine)
         prices = tuple(_price(pack, given, expected, alpha, budget, progress) for alpha in ALPHAS)
     path.unlink()
-    return Substitution(POLICY, room, fetched, prices)
+    return quality.Substitution(POLICY, room, fetched, prices)
 
 
-def _given(pack: Pack, tokens: Tokens) -> Sequences:
-    return Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
+def _given(pack: formats.Pack, tokens: forward.Tokens) -> forward.Sequences:
+    return forward.Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
 
 
 def _price(
-    pack: Pack, given: Sequences, expected: NDArray[np.float32], alpha: float, budget: int, progress: Progress
-) -> SubstitutionPrice:
+    pack: formats.Pack,
+    given: forward.Sequences,
+    expected: NDArray[np.float32],
+    alpha: float,
+    budget: int,
+    progress: formats.Progress,
+) -> quality.SubstitutionPrice:
     losses = []
     with _engine(pack, budget, alpha, given.length) as engine:
         for number, log_probs in _decoded(engine, given, progress, f"decoding with --substitute {alpha:g}"):
             losses.append(_losses(torch.from_numpy(expected[number]), log_probs, given.ids[number].numpy()))
         fetched, replaced = _shares(engine)
-    return SubstitutionPrice(alpha, replaced, fetched, *estimates(torch.cat(losses, dim=1)))
+    return quality.SubstitutionPrice(alpha, replaced, fetched, *estimates(torch.cat(losses, dim=1)))
 
 
-def _engine(pack: Pack, budget: int, alpha: float | None, context_tokens: int) -> Engine:
-    approximations = Approximations(substitute=alpha)
-    options = EngineOptions(
+def _engine(pack: formats.Pack, budget: int, alpha: float | None, context_tokens: int) -> runtime.Engine:
+    approximations = offload.Approximations(substitute=alpha)
+    options = runtime.EngineOptions(
         device="cpu", budget_bytes=budget, policy=POLICY, prefetches=False, approximations=approximations
     )
-    return Engine(pack, options, context_tokens)
+    return runtime.Engine(pack, options, context_tokens)
 
 
-def _shares(engine: Engine) -> tuple[float, float]:
+def _shares(engine: runtime.Engine) -> tuple[float, float]:
     """Returns the shares of run experts that were fetched, and that replaced another one."""
-    assert isinstance(engine.weights, OffloadedWeights), "it has a budget"
+    assert isinstance(engine.weights, offload.OffloadedWeights), "it has a budget"
     counts = engine.weights.decode
     return 1 - counts.hits / counts.needed, counts.substituted / counts.needed
 
 
-def _losses(expected: Tensor, log_probs: Tensor, sequence: Array) -> Tensor:
+def _losses(expected: Tensor, log_probs: Tensor, sequence: forward.Array) -> Tensor:
     """Returns KL and loss of log-likelihood, float64 [2, n] in nats, of predictions float32 [n, V]."""
     pieces = []
     for start in range(0, len(log_probs), _COMPARED_TOKENS):
         rows = slice(start, min(start + _COMPARED_TOKENS, len(log_probs)))
         some, other = expected[rows], log_probs[rows]
-        lost = next_log_probs(some, sequence, rows) - next_log_probs(other, sequence, rows)
-        pieces.append(torch.stack([whole_divergence(some, other), lost.double()]))
+        lost = reference.next_log_probs(some, sequence, rows) - reference.next_log_probs(other, sequence, rows)
+        pieces.append(torch.stack([reference.whole_divergence(some, other), lost.double()]))
     return torch.cat(pieces, dim=1)
 
 
-def _decoded(engine: Engine, given: Sequences, progress: Progress, stage: str) -> Iterator[tuple[int, Tensor]]:
+def _decoded(
+    engine: runtime.Engine, given: forward.Sequences, progress: formats.Progress, stage: str
+) -> Iterator[tuple[int, Tensor]]:
     """Yields each sequence's number and the log-probabilities after all tokens but the last, float32 [S - 1, V]."""
     spec, (N, S) = engine.decoder.spec, given.ids.shape
-    layers = sum(half_multiplications(spec, layer, S) for layer in range(spec.num_hidden_layers))
-    experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * expert_multiplications(spec)
+    layers = sum(sensitivity.half_multiplications(spec, layer, S) for layer in range(spec.num_hidden_layers))
+    experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * sensitivity.expert_multiplications(spec)
     one = layers + experts + spec.vocab_size * spec.hidden_size
-    progress.begin(Cost(one * N * (S - 1)).stage(stage))
+    progress.begin(sensitivity.Cost(one * N * (S - 1)).stage(stage))
     for number, stacks in enumerate(zip(*given.stacks, strict=True)):
         log_probs = torch.empty((S - 1, spec.vocab_size))
         *text, ids = (stack.tolist() for stack in stacks)
@@ -222,35 +213,35 @@ def _decoded(engine: Engine, given: Sequences, progress: Progress, stage: str) -
     progress.end()
 
 
-def fed_singly(engine: Engine, ids: list[int], text: list[int] | None = None) -> Iterator[Tensor]:
+def fed_singly(engine: runtime.Engine, ids: list[int], text: list[int] | None = None) -> Iterator[Tensor]:
     """Yields the logits, float32 [V], after each token, fed one by one from an empty context.
 
     Args:    text: the encoder's input, if the model has an encoder.
     """
     engine.decoder.reset()
-    if isinstance(engine.decoder, EncoderDecoder):
+    if isinstance(engine.decoder, model.EncoderDecoder):
         assert text is not None, "an encoder needs text"
         engine.decoder.encode(text)
     for token in ids:
         yield engine.decoder.next_logits([token])
 
 
-def budget_with_room(pack: Pack, share: float, context_tokens: int) -> int:
+def budget_with_room(pack: formats.Pack, share: float, context_tokens: int) -> int:
     """Returns the smallest budget for this share of the pack's experts, each as large as the largest, at least for one.
 
     It does not check whether the machine has so much memory.
     """
     page_bytes, head_bytes = page_sizes(pack.layout)
-    pages, predictors = expert_pages(pack.layout, page_bytes), routing_bytes(pack.folder)
+    pages, predictors = offload.expert_pages(pack.layout, page_bytes), offload.routing_bytes(pack.folder)
     wanted = int(pages.max()) * max(round(share * pages.size), 1)
     wanted = min(wanted, int(pages.sum()))
     least = pack.layout.dense_file.num_bytes + wanted * (page_bytes + head_bytes)
     # The search goes up page by page, because a larger budget also gives forward passes more workspace.
     while True:
         try:
-            if divide_budget(pack.layout, least, context_tokens, predictors).num_pages >= wanted:
+            if offload.divide_budget(pack.layout, least, context_tokens, predictors).num_pages >= wanted:
                 return least
-        except RunError:
+        except formats.RunError:
             pass  # less than the dense part needs
         least += page_bytes + head_bytes
 
@@ -269,21 +260,28 @@ NUMERICS_TOKENS = 1024  # on which rounded inputs are judged
 _NUMERICS_LENGTH = 512  # of their sequences, at most
 
 
-def measure_numerics(pack: Pack, tokens: Tokens, progress: Progress = NO_PROGRESS) -> NumericsLoss | None:
+def measure_numerics(
+    pack: formats.Pack, tokens: forward.Tokens, progress: formats.Progress = formats.NO_PROGRESS
+) -> numerics.NumericsLoss | None:
     """Measures the loss of each numeric mode of the CPU, compared with `exact`, on the first tokens of a text.
 
     Returns: None if these kernels do not round, there are none, or the model has an encoder.
     Raises:  RunError if the machine has too little memory; PackError if the pack is damaged.
     """
-    if pack.spec.encoder is not None or not is_available():
+    if pack.spec.encoder is not None or not cpu.is_available():
         return None
     sequences = first_tokens(tokens, NUMERICS_TOKENS).sequences[:, :_NUMERICS_LENGTH]
     S = sequences.shape[1]
-    with _same_threads(), Engine(pack, EngineOptions(device="cpu", numerics="exact", read="map"), S) as engine:
-        assert isinstance(engine.operations, NativeOperations) and isinstance(engine.decoder, Decoder), "as checked"
+    with (
+        _same_threads(),
+        runtime.Engine(pack, runtime.EngineOptions(device="cpu", numerics="exact", read="map"), S) as engine,
+    ):
+        assert isinstance(engine.operations, model.NativeOperations) and isinstance(engine.decoder, model.Decoder), (
+            "as checked"
+        )
         kernels = engine.operations.kernels
-        losses: dict[NumericsMode, list[float]] = {"fast": [], "fastest": []}
-        if not kernels.take_digits(DIGITS["fast"]):
+        losses: dict[numerics.NumericsMode, list[float]] = {"fast": [], "fastest": []}
+        if not kernels.take_digits(numerics.DIGITS["fast"]):
             return None
         cost = _text_cost(pack, S)
         progress.begin((cost * (3 * len(sequences))).stage("rounded inputs"))
@@ -295,42 +293,46 @@ def measure_numerics(pack: Pack, tokens: Tokens, progress: Progress = NO_PROGRES
                 divergences += _divergences(engine.decoder, kernels, expected, found, mode)
                 progress.advance(cost.multiplications, f"sequence {number}")
         progress.end()
-        return NumericsLoss(tokens.name, sequences.size, kernels.instruction_set, *map(_mode_loss, losses.values()))
+        return numerics.NumericsLoss(
+            tokens.name, sequences.size, kernels.instruction_set, *map(_mode_loss, losses.values())
+        )
 
 
-def _mode_loss(divergences: list[float]) -> ModeLoss:
+def _mode_loss(divergences: list[float]) -> numerics.ModeLoss:
     """Returns the loss from each token's KL divergence in nats."""
-    found = mean(block_sums(np.array(divergences)), block_sums(np.ones(len(divergences))).astype(np.int64))
-    return ModeLoss(found.value, found.half_width)
+    found = reference.mean(
+        reference.block_sums(np.array(divergences)), reference.block_sums(np.ones(len(divergences))).astype(np.int64)
+    )
+    return numerics.ModeLoss(found.value, found.half_width)
 
 
-def _text_cost(pack: Pack, num_tokens: int) -> Cost:
+def _text_cost(pack: formats.Pack, num_tokens: int) -> sensitivity.Cost:
     """Returns the cost of the predictions after each token of a text."""
     spec = pack.spec
-    layers = sum(half_multiplications(spec, layer, num_tokens) for layer in range(spec.num_hidden_layers))
-    experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * expert_multiplications(spec)
-    return Cost(num_tokens * (layers + experts + spec.vocab_size * spec.hidden_size))
+    layers = sum(sensitivity.half_multiplications(spec, layer, num_tokens) for layer in range(spec.num_hidden_layers))
+    experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * sensitivity.expert_multiplications(spec)
+    return sensitivity.Cost(num_tokens * (layers + experts + spec.vocab_size * spec.hidden_size))
 
 
-def _hidden(decoder: Decoder, kernels: Kernels, ids: list[int], mode: NumericsMode) -> Tensor:
+def _hidden(decoder: model.Decoder, kernels: cpu.Kernels, ids: list[int], mode: numerics.NumericsMode) -> Tensor:
     """Returns the hidden states of a text with a mode, float32 [S, d]."""
-    kernels.take_digits(DIGITS[mode])
+    kernels.take_digits(numerics.DIGITS[mode])
     decoder.reset()
     return decoder.hidden_states(ids)
 
 
 @torch.inference_mode()
 def _divergences(
-    decoder: Decoder, kernels: Kernels, expected: Tensor, found: Tensor, mode: NumericsMode
+    decoder: model.Decoder, kernels: cpu.Kernels, expected: Tensor, found: Tensor, mode: numerics.NumericsMode
 ) -> list[float]:
     """Returns each token's KL divergence in nats, from the hidden states of `exact` and of a mode, float32 [S, d]."""
     divergences = list[float]()
     for start in range(0, len(expected), _COMPARED_TOKENS):
         rows = slice(start, start + _COMPARED_TOKENS)
-        kernels.take_digits(DIGITS["exact"])
+        kernels.take_digits(numerics.DIGITS["exact"])
         likely = decoder.logits_of(expected[rows]).log_softmax(dim=-1)
-        kernels.take_digits(DIGITS[mode])
-        divergences += whole_divergence(likely, decoder.logits_of(found[rows]).log_softmax(dim=-1)).tolist()
+        kernels.take_digits(numerics.DIGITS[mode])
+        divergences += reference.whole_divergence(likely, decoder.logits_of(found[rows]).log_softmax(dim=-1)).tolist()
     return divergences
 
 
@@ -340,13 +342,13 @@ _WORK_FOLDER = "prices.work"
 
 
 def measure_prices(
-    pack: Pack,
-    tokens: Tokens,
-    calibration: Tokens,
-    progress: Progress = NO_PROGRESS,
+    pack: formats.Pack,
+    tokens: forward.Tokens,
+    calibration: forward.Tokens,
+    progress: formats.Progress = formats.NO_PROGRESS,
     device: torch.device | None = None,
-    operations: Operations = TORCH,
-) -> Prices:
+    operations: model.Operations = model.TORCH,
+) -> quality.Prices:
     """Measures the prices of a pack on the first `NUM_TOKENS` of a text, in whole sequences.
 
     A killed call continues after the last complete layer; decode begins again.
@@ -356,7 +358,7 @@ def measure_prices(
     """
     judged, folder = first_tokens(tokens, NUM_TOKENS), pack.folder / _WORK_FOLDER
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}
-    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), replaces_other=True)
+    store = forward.ProfileStore(folder, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
     try:
         sparsity = sparsity_prices(pack, judged, calibration, progress, store.work, device, operations)
         replaced = substitution(pack, judged, progress, store.work)
@@ -364,10 +366,10 @@ def measure_prices(
         store.close()
     shutil.rmtree(folder)
     N, S = judged.sequences.shape
-    return Prices(N * (stack_tokens(pack.spec, S) - 1), calibration.name, sparsity, replaced)
+    return quality.Prices(N * (forward.stack_tokens(pack.spec, S) - 1), calibration.name, sparsity, replaced)
 
 
-def first_tokens(tokens: Tokens, number: int) -> Tokens:
+def first_tokens(tokens: forward.Tokens, number: int) -> forward.Tokens:
     """Returns the first sequences of a text with at least `number` tokens, or all sequences."""
     kept = tokens.sequences[: -(-number // tokens.sequences.shape[1])]
     return replace(tokens, sequences=kept, sha256=sha256(kept.astype("<i4").tobytes()).hexdigest())

@@ -32,29 +32,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_pack import formats
+from moe_pack.calib import forward
 from moe_pack.calib.evaluate.model_pass import ModelPass
-from moe_pack.calib.forward import (
-    Array,
-    LayerwiseWeights,
-    ProfileStore,
-    Tokens,
-    check_length,
-    source_digest,
-)
 from moe_pack.calib.forward.store import ArrayRule, check_arrays
-from moe_pack.formats import (
-    NO_PROGRESS,
-    ConversionError,
-    ModelSpec,
-    PackError,
-    PlanError,
-    Progress,
-    canonical,
-    dump,
-    load,
-    parse,
-)
-from moe_pack.formats.base.json_files import Amount, Count, Positive, added
+from moe_pack.formats.base import json_files
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.runtime.model import CheckpointWeights
@@ -246,13 +228,13 @@ class ReferenceFacts:
     source: str
     text: str
     text_sha256: str
-    num_sequences: Positive
-    sequence_length: Positive
-    vocab_size: Positive
-    num_outcomes: Count
-    num_drawn: Count
-    noise_floor: Amount
-    start_token: int | None = added(None)  # a field, whose default is None
+    num_sequences: json_files.Positive
+    sequence_length: json_files.Positive
+    vocab_size: json_files.Positive
+    num_outcomes: json_files.Count
+    num_drawn: json_files.Count
+    noise_floor: json_files.Amount
+    start_token: int | None = json_files.added(None)  # a field, whose default is None
 
     @property
     def num_predicted(self) -> int:
@@ -272,17 +254,17 @@ class Reference:
     """
 
     facts: ReferenceFacts
-    sequences: Array
-    ids: Array
-    log_probs: Array
-    log_tail: Array
-    drawn_ids: Array
-    drawn_log_probs: Array
-    next_log_probs: Array
+    sequences: forward.Array
+    ids: forward.Array
+    log_probs: forward.Array
+    log_tail: forward.Array
+    drawn_ids: forward.Array
+    drawn_log_probs: forward.Array
+    next_log_probs: forward.Array
 
-    def tokens(self) -> Tokens:
+    def tokens(self) -> forward.Tokens:
         """Returns the reference's text."""
-        return Tokens(self.facts.text, self.sequences.astype(np.int32), self.facts.text_sha256, ())
+        return forward.Tokens(self.facts.text, self.sequences.astype(np.int32), self.facts.text_sha256, ())
 
     def outcomes(self, number: int, rows: slice, device: torch.device) -> Outcomes:
         """Returns the outcomes of some predictions of a sequence."""
@@ -298,9 +280,9 @@ class Reference:
 
 def make_reference(
     checkpoint: Checkpoint,
-    tokens: Tokens,
+    tokens: forward.Tokens,
     folder: Path,
-    progress: Progress = NO_PROGRESS,
+    progress: formats.Progress = formats.NO_PROGRESS,
     device: torch.device | None = None,
     replaces: bool = False,
 ) -> Reference:
@@ -311,21 +293,21 @@ def make_reference(
     Raises:  ConversionError if the folder holds another reference, or cannot be written; CheckpointError for weights
              that are no numbers; RunError for sequences longer than the model's positions.
     """
-    check_length(checkpoint.spec, tokens.sequences.shape[1])
-    source = source_digest(checkpoint)
+    forward.check_length(checkpoint.spec, tokens.sequences.shape[1])
+    source = forward.source_digest(checkpoint)
     if (folder / REFERENCE_FILE).exists():
         present = read_reference(folder)
         if (present.facts.source, present.facts.text_sha256) == (source, tokens.sha256):
             return present
         if not replaces:
-            raise ConversionError(
+            raise formats.ConversionError(
                 f"{folder}: this folder has a reference of another model or text; give another one, or remove it"
             )
-    identity = sha256(canonical({"source": source, "text": tokens.sha256})).hexdigest()
-    store = ProfileStore(folder / _WORK_FOLDER, identity, replaces_other=True)
+    identity = sha256(formats.canonical({"source": source, "text": tokens.sha256})).hexdigest()
+    store = forward.ProfileStore(folder / _WORK_FOLDER, identity, replaces_other=True)
     where = device or torch.device("cpu")
     try:
-        weights = LayerwiseWeights(CheckpointWeights(checkpoint, where))
+        weights = forward.LayerwiseWeights(CheckpointWeights(checkpoint, where))
         source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
         source_pass.run("predictions of the source", progress)
         reference = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec), progress)
@@ -336,16 +318,18 @@ def make_reference(
     return reference
 
 
-def check_reference(reference: Reference, tokens: Tokens, source: str, place: str) -> None:
+def check_reference(reference: Reference, tokens: forward.Tokens, source: str, place: str) -> None:
     """Refuses a reference of another model or another text.
 
     Args:    source: the digest of the checkpoint that the pack was made from.   place: its name in messages.
     Raises:  PlanError if the model or the text is another one.
     """
     if reference.facts.source != source:
-        raise PlanError(f"{place}: the reference is of another model; give one of the checkpoint that was packed")
+        raise formats.PlanError(
+            f"{place}: the reference is of another model; give one of the checkpoint that was packed"
+        )
     if reference.facts.text_sha256 != tokens.sha256:
-        raise PlanError(
+        raise formats.PlanError(
             f"{place}: the reference was made on other text ({reference.facts.text}); remove the options for text"
         )
 
@@ -363,7 +347,7 @@ def noise_floor(source_pass: ModelPass) -> float:
     return max(float(kl.mean()), 0.0)  # rounding may make a tiny sum negative
 
 
-def next_log_probs(log_probs: Tensor, sequence: Array, rows: slice) -> Tensor:
+def next_log_probs(log_probs: Tensor, sequence: forward.Array, rows: slice) -> Tensor:
     """Returns the log-probabilities, float32 [n], of the tokens that follow `rows`, from those of all, [n, V]."""
     following = torch.from_numpy(sequence[rows.start + 1 : rows.stop + 1].astype(np.int64)).to(log_probs.device)
     return log_probs.gather(1, following[:, None])[:, 0]
@@ -375,11 +359,13 @@ def seeded(number: int) -> torch.Generator:
 
 
 @torch.inference_mode()
-def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, progress: Progress) -> Reference:
+def _predicted(
+    source_pass: ModelPass, tokens: forward.Tokens, facts: ReferenceFacts, progress: formats.Progress
+) -> Reference:
     """Makes the reference after all layers are done."""
     cost = source_pass.prediction_cost()
     progress.begin(cost.stage("predictions"))
-    kept: dict[str, list[Array]] = {name: [] for name in _KEPT}
+    kept: dict[str, list[forward.Array]] = {name: [] for name in _KEPT}
     for number in range(facts.num_sequences):
         generator = seeded(number)
         for rows in source_pass.pieces():
@@ -397,15 +383,15 @@ def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, pr
     return Reference(facts, tokens.sequences.astype("<u4"), **arrays)
 
 
-def _facts(tokens: Tokens, source: str, spec: ModelSpec) -> ReferenceFacts:
+def _facts(tokens: forward.Tokens, source: str, spec: formats.ModelSpec) -> ReferenceFacts:
     """Returns the facts of a reference before it is made."""
     (N, S), (K, m), V = tokens.sequences.shape, num_kept(spec.vocab_size), spec.vocab_size
     start_token = None if spec.encoder is None else spec.encoder.start_token
     return ReferenceFacts(FORMAT, VERSION, source, tokens.name, tokens.sha256, N, S, V, K, m, 0.0, start_token)
 
 
-def _stored(reference: Reference) -> Iterator[tuple[str, str, Array]]:
-    yield "facts", "U8", np.frombuffer(canonical(dump(reference.facts)), "<u1")
+def _stored(reference: Reference) -> Iterator[tuple[str, str, forward.Array]]:
+    yield "facts", "U8", np.frombuffer(formats.canonical(formats.dump(reference.facts)), "<u1")
     yield "sequences", "U32", reference.sequences
     for name, dtype in _KEPT.items():
         yield name, dtype, getattr(reference, name)
@@ -422,13 +408,15 @@ def read_reference(path: Path) -> Reference:
     with TensorSidecar(file.parent, place) as sidecar:
         entry = sidecar.entries.get("facts")
         if entry is None or entry.num_bytes > _MAX_FACTS_BYTES:
-            raise PackError(f"{place}: the file is no reference of moe-pack eval --keep-reference; it has no facts")
-        values = parse(sidecar.read("facts").tobytes(), f"{place}: facts", PackError)
+            raise formats.PackError(
+                f"{place}: the file is no reference of moe-pack eval --keep-reference; it has no facts"
+            )
+        values = formats.parse(sidecar.read("facts").tobytes(), f"{place}: facts", formats.PackError)
         if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
-            raise PackError(f"{place}: expected format {FORMAT!r}, version {VERSION}; make the reference again")
-        facts = load(ReferenceFacts, values, f"{place}: facts", PackError)
+            raise formats.PackError(f"{place}: expected format {FORMAT!r}, version {VERSION}; make the reference again")
+        facts = formats.load(ReferenceFacts, values, f"{place}: facts", formats.PackError)
         if sidecar.root != facts.source:
-            raise PackError(f"{place}: root is not the source in its facts; make the reference again")
+            raise formats.PackError(f"{place}: root is not the source in its facts; make the reference again")
         _check_facts(facts, place)
         arrays = {name: sidecar.read(name) for name in sidecar.entries if name != "facts"}
     _check_arrays(arrays, facts, place)
@@ -437,15 +425,15 @@ def read_reference(path: Path) -> Reference:
 
 def _check_facts(facts: ReferenceFacts, place: str) -> None:
     if facts.num_predicted < 1:
-        raise PackError(f"{place}: facts: found impossible counts; make the reference again")
+        raise formats.PackError(f"{place}: facts: found impossible counts; make the reference again")
     if (facts.num_outcomes, facts.num_drawn) != num_kept(facts.vocab_size):
-        raise PackError(
+        raise formats.PackError(
             f"{place}: facts: found {facts.num_outcomes} outcomes and {facts.num_drawn} drawn, expected "
             "{} and {}; make the reference again".format(*num_kept(facts.vocab_size))
         )
 
 
-def _check_arrays(arrays: dict[str, Array], facts: ReferenceFacts, place: str) -> None:
+def _check_arrays(arrays: dict[str, forward.Array], facts: ReferenceFacts, place: str) -> None:
     predicted = (facts.num_sequences, facts.num_predicted)
     last_id, has_tail = facts.vocab_size - 1, facts.num_outcomes < facts.vocab_size
     wanted = {
@@ -459,4 +447,4 @@ def _check_arrays(arrays: dict[str, Array], facts: ReferenceFacts, place: str) -
     }
     check_arrays(arrays, wanted, place)
     if sha256(arrays["sequences"].astype("<i4").tobytes()).hexdigest() != facts.text_sha256:
-        raise PackError(f"{place}: the tokens do not match the digest in its facts; make the reference again")
+        raise formats.PackError(f"{place}: the tokens do not match the digest in its facts; make the reference again")

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moe_pack import formats
+from moe_pack.calib import forward
+from moe_pack.calib.evaluate import reference
 from moe_pack.calib.evaluate.model_pass import ModelPass
-from moe_pack.calib.evaluate.reference import next_log_probs, share
-from moe_pack.calib.forward import LayerwiseWeights, ProfileStore, Tokens, source_digest
 from moe_pack.calib.sensitivity import Cost
-from moe_pack.formats import NO_PROGRESS, ModelSpec, Pack, Progress, RunError, canonical, load, parse
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import Text
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Operations, StreamedPackWeights
@@ -52,7 +52,7 @@ class TaskTokens:
 
     answers: tuple[int, ...]
     choices: tuple[Choice, ...]
-    tokens: Tokens
+    tokens: forward.Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
     answers: list[int] = []
     for number, raw in _lines(path, place):
         line = f"{place}: line {number}"
-        task = load(Task, parse(raw, line, RunError), line, RunError)
+        task = formats.load(Task, formats.parse(raw, line, formats.RunError), line, formats.RunError)
         if len(task.choices) < 2 or not 0 <= task.answer < len(task.choices):
-            raise RunError(
+            raise formats.RunError(
                 f"{line}: found {len(task.choices)} choices and answer {task.answer}, expected two or more choices and "
                 "the number of one of them, from 0"
             )
@@ -88,35 +88,37 @@ def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
         answers.append(task.answer)
         longest = max(len(ids) for _, ids in choices[-len(task.choices) :])
         if longest > max_tokens:
-            raise RunError(
+            raise formats.RunError(
                 f"{line}: prompt and choice have {longest:,} tokens, this model takes at most {max_tokens:,}"
             )
     if not answers:
-        raise RunError(f"{place}: found no task; give one JSON object a line")
+        raise formats.RunError(f"{place}: found no task; give one JSON object a line")
     sequences = np.zeros((len(choices), max(len(ids) for _, ids in choices)), np.int32)
     for row, (_, ids) in zip(sequences, choices, strict=True):
         row[: len(ids)] = ids
     digest = sha256(sequences.astype("<i4").tobytes()).hexdigest()
-    return TaskTokens(tuple(answers), tuple(choice for choice, _ in choices), Tokens(str(path), sequences, digest, ()))
+    return TaskTokens(
+        tuple(answers), tuple(choice for choice, _ in choices), forward.Tokens(str(path), sequences, digest, ())
+    )
 
 
-def check_continues(spec: ModelSpec) -> None:
+def check_continues(spec: formats.ModelSpec) -> None:
     """Refuses models that do not continue a prompt.
 
     Raises:  RunError for models with an encoder.
     """
     if spec.encoder is not None:
-        raise RunError(
+        raise formats.RunError(
             "--tasks: a model with an encoder does not continue a prompt, so that its choices cannot be judged; "
             "remove --tasks"
         )
 
 
 def task_score(
-    model: Pack | Checkpoint,
+    model: formats.Pack | Checkpoint,
     tasks: TaskTokens,
     folder: Path,
-    progress: Progress = NO_PROGRESS,
+    progress: formats.Progress = formats.NO_PROGRESS,
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> TaskScore:
@@ -128,17 +130,17 @@ def task_score(
     """
     check_continues(model.spec)
     where = device or torch.device("cpu")
-    packed = isinstance(model, Pack)
-    facts = {"model": model.manifest.root if isinstance(model, Pack) else source_digest(model)}
-    identity = sha256(canonical({**facts, "tasks": tasks.tokens.sha256})).hexdigest()
-    store = ProfileStore(folder, identity, replaces_other=True)
+    packed = isinstance(model, formats.Pack)
+    facts = {"model": model.manifest.root if isinstance(model, formats.Pack) else forward.source_digest(model)}
+    identity = sha256(formats.canonical({**facts, "tasks": tasks.tokens.sha256})).hexdigest()
+    store = forward.ProfileStore(folder, identity, replaces_other=True)
     try:
         weights = (
             StreamedPackWeights(model, where, operations)
-            if isinstance(model, Pack)
+            if isinstance(model, formats.Pack)
             else CheckpointWeights(model, where)
         )
-        model_pass = ModelPass(LayerwiseWeights(weights), tasks.tokens, store, "tasks", where)
+        model_pass = ModelPass(forward.LayerwiseWeights(weights), tasks.tokens, store, "tasks", where)
         model_pass.run(f"tasks by the {'pack' if packed else 'source'}", progress)
         sums = _log_likelihoods(model_pass, tasks, progress)
     finally:
@@ -151,7 +153,9 @@ def score(tasks: TaskTokens, log_likelihoods: list[float]) -> TaskScore:
     """Scores the log-likelihoods of all choices; of equally likely choices the first is the answer."""
     normalized = [value / choice.num_bytes for value, choice in zip(log_likelihoods, tasks.choices, strict=True)]
     number = len(tasks.answers)
-    return TaskScore(number, *(share(_num_right(tasks, values), number) for values in (log_likelihoods, normalized)))
+    return TaskScore(
+        number, *(reference.share(_num_right(tasks, values), number) for values in (log_likelihoods, normalized))
+    )
 
 
 def _num_right(tasks: TaskTokens, values: list[float]) -> int:
@@ -162,13 +166,15 @@ def _num_right(tasks: TaskTokens, values: list[float]) -> int:
 
 
 @torch.inference_mode()
-def _log_likelihoods(model_pass: ModelPass, tasks: TaskTokens, progress: Progress) -> list[float]:
+def _log_likelihoods(model_pass: ModelPass, tasks: TaskTokens, progress: formats.Progress) -> list[float]:
     progress.begin((Cost(len(tasks.choices))).stage("choices"))
     sums = []
     for number, choice in enumerate(tasks.choices):
         total = 0.0
         for rows in model_pass.pieces(choice.start - 1, choice.stop - 1):
-            log_probs = next_log_probs(model_pass.predictions(number, rows), tasks.tokens.sequences[number], rows)
+            log_probs = reference.next_log_probs(
+                model_pass.predictions(number, rows), tasks.tokens.sequences[number], rows
+            )
             total += float(log_probs.double().sum())
         sums.append(total)
         progress.advance(1, f"choice {number}")
@@ -182,11 +188,11 @@ def _lines(path: Path, place: str) -> Iterator[tuple[int, bytes]]:
         with path.open("rb") as file:
             for number, raw in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
                 if len(raw) == _MAX_LINE_BYTES:
-                    raise RunError(f"{place}: line {number} is longer than {_MAX_LINE_BYTES:,} bytes")
+                    raise formats.RunError(f"{place}: line {number} is longer than {_MAX_LINE_BYTES:,} bytes")
                 if raw.strip():
                     yield number, raw.strip()
     except OSError as fault:
-        raise RunError(f"{place}: the file cannot be read ({fault.strerror})") from fault
+        raise formats.RunError(f"{place}: the file cannot be read ({fault.strerror})") from fault
 
 
 def _encoded(task: Task, choice: str, task_idx: int, text: Text, place: str) -> tuple[Choice, list[int]]:
@@ -198,7 +204,9 @@ def _encoded(task: Task, choice: str, task_idx: int, text: Text, place: str) -> 
     start = before + len(text.encode(prompt, special_tokens=False))
     ids = [*everything[:before], *ids]
     if start < 1:
-        raise RunError(f"{place}: prompt: the tokenizer makes no token of {task.prompt!r}; give a longer prompt")
+        raise formats.RunError(
+            f"{place}: prompt: the tokenizer makes no token of {task.prompt!r}; give a longer prompt"
+        )
     if start >= len(ids) or not choice:
-        raise RunError(f"{place}: choices: the tokenizer makes no token of {choice[:60]!r} after the prompt")
+        raise formats.RunError(f"{place}: choices: the tokenizer makes no token of {choice[:60]!r} after the prompt")
     return Choice(task_idx, start, len(ids), num_bytes), ids

@@ -14,35 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.calib.evaluate.model_pass import ModelPass, RealizedSparsity, realized
-from moe_pack.calib.forward import (
-    Histogram,
-    LayerStates,
-    LayerTokens,
-    LayerwiseWeights,
-    ProfileStore,
-    Sequences,
-    Tokens,
-    check_length,
-    input_chunks,
-    num_held_out,
-    read_all_arrays,
-    run_counted,
-)
-from moe_pack.calib.sensitivity import (
-    Cost,
-    Trial,
-    expert_multiplications,
-    half_multiplications,
-    kind_of,
-    kinds_of_layers,
-)
-from moe_pack.formats import NO_PROGRESS, Pack, PlanError, Progress, canonical, dump
+from moe_pack import formats
+from moe_pack.calib import forward, sensitivity
+from moe_pack.calib.evaluate import model_pass
+from moe_pack.calib.forward import num_held_out
+from moe_pack.formats.base import json_files
 from moe_pack.formats.base.commands import stage_of
-from moe_pack.formats.base.json_files import Count, Positive
-from moe_pack.formats.pack.sidecar import read_sidecar, write_sidecar
+from moe_pack.formats.pack import sidecar
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime.model import TORCH, Operations, StreamedPackWeights, activations, embed
+from moe_pack.runtime import model
 
 SIDECAR = "thresholds.json"
 _WORK_FOLDER = "thresholds.work"
@@ -87,20 +67,20 @@ class MeasuredThresholds:
     rule: ThresholdRule
     text: str
     text_sha256: str
-    num_sequences: Positive
-    sequence_length: Positive
-    num_held_out: Count
-    learned: RealizedSparsity
-    held_out: RealizedSparsity
+    num_sequences: json_files.Positive
+    sequence_length: json_files.Positive
+    num_held_out: json_files.Count
+    learned: model_pass.RealizedSparsity
+    held_out: model_pass.RealizedSparsity
 
 
 def measure_thresholds(
-    pack: Pack,
-    tokens: Tokens,
+    pack: formats.Pack,
+    tokens: forward.Tokens,
     rule: ThresholdRule,
-    progress: Progress = NO_PROGRESS,
+    progress: formats.Progress = formats.NO_PROGRESS,
     device: torch.device | None = None,
-    operations: Operations = TORCH,
+    operations: model.Operations = model.TORCH,
 ) -> MeasuredThresholds:
     """Measures the thresholds of a pack and rewrites them in place; experts do not change.
 
@@ -111,28 +91,28 @@ def measure_thresholds(
     """
     fault = rule.fault()
     if fault:
-        raise PlanError(fault)
+        raise formats.PlanError(fault)
     assert rule.planned is None or list(map(len, rule.planned)) == list(map(len, pack.index.experts)), "of this model"
-    check_length(pack.spec, tokens.sequences.shape[1])
-    known = read_sidecar(pack.folder, SIDECAR, MeasuredThresholds, pack.manifest.root)
+    forward.check_length(pack.spec, tokens.sequences.shape[1])
+    known = sidecar.read_sidecar(pack.folder, SIDECAR, MeasuredThresholds, pack.manifest.root)
     if known is not None and (known.rule, known.text_sha256) == (rule, tokens.sha256):
         return known
     folder = pack.folder / _WORK_FOLDER
     thresholds, measured = _measured(pack, tokens, rule, progress, folder, device, operations)
     root = rewrite_thresholds(pack.folder, thresholds)
-    write_sidecar(pack.folder, SIDECAR, measured, root)
+    sidecar.write_sidecar(pack.folder, SIDECAR, measured, root)
     shutil.rmtree(folder)
     return measured
 
 
 def find_thresholds(
-    pack: Pack,
-    tokens: Tokens,
+    pack: formats.Pack,
+    tokens: forward.Tokens,
     rule: ThresholdRule,
-    progress: Progress,
+    progress: formats.Progress,
     folder: Path,
     device: torch.device | None = None,
-    operations: Operations = TORCH,
+    operations: model.Operations = model.TORCH,
 ) -> NDArray[np.float32]:
     """Returns the thresholds [L, E] that `measure_thresholds` would give a pack, without changing the pack.
 
@@ -143,17 +123,17 @@ def find_thresholds(
 
 
 def _measured(
-    pack: Pack,
-    tokens: Tokens,
+    pack: formats.Pack,
+    tokens: forward.Tokens,
     rule: ThresholdRule,
-    progress: Progress,
+    progress: formats.Progress,
     folder: Path,
     device: torch.device | None,
-    operations: Operations,
+    operations: model.Operations,
 ) -> tuple[NDArray[np.float32], MeasuredThresholds]:
     """Returns thresholds [L, E] and the sparsity that they give."""
-    facts = {"conversion": pack.manifest.conversion, "rule": dump(rule), "text": tokens.sha256}
-    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), replaces_other=True)
+    facts = {"conversion": pack.manifest.conversion, "rule": formats.dump(rule), "text": tokens.sha256}
+    store = forward.ProfileStore(folder, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
     try:
         run = _Run(pack, tokens, rule, store, progress, device or torch.device("cpu"), operations)
         layers = run.measure()
@@ -163,19 +143,21 @@ def _measured(
 
 
 def realized_sparsity(
-    pack: Pack,
-    tokens: Tokens,
-    progress: Progress = NO_PROGRESS,
+    pack: formats.Pack,
+    tokens: forward.Tokens,
+    progress: formats.Progress = formats.NO_PROGRESS,
     device: torch.device | None = None,
-    operations: Operations = TORCH,
-) -> RealizedSparsity:
+    operations: model.Operations = model.TORCH,
+) -> model_pass.RealizedSparsity:
     """Measures the share of neurons that do not run on a text with the pack's own thresholds."""
     folder = pack.folder / _WORK_FOLDER
     facts = {"root": pack.manifest.root, "text": tokens.sha256}
-    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), replaces_other=True)
+    store = forward.ProfileStore(folder, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
     where = device or torch.device("cpu")
     try:
-        run = ModelPass(LayerwiseWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
+        run = model_pass.ModelPass(
+            forward.LayerwiseWeights(model.StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where
+        )
         run.run("sparsity", progress)
         sparsity = run.sparsity()
     finally:
@@ -189,13 +171,13 @@ class _Run:
 
     def __init__(
         self,
-        pack: Pack,
-        tokens: Tokens,
+        pack: formats.Pack,
+        tokens: forward.Tokens,
         rule: ThresholdRule,
-        store: ProfileStore,
-        progress: Progress,
+        store: forward.ProfileStore,
+        progress: formats.Progress,
         device: torch.device,
-        operations: Operations,
+        operations: model.Operations,
     ) -> None:
         self._spec = pack.spec
         self._tokens = tokens
@@ -203,8 +185,8 @@ class _Run:
         self._store = store
         self._progress = progress
         self._device = device
-        self._weights = LayerwiseWeights(StreamedPackWeights(pack, device, operations))
-        self._given = Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
+        self._weights = forward.LayerwiseWeights(model.StreamedPackWeights(pack, device, operations))
+        self._given = forward.Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
         num_sequences, S = self._given.ids.shape
         self._num_held_out = num_held_out(num_sequences)
         self._num_learned_tokens = (num_sequences - self._num_held_out) * S
@@ -213,41 +195,46 @@ class _Run:
     def measure(self) -> list[dict[str, NDArray[np.generic]]]:
         """Returns for each MoE layer `thresholds` f32 [E]; `dropped` and `tokens` i64 [E, 2], learned and held out."""
         spec, (num_sequences, S) = self._spec, self._given.ids.shape
-        first, answer = self._given.begun(lambda ids, number: embed(ids[number], self._weights))
+        first, answer = self._given.begun(lambda ids, number: model.embed(ids[number], self._weights))
         folder = self._store.work / "pass"
         ids = self._given.ids
-        states = LayerStates(
+        states = forward.LayerStates(
             self._weights, first, num_sequences, S, folder, self._device, answer=answer, ids=lambda number: ids[number]
         )
         layers = range(states.next_layer, spec.num_hidden_layers)
         with stage_of(self._progress, "timing thresholds"):
-            cost = self._cost(Trial(self._weights, states), layers)
+            cost = self._cost(sensitivity.Trial(self._weights, states), layers)
         self._progress.begin(cost.stage("thresholds"))
         for layer in layers:
             tokens = states.enter(layer)
-            self._progress.advance(half_multiplications(spec, layer, S) * len(tokens.x), f"layer {layer}")
+            self._progress.advance(sensitivity.half_multiplications(spec, layer, S) * len(tokens.x), f"layer {layer}")
             if layer in spec.moe_layers:
                 self._store.write(self._file(layer), self._layer(states, tokens, layer))
             states.leave(layer, tokens)
             del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         self._progress.end()
-        return [read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
+        return [forward.read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
 
-    def _cost(self, trial: Trial, layers: range) -> Cost:
+    def _cost(self, trial: sensitivity.Trial, layers: range) -> sensitivity.Cost:
         """Returns the cost of the remaining layers: each expert runs twice, for its threshold and for its outputs."""
         spec, (num_sequences, S) = self._spec, self._given.ids.shape
         router, num_tokens = spec.router, num_sequences * S
-        halves = {kind: trial.half(kind) * num_sequences for kind in kinds_of_layers(spec)}
+        halves = {kind: trial.half(kind) * num_sequences for kind in sensitivity.kinds_of_layers(spec)}
         plain = trial.plain(num_tokens * router.num_experts_per_tok / router.num_experts) * (2 * router.num_experts)
         return sum(
-            (halves[kind_of(spec, l)] + (plain if l in spec.moe_layers else Cost()) for l in layers), start=Cost()
+            (
+                halves[sensitivity.kind_of(spec, l)] + (plain if l in spec.moe_layers else sensitivity.Cost())
+                for l in layers
+            ),
+            start=sensitivity.Cost(),
         )
 
     def summary(self, layers: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:
         """Returns the content of the sidecar."""
         f = self._spec.expert.intermediate_size
         learned, held_out = (
-            realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in layers], f) for part in (0, 1)
+            model_pass.realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in layers], f)
+            for part in (0, 1)
         )
         num_sequences, S = self._tokens.sequences.shape
         return MeasuredThresholds(
@@ -257,7 +244,9 @@ class _Run:
     def _file(self, layer: int) -> str:
         return f"thresholds-{layer:03d}.safetensors"
 
-    def _layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> dict[str, NDArray[np.generic]]:
+    def _layer(
+        self, states: forward.LayerStates, tokens: forward.LayerTokens, layer: int
+    ) -> dict[str, NDArray[np.generic]]:
         layer_idx, E = self._spec.moe_layers.index(layer), self._spec.router.num_experts
         thresholds = self._thresholds(tokens, layer_idx)
         counts = [self._run_expert(states, tokens, layer_idx, expert, float(thresholds[expert])) for expert in range(E)]
@@ -267,13 +256,13 @@ class _Run:
             "tokens": np.asarray([number for _, number in counts], np.int64),
         }
 
-    def _thresholds(self, tokens: LayerTokens, layer_idx: int) -> NDArray[np.float32]:
+    def _thresholds(self, tokens: forward.LayerTokens, layer_idx: int) -> NDArray[np.float32]:
         """Returns a layer's thresholds by the rule, f32 [E]; an expert without tokens gets its layer's quantile."""
         E = self._spec.router.num_experts
         if self._rule.theta is not None:
             return np.full(E, self._rule.theta, np.float32)
         sparsities = self._rule.sparsities(layer_idx, E)
-        thresholds, pooled = np.zeros(E, np.float32), Histogram()
+        thresholds, pooled = np.zeros(E, np.float32), forward.Histogram()
         unreached = []
         if not any(sparsities):
             return thresholds
@@ -288,21 +277,25 @@ class _Run:
             thresholds[expert] = _quantile(pooled, sparsities[expert])
         return thresholds
 
-    def _histogram(self, tokens: LayerTokens, layer_idx: int, expert: int, token_idx: Tensor) -> Histogram:
-        histogram = Histogram()
-        for x, _ in input_chunks(tokens, self._weights, layer_idx, token_idx, self._device):
+    def _histogram(
+        self, tokens: forward.LayerTokens, layer_idx: int, expert: int, token_idx: Tensor
+    ) -> forward.Histogram:
+        histogram = forward.Histogram()
+        for x, _ in forward.input_chunks(tokens, self._weights, layer_idx, token_idx, self._device):
             for block in self._weights.expert(layer_idx, expert).blocks():
-                values = activations(x, block, self._spec.expert_function(layer_idx))
+                values = model.activations(x, block, self._spec.expert_function(layer_idx))
                 histogram.add(values.of(self._weights.selector).abs())
-            self._progress.advance(expert_multiplications(self._spec) * len(x), self._place(layer_idx, expert))
+            self._progress.advance(
+                sensitivity.expert_multiplications(self._spec) * len(x), self._place(layer_idx, expert)
+            )
         return histogram
 
     def _run_expert(
-        self, states: LayerStates, tokens: LayerTokens, layer_idx: int, expert: int, threshold: float
+        self, states: forward.LayerStates, tokens: forward.LayerTokens, layer_idx: int, expert: int, threshold: float
     ) -> tuple[list[int], list[int]]:
         """Adds an expert's outputs; returns dropped neurons and tokens, each for learned and held-out tokens."""
-        one, place = expert_multiplications(self._spec), self._place(layer_idx, expert)
-        token_idx, left = run_counted(
+        one, place = sensitivity.expert_multiplications(self._spec), self._place(layer_idx, expert)
+        token_idx, left = forward.run_counted(
             states,
             tokens,
             self._weights,
@@ -318,6 +311,6 @@ class _Run:
         return f"layer {self._spec.moe_layers[layer_idx]} expert {expert}"
 
 
-def _quantile(histogram: Histogram, sparsity: float) -> float:
+def _quantile(histogram: forward.Histogram, sparsity: float) -> float:
     """Returns the threshold that drops this share; 0 for a share of 0, whose quantile is the smallest activation."""
     return float(histogram.quantiles((sparsity,))[0]) if sparsity else 0.0

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
         num_workers,
         stack_of,
         stack_tokens,
-        store_states,
-        whole_states,
     )
     from moe_pack.calib.forward.shared import (
         in_order,

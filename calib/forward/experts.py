@@ -23,12 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.calib.forward.layers import LayerStates, LayerTokens
-from moe_pack.calib.forward.store import Array, ArrayRule, check_arrays
-from moe_pack.calib.quantize import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
-from moe_pack.formats import ModelSpec, NeuronFunction, PackError, RangeReader, Selector
-from moe_pack.formats.pack.safetensors import lay_out, read_header
-from moe_pack.runtime.model import Activations, Expert, Weights, activations, running
+from moe_pack import formats
+from moe_pack.calib import quantize
+from moe_pack.calib.forward import layers, store
+from moe_pack.formats.pack import safetensors
+from moe_pack.runtime import model
 from moe_pack.runtime.model.expert import resting_output
 from moe_pack.runtime.model.weights import from_experts, to_experts
 
@@ -85,7 +84,7 @@ class Histogram:
 
 CHUNK_TOKENS = 2048  # tokens at once: bounds the memory of an expert's outputs and uses its weights well
 HOT_SAMPLE_TOKENS = 256  # of an expert, evenly spread: the thresholds for hotness are taken from them
-KINDS: tuple[Selector, ...] = ("up", "gate", "both")  # `none` tests h, too, as `both` does
+KINDS: tuple[formats.Selector, ...] = ("up", "gate", "both")  # `none` tests h, too, as `both` does
 HOT_SPARSITIES = (0.5, 0.7, 0.8, 0.9)
 
 
@@ -123,8 +122,8 @@ class ExpertActivity:
 
 
 def measure_expert(
-    expert: Expert,
-    function: NeuronFunction,
+    expert: model.Expert,
+    function: formats.NeuronFunction,
     inputs: Tensor,
     token_idx: Tensor,
     num_neurons: int,
@@ -148,7 +147,7 @@ def measure_expert(
         sample = x.new_empty((len(KINDS), len(x), num_neurons)) if number == 0 else None
         start = 0
         for block in expert.blocks():
-            values = activations(x, block, function)
+            values = model.activations(x, block, function)
             y.addmm_(values.h, block.down)
             stop = start + len(block.up)
             counts.hidden_squares[start:stop] += sums_of_squares(values.h)
@@ -203,7 +202,7 @@ class _Counts:
             self.thresholds[kind] = histogram.quantiles(HOT_SPARSITIES)
             self._count(kind, 0, values)
 
-    def add(self, start: int, values: Activations) -> None:
+    def add(self, start: int, values: model.Activations) -> None:
         """Counts the activations of some neurons, from number `start` on."""
         magnitudes = torch.empty_like(values.h)  # [n, neurons], one for all kinds: new pages take longer than abs
         for kind, selector in enumerate(KINDS):
@@ -222,14 +221,14 @@ class _Counts:
         self.histograms[kind].add(magnitudes)
 
 
-def _copy_magnitudes(values: Activations, sample: Tensor) -> None:
+def _copy_magnitudes(values: model.Activations, sample: Tensor) -> None:
     """Writes abs(a) of some neurons to `sample`, float32 [kinds, n, neurons]."""
     for selector, magnitudes in zip(KINDS, sample, strict=True):
         torch.abs(values.of(selector), out=magnitudes)
 
 
 def input_chunks(
-    tokens: LayerTokens, weights: Weights, layer_idx: int, token_idx: Tensor, device: torch.device
+    tokens: layers.LayerTokens, weights: model.Weights, layer_idx: int, token_idx: Tensor, device: torch.device
 ) -> Iterator[tuple[Tensor, slice]]:
     """Yields what a MoE layer's experts get for these tokens, and the slice of `token_idx`, in chunks.
 
@@ -241,9 +240,9 @@ def input_chunks(
 
 
 def run_counted(
-    states: LayerStates,
-    tokens: LayerTokens,
-    weights: Weights,
+    states: layers.LayerStates,
+    tokens: layers.LayerTokens,
+    weights: model.Weights,
     number: tuple[int, int],
     threshold: float,
     on_tokens: Callable[[int], None],
@@ -261,9 +260,9 @@ def run_counted(
         expert = weights.expert(*number)
         y, runs_of = resting_output(x, expert), torch.zeros(len(x), device=x.device)
         for block in expert.blocks():
-            values = activations(x, block, spec.expert_function(number[0]))
+            values = model.activations(x, block, spec.expert_function(number[0]))
             a = values.of(weights.selector)
-            runs = running(a, threshold)
+            runs = model.running(a, threshold)
             y.addmm_(torch.where(runs, values.h, 0.0), block.down)
             runs_of += runs.to(torch.float32).sum(dim=1)
         states.add(tokens, token_idx[rows], router_weights[rows], from_experts(y, weights, number[0]))
@@ -277,13 +276,13 @@ _PIECE_TOKENS = 256  # written at once: 15 MiB for the widest model
 _ALIGN_BYTES = 64
 
 
-def num_kept_sequences(spec: ModelSpec, num_learned: int, sequence_length: int) -> int:
+def num_kept_sequences(spec: formats.ModelSpec, num_learned: int, sequence_length: int) -> int:
     """Returns how many sequences a profile keeps: `MAX_OWN_TOKENS` tokens an expert on average, if there are so many.
 
     Args:    num_learned: sequences that are not held out.   sequence_length: tokens of each in a layer.
     """
     router = spec.router
-    num_tokens = -(-MAX_OWN_TOKENS * router.num_experts // router.num_experts_per_tok)
+    num_tokens = -(-quantize.MAX_OWN_TOKENS * router.num_experts // router.num_experts_per_tok)
     return min(num_learned, -(-num_tokens // sequence_length))
 
 
@@ -292,12 +291,14 @@ def kept_sequences(num_learned: int, num_kept: int) -> Tensor:
     return sample_places(num_learned, num_kept)
 
 
-def input_bytes(spec: ModelSpec, num_tokens: int) -> int:
+def input_bytes(spec: formats.ModelSpec, num_tokens: int) -> int:
     """Returns the size of a layer's file of this many tokens."""
-    return lay_out([[tensor] for tensor in _tensors(spec, num_tokens)], _ALIGN_BYTES).num_bytes
+    return safetensors.lay_out([[tensor] for tensor in _tensors(spec, num_tokens)], _ALIGN_BYTES).num_bytes
 
 
-def input_pieces(spec: ModelSpec, tokens: LayerTokens, sequence_length: int, kept: Tensor) -> Iterator[bytes]:
+def input_pieces(
+    spec: formats.ModelSpec, tokens: layers.LayerTokens, sequence_length: int, kept: Tensor
+) -> Iterator[bytes]:
     """Yields a layer's file in pieces, so that it is never whole in memory.
 
     Args:    tokens: all tokens of the layer, with its outputs added to `x`.   kept: the sequences to keep, rising int64
@@ -315,7 +316,7 @@ def input_pieces(spec: ModelSpec, tokens: LayerTokens, sequence_length: int, kep
     )
 
 
-def joined_input_pieces(spec: ModelSpec, kept: Sequence[tuple["ExpertInputs", Tensor]]) -> Iterator[bytes]:
+def joined_input_pieces(spec: formats.ModelSpec, kept: Sequence[tuple["ExpertInputs", Tensor]]) -> Iterator[bytes]:
     """Yields a layer's file in pieces, of tokens in other files of the same layer.
 
     Args:    kept: for each of the files the places of its tokens to keep, int64 [n].
@@ -331,12 +332,12 @@ def joined_input_pieces(spec: ModelSpec, kept: Sequence[tuple["ExpertInputs", Te
 
 
 def _file_pieces(
-    spec: ModelSpec,
+    spec: formats.ModelSpec,
     num_tokens: int,
     inputs: Iterable[Tensor],
-    experts: Iterable[Array],
-    weights: Iterable[Array],
-    norms: Iterable[Array],
+    experts: Iterable[store.Array],
+    weights: Iterable[store.Array],
+    norms: Iterable[store.Array],
 ) -> Iterator[bytes]:
     """Yields a layer's file in pieces; each tensor's rows are given in pieces too."""
     raw: dict[str, Iterable[bytes]] = {
@@ -345,7 +346,7 @@ def _file_pieces(
         "weights": (piece.astype("<f4").tobytes() for piece in weights),
         "norms": (piece.astype("<f4").tobytes() for piece in norms),
     }
-    layout = lay_out([[tensor] for tensor in _tensors(spec, num_tokens)], _ALIGN_BYTES)
+    layout = safetensors.lay_out([[tensor] for tensor in _tensors(spec, num_tokens)], _ALIGN_BYTES)
     yield layout.header
     for entry in layout.entries:
         yield from raw.get(entry.name, (bytes(entry.num_bytes),))
@@ -384,37 +385,41 @@ class ExpertInputs:
     Raises:  PackError if the file does not have the tensors that a profile of this model has.
     """
 
-    def __init__(self, path: Path, spec: ModelSpec, num_tokens: int) -> None:
-        entries = {entry.name: entry for entry in read_header(path, PackError) if not entry.name.startswith("pad.")}
+    def __init__(self, path: Path, spec: formats.ModelSpec, num_tokens: int) -> None:
+        entries = {
+            entry.name: entry
+            for entry in safetensors.read_header(path, formats.PackError)
+            if not entry.name.startswith("pad.")
+        }
         wanted = {name: (dtype, shape) for name, dtype, shape in _tensors(spec, num_tokens)}
         for name in [*wanted, *entries]:
             if name not in wanted:
-                raise PackError(f"{path.name}: unknown tensor {name!r}")
+                raise formats.PackError(f"{path.name}: unknown tensor {name!r}")
             if name not in entries:
-                raise PackError(f"{path.name}: tensor {name!r} is missing")
+                raise formats.PackError(f"{path.name}: tensor {name!r} is missing")
             entry, (dtype, shape) = entries[name], wanted[name]
             if (entry.dtype, entry.shape) != (dtype, shape):
-                raise PackError(
+                raise formats.PackError(
                     f"{path.name}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {dtype} {list(shape)}"
                 )
-        self._reader = RangeReader(path, PackError)
+        self._reader = formats.RangeReader(path, formats.PackError)
         self._hidden_size = spec.hidden_size
         self._first_byte = entries["inputs"].offset
         routes, weights, norms = (
             self._reader.read(entries[n].offset, entries[n].num_bytes) for n in ("experts", "weights", "norms")
         )
         self._place = path.name
-        self.experts: Array = routes.view("<u2").reshape(wanted["experts"][1])
-        self.weights: Array = weights.view("<f4").reshape(wanted["weights"][1])
-        self.norms: Array = norms.view("<f4")
+        self.experts: store.Array = routes.view("<u2").reshape(wanted["experts"][1])
+        self.weights: store.Array = weights.view("<f4").reshape(wanted["weights"][1])
+        self.norms: store.Array = norms.view("<f4")
         rules = {
-            "experts": ArrayRule("U16", self.experts.shape, most=spec.router.num_experts - 1),
-            "weights": ArrayRule("F32", self.weights.shape, -_MOST_WEIGHT, _MOST_WEIGHT),
-            "norms": ArrayRule("F32", self.norms.shape, 0, _MOST_NORM),
+            "experts": store.ArrayRule("U16", self.experts.shape, most=spec.router.num_experts - 1),
+            "weights": store.ArrayRule("F32", self.weights.shape, -_MOST_WEIGHT, _MOST_WEIGHT),
+            "norms": store.ArrayRule("F32", self.norms.shape, 0, _MOST_NORM),
         }
         try:
-            check_arrays({name: getattr(self, name) for name in rules}, rules, self._place)
-        except PackError:
+            store.check_arrays({name: getattr(self, name) for name in rules}, rules, self._place)
+        except formats.PackError:
             self.close()
             raise
 
@@ -428,10 +433,12 @@ class ExpertInputs:
         for row, token in zip(out.view(torch.int16).numpy().view(np.uint8), token_idx.tolist(), strict=True):
             row[:] = self._reader.read(self._first_byte + token * num_bytes, num_bytes)
         if not torch.isfinite(out).all():
-            raise PackError(f"{self._place}: tensor 'inputs' has NaN or infinity; the file is damaged, make it again")
+            raise formats.PackError(
+                f"{self._place}: tensor 'inputs' has NaN or infinity; the file is damaged, make it again"
+            )
         return out.to(torch.float32)
 
-    def of_expert(self, expert: int, first_token: int = 0, stored: Tensor | None = None) -> ExpertTokens:
+    def of_expert(self, expert: int, first_token: int = 0, stored: Tensor | None = None) -> quantize.ExpertTokens:
         """Reads the tokens that an expert is calibrated on, from `first_token` on: its own and a few of its layer.
 
         Meaning: at most `MAX_OWN_TOKENS` of the tokens it runs for, evenly spread, each with the square of its router
@@ -447,19 +454,19 @@ class ExpertInputs:
         runs = (self.experts == expert) & (self.weights != 0)  # [T, k]
         runs[:first_token] = False
         token_idx, rank = (torch.from_numpy(indices) for indices in np.nonzero(runs))
-        own = sample_places(len(token_idx), MAX_OWN_TOKENS)
+        own = sample_places(len(token_idx), quantize.MAX_OWN_TOKENS)
         token_idx, rank = token_idx[own], rank[own]
         shares = self._shares(first_token)
         squares = torch.from_numpy(self.weights)[token_idx, rank].square() * shares[token_idx]  # [n]
         others = torch.from_numpy(first_token + np.flatnonzero(~runs[first_token:].any(axis=1)))
-        others = others[sample_places(len(others), MAX_OTHER_TOKENS)]
+        others = others[sample_places(len(others), quantize.MAX_OTHER_TOKENS)]
         other_weights = shares[others]
         if len(squares):
             other_weights *= float(squares.mean() / shares[token_idx].mean()) * OTHERS_COUNT / max(len(others), 1)
         weights = torch.cat((squares, other_weights))
         token_idx = torch.cat((token_idx, others))
         given = None if stored is None else stored[token_idx].to(torch.bfloat16).to(torch.float32)
-        return ExpertTokens(self.rows(token_idx), weights, len(others), given)
+        return quantize.ExpertTokens(self.rows(token_idx), weights, len(others), given)
 
     def _shares(self, first_token: int) -> Tensor:
         """Returns how much a squared error counts at each token, float32 [T]: the inverse of its squared norm.
@@ -483,7 +490,7 @@ class ExpertInputs:
         self.close()
 
 
-def _tensors(spec: ModelSpec, num_tokens: int) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+def _tensors(spec: formats.ModelSpec, num_tokens: int) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """Returns name, dtype and shape of the tensors in a layer's file of this many tokens."""
     k = spec.router.num_experts_per_tok
     return (

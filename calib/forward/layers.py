@@ -37,29 +37,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward.shared import ONE_PROCESS, Results
-from moe_pack.formats import CheckpointError, ModelSpec, RunError, Selector
-from moe_pack.runtime.model import (
-    Expert,
-    Matrix,
-    Operations,
-    StoredMatrix,
-    Weights,
-    add_attention,
-    mlp_input,
-    route_tokens,
-)
-from moe_pack.runtime.model.caches import Chosen, KVCache, LayerRopes
-from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
+from moe_pack import formats
+from moe_pack.calib.forward import shared
+from moe_pack.runtime import model
+from moe_pack.runtime.model import caches, encoder_decoder, mixers
 from moe_pack.runtime.model.layers import add_ngrams, enter_second, experts_norm, run_unrouted, with_returned
-from moe_pack.runtime.model.mixers import LayerState, NgramRows, RowTable
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import norm
 
 _PARALLEL_BYTES = 64 << 20  # of experts in float32 at once
 
 
-def num_workers(spec: ModelSpec) -> int:
+def num_workers(spec: formats.ModelSpec) -> int:
     """Returns how many experts of a model run in parallel: one for each of torch's threads, while their weights fit.
 
     Products of small matrices gain nothing from torch's threads, which only wait for each other; whole experts and
@@ -82,7 +71,7 @@ class Sequences:
     stacks: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, spec: ModelSpec, tokens: Tensor) -> "Sequences":
+    def of(cls, spec: formats.ModelSpec, tokens: Tensor) -> "Sequences":
         """Returns what a model is given of sequences int64 [N, S]."""
         if spec.encoder is None:
             return cls((tokens,))
@@ -112,28 +101,28 @@ class Sequences:
         return first, others[0] if others else None
 
 
-def stack_tokens(spec: ModelSpec, sequence_length: int) -> int:
+def stack_tokens(spec: formats.ModelSpec, sequence_length: int) -> int:
     """Returns how many tokens of a sequence each layer of a model sees."""
     return sequence_length if spec.encoder is None else sequence_length // 2
 
 
-def stack_of(spec: ModelSpec, layer: int) -> int:
+def stack_of(spec: formats.ModelSpec, layer: int) -> int:
     """Returns the stack of a layer: 1 for a decoder after an encoder, else 0."""
     return int(spec.encoder is not None and layer >= spec.encoder.num_layers)
 
 
-def check_length(spec: ModelSpec, sequence_length: int) -> None:
+def check_length(spec: formats.ModelSpec, sequence_length: int) -> None:
     """Checks that a model can read sequences of this length.
 
     Raises:  RunError if they are longer than the model's positions, or too short for a prediction in each half.
     """
     if sequence_length > spec.max_position_embeddings:
-        raise RunError(
+        raise formats.RunError(
             f"--sequence-length: found {sequence_length}, expected at most the "
             f"{spec.max_position_embeddings} positions this model has"
         )
     if spec.encoder is not None and stack_tokens(spec, sequence_length) < 2:
-        raise RunError(
+        raise formats.RunError(
             f"--sequence-length: found {sequence_length}, expected at least 4: this model's encoder reads the first "
             "half, and its decoder predicts tokens of the second"
         )
@@ -142,10 +131,10 @@ def check_length(spec: ModelSpec, sequence_length: int) -> None:
 _SMALL_BYTES = 16 << 20  # matrices of at most this size stay in memory in float32, the embedding and the head too
 
 
-class Source(Weights, Protocol):
+class Source(model.Weights, Protocol):
     """Weights whose dense matrices can be read row by row or loaded whole."""
 
-    def load(self, role: str) -> Matrix:
+    def load(self, role: str) -> model.Matrix:
         """Loads a dense matrix, in the bytes in which it is stored."""
         ...
 
@@ -154,12 +143,12 @@ class LayerwiseWeights:
     """The weights of `source`, with the dense matrices of one layer in memory: the last one used. Thread-safe."""
 
     def __init__(self, source: Source) -> None:
-        self.spec: ModelSpec = source.spec
-        self.selector: Selector = source.selector
-        self.operations: Operations = source.operations
+        self.spec: formats.ModelSpec = source.spec
+        self.selector: formats.Selector = source.selector
+        self.operations: model.Operations = source.operations
         self._source = source
         self._layer = ""
-        self._matrices: dict[str, Matrix] = {}
+        self._matrices: dict[str, model.Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
         self._lock = Lock()
 
@@ -171,7 +160,7 @@ class LayerwiseWeights:
                 self._vectors[role] = self._source.vector(role)
             return self._vectors[role]
 
-    def matrix(self, role: str) -> Matrix:
+    def matrix(self, role: str) -> model.Matrix:
         """Returns a dense matrix by its role."""
         if not role.startswith("layers."):
             matrix = self._source.matrix(role)
@@ -182,11 +171,11 @@ class LayerwiseWeights:
             if role not in self._matrices:
                 matrix = self._source.load(role)
                 if 4 * matrix.num_rows * matrix.num_cols <= _SMALL_BYTES:
-                    matrix = StoredMatrix(matrix.rows(0, matrix.num_rows))  # in float32: converted once
+                    matrix = model.StoredMatrix(matrix.rows(0, matrix.num_rows))  # in float32: converted once
                 self._matrices[role] = matrix
             return self._matrices[role]
 
-    def expert(self, layer_idx: int, expert: int) -> Expert:
+    def expert(self, layer_idx: int, expert: int) -> model.Expert:
         """Returns an expert, whose blocks are read as they are used."""
         return self._source.expert(layer_idx, expert)
 
@@ -198,7 +187,7 @@ class LayerwiseWeights:
         """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
         return self._source.rotation(layer_idx)
 
-    def ngram_table(self, layer: int) -> RowTable:
+    def ngram_table(self, layer: int) -> mixers.RowTable:
         """Returns the n-gram table of a decoder layer, which stays on the disk."""
         return self._source.ngram_table(layer)
 
@@ -217,18 +206,26 @@ class SequenceAttention:
     Args:    sequence_length: tokens of a sequence in a stack, n.
     """
 
-    def __init__(self, weights: Weights, sequence_length: int, device: torch.device) -> None:
+    def __init__(self, weights: model.Weights, sequence_length: int, device: torch.device) -> None:
         self._spec = weights.spec
         self._sequence_length = sequence_length
         self._device = device
         if weights.spec.encoder is None:
             positions = torch.arange(sequence_length, device=device)
-            self._angles = LayerRopes(weights.spec, device)(positions, sequence_length)
+            self._angles = caches.LayerRopes(weights.spec, device)(positions, sequence_length)
         else:
-            self._biases = tuple(position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False))
+            self._biases = tuple(
+                encoder_decoder.position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False)
+            )
 
     def added(
-        self, x: Tensor, weights: Weights, layer: int, text: Tensor | None, chosen: Chosen, ids: Tensor | None
+        self,
+        x: Tensor,
+        weights: model.Weights,
+        layer: int,
+        text: Tensor | None,
+        chosen: caches.Chosen,
+        ids: Tensor | None,
     ) -> Tensor:
         """Returns hidden states float32 [n, d] with a layer's n-grams and attention added.
 
@@ -239,23 +236,25 @@ class SequenceAttention:
         spec, mixer = self._spec, self._spec.mixer_of(layer)
         if (ngrams := spec.ngrams_of(layer)) is not None:
             assert ids is not None, f"layer {layer} needs the tokens"
-            rows = NgramRows(ngrams, weights.ngram_table, ids, len(ids), (layer,))
-            x = add_ngrams(x, rows, weights, layer, LayerState.of_ngrams(ngrams, spec.stream_width, self._device))
+            rows = mixers.NgramRows(ngrams, weights.ngram_table, ids, len(ids), (layer,))
+            x = add_ngrams(
+                x, rows, weights, layer, mixers.LayerState.of_ngrams(ngrams, spec.stream_width, self._device)
+            )
         if mixer is not None:
-            return add_attention(x, weights, layer, LayerState.empty(mixer, self._device), self._angles[0])
-        cache = KVCache.of_layer(spec, layer, self._sequence_length, self._device)
+            return model.add_attention(x, weights, layer, mixers.LayerState.empty(mixer, self._device), self._angles[0])
+        cache = caches.KVCache.of_layer(spec, layer, self._sequence_length, self._device)
         if spec.encoder is None:
             cache = replace(cache, chosen=chosen)
-            return add_attention(x, weights, layer, cache, self._angles[spec.attention_kind(layer)])
-        x = add_own_attention(x, weights, layer, cache, self._biases[stack_of(spec, layer)])
+            return model.add_attention(x, weights, layer, cache, self._angles[spec.attention_kind(layer)])
+        x = encoder_decoder.add_own_attention(x, weights, layer, cache, self._biases[stack_of(spec, layer)])
         if text is None:
             return x
-        text_cache = KVCache.of_layer(spec, layer, self._sequence_length, self._device)
-        enter_text(text, weights, layer, text_cache, len(text))
-        return add_cross_attention(x, weights, layer, replace(text_cache, num_tokens=len(text)))
+        text_cache = caches.KVCache.of_layer(spec, layer, self._sequence_length, self._device)
+        encoder_decoder.enter_text(text, weights, layer, text_cache, len(text))
+        return encoder_decoder.add_cross_attention(x, weights, layer, replace(text_cache, num_tokens=len(text)))
 
 
-def shared_choosers(spec: ModelSpec, sequence_length: int) -> frozenset[int]:
+def shared_choosers(spec: formats.ModelSpec, sequence_length: int) -> frozenset[int]:
     """Returns the layers that choose some of a sequence's positions, not all, for later layers too."""
     indexers = {layer: spec.indexer_of(layer) for layer in spec.shared_choosers}
     return frozenset(layer for layer, each in indexers.items() if each is not None and each.top_k < sequence_length)
@@ -270,7 +269,9 @@ class Choices:
     Args:    folder: of the files, which a killed pass left there too.   results: as for `LayerStates`.
     """
 
-    def __init__(self, spec: ModelSpec, sequence_length: int, folder: Path, results: Results = ONE_PROCESS) -> None:
+    def __init__(
+        self, spec: formats.ModelSpec, sequence_length: int, folder: Path, results: shared.Results = shared.ONE_PROCESS
+    ) -> None:
         self._folder, self._sequence_length, self._results = folder, sequence_length, results
         self._shape = sequence_length, -(-sequence_length // 8)
         self._choosers = shared_choosers(spec, sequence_length)
@@ -286,7 +287,7 @@ class Choices:
             mapped = np.memmap(self._held, np.uint8, "w+", shape=(num_sequences, *self._shape))
             self._bits = torch.from_numpy(mapped)
 
-    def bits(self, chosen: Chosen) -> Tensor:
+    def bits(self, chosen: caches.Chosen) -> Tensor:
         """Returns what the layer that was entered chose in a sequence, uint8 [S, S / 8]; [0] in other layers."""
         if self._bits is None:
             return torch.zeros(0, dtype=torch.uint8)
@@ -325,13 +326,13 @@ class Choices:
             return 0
         return self._paths[self._chooser_of[layer]].stat().st_size // math.prod(self._shape)
 
-    def read(self, layer: int, number: int) -> Chosen:
+    def read(self, layer: int, number: int) -> caches.Chosen:
         """Returns the choice that a layer shares, in one of these sequences; all positions for other layers."""
         if layer not in self._chooser_of:
-            return Chosen()
+            return caches.Chosen()
         path, size = self._paths[self._chooser_of[layer]], math.prod(self._shape)
         raw = np.fromfile(path, np.uint8, size, offset=number * size).reshape(self._shape)
-        return Chosen(torch.from_numpy(np.unpackbits(raw, axis=1, count=self._sequence_length).view(bool)))
+        return caches.Chosen(torch.from_numpy(np.unpackbits(raw, axis=1, count=self._sequence_length).view(bool)))
 
 
 MAX_MEMORY_BYTES = 1 << 29  # that a pass may use for the arrays of its tokens
@@ -392,7 +393,7 @@ class LayerStates:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: model.Weights,
         first: Beginning,
         num_sequences: int,
         sequence_length: int,
@@ -404,7 +405,7 @@ class LayerStates:
         keeps_all: bool = False,
         workers: int | None = None,
         ids: Beginning | None = None,
-        results: Results = ONE_PROCESS,
+        results: shared.Results = shared.ONE_PROCESS,
     ) -> None:
         self.spec = weights.spec
         self.num_sequences = self._num_first = num_sequences
@@ -456,7 +457,7 @@ class LayerStates:
             chosen = self.chosen(layer, number)
             before, text, ids = self.at(layer, number), self.text(layer, number), self.ids(number)
             x, inputs = self.half_of(layer, before, text, self._weights, chosen, ids)
-            routes = route_tokens(inputs, self._weights, layer, ids) if k else ()
+            routes = model.route_tokens(inputs, self._weights, layer, ids) if k else ()
             return x.cpu(), inputs.cpu(), self._choices.bits(chosen), *(each.cpu() for each in routes)
 
         halves = self._results.in_order("halves", run_sequence, range(num_sequences), self._num_workers)
@@ -480,8 +481,8 @@ class LayerStates:
         layer: int,
         x: Tensor,
         text: Tensor | None,
-        weights: Weights,
-        chosen: Chosen | None = None,
+        weights: model.Weights,
+        chosen: caches.Chosen | None = None,
         ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the same as `half`, for hidden states float32 [S, w] and the weights of the layer.
@@ -492,7 +493,7 @@ class LayerStates:
         x = self.attended(layer, x, text, weights, chosen, ids)
         if not self.spec.has_second(layer):
             return x, torch.zeros_like(x)
-        inputs = mlp_input(x, weights, layer)
+        inputs = model.mlp_input(x, weights, layer)
         if self.spec.residual is not None:
             return x, inputs
         unrouted, returned = run_unrouted(inputs, weights, layer), with_returned(None, inputs, weights, layer)
@@ -500,7 +501,7 @@ class LayerStates:
             return x, inputs
         return enter_second(x, unrouted, returned, weights, layer), inputs
 
-    def after(self, layer: int, half: tuple[Tensor, Tensor], outputs: Tensor | None, weights: Weights) -> Tensor:
+    def after(self, layer: int, half: tuple[Tensor, Tensor], outputs: Tensor | None, weights: model.Weights) -> Tensor:
         """Returns hidden states after a layer, float32 [n, w], for what `half_of` returned.
 
         Args:    outputs: of routed experts, as in `LayerTokens`; None if they add to `x`, which is returned then.
@@ -536,14 +537,14 @@ class LayerStates:
         layer: int,
         x: Tensor,
         text: Tensor | None,
-        weights: Weights,
-        chosen: Chosen | None = None,
+        weights: model.Weights,
+        chosen: caches.Chosen | None = None,
         ids: Tensor | None = None,
     ) -> Tensor:
         """Returns a sequence's hidden states float32 [S, w] with a layer's attention added; arguments as `half_of`."""
         if text is not None:
             text = norm(text.to(self.device), weights, "encoder_norm")
-        return self._attention.added(x.to(self.device), weights, layer, text, chosen or Chosen(), ids)
+        return self._attention.added(x.to(self.device), weights, layer, text, chosen or caches.Chosen(), ids)
 
     def add(self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
         """Adds an expert's output float32 [n, d], weighted, to the hidden states of its tokens, or to `outputs`."""
@@ -563,7 +564,9 @@ class LayerStates:
         tokens = self.summed(layer, tokens)
         # A sum in float64 is finite if and only if all terms are. Summed in pieces: torch converts a piece as a whole.
         if not all(piece.sum(dtype=torch.float64).isfinite() for piece in torch.split(tokens.x, self.sequence_length)):
-            raise CheckpointError(f"layer {layer}: hidden states are not finite; check that the checkpoint is complete")
+            raise formats.CheckpointError(
+                f"layer {layer}: hidden states are not finite; check that the checkpoint is complete"
+            )
         self._choices.leave(layer)
         path, num_tokens = store_states(
             self._folder, f"hidden-{layer + 1:03d}", chain((tokens.x,), more), self._results
@@ -613,7 +616,7 @@ class LayerStates:
         """Whether some layers attend to positions, not to all, that an earlier layer chose in each sequence."""
         return bool(shared_choosers(self.spec, self.sequence_length))
 
-    def chosen(self, layer: int, number: int) -> Chosen:
+    def chosen(self, layer: int, number: int) -> caches.Chosen:
         """Returns the positions that a sequence's tokens attend to in a layer that shares an earlier layer's choice.
 
         In other layers they are all positions.
@@ -679,7 +682,9 @@ class LayerStates:
         return 0
 
 
-def store_states(folder: Path, name: str, pieces: Iterable[Tensor], results: Results = ONE_PROCESS) -> tuple[Path, int]:
+def store_states(
+    folder: Path, name: str, pieces: Iterable[Tensor], results: shared.Results = shared.ONE_PROCESS
+) -> tuple[Path, int]:
     """Writes float32 [n, d] in pieces to a file that is whole or not there; returns its path and the sum of n.
 
     Args:    name: ends in a number; the checksum that is added to it tells whether the file is whole.

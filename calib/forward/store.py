@@ -23,15 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_pack import formats
 from moe_pack.calib.forward.shared import publish_once
-from moe_pack.formats import ConversionError, Pack, PackError, RangeReader, canonical
-from moe_pack.formats.base import WRITE_FLAGS, FolderLock, lock_file
+from moe_pack.formats import base
+from moe_pack.formats.base import errors
 from moe_pack.formats.base.commands import Part
-from moe_pack.formats.base.errors import PartBusyError, shortened
 from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifests import SOURCE_FILE, PackageVersion, account_bytes
-from moe_pack.formats.pack.safetensors import assemble, read_header
+from moe_pack.formats.pack import manifests, safetensors
 
 Array = NDArray[Any]
 
@@ -42,7 +41,7 @@ _NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
 
 def write_arrays(arrays: Mapping[str, Array]) -> bytes:
     """Returns the safetensors file of some arrays; uint16 under a name that ends in `_weight` is bfloat16."""
-    return assemble(
+    return safetensors.assemble(
         (name, _dtype_name(name, array), array.shape, np.ascontiguousarray(array).tobytes())
         for name, array in arrays.items()
     )
@@ -58,14 +57,14 @@ def read_all_arrays(path: Path) -> dict[str, Array]:
     Raises:  PackError if the file is missing or damaged, or has an array of a dtype that profiles do not use.
     """
     arrays = {}
-    entries = read_header(path, PackError)
-    with RangeReader(path, PackError) as reader:
+    entries = safetensors.read_header(path, formats.PackError)
+    with formats.RangeReader(path, formats.PackError) as reader:
         for entry in entries:
             if entry.name.startswith("pad."):
                 continue
             is_bf16 = entry.dtype == "BF16" and entry.name.endswith(_BF16_SUFFIX)
             if entry.dtype not in _DTYPES and not is_bf16:
-                raise PackError(
+                raise formats.PackError(
                     f"{path.name}: tensor {entry.name!r} is {entry.dtype}, a dtype that profiles do not use"
                 )
             raw = reader.read(entry.offset, entry.num_bytes)
@@ -113,11 +112,11 @@ def check_arrays(arrays: Mapping[str, Array], expected: Mapping[str, ArrayRule],
     """
     for name in [*expected, *arrays]:
         if name not in expected:
-            raise PackError(f"{place}: unknown tensor {shortened(name)}")
+            raise formats.PackError(f"{place}: unknown tensor {errors.shortened(name)}")
         if name not in arrays:
-            raise PackError(f"{place}: tensor {name!r} is missing")
+            raise formats.PackError(f"{place}: tensor {name!r} is missing")
         if fault := expected[name].fault(arrays[name]):
-            raise PackError(f"{place}: tensor {name!r} {fault}")
+            raise formats.PackError(f"{place}: tensor {name!r} {fault}")
 
 
 PROFILE_FILE = "profile.json"
@@ -147,23 +146,23 @@ class ProfileStore:
         self._part_fd = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(folder, is_shared=part is not None)
+            self._lock = base.FolderLock(folder, is_shared=part is not None)
         except BlockingIOError as fault:
             what = "wait for it, or stop it"
             if part is not None:
                 what = f"it was started without --part; {what}"
-            raise ConversionError(f"{folder}: another process is writing a profile here; {what}") from fault
+            raise formats.ConversionError(f"{folder}: another process is writing a profile here; {what}") from fault
         except OSError as fault:
-            raise ConversionError(f"{folder}: cannot be used as output folder ({fault.strerror})") from fault
+            raise formats.ConversionError(f"{folder}: cannot be used as output folder ({fault.strerror})") from fault
         try:
             if replaces_other:
-                self._remove_other(canonical({"identity": identity}))
+                self._remove_other(formats.canonical({"identity": identity}))
             if part is not None:
                 self.work.mkdir(exist_ok=True)
                 self._lock_part(part)
-            self._claim(canonical({"identity": identity}))
+            self._claim(formats.canonical({"identity": identity}))
             self.work.mkdir(exist_ok=True)
-        except ConversionError:
+        except formats.ConversionError:
             self.close()
             raise
 
@@ -196,7 +195,7 @@ class ProfileStore:
                 publish_once(unfinished, self.folder / name)
             self._lock.sync()
         except OSError as fault:
-            raise ConversionError(
+            raise formats.ConversionError(
                 f"{self.folder}: writing {name} failed ({fault.strerror}); fix this, then run the same command again"
             ) from fault
 
@@ -214,11 +213,11 @@ class ProfileStore:
 
     def _lock_part(self, part: Part) -> None:
         """Refuses a second process that makes this part. Their files would have the same temporary names."""
-        self._part_fd = os.open(self.work / f"part{part.suffix}.lock", os.O_RDWR | WRITE_FLAGS)
+        self._part_fd = os.open(self.work / f"part{part.suffix}.lock", os.O_RDWR | base.WRITE_FLAGS)
         try:
-            lock_file(self._part_fd)
+            base.lock_file(self._part_fd)
         except BlockingIOError as fault:
-            raise PartBusyError(
+            raise errors.PartBusyError(
                 f"{self.folder}: another process is making part {part}; give each process another number"
             ) from fault
 
@@ -240,12 +239,12 @@ class ProfileStore:
             own = {f"{_IDENTITY_FILE}.tmp"} if self._part is None else {WORK_FOLDER, _IDENTITY_FILE}
             names = sorted(entry.name for entry in self.folder.iterdir() if entry.name not in own)
             if names and not path.exists():  # another part may have claimed the folder meanwhile
-                raise ConversionError(
+                raise formats.ConversionError(
                     f"{self.folder}: contains {names[0]!r}; give a new or empty folder for the profile"
                 )
             self.replace(_IDENTITY_FILE, (identity,))
         if path.read_bytes() != identity:
-            raise ConversionError(
+            raise formats.ConversionError(
                 f"{self.folder}: contains an unfinished profile of another model, text or options; "
                 "repeat that command, or remove the folder"
             )
@@ -259,16 +258,16 @@ def source_digest(checkpoint: Checkpoint) -> str:
 
     All weights would take as long as the statistics. A model that was trained further has other routers.
     """
-    digest = hashlib.sha256(account_bytes(*checkpoint.account()))
+    digest = hashlib.sha256(manifests.account_bytes(*checkpoint.account()))
     for layer in checkpoint.spec.moe_layers:
         source = checkpoint.dense_source(f"layers.{layer}.router")
         digest.update(checkpoint.rows(source, 0, source.num_rows).data)
     return digest.hexdigest()
 
 
-def packed_source_digest(pack: Pack) -> str:
+def packed_source_digest(pack: formats.Pack) -> str:
     """Returns the `source_digest` of the checkpoint of a pack, which keeps the bytes of its routers."""
-    digest = hashlib.sha256(pack.read_file(SOURCE_FILE).data)
+    digest = hashlib.sha256(pack.read_file(manifests.SOURCE_FILE).data)
     routers = {f"layers.{layer}.router" for layer in pack.spec.moe_layers}
     for tensor in pack.layout.dense:
         if tensor.role.name in routers:
@@ -276,12 +275,12 @@ def packed_source_digest(pack: Pack) -> str:
     return digest.hexdigest()
 
 
-def made_with() -> tuple[PackageVersion, ...]:
+def made_with() -> tuple[manifests.PackageVersion, ...]:
     """Returns the versions of the installed packages that decide a profile's figures."""
     versions = []
     for name in _PACKAGES:
         try:
-            versions.append(PackageVersion(name, installed_version(name)))
+            versions.append(manifests.PackageVersion(name, installed_version(name)))
         except PackageNotFoundError:
             continue
     return tuple(versions)

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_pack import runtime
 from moe_pack.formats import RunError
-from moe_pack.runtime import ChatTemplate, Text
 
 DEFAULT_FIELDS = ("text", "messages", "conversations")  # the first that a source has
 NUM_PROSE_PARTS = 8
@@ -75,7 +75,7 @@ class Documents:
     turns: tuple[int, ...] = (0,)
 
 
-def open_documents(data: str | None, field: str | None, template: ChatTemplate | None) -> Documents:
+def open_documents(data: str | None, field: str | None, template: runtime.ChatTemplate | None) -> Documents:
     """Opens the documents of `data`, without those of white space alone.
 
     Args:    data: None for the sample; a .txt (one document), .jsonl or .json (an object a line) or .parquet file; a
@@ -99,7 +99,7 @@ def open_documents(data: str | None, field: str | None, template: ChatTemplate |
     return Documents(data, place, (_file_reader(path, place)(path, column),))
 
 
-def _sample_parts(template: ChatTemplate | None) -> tuple[tuple[Piece, ...], ...]:
+def _sample_parts(template: runtime.ChatTemplate | None) -> tuple[tuple[Piece, ...], ...]:
     """Returns the parts of the sample that `_SAMPLE_TURNS` counts."""
     folder = files("moe_pack.calib.forward").joinpath("sample")
     prose, chat, code, languages = (
@@ -128,7 +128,7 @@ def prose_parts(prose: str) -> tuple[tuple[Piece, ...], ...]:
     return tuple(tuple(part) for part in parts)
 
 
-def _sample_conversation(messages: list[dict[str, object]], template: ChatTemplate | None) -> "_Document":
+def _sample_conversation(messages: list[dict[str, object]], template: runtime.ChatTemplate | None) -> "_Document":
     """Returns a conversation of the sample as text: as the model's template writes it, else with the roles' names.
 
     Templates that know no system messages or no tools refuse some of them.
@@ -190,7 +190,7 @@ class _Column:
     """
 
     field: str | None
-    template: ChatTemplate | None
+    template: runtime.ChatTemplate | None
 
     def name(self, names: Iterable[str], place: str) -> str:
         """Returns the field's name.
@@ -470,7 +470,9 @@ class Tokens:
     notes: tuple[str, ...]
 
 
-def read_tokens(source: str | None, field: str | None, text: Text, num_tokens: int, sequence_length: int) -> Tokens:
+def read_tokens(
+    source: str | None, field: str | None, text: runtime.Text, num_tokens: int, sequence_length: int
+) -> Tokens:
     """Returns at least `num_tokens` tokens of a source in whole sequences, or all whole sequences if it has fewer.
 
     Meaning: documents one after the other, each with the tokenizer's special tokens (a beginning), cut every S tokens;
@@ -495,7 +497,7 @@ def read_tokens(source: str | None, field: str | None, text: Text, num_tokens: i
     return _tokens(documents.name, cut.sequences, notes)
 
 
-def unseen_tokens(text: Text, num_tokens: int, sequence_length: int) -> Tokens:
+def unseen_tokens(text: runtime.Text, num_tokens: int, sequence_length: int) -> Tokens:
     """Returns at least `num_tokens` tokens from the ends of the sample's parts, which short profiles do not read.
 
     Meaning: ceil(num_tokens / S) sequences; the parts give them in turn as for `read_tokens`, each its last one first.
@@ -534,7 +536,7 @@ class _CutText:
     num_tokens: int
 
     @classmethod
-    def of(cls, documents: Documents, text: Text, wanted: int | None, sequence_length: int) -> "_CutText":
+    def of(cls, documents: Documents, text: runtime.Text, wanted: int | None, sequence_length: int) -> "_CutText":
         """Cuts as many sequences as wanted, None for all, from the parts in turn."""
         cutters = [_Cutter(_token_ids(part, text), sequence_length) for part in documents.parts]
         sequences = list(islice(_in_turn([cutters[turn] for turn in documents.turns]), wanted))
@@ -572,7 +574,7 @@ def _in_turn(parts: Iterable[Iterator[NDArray[np.int32]]]) -> Iterator[NDArray[n
             turns.append(part)
 
 
-def _token_ids(pieces: Iterable[Piece], text: Text) -> Iterator[NDArray[np.int32]]:
+def _token_ids(pieces: Iterable[Piece], text: runtime.Text) -> Iterator[NDArray[np.int32]]:
     vocab_size = text.vocab_size
     for piece in pieces:
         ids = np.array(text.encode(piece.text, special_tokens=piece.begins and not piece.is_chat), np.int64)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moe_pack.calib.profile.losses import Losses, assumed_losses, losses_of
     from moe_pack.calib.profile.merging import merge_profiles, texts_of
     from moe_pack.calib.profile.options import ProfileOptions
-    from moe_pack.calib.profile.profiler import attach, make_profile, most_routing_bytes, routing_of
-    from moe_pack.calib.profile.profiles import Profile, check_same_source, hottest_first
+    from moe_pack.calib.profile.profiler import attach, make_profile
+    from moe_pack.calib.profile.profiles import Profile, hottest_first
 else:
     __getattr__ = face(__name__)

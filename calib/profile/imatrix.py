@@ -22,48 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import (
-    Array,
-    LayerStates,
-    LayerwiseWeights,
-    ProfileStore,
-    made_with,
-    run_counted,
-    source_digest,
-)
+from moe_pack import formats
+from moe_pack.calib import forward
 from moe_pack.calib.forward.experts import sums_of_squares
+from moe_pack.calib.profile import profiles
 from moe_pack.calib.profile.profiler import listed
-from moe_pack.calib.profile.profiles import (
-    FORMAT,
-    VERSION,
-    ImatrixFacts,
-    LayerMoments,
-    Profile,
-    ProfileFacts,
-    TextFacts,
-    check_same_source,
-    facts_bytes,
-    layer_file,
-)
-from moe_pack.formats import (
-    MATRICES,
-    NO_PROGRESS,
-    ConversionError,
-    Matrix,
-    ModelSpec,
-    PackError,
-    PlanError,
-    Progress,
-    RangeReader,
-)
 from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.base.errors import shortened
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.gguf.architecture import EXPERT_TENSORS, GATE_UP_EXPERTS, TENSOR_NAMES
-from moe_pack.formats.gguf.header import MAGIC, gguf_package, read_header
-from moe_pack.runtime.model import CheckpointWeights, embed, linear
+from moe_pack.formats.gguf import architecture, header
+from moe_pack.runtime import model
 from moe_pack.runtime.model import Matrix as RunMatrix
-from moe_pack.runtime.model.matrices import InMemoryMatrix, gather_rows
+from moe_pack.runtime.model import matrices
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _LEGACY_CHUNK = 512  # tokens of a chunk by default; the older format does not say how many
@@ -75,8 +45,8 @@ _MAX_ENTRIES, _MAX_NAME_BYTES = 1 << 20, 1 << 12  # of the older format
 class Entry:
     """A matrix of an importance file: `sums` float32 [n, columns], `counts` float32 [n]; n is 1 or counts experts."""
 
-    sums: Array
-    counts: Array
+    sums: forward.Array
+    counts: forward.Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,12 +83,12 @@ def dense_tensor(role: str) -> str | None:
     stack, _, rest = role.partition(".")
     layer, _, matrix = rest.partition(".")
     usual = f"layers.{{i}}.{matrix}"
-    if stack != "layers" or usual == _NO_ENTRY or usual not in TENSOR_NAMES:
+    if stack != "layers" or usual == _NO_ENTRY or usual not in architecture.TENSOR_NAMES:
         return None
-    return TENSOR_NAMES[usual].format(i=layer)
+    return architecture.TENSOR_NAMES[usual].format(i=layer)
 
 
-class _ObservedMatrix(InMemoryMatrix):
+class _ObservedMatrix(matrices.InMemoryMatrix):
     """A matrix that shows the inputs of its products to `observe`."""
 
     def __init__(self, matrix: RunMatrix, observe: Callable[[Tensor], None]) -> None:
@@ -129,24 +99,24 @@ class _ObservedMatrix(InMemoryMatrix):
         return self._matrix.rows(start, stop)
 
     def take(self, ids: Tensor) -> Tensor:
-        return gather_rows(self._matrix, ids)
+        return matrices.gather_rows(self._matrix, ids)
 
     def product(self, x: Tensor) -> Tensor:
         self._observe(x)
-        return linear(x, self._matrix)
+        return model.linear(x, self._matrix)
 
 
-class _ObservedWeights(LayerwiseWeights):
+class _ObservedWeights(forward.LayerwiseWeights):
     """A checkpoint's weights that sum the squares of the inputs of dense matrices. Thread-safe.
 
     Args:    num_sequences: of the pass, whose sums are added in one order, whatever the threads.
     """
 
     def __init__(self, checkpoint: Checkpoint, num_sequences: int) -> None:
-        super().__init__(CheckpointWeights(checkpoint))
+        super().__init__(model.CheckpointWeights(checkpoint))
         self._num_sequences = num_sequences
-        self._waiting = dict[str, list[Array]]()
-        self._sums = dict[str, Array]()
+        self._waiting = dict[str, list[forward.Array]]()
+        self._sums = dict[str, forward.Array]()
         self._counts = dict[str, int]()
         self._sums_lock = Lock()
 
@@ -181,7 +151,7 @@ class _ObservedWeights(LayerwiseWeights):
 
 @torch.inference_mode()
 def dense_entries(
-    profile: Profile, checkpoint: Checkpoint, work: Path, progress: Progress = NO_PROGRESS
+    profile: profiles.Profile, checkpoint: Checkpoint, work: Path, progress: formats.Progress = formats.NO_PROGRESS
 ) -> dict[str, Entry]:
     """Returns the entries of dense matrices, from a pass of the profile's text through its checkpoint.
 
@@ -189,19 +159,25 @@ def dense_entries(
     Raises:  PlanError if the profile is of another checkpoint, or the model has an encoder; PackError if the profile
              has no text.
     """
-    check_same_source(profile, checkpoint)
+    profiles.check_same_source(profile, checkpoint)
     spec = _decoder_alone(profile)
     ids = torch.from_numpy(profile.tokens().sequences.astype(np.int64))
     weights, device = _ObservedWeights(checkpoint, len(ids)), torch.device("cpu")
-    states = LayerStates(
-        weights, lambda number: embed(ids[number], weights), len(ids), ids.shape[1], work, device, ids=lambda i: ids[i]
+    states = forward.LayerStates(
+        weights,
+        lambda number: model.embed(ids[number], weights),
+        len(ids),
+        ids.shape[1],
+        work,
+        device,
+        ids=lambda i: ids[i],
     )
     progress.begin(Stage("inputs of dense matrices", spec.num_hidden_layers, "layers"))
     for layer in range(spec.num_hidden_layers):
         tokens = states.enter(layer)
         for expert in range(spec.router.num_experts if layer in spec.moe_layers else 0):
             number = spec.moe_layers.index(layer), expert
-            run_counted(states, tokens, weights, number, weights.threshold(*number), lambda num_tokens: None)
+            forward.run_counted(states, tokens, weights, number, weights.threshold(*number), lambda num_tokens: None)
         states.leave(layer, tokens)
         del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         progress.advance(1, f"layer {layer}")
@@ -210,14 +186,16 @@ def dense_entries(
     return weights.entries()
 
 
-def _decoder_alone(profile: Profile) -> ModelSpec:
+def _decoder_alone(profile: profiles.Profile) -> formats.ModelSpec:
     """Returns the model of a profile; raises PlanError if it has an encoder."""
     if profile.spec.encoder is not None:
-        raise PlanError(f"{profile.folder}: the model has an encoder; llama.cpp has no experts of such models")
+        raise formats.PlanError(f"{profile.folder}: the model has an encoder; llama.cpp has no experts of such models")
     return profile.spec
 
 
-def write_imatrix(profile: Profile, path: Path, dense: Mapping[str, Entry] | None = None) -> list[tuple[int, int]]:
+def write_imatrix(
+    profile: profiles.Profile, path: Path, dense: Mapping[str, Entry] | None = None
+) -> list[tuple[int, int]]:
     """Writes an importance file from a profile: gate, up and down of all experts, and the entries of dense matrices.
 
     Returns: the experts, as decoder layer and number, that no token reached. Their sums and counts are 0, which
@@ -227,11 +205,11 @@ def write_imatrix(profile: Profile, path: Path, dense: Mapping[str, Entry] | Non
     """
     spec, text = _decoder_alone(profile), profile.facts.text
     if profile.facts.imatrix is not None and not profile.facts.imatrix.has_counts:
-        raise PlanError(
+        raise formats.PlanError(
             f"{profile.folder}: was made from an importance file in the older format, without the experts' tokens; "
             "use that file itself"
         )
-    package = gguf_package()
+    package = header.gguf_package()
     unfinished = path.with_name(f"{path.name}.tmp")
     writer = package.GGUFWriter(unfinished, "")  # of no architecture, like the files of llama.cpp
     writer.add_type(package.GGUFType.IMATRIX)
@@ -256,7 +234,7 @@ def write_imatrix(profile: Profile, path: Path, dense: Mapping[str, Entry] | Non
             for matrix in spec.expert.matrices:
                 sums = moments.hidden_squares if matrix == "down" else moments.input_squares
                 if not np.isfinite(sums).all():
-                    raise PackError(f"{profile.folder}: the sums of squares of layer {layer} are not finite")
+                    raise formats.PackError(f"{profile.folder}: the sums of squares of layer {layer} are not finite")
                 writer.write_tensor_data(np.ascontiguousarray(sums, np.float32))
                 writer.write_tensor_data(counts)
         for entry in (dense or {}).values():
@@ -265,21 +243,26 @@ def write_imatrix(profile: Profile, path: Path, dense: Mapping[str, Entry] | Non
         writer.close()
         unfinished.replace(path)
     except OSError as fault:
-        raise ConversionError(f"--output {path}: cannot be written ({fault.strerror}); give another file") from fault
+        raise formats.ConversionError(
+            f"--output {path}: cannot be written ({fault.strerror}); give another file"
+        ) from fault
     finally:
         writer.close()
         unfinished.unlink(missing_ok=True)
     return unreached
 
 
-def _shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+def _shapes(spec: formats.ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yields name and [experts, columns] of the entries of a model's experts, in the order of the file."""
     for layer in spec.moe_layers:
         for matrix in spec.expert.matrices:
-            yield expert_tensor(layer, EXPERT_TENSORS[matrix]), (spec.router.num_experts, _num_inputs(spec, matrix))
+            yield (
+                expert_tensor(layer, architecture.EXPERT_TENSORS[matrix]),
+                (spec.router.num_experts, _num_inputs(spec, matrix)),
+            )
 
 
-def _num_inputs(spec: ModelSpec, matrix: Matrix) -> int:
+def _num_inputs(spec: formats.ModelSpec, matrix: formats.Matrix) -> int:
     return spec.expert.intermediate_size if matrix == "down" else spec.hidden_size
 
 
@@ -288,37 +271,39 @@ def read_imatrix(path: Path) -> Imatrix:
 
     Raises:  PackError if there is no such file, or it is damaged or of another kind.
     """
-    with RangeReader(path, PackError) as reader:
+    with formats.RangeReader(path, formats.PackError) as reader:
         if not reader.num_bytes:
-            raise PackError(f"{path}: the file is empty; expected an importance file of llama-imatrix")
+            raise formats.PackError(f"{path}: the file is empty; expected an importance file of llama-imatrix")
         if reader.num_bytes > _MAX_BYTES:
-            raise PackError(
+            raise formats.PackError(
                 f"{path}: has {reader.num_bytes:,} bytes, an importance file has at most {_MAX_BYTES:,}; give a file "
                 "that llama-imatrix wrote"
             )
-        is_gguf = reader.read(0, min(4, reader.num_bytes)).tobytes() == MAGIC
+        is_gguf = reader.read(0, min(4, reader.num_bytes)).tobytes() == header.MAGIC
         read = _read_gguf(path) if is_gguf else _read_legacy(path)
         return replace(read, sha256=reader.sha256())
 
 
 def _read_gguf(path: Path) -> Imatrix:
-    package = gguf_package()
-    values, listed = read_header(path, PackError)
+    package = header.gguf_package()
+    values, listed = header.read_header(path, formats.PackError)
     kind = values.get(package.Keys.General.TYPE)
     if kind != package.GGUFType.IMATRIX:
-        raise PackError(
+        raise formats.PackError(
             f"{path}: its general.type is {shortened(kind)}, expected 'imatrix'; give a file that llama-imatrix wrote"
         )
     tensors = {tensor.name: tensor for tensor in listed}
     for name, tensor in tensors.items():
         ending = next((each for each in (_SUMS, _COUNTS) if name.endswith(each)), None)
         if ending is None:
-            raise PackError(f"{path}: tensor {shortened(name)} is neither a sum ({_SUMS}) nor a count ({_COUNTS})")
+            raise formats.PackError(
+                f"{path}: tensor {shortened(name)} is neither a sum ({_SUMS}) nor a count ({_COUNTS})"
+            )
         other = name.removesuffix(ending) + (_COUNTS if ending == _SUMS else _SUMS)
         if other not in tensors:
-            raise PackError(f"{path}: has tensor {shortened(name)}, but not {shortened(other)}")
+            raise formats.PackError(f"{path}: has tensor {shortened(name)}, but not {shortened(other)}")
         if tensor.type != "F32":
-            raise PackError(f"{path}: tensor {shortened(name)} is {tensor.type}, expected F32")
+            raise formats.PackError(f"{path}: tensor {shortened(name)} is {tensor.type}, expected F32")
     raw, entries = np.memmap(path, np.uint8, "r"), {}
     for name in (name.removesuffix(_SUMS) for name in tensors if name.endswith(_SUMS)):
         sums, counts = (
@@ -326,7 +311,7 @@ def _read_gguf(path: Path) -> Imatrix:
             for tensor in (tensors[name + _SUMS], tensors[name + _COUNTS])
         )
         if len(sums) % len(counts):
-            raise PackError(
+            raise formats.PackError(
                 f"{path}: entry {shortened(name)} has {len(sums):,} sums for {len(counts):,} experts; the file is "
                 "damaged"
             )
@@ -344,10 +329,10 @@ def _read_legacy(path: Path) -> Imatrix:
     """
     raw, place = np.memmap(path, np.uint8, "r"), 0
 
-    def fault(what: str) -> PackError:
-        return PackError(f"{path}: {what}; the file is damaged, or no importance file of llama-imatrix")
+    def fault(what: str) -> formats.PackError:
+        return formats.PackError(f"{path}: {what}; the file is damaged, or no importance file of llama-imatrix")
 
-    def take(num_bytes: int) -> Array:
+    def take(num_bytes: int) -> forward.Array:
         nonlocal place
         if not 0 <= num_bytes <= len(raw) - place:
             raise fault(f"byte {place:,} says that {num_bytes:,} bytes follow, the file has {len(raw):,}")
@@ -381,7 +366,7 @@ def _read_legacy(path: Path) -> Imatrix:
     return Imatrix(path, entries, datasets, num_chunks, 0, False)
 
 
-def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -> Profile:
+def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -> profiles.Profile:
     """Writes a profile with what an importance file says of a checkpoint's experts: their moments, and nothing else.
 
     Raises:  PlanError if the file has no entry of an expert matrix, or one of another shape, or values that are no
@@ -389,48 +374,61 @@ def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -
     """
     spec = checkpoint.spec
     name = ", ".join(imatrix.datasets) or imatrix.path.name
-    text = TextFacts(name, "", max(imatrix.num_chunks, 1), imatrix.chunk_tokens or _LEGACY_CHUNK, 0, 0)
-    origin = ImatrixFacts(imatrix.sha256, imatrix.has_counts)
-    facts = ProfileFacts(
-        FORMAT, VERSION, spec, source_digest(checkpoint), text, (), "off", "none", made_with(), (), "", origin
+    text = profiles.TextFacts(name, "", max(imatrix.num_chunks, 1), imatrix.chunk_tokens or _LEGACY_CHUNK, 0, 0)
+    origin = profiles.ImatrixFacts(imatrix.sha256, imatrix.has_counts)
+    facts = profiles.ProfileFacts(
+        profiles.FORMAT,
+        profiles.VERSION,
+        spec,
+        forward.source_digest(checkpoint),
+        text,
+        (),
+        "off",
+        "none",
+        forward.made_with(),
+        (),
+        "",
+        origin,
     )
-    store = ProfileStore(folder, hashlib.sha256(facts_bytes(facts)).hexdigest())
+    store = forward.ProfileStore(folder, hashlib.sha256(profiles.facts_bytes(facts)).hexdigest())
     try:
         for layer in spec.moe_layers:
-            store.write(layer_file("moments", layer), _moments(imatrix, spec, layer).arrays())
-        store.seal(facts_bytes(replace(facts, files=tuple(map(listed, sorted(folder.glob("*.safetensors")))))))
+            store.write(profiles.layer_file("moments", layer), _moments(imatrix, spec, layer).arrays())
+        store.seal(profiles.facts_bytes(replace(facts, files=tuple(map(listed, sorted(folder.glob("*.safetensors")))))))
     finally:
         store.close()
-    return Profile(folder)
+    return profiles.Profile(folder)
 
 
-def _moments(imatrix: Imatrix, spec: ModelSpec, layer: int) -> LayerMoments:
+def _moments(imatrix: Imatrix, spec: formats.ModelSpec, layer: int) -> profiles.LayerMoments:
     """Returns what the file has of a layer."""
-    gate, up, down = (EXPERT_TENSORS[matrix] for matrix in MATRICES)
-    names = {"up": (up, GATE_UP_EXPERTS, gate), "down": (down,)}  # gate and up have the same inputs
-    counts, sums = dict[str, Array](), dict[Matrix, Array]()
+    gate, up, down = (architecture.EXPERT_TENSORS[matrix] for matrix in formats.MATRICES)
+    names = {"up": (up, architecture.GATE_UP_EXPERTS, gate), "down": (down,)}  # gate and up have the same inputs
+    counts, sums = dict[str, forward.Array](), dict[formats.Matrix, forward.Array]()
     for matrix in ("up", "down"):
         known = [expert_tensor(layer, each) for each in names[matrix]]
         name = next((each for each in known if each in imatrix.entries), None)
         if name is None:
-            raise PlanError(
+            raise formats.PlanError(
                 f"--imatrix {imatrix.path}: has no entry {known[0]!r}; give a file that was made for this model"
             )
         entry, E = imatrix.entries[name], spec.router.num_experts
         if entry.sums.size != E * _num_inputs(spec, matrix) or len(entry.counts) not in (1, E):
-            raise PlanError(
+            raise formats.PlanError(
                 f"--imatrix {imatrix.path}: entry {name!r} has {entry.sums.size:,} sums and {len(entry.counts):,} "
                 f"counts, expected {E} times {_num_inputs(spec, matrix):,} sums and {E} counts; give a file that was "
                 "made for this model"
             )
         for values in (entry.sums, entry.counts):
             if not np.isfinite(values).all() or (values < 0).any() or (values >= 2.0**127).any():
-                raise PlanError(f"--imatrix {imatrix.path}: entry {name!r} has values that are no sums of squares")
+                raise formats.PlanError(
+                    f"--imatrix {imatrix.path}: entry {name!r} has values that are no sums of squares"
+                )
         sums[matrix] = np.ascontiguousarray(entry.sums, np.float32).reshape(E, -1)
         counts[matrix] = np.broadcast_to(np.rint(entry.counts), (E,))
     if (counts["up"] >= 2.0**32).any() or not np.array_equal(counts["up"], counts["down"]):
-        raise PlanError(
+        raise formats.PlanError(
             f"--imatrix {imatrix.path}: gate and down of layer {layer} have different counts, or counts of 2^32 or "
             "more; make the file again"
         )
-    return LayerMoments(counts["up"].astype(np.uint32), sums["up"], sums["down"])
+    return profiles.LayerMoments(counts["up"].astype(np.uint32), sums["up"], sums["down"])

@@ -15,40 +15,14 @@ from importlib.resources import files
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.calib.forward import KINDS, Array
-from moe_pack.calib.profile.profiles import EXACT_FILE, Profile
+from moe_pack.calib import forward, sensitivity
+from moe_pack.calib.profile import profiles
 from moe_pack.calib.quantize import needs_inputs
-from moe_pack.calib.sensitivity import (
-    ABSMAX_FORMATS,
-    DENSE_WIDTHS,
-    GROUP,
-    SPARSITIES,
-    WIDTHS,
-    Effects,
-    LayerLosses,
-    base_width,
-    calibrated_formats,
-    compared_formats,
-    quantized_formats,
-    roundable_roles,
-)
+from moe_pack.calib.sensitivity import calibrated_formats
 from moe_pack.calib.statistics import QUANTILE_LEVELS
-from moe_pack.formats import (
-    BF16,
-    MATRICES,
-    ROW_GROUP,
-    ModelSpec,
-    PackError,
-    PartFormat,
-    PlanError,
-    Quantizer,
-    Selector,
-    dense_roles,
-    load,
-    parse,
-    part_format,
-)
-from moe_pack.formats.parts import DenseRole
+from moe_pack.formats.base import errors, json_files
+from moe_pack.formats.pack import plans
+from moe_pack.formats.parts import DenseRole, specs
 
 Floats = NDArray[np.float64]
 
@@ -74,41 +48,41 @@ class Losses:
     `origin`: the source of all these figures.
     """
 
-    quantizer: Quantizer
-    formats: tuple[PartFormat, ...]
+    quantizer: plans.Quantizer
+    formats: tuple[plans.PartFormat, ...]
     quantized: Floats
-    calibrated_formats: tuple[PartFormat, ...]
+    calibrated_formats: tuple[plans.PartFormat, ...]
     calibrated: Floats
     absmax: Floats
     importance: Floats
-    kinds: tuple[Selector, ...]
+    kinds: tuple[specs.Selector, ...]
     sparsities: tuple[float, ...]
     sparse: Floats
     dense_widths: tuple[int, ...]
     dense: Floats
     popularity: Floats
     nll_per_kl: float
-    quantiles: Array | None
+    quantiles: forward.Array | None
     origin: str
 
-    def of(self, quantizer: Quantizer) -> tuple[tuple[PartFormat, ...], Floats]:
+    def of(self, quantizer: plans.Quantizer) -> tuple[tuple[plans.PartFormat, ...], Floats]:
         """Returns the formats of a quantizer and their losses, float64 [L, E, 3, formats]; bfloat16 is the last."""
         if quantizer == "hqq":
             return self.formats, self.quantized
         if quantizer == "calibrated":
             return self.calibrated_formats, self.calibrated
         if quantizer == "absmax":
-            return (*ABSMAX_FORMATS, BF16), self.absmax
-        return (BF16,), np.zeros_like(self.quantized[..., -1:])
+            return (*sensitivity.ABSMAX_FORMATS, plans.BF16), self.absmax
+        return (plans.BF16,), np.zeros_like(self.quantized[..., -1:])
 
-    def sparsity_at(self, theta: float, selector: Selector) -> Floats:
+    def sparsity_at(self, theta: float, selector: specs.Selector) -> Floats:
         """Returns the share of each expert's neurons that do not run with the threshold `theta`: [L, E], less than 1.
 
         Meaning: the level whose quantile of abs(a) is theta, interpolated between levels.
         Raises:  PlanError if the quantiles are not known.
         """
         if self.quantiles is None:
-            raise PlanError(
+            raise errors.PlanError(
                 f"theta {theta:g}: without a profile it is not known which share of neurons it drops; give --profile"
             )
         kind_idx = self.kinds.index("both" if selector == "none" else selector)
@@ -117,7 +91,7 @@ class Losses:
         return np.array(shares, np.float64)
 
 
-def losses_of(profile: Profile) -> Losses:
+def losses_of(profile: profiles.Profile) -> Losses:
     """Estimates losses from a profile.
 
     Meaning: loss(expert, matrix, width) of groups of 64 * ratio(layer, matrix, format) / ratio of groups of 64.
@@ -141,16 +115,16 @@ def losses_of(profile: Profile) -> Losses:
     calibrated = calibrated_formats(spec.hidden_size) if is_calibrated else ()
     return Losses(
         quantizer="calibrated" if is_calibrated else "hqq",
-        formats=(*quantized_formats(spec.hidden_size), BF16),
+        formats=(*sensitivity.quantized_formats(spec.hidden_size), plans.BF16),
         quantized=quantized,
-        calibrated_formats=(*calibrated, BF16),
+        calibrated_formats=(*calibrated, plans.BF16),
         calibrated=_calibrated(calibrated, with_experts, tokens, spec),
         absmax=absmax,
         importance=_importance(profile, absmax),
-        kinds=KINDS,
-        sparsities=(0.0, *SPARSITIES),
+        kinds=forward.KINDS,
+        sparsities=(0.0, *sensitivity.SPARSITIES),
         sparse=_sparse(with_experts, tokens),
-        dense_widths=(16, *DENSE_WIDTHS),
+        dense_widths=(16, *sensitivity.DENSE_WIDTHS),
         dense=_dense(layers, effects, spec),
         popularity=np.stack([layer.chosen(profile.spec.router) for layer in statistics]).astype(np.float64)
         / profile.num_tokens,
@@ -160,7 +134,7 @@ def losses_of(profile: Profile) -> Losses:
     )
 
 
-def _with_popularity(profile: Profile) -> Losses:
+def _with_popularity(profile: profiles.Profile) -> Losses:
     """Returns the losses that are assumed for a model's shape, and the popularity in an importance file."""
     losses = assumed_losses(profile.spec)
     tokens = [profile.moments(layer_idx).tokens for layer_idx in range(len(profile.spec.moe_layers))]
@@ -170,10 +144,12 @@ def _with_popularity(profile: Profile) -> Losses:
     return replace(losses, popularity=popularity, origin=origin)
 
 
-def _quantized(layers: list[LayerLosses], tokens: Array, spec: ModelSpec) -> tuple[Floats, Floats]:
+def _quantized(
+    layers: list[sensitivity.LayerLosses], tokens: forward.Array, spec: specs.ModelSpec
+) -> tuple[Floats, Floats]:
     """Returns losses [L, E, 3, formats] of hqq and of absmax, each with bfloat16's."""
-    formats = tuple(part for _, part in compared_formats(spec.hidden_size))
-    num_solved = len(quantized_formats(spec.hidden_size))
+    formats = tuple(part for _, part in sensitivity.compared_formats(spec.hidden_size))
+    num_solved = len(sensitivity.quantized_formats(spec.hidden_size))
     ratios = np.stack([layer.ratios for layer in layers]).astype(np.float64)  # [L, 3, F]
     losses = _estimated(ratios, [part.width for part in formats], layers, tokens, spec)
     solved, absmax = slice(num_solved), slice(num_solved, None)
@@ -182,70 +158,75 @@ def _quantized(layers: list[LayerLosses], tokens: Array, spec: ModelSpec) -> tup
     )
 
 
-def _calibrated(formats: tuple[PartFormat, ...], layers: list[LayerLosses], tokens: Array, spec: ModelSpec) -> Floats:
+def _calibrated(
+    formats: tuple[plans.PartFormat, ...],
+    layers: list[sensitivity.LayerLosses],
+    tokens: forward.Array,
+    spec: specs.ModelSpec,
+) -> Floats:
     """Returns losses [L, E, 3, formats] of calibrated quantization with bfloat16's; only that without formats."""
     if not formats:
-        return np.zeros((*tokens.shape, len(MATRICES), 1))
+        return np.zeros((*tokens.shape, len(specs.MATRICES), 1))
     ratios = np.stack([layer.calibrated for layer in layers]).astype(np.float64)  # [L, 3, C]
-    widths, repeats = [base_width(part) for part in formats], [needs_inputs(part) for part in formats]
+    widths, repeats = [sensitivity.base_width(part) for part in formats], [needs_inputs(part) for part in formats]
     return _with_bf16(falling(_estimated(ratios, widths, layers, tokens, spec, repeats), formats))
 
 
 def _estimated(
     ratios: Floats,
     widths: list[int],
-    layers: list[LayerLosses],
-    tokens: Array,
-    spec: ModelSpec,
+    layers: list[sensitivity.LayerLosses],
+    tokens: forward.Array,
+    spec: specs.ModelSpec,
     repeats: list[bool] | None = None,
 ) -> Floats:
     """Returns losses [L, E, 3, F] from the ratios [L, 3, F] to the losses that were measured at `widths`.
 
     Args:    repeats: of each format, whether the ratio of down is to its loss without the repeated neurons.
     """
-    width_idx = [WIDTHS.index(width) for width in widths]
+    width_idx = [sensitivity.WIDTHS.index(width) for width in widths]
     losses = np.stack([layer.quantized for layer in layers]).astype(np.float64)[..., width_idx]  # [L, E, 3, F]
     if repeats is not None:
         repeated = np.stack([layer.repeated for layer in layers]).astype(np.float64)[..., width_idx]  # [L, E, F]
-        down = MATRICES.index("down")
+        down = specs.MATRICES.index("down")
         losses[:, :, down] = np.where(repeats, repeated, losses[:, :, down])
-    solved = quantized_formats(spec.hidden_size)
-    base_idx = [solved.index(part_format(width, GROUP)) for width in widths]
+    solved = sensitivity.quantized_formats(spec.hidden_size)
+    base_idx = [solved.index(plans.part_format(width, sensitivity.GROUP)) for width in widths]
     base = np.stack([layer.ratios for layer in layers]).astype(np.float64)[:, :, base_idx]  # losses contain it already
     scale = np.divide(ratios, base, out=np.ones_like(ratios), where=base > 0)
     return _reached(losses * scale[:, None], tokens)
 
 
-def _importance(profile: Profile, absmax: Floats) -> Floats:
+def _importance(profile: profiles.Profile, absmax: Floats) -> Floats:
     """Returns EdgeMoE's own measure if the profile has it, otherwise the loss of the expert's matrices at 2 bits."""
-    if profile.has(EXACT_FILE):
+    if profile.has(profiles.EXACT_FILE):
         return profile.exact()["losses"].astype(np.float64)
     return np.asarray(absmax[..., 0].sum(axis=2))
 
 
-def _sparse(layers: list[LayerLosses], tokens: Array) -> Floats:
+def _sparse(layers: list[sensitivity.LayerLosses], tokens: forward.Array) -> Floats:
     """Returns losses [L, E, kinds, sparsities] with sparsity 0's."""
     losses = np.stack([layer.sparse for layer in layers]).astype(np.float64)
     losses = np.maximum.accumulate(_reached(losses, tokens), axis=3)
     return np.concatenate([np.zeros_like(losses[..., :1]), losses], axis=3)
 
 
-def _dense(layers: list[LayerLosses], effects: Effects, spec: ModelSpec) -> Floats:
+def _dense(layers: list[sensitivity.LayerLosses], effects: sensitivity.Effects, spec: specs.ModelSpec) -> Floats:
     """Returns losses [roles, widths]; an embedding that is the head too has both losses."""
-    known: dict[str, Array] = {}
+    known: dict[str, forward.Array] = {}
     for layer, losses in enumerate(layers):
-        known |= zip(roundable_roles(spec, layer), losses.dense, strict=True)
-    for name in roundable_roles(spec, None):
+        known |= zip(sensitivity.roundable_roles(spec, layer), losses.dense, strict=True)
+    for name in sensitivity.roundable_roles(spec, None):
         known[name] = effects.head if name == "head" else effects.embedding + effects.head * spec.tied_head
-    return np.stack([_dense_role(role, known) for role in dense_roles(spec)])
+    return np.stack([_dense_role(role, known) for role in specs.dense_roles(spec)])
 
 
-def _dense_role(role: DenseRole, known: dict[str, Array]) -> Floats:
-    losses = known.get(role.name, np.full(len(DENSE_WIDTHS), np.inf))
+def _dense_role(role: DenseRole, known: dict[str, forward.Array]) -> Floats:
+    losses = known.get(role.name, np.full(len(sensitivity.DENSE_WIDTHS), np.inf))
     return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(losses.astype(np.float64), 0.0))])
 
 
-def _reached(losses: Floats, tokens: Array) -> Floats:
+def _reached(losses: Floats, tokens: forward.Array) -> Floats:
     """Returns losses [L, E, ...] in which experts without any loss get a share of their layer's by `tokens` [L, E]."""
     L, E = losses.shape[:2]
     nothing = ~losses.reshape(L, E, -1).any(axis=2)
@@ -255,7 +236,7 @@ def _reached(losses: Floats, tokens: Array) -> Floats:
     return np.where(nothing.reshape(L, E, *extra), shares.reshape(L, E, *extra) * in_all, losses)
 
 
-def falling(losses: Floats, formats: tuple[PartFormat, ...]) -> Floats:
+def falling(losses: Floats, formats: tuple[plans.PartFormat, ...]) -> Floats:
     """Returns losses [..., F] in which more bits of the same codec, groups and scales never lose more."""
     result, least = losses.copy(), dict[tuple[str, int, int], Floats]()
     for place in sorted(range(len(formats)), key=lambda place: formats[place].bits):
@@ -270,7 +251,7 @@ def _with_bf16(losses: Floats) -> Floats:
 
 
 FILE = "assumed_losses.json"
-_DENSE_WIDTHS = (16, *DENSE_WIDTHS)
+_DENSE_WIDTHS = (16, *sensitivity.DENSE_WIDTHS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +292,7 @@ class AssumedLosses:
     nll_per_kl: float
 
 
-def assumed_figures(losses: Losses, spec: ModelSpec, name: str) -> AssumedLosses:
+def assumed_figures(losses: Losses, spec: specs.ModelSpec, name: str) -> AssumedLosses:
     """Returns the losses of a whole model with three digits each, for a model whose head is not its embedding.
 
     The model's hidden size is 128, so that it has all group sizes, and a row is one group of 128.
@@ -320,15 +301,17 @@ def assumed_figures(losses: Losses, spec: ModelSpec, name: str) -> AssumedLosses
     formats = [
         FormatLoss(part.width, part.group, part.scale_bits, *_digits(column))
         for part, column in zip(losses.formats, totals.T, strict=True)
-        if part != BF16 and part.group != ROW_GROUP
+        if part != plans.BF16 and part.group != plans.ROW_GROUP
     ]
     absmax = [
         FormatLoss(part.width, spec.hidden_size, part.scale_bits, *_digits(column))
-        for part, column in zip(ABSMAX_FORMATS, losses.absmax[..., :-1].sum(axis=(0, 1)).T, strict=True)
+        for part, column in zip(sensitivity.ABSMAX_FORMATS, losses.absmax[..., :-1].sum(axis=(0, 1)).T, strict=True)
     ]
     sparse = losses.sparse.sum(axis=(0, 1))[:, 1:]  # [kinds, sparsities]
-    dense = {role.name: losses.dense[idx, 1:] for idx, role in enumerate(dense_roles(spec))}
-    layers = sum((dense[n] for l in range(spec.num_hidden_layers) for n in roundable_roles(spec, l)), np.zeros(2))
+    dense = {role.name: losses.dense[idx, 1:] for idx, role in enumerate(specs.dense_roles(spec))}
+    layers = sum(
+        (dense[n] for l in range(spec.num_hidden_layers) for n in sensitivity.roundable_roles(spec, l)), np.zeros(2)
+    )
     return AssumedLosses(
         origin=f"{name}: {losses.origin}",
         formats=tuple(formats),
@@ -341,7 +324,7 @@ def assumed_figures(losses: Losses, spec: ModelSpec, name: str) -> AssumedLosses
     )
 
 
-def assumed_losses(spec: ModelSpec) -> Losses:
+def assumed_losses(spec: specs.ModelSpec) -> Losses:
     """Returns the losses of a model of this shape if it loses as much as a trained model, evenly over all experts.
 
     Meaning: an expert's matrix has 1 / (L E) of what all such matrices lose; a dense matrix the share of its
@@ -349,30 +332,35 @@ def assumed_losses(spec: ModelSpec) -> Losses:
              begin, by absmax too: loss(d) = loss(128) * (d / 128)^log2(hqq(128) / hqq(64)).
     """
     place = files("moe_pack.calib.profile").joinpath(FILE)
-    return spread(load(AssumedLosses, parse(place.read_bytes(), FILE, PackError), FILE, PackError), spec)
+    return spread(
+        json_files.load(
+            AssumedLosses, json_files.parse(place.read_bytes(), FILE, errors.PackError), FILE, errors.PackError
+        ),
+        spec,
+    )
 
 
-def spread(assumed: AssumedLosses, spec: ModelSpec) -> Losses:
+def spread(assumed: AssumedLosses, spec: specs.ModelSpec) -> Losses:
     """The losses of a whole model, over this shape."""
     L, router = len(spec.moe_layers), spec.router
     E = router.num_experts
-    formats = quantized_formats(spec.hidden_size)
+    formats = sensitivity.quantized_formats(spec.hidden_size)
     known = {(f.width, f.group, f.scale_bits): np.asarray([f.gate, f.up, f.down]) for f in assumed.formats}
     quantized = _spread([_loss(known, part, spec.hidden_size) for part in formats], formats, spec)
     rows = [np.asarray([f.gate, f.up, f.down]) * _growth(known, f.width, spec.hidden_size) for f in assumed.absmax]
-    absmax = _spread(rows, ABSMAX_FORMATS, spec)
+    absmax = _spread(rows, sensitivity.ABSMAX_FORMATS, spec)
     by_kind = {kind_loss.kind: (0.0, *kind_loss.losses) for kind_loss in assumed.sparse}
-    sparse = np.asarray([by_kind[kind] for kind in KINDS])
+    sparse = np.asarray([by_kind[kind] for kind in forward.KINDS])
     return Losses(
         quantizer="hqq",
-        formats=(*formats, BF16),
+        formats=(*formats, plans.BF16),
         quantized=quantized,
-        calibrated_formats=(BF16,),
+        calibrated_formats=(plans.BF16,),
         calibrated=np.zeros_like(quantized[..., -1:]),
         absmax=absmax,
         importance=absmax[..., 0].sum(axis=2),
-        kinds=KINDS,
-        sparsities=(0.0, *SPARSITIES),
+        kinds=forward.KINDS,
+        sparsities=(0.0, *sensitivity.SPARSITIES),
         sparse=np.tile(sparse / (L * E), (L, E, 1, 1)),
         dense_widths=_DENSE_WIDTHS,
         dense=_assumed_dense(assumed, spec),
@@ -383,17 +371,17 @@ def spread(assumed: AssumedLosses, spec: ModelSpec) -> Losses:
     )
 
 
-def _spread(in_all: list[Floats], formats: tuple[PartFormat, ...], spec: ModelSpec) -> Floats:
+def _spread(in_all: list[Floats], formats: tuple[plans.PartFormat, ...], spec: specs.ModelSpec) -> Floats:
     """Returns each expert's losses [L, E, 3, formats and bfloat16] from the sums of all gates, ups and downs, [3]."""
     L, E = len(spec.moe_layers), spec.router.num_experts
-    totals = np.concatenate([falling(np.stack(in_all, axis=1), formats), np.zeros((len(MATRICES), 1))], axis=1)
-    totals[[matrix not in spec.expert.matrices for matrix in MATRICES]] = 0
+    totals = np.concatenate([falling(np.stack(in_all, axis=1), formats), np.zeros((len(specs.MATRICES), 1))], axis=1)
+    totals[[matrix not in spec.expert.matrices for matrix in specs.MATRICES]] = 0
     return np.tile(totals / (L * E), (L, E, 1, 1))
 
 
-def _loss(known: dict[tuple[int, int, int], Floats], part: PartFormat, num_cols: int) -> Floats:
+def _loss(known: dict[tuple[int, int, int], Floats], part: plans.PartFormat, num_cols: int) -> Floats:
     """Returns the losses of gate, up and down in a format of hqq, [3]."""
-    if part.group != ROW_GROUP:
+    if part.group != plans.ROW_GROUP:
         return known[part.width, part.group, part.scale_bits]
     return known[part.width, 128, part.scale_bits] * _growth(known, part.width, num_cols)
 
@@ -405,10 +393,10 @@ def _growth(known: dict[tuple[int, int, int], Floats], width: int, num_cols: int
     return np.asarray((num_cols / 128) ** growth)
 
 
-def _assumed_dense(assumed: AssumedLosses, spec: ModelSpec) -> Floats:
+def _assumed_dense(assumed: AssumedLosses, spec: specs.ModelSpec) -> Floats:
     """Returns losses [roles, widths]."""
-    roles = dense_roles(spec)
-    of_layers = {name for layer in range(spec.num_hidden_layers) for name in roundable_roles(spec, layer)}
+    roles = specs.dense_roles(spec)
+    of_layers = {name for layer in range(spec.num_hidden_layers) for name in sensitivity.roundable_roles(spec, layer)}
     ends = {"embed": np.asarray(assumed.embed), "head": np.asarray(assumed.head)}
     if spec.tied_head:
         ends = {"embed": ends["embed"] + ends["head"]}
@@ -418,7 +406,7 @@ def _assumed_dense(assumed: AssumedLosses, spec: ModelSpec) -> Floats:
     for idx, role in enumerate(roles):
         if role.name in of_layers:
             losses[idx, 1:] = np.asarray(assumed.layers) * (math.prod(role.shape) / num_all)
-        elif role.name in roundable_roles(spec, None):
+        elif role.name in sensitivity.roundable_roles(spec, None):
             losses[idx, 1:] = ends[role.name]
     return losses
 

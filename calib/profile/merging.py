@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_pack.calib.forward import Array, ProfileStore, kept_sequences, num_kept_sequences, sample_places
+from moe_pack import formats
+from moe_pack.calib import forward, statistics
 from moe_pack.calib.forward.experts import joined_input_pieces
-from moe_pack.calib.profile.profiler import PATH_BYTES, finished, identity_of, listed
+from moe_pack.calib.profile import profiler
 from moe_pack.calib.profile.profiles import (
     EFFECTS_FILE,
     EXACT_FILE,
@@ -30,40 +31,33 @@ from moe_pack.calib.profile.profiles import (
     facts_bytes,
     layer_file,
 )
-from moe_pack.calib.sensitivity import Effects, LayerLosses
-from moe_pack.calib.statistics import (
-    QUANTILE_LEVELS,
-    LayerPredictors,
-    LayerStatistics,
-    Shares,
-    judge_by_routes,
-    learn_paths,
-)
-from moe_pack.formats import NO_PROGRESS, PlanError, Progress, UsageError
+from moe_pack.calib.sensitivity import effects
 from moe_pack.formats.base.commands import Stage
-from moe_pack.formats.pack.manifests import ROTATION_FILE, rotation_bytes
+from moe_pack.formats.pack import manifests
 from moe_pack.formats.parts.specs import first_moe_layers
-from moe_pack.runtime.offload import PREDICTORS, PathStatistics
+from moe_pack.runtime import offload
 
 _BY_ROUTES = slice(0, 2)  # of PREDICTORS: popularity and path statistics
-_NETWORKS = [PREDICTORS.index(name) for name in PREDICTORS if name.startswith("MLP")]
+_NETWORKS = [offload.PREDICTORS.index(name) for name in offload.PREDICTORS if name.startswith("MLP")]
 
 
-def merge_profiles(profiles: Sequence[Profile], folder: Path, progress: Progress = NO_PROGRESS) -> Profile:
+def merge_profiles(
+    profiles: Sequence[Profile], folder: Path, progress: formats.Progress = formats.NO_PROGRESS
+) -> Profile:
     """Writes the profile of all texts of some profiles to `folder`, and continues where a killed run stopped.
 
     Raises:  UsageError for fewer than two profiles; PlanError if they are of different checkpoints, were made with
              different options, or have the same text; ConversionError if the folder holds something else.
     """
     if len(profiles) < 2:
-        raise UsageError("merge: found one profile, expected two or more")
+        raise formats.UsageError("merge: found one profile, expected two or more")
     for number, profile in enumerate(profiles):
         _check_alike(profiles[0], profile)
         _check_new_texts(profiles[:number], profile)
     merge = _Merge(profiles)
-    if (profile_there := finished(folder, merge.facts)) is not None:
+    if (profile_there := profiler.finished(folder, merge.facts)) is not None:
         return profile_there
-    with closing(ProfileStore(folder, identity_of(merge.facts))) as store:
+    with closing(forward.ProfileStore(folder, profiler.identity_of(merge.facts))) as store:
         merge.write(store, progress)
     return Profile(folder)
 
@@ -74,7 +68,7 @@ def _check_alike(first: Profile, other: Profile) -> None:
     Raises:  PlanError.
     """
     if (first.spec, first.facts.source) != (other.spec, other.facts.source):
-        raise PlanError(
+        raise formats.PlanError(
             f"{other.folder}: the profile is of another checkpoint than {first.folder}; "
             "merge profiles of one checkpoint"
         )
@@ -84,13 +78,15 @@ def _check_alike(first: Profile, other: Profile) -> None:
         "--sensitivity": (first.facts.sensitivity, other.facts.sensitivity),
     }.items():
         if values[0] != values[1]:
-            raise PlanError(
+            raise formats.PlanError(
                 f"{other.folder}: made with {name} {values[1]}, but {first.folder} with {name} {values[0]}; "
                 "make both with the same options"
             )
     if first.has_inputs != other.has_inputs:
         without = other if first.has_inputs else first
-        raise PlanError(f"{without.folder}: keeps no inputs of experts, but the other profile does; make both alike")
+        raise formats.PlanError(
+            f"{without.folder}: keeps no inputs of experts, but the other profile does; make both alike"
+        )
 
 
 def _check_new_texts(merged: Sequence[Profile], profile: Profile) -> None:
@@ -101,7 +97,7 @@ def _check_new_texts(merged: Sequence[Profile], profile: Profile) -> None:
     known = {text.sha256: other for other in merged for text in texts_of(other.facts)}
     for text in texts_of(profile.facts):
         if text.sha256 in known:
-            raise PlanError(
+            raise formats.PlanError(
                 f"{profile.folder}: has the same text ({text.name}) as {known[text.sha256].folder}; "
                 "merge each text once"
             )
@@ -121,10 +117,10 @@ class _Share:
     """
 
     profile: Profile
-    learned: Array
-    kept: Array
+    learned: forward.Array
+    kept: forward.Array
 
-    def sequences(self, values: Array) -> tuple[Array, Array]:
+    def sequences(self, values: forward.Array) -> tuple[forward.Array, forward.Array]:
         """Returns values of all tokens or sequences [N, ...] in the new order, and those that are held out."""
         by_sequence = values.reshape(self.profile.facts.text.num_sequences, -1, *values.shape[1:])
         return by_sequence[self.learned], by_sequence[len(self.learned) :]
@@ -139,15 +135,15 @@ def _shares(profiles: Sequence[Profile]) -> list[_Share]:
     """
     texts = [profile.facts.text for profile in profiles]
     num_learned = [text.num_sequences - text.num_held_out for text in texts]
-    wanted = num_kept_sequences(profiles[0].spec, sum(num_learned), profiles[0].layer_tokens)
+    wanted = forward.num_kept_sequences(profiles[0].spec, sum(num_learned), profiles[0].layer_tokens)
     num_kept = min(wanted, sum(text.num_kept for text in texts))
-    places, first, shares = kept_sequences(sum(num_learned), num_kept).numpy(), 0, []
+    places, first, shares = forward.kept_sequences(sum(num_learned), num_kept).numpy(), 0, []
     for profile, text, number in zip(profiles, texts, num_learned, strict=True):
-        own = kept_sequences(number, text.num_kept).numpy()
+        own = forward.kept_sequences(number, text.num_kept).numpy()
         wanted_places = places[(places >= first) & (places < first + number)] - first
         chosen = wanted_places
         if not np.isin(chosen, own).all():
-            chosen = own[sample_places(len(own), len(chosen)).numpy()]
+            chosen = own[forward.sample_places(len(own), len(chosen)).numpy()]
         learned = np.empty(number, np.int64)
         learned[wanted_places] = chosen
         others = np.ones(number, bool)
@@ -191,7 +187,7 @@ class _Merge:
             sha256="",
         )
 
-    def write(self, store: ProfileStore, progress: Progress) -> None:
+    def write(self, store: forward.ProfileStore, progress: formats.Progress) -> None:
         """Writes all files but large ones that are there, and finishes the profile."""
         spec, sensitivity = self._spec, self.facts.sensitivity
         progress.begin(Stage("merge", spec.num_hidden_layers, "layers"))
@@ -210,11 +206,13 @@ class _Merge:
             store.write(EFFECTS_FILE, self._effects().arrays())
         if sensitivity == "exact":
             store.write(EXACT_FILE, self._mean_arrays(lambda profile: profile.exact()))
-        files = tuple(listed(path) for path in sorted(store.folder.glob("*.safetensors")))
+        files = tuple(profiler.listed(path) for path in sorted(store.folder.glob("*.safetensors")))
         store.seal(facts_bytes(dataclasses.replace(self.facts, files=files)))
         progress.end()
 
-    def _write_layer(self, store: ProfileStore, layer_idx: int, layer: int, paths: PathStatistics) -> None:
+    def _write_layer(
+        self, store: forward.ProfileStore, layer_idx: int, layer: int, paths: offload.PathStatistics
+    ) -> None:
         """Writes the files of a layer that has experts, but for its losses."""
         name = layer_file("statistics", layer)
         if not store.has(name):
@@ -228,19 +226,21 @@ class _Merge:
 
     # --- what a profile of all texts has too
 
-    def _in_order(self, values: Sequence[tuple[Array, Array]]) -> Array:
+    def _in_order(self, values: Sequence[tuple[forward.Array, forward.Array]]) -> forward.Array:
         """Returns values by sequence, those of all texts that are not held out before the others."""
         return np.concatenate([learned for learned, _ in values] + [held_out for _, held_out in values])
 
-    def _routes(self, layer_idx: int) -> Array:
+    def _routes(self, layer_idx: int) -> forward.Array:
         """Returns the routes of all tokens, [T, k]."""
         routes = [share.sequences(share.profile.statistics(layer_idx).routes) for share in self._shares]
         return self._in_order(routes).reshape(-1, self._spec.router.num_experts_per_tok)
 
-    def _paths(self) -> PathStatistics:
+    def _paths(self) -> offload.PathStatistics:
         learned = (len(self._tokens) - self.facts.text.num_held_out) * self._profiles[0].layer_tokens
         routes = np.stack([self._routes(l)[:learned] for l in range(len(self._spec.moe_layers))], axis=1)
-        return learn_paths(routes, self._spec.router.num_experts, PATH_BYTES, first_moe_layers(self._spec))
+        return statistics.learn_paths(
+            routes, self._spec.router.num_experts, profiler.PATH_BYTES, first_moe_layers(self._spec)
+        )
 
     def _input_pieces(self, layer_idx: int) -> Iterator[bytes]:
         """Yields a layer's file of inputs in pieces."""
@@ -255,7 +255,7 @@ class _Merge:
 
     # --- figures
 
-    def _statistics(self, layer_idx: int) -> LayerStatistics:
+    def _statistics(self, layer_idx: int) -> statistics.LayerStatistics:
         counted = [profile.statistics(layer_idx) for profile in self._profiles]
         tokens = np.stack([each.tokens for each in counted]).astype(np.float64)  # [P, E]
         # An expert that no text reached has the quantiles of its layer, whose tokens then count.
@@ -265,7 +265,7 @@ class _Merge:
         mean = np.average(means, weights=self._weights)
         square = np.average(deviations**2 + means**2, weights=self._weights) - mean**2
         shares = _by_expert([each.hot for each in counted], tokens)
-        return LayerStatistics(
+        return statistics.LayerStatistics(
             tokens=_sum([each.tokens for each in counted]),
             held_out_tokens=_sum([each.held_out_tokens for each in counted]),
             mass=_sum([each.mass for each in counted]),
@@ -279,14 +279,14 @@ class _Merge:
             hidden_squares=_sum([each.hidden_squares for each in counted]),
         )
 
-    def _losses(self, layer: int) -> LayerLosses:
+    def _losses(self, layer: int) -> effects.LayerLosses:
         """Returns the mean losses of the profiles in which the layer is rotated as in the merged profile."""
         alike = [self._is_rotated(profile, layer) == self._is_rotated(self._most, layer) for profile in self._profiles]
 
-        def read(profile: Profile) -> dict[str, Array]:
+        def read(profile: Profile) -> dict[str, forward.Array]:
             return profile.second_order_losses(layer).arrays()
 
-        return LayerLosses(**self._mean_arrays(read, np.asarray(alike)))
+        return effects.LayerLosses(**self._mean_arrays(read, np.asarray(alike)))
 
     def _is_rotated(self, profile: Profile, layer: int) -> bool:
         vectors = profile.rotation()
@@ -294,12 +294,12 @@ class _Merge:
             return False
         return bool(vectors.input[self._spec.moe_layers.index(layer)].any())
 
-    def _effects(self) -> Effects:
-        return Effects(**self._mean_arrays(lambda profile: profile.effects().arrays()))
+    def _effects(self) -> effects.Effects:
+        return effects.Effects(**self._mean_arrays(lambda profile: profile.effects().arrays()))
 
     def _mean_arrays(
-        self, read: Callable[[Profile], dict[str, Array]], counts: Array | None = None
-    ) -> dict[str, Array]:
+        self, read: Callable[[Profile], dict[str, forward.Array]], counts: forward.Array | None = None
+    ) -> dict[str, forward.Array]:
         """Returns the means of arrays by name, weighted by the tokens of the texts that count."""
         weights = self._weights if counts is None else self._weights * counts
         found = [read(profile) for profile in self._profiles]
@@ -308,16 +308,16 @@ class _Merge:
             for name in found[0]
         }
 
-    def _write_rotation(self, store: ProfileStore) -> None:
+    def _write_rotation(self, store: forward.ProfileStore) -> None:
         """Writes which layers are rotated: those of the profile with the most tokens."""
         vectors = self._most.rotation()
         if vectors is not None:
-            store.replace(ROTATION_FILE, (rotation_bytes(vectors),))
+            store.replace(manifests.ROTATION_FILE, (manifests.rotation_bytes(vectors),))
 
     def _judges(self, layer_idx: int) -> bool:
         return any(profile.has_predictors(layer_idx) for profile in self._profiles)
 
-    def _predictors(self, layer_idx: int, paths: PathStatistics) -> LayerPredictors:
+    def _predictors(self, layer_idx: int, paths: offload.PathStatistics) -> statistics.LayerPredictors:
         """Returns the recalls, and the network of the profile with the most tokens, with its own recall.
 
         The merged routes judge popularity and path statistics; other recalls are means by judged tokens.
@@ -330,10 +330,10 @@ class _Merge:
         experts[_NETWORKS] = most.experts[_NETWORKS]
         begin = max(first for first in first_moe_layers(self._spec) if first <= layer_idx)  # of its stack
         text, length = self.facts.text, self._profiles[0].layer_tokens
-        _, held_out = Shares.of(text.num_sequences, length, text.num_held_out).tokens()
+        _, held_out = statistics.Shares.of(text.num_sequences, length, text.num_held_out).tokens()
         history = [self._routes(l)[held_out].astype(np.int64) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
-        experts[_BY_ROUTES] = judge_by_routes(layer_idx, paths, [torch.from_numpy(h) for h in history])
-        return LayerPredictors(
+        experts[_BY_ROUTES] = statistics.judge_by_routes(layer_idx, paths, [torch.from_numpy(h) for h in history])
+        return statistics.LayerPredictors(
             experts=experts,
             neurons=_mean_of_known([each.neurons for each in judged], weights),
             best=np.asarray([np.nanargmax(experts[:, 0])], np.uint8),
@@ -344,22 +344,22 @@ class _Merge:
 def _num_judged(profile: Profile) -> int:
     """Returns the number of sequences on which predictors were judged."""
     text = profile.facts.text
-    return Shares.of(text.num_sequences, profile.layer_tokens, text.num_held_out).num_judged
+    return statistics.Shares.of(text.num_sequences, profile.layer_tokens, text.num_held_out).num_judged
 
 
-def _sum(arrays: Sequence[Array]) -> Array:
+def _sum(arrays: Sequence[forward.Array]) -> forward.Array:
     """Returns the sum in the arrays' dtype; of floats in float64 first."""
     wide = np.float64 if arrays[0].dtype.kind == "f" else np.uint64
     return np.asarray(np.sum(np.stack(arrays).astype(wide), axis=0).astype(arrays[0].dtype))
 
 
-def _by_expert(arrays: Sequence[Array], tokens: Array) -> Array:
+def _by_expert(arrays: Sequence[forward.Array], tokens: forward.Array) -> forward.Array:
     """Returns means float64 [E, ...], weighted by an expert's tokens [P, E]; 0 for one without tokens."""
     weights = tokens / np.maximum(tokens.sum(axis=0), 1)
     return np.asarray(np.einsum("pe,pe...->e...", weights, np.stack(arrays).astype(np.float64)))
 
 
-def _mean_of_known(arrays: Sequence[Array], weights: Array) -> Array:
+def _mean_of_known(arrays: Sequence[forward.Array], weights: forward.Array) -> forward.Array:
     """Returns the weighted mean of those values that are numbers, float32; NaN where none is."""
     values = np.stack(arrays).astype(np.float64)
     known = ~np.isnan(values)
@@ -369,14 +369,14 @@ def _mean_of_known(arrays: Sequence[Array], weights: Array) -> Array:
     return np.where(total > 0, mean, np.nan).astype(np.float32)
 
 
-def mixed_quantiles(quantiles: Array, weights: Array) -> Array:
+def mixed_quantiles(quantiles: forward.Array, weights: forward.Array) -> forward.Array:
     """Returns the quantiles of mixtures of distributions that are known by their quantiles: float32 [E, kinds, levels].
 
     Meaning: between two quantiles a distribution is even. The mixture's share of values up to x is the weighted mean of
              the shares of all, and its quantile is the least x at which that share is reached.
     Args:    quantiles: float32 [P, E, kinds, levels] at `QUANTILE_LEVELS`.   weights: [P, E], not all 0 for an expert.
     """
-    levels = np.asarray(QUANTILE_LEVELS)
+    levels = np.asarray(statistics.QUANTILE_LEVELS)
     mixed = np.empty(quantiles.shape[1:], np.float32)
     for expert, kind in np.ndindex(mixed.shape[:2]):
         counts = weights[:, expert]

@@ -26,64 +26,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import (
-    CHUNK_TOKENS,
-    HOT_SPARSITIES,
-    PROFILE_FILE,
-    Array,
-    ExpertInputs,
-    KeptInputs,
-    LayerStates,
-    LayerTokens,
-    LayerwiseWeights,
-    ProfileStore,
-    Sequences,
-    Tokens,
-    check_length,
-    input_bytes,
-    input_pieces,
-    kept_sequences,
-    made_with,
-    num_held_out,
-    num_kept_sequences,
-    read_all_arrays,
-    source_digest,
-    stack_tokens,
-    tidy,
-)
-from moe_pack.calib.forward.shared import ONE_PROCESS, Arrays, PassedError, Results, SharedResults
+from moe_pack import formats
+from moe_pack.calib import forward, quantize
+from moe_pack.calib.forward import shared
 from moe_pack.calib.forward.store import WORK_FOLDER
+from moe_pack.calib.profile import profiles
 from moe_pack.calib.profile.options import ProfileOptions
-from moe_pack.calib.profile.profiles import (
-    EFFECTS_FILE,
-    EXACT_FILE,
-    FORMAT,
-    PATHS_FILE,
-    TOKENS_FILE,
-    VERSION,
-    Profile,
-    ProfileFacts,
-    TextFacts,
-    facts_bytes,
-    layer_file,
-)
-from moe_pack.calib.quantize import LayerRotation, measured_rotation
 from moe_pack.calib.sensitivity import (
-    Cost,
     ExactPass,
     LayerLosses,
     Level,
     SensitivityPass,
-    Trial,
     copies_of,
+    costs,
     effects_of,
-    expert_multiplications,
-    half_multiplications,
     is_rotated_better,
-    kind_of,
-    kinds_of_layers,
-    prediction_cost,
-    stage_of_phases,
 )
 from moe_pack.calib.statistics import (
     InputFiles,
@@ -96,25 +53,13 @@ from moe_pack.calib.statistics import (
     predict_layer,
     shapes_for,
 )
-from moe_pack.formats import (
-    NO_PROGRESS,
-    ConversionError,
-    ModelSpec,
-    Pack,
-    Progress,
-    RangeReader,
-    canonical,
-    dump,
-)
-from moe_pack.formats.base.commands import Part, Stage, stage_of
+from moe_pack.formats.base import commands
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifests import ROTATION_FILE, ContentFile, RotationVectors, rotation_bytes
+from moe_pack.formats.pack import manifests
 from moe_pack.formats.pack.sidecar import tensor_sidecar_bytes
 from moe_pack.formats.parts.specs import first_moe_layers
-from moe_pack.runtime import give_back_freed
-from moe_pack.runtime.model import CheckpointWeights, embed
-from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor, Routing
-from moe_pack.runtime.offload.routing_file import MAX_ROUTED_TOKENS, NO_PREDICTOR, write_routing
+from moe_pack.runtime import give_back_freed, model, offload
+from moe_pack.runtime.offload import routing_file
 
 _ROTATED = b"rotated"  # what the file of a judged layer contains if it is to be rotated
 PATH_BYTES = 8 << 20  # the most that path statistics have, unless their tables alone have more
@@ -122,13 +67,13 @@ PATH_BYTES = 8 << 20  # the most that path statistics have, unless their tables 
 
 def make_profile(
     checkpoint: Checkpoint,
-    tokens: Tokens,
+    tokens: forward.Tokens,
     folder: Path,
     options: ProfileOptions,
-    progress: Progress = NO_PROGRESS,
+    progress: formats.Progress = formats.NO_PROGRESS,
     device: torch.device | None = None,
-    part: Part | None = None,
-) -> Profile:
+    part: commands.Part | None = None,
+) -> profiles.Profile:
     """Profiles a checkpoint on some tokens into `folder`, and continues where a killed run stopped.
 
     Args:    part: which of several processes this is that make the profile together, all in `folder`; None: the only
@@ -136,34 +81,36 @@ def make_profile(
     Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers;
              RunError for sequences longer than the model's positions.
     """
-    check_length(checkpoint.spec, tokens.sequences.shape[1])
+    forward.check_length(checkpoint.spec, tokens.sequences.shape[1])
     facts = _facts(checkpoint, tokens, options)
     if (profile := finished(folder, facts)) is not None:
         return profile
     try:
-        store = ProfileStore(folder, identity_of(facts), part=part)
+        store = forward.ProfileStore(folder, identity_of(facts), part=part)
         with closing(store):
-            results = ONE_PROCESS if part is None else SharedResults(store.work / "shared", part)
+            results = shared.ONE_PROCESS if part is None else shared.SharedResults(store.work / "shared", part)
             device = device or torch.device("cpu")
             _Run(checkpoint, tokens, store, options, facts, progress, device, results).run()
-    except (OSError, ConversionError):
-        if part is None or not (folder / PROFILE_FILE).exists():
+    except (OSError, formats.ConversionError):
+        if part is None or not (folder / forward.PROFILE_FILE).exists():
             raise
         # Another part has finished the profile and removed what this one was reading.
-    return Profile(folder)
+    return profiles.Profile(folder)
 
 
-def finished(folder: Path, facts: ProfileFacts) -> Profile | None:
+def finished(folder: Path, facts: profiles.ProfileFacts) -> profiles.Profile | None:
     """Returns the profile with these facts if it is in a folder; None if there is none yet.
 
     Raises:  ConversionError if there is another profile.
     """
-    if not (folder / PROFILE_FILE).exists():
+    if not (folder / forward.PROFILE_FILE).exists():
         return None
-    profile = Profile(folder)
+    profile = profiles.Profile(folder)
     if identity_of(profile.facts) != identity_of(facts):
-        raise ConversionError(f"{folder}: there is another profile in this folder; give another one, or remove it")
-    tidy(folder)  # a run that was killed at its very end may have left work files
+        raise formats.ConversionError(
+            f"{folder}: there is another profile in this folder; give another one, or remove it"
+        )
+    forward.tidy(folder)  # a run that was killed at its very end may have left work files
     return profile
 
 
@@ -173,28 +120,28 @@ class _Run:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        tokens: Tokens,
-        store: ProfileStore,
+        tokens: forward.Tokens,
+        store: forward.ProfileStore,
         options: ProfileOptions,
-        facts: ProfileFacts,
-        progress: Progress,
+        facts: profiles.ProfileFacts,
+        progress: formats.Progress,
         device: torch.device,
-        results: Results,
+        results: shared.Results,
     ) -> None:
         self._facts = facts
         self._results = results
         self._spec = checkpoint.spec
         self._checkpoint = checkpoint
-        self._weights = LayerwiseWeights(CheckpointWeights(checkpoint, device))
+        self._weights = forward.LayerwiseWeights(model.CheckpointWeights(checkpoint, device))
         self._ids = torch.from_numpy(tokens.sequences.astype(np.int64))
         self._store = store
         self._options = options
         self._progress = progress
         self._device = device
-        self._given = Sequences.of(self._spec, self._ids)
-        self._shares = Shares.of(len(self._ids), self._given.length, num_held_out(len(self._ids)))
-        self._num_held_out_tokens = num_held_out(len(self._ids)) * self._given.length
-        self._kept = kept_sequences(len(self._ids) - num_held_out(len(self._ids)), facts.text.num_kept)
+        self._given = forward.Sequences.of(self._spec, self._ids)
+        self._shares = Shares.of(len(self._ids), self._given.length, forward.num_held_out(len(self._ids)))
+        self._num_held_out_tokens = forward.num_held_out(len(self._ids)) * self._given.length
+        self._kept = forward.kept_sequences(len(self._ids) - forward.num_held_out(len(self._ids)), facts.text.num_kept)
         self._first_layers = first_moe_layers(self._spec)
         self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares, self._first_layers, results)
         self._partial = PartialStates(store.work, self._spec, self._shares, self._num_held_out_tokens, results)
@@ -218,7 +165,7 @@ class _Run:
         while True:
             try:
                 return stage()
-            except (OSError, PassedError) as fault:
+            except (OSError, shared.PassedError) as fault:
                 if not self._results.missed(fault):
                     raise
                 self._progress.end()
@@ -227,32 +174,32 @@ class _Run:
         """Writes the file that makes the folder a profile."""
         paths = sorted(self._store.folder.glob("*.safetensors"))
 
-        def work(number: int) -> Arrays:
+        def work(number: int) -> shared.Arrays:
             entry = listed(paths[number])
             return torch.tensor([entry.bytes]), torch.frombuffer(bytearray.fromhex(entry.sha256), dtype=torch.uint8)
 
         with self._results.step("files"):
             found = list(self._results.in_order("digests", work, range(len(paths)), 1))
         files = tuple(
-            ContentFile(path.name, int(num_bytes), digest.numpy().tobytes().hex())
+            manifests.ContentFile(path.name, int(num_bytes), digest.numpy().tobytes().hex())
             for path, (num_bytes, digest) in zip(paths, found, strict=True)
         )
-        self._store.seal(facts_bytes(dataclasses.replace(self._facts, files=files)))
+        self._store.seal(profiles.facts_bytes(dataclasses.replace(self._facts, files=files)))
 
     def keep_tokens(self) -> None:
         """Writes the tokens, so that other measurements can use the same text."""
-        if not self._store.has(TOKENS_FILE):
-            self._store.write(TOKENS_FILE, {"tokens": self._ids.numpy().astype(np.uint32)})
+        if not self._store.has(profiles.TOKENS_FILE):
+            self._store.write(profiles.TOKENS_FILE, {"tokens": self._ids.numpy().astype(np.uint32)})
 
     def statistics(self) -> None:
         """Runs the first stage: a file of statistics for each MoE layer."""
-        if all(self._store.has(layer_file("statistics", layer)) for layer in self._spec.moe_layers):
+        if all(self._store.has(profiles.layer_file("statistics", layer)) for layer in self._spec.moe_layers):
             return
         num_sequences, S = self._given.ids.shape
-        first, answer = self._given.begun(lambda ids, number: embed(ids[number], self._weights))
+        first, answer = self._given.begun(lambda ids, number: model.embed(ids[number], self._weights))
         folder = self._store.work / "statistics"
         ids = self._given.ids
-        states = LayerStates(
+        states = forward.LayerStates(
             self._weights,
             first,
             num_sequences,
@@ -264,13 +211,13 @@ class _Run:
             results=self._results,
         )
         layers = range(states.next_layer, self._spec.num_hidden_layers)
-        with stage_of(self._progress, "timing statistics"):
-            cost = self._statistics_cost(Trial(self._weights, states), layers)
+        with commands.stage_of(self._progress, "timing statistics"):
+            cost = self._statistics_cost(costs.Trial(self._weights, states), layers)
         self._progress.begin(cost.stage("statistics"))
         for layer in layers:
             with self._results.step(f"statistics-{layer:03d}"):
                 tokens = states.enter(layer)
-                half = half_multiplications(self._spec, layer, S) * len(tokens.x)
+                half = costs.half_multiplications(self._spec, layer, S) * len(tokens.x)
                 self._progress.advance(half, f"layer {layer}")
                 self._partial.run(layer, states, self._weights)
                 if layer in self._spec.moe_layers:
@@ -280,10 +227,10 @@ class _Run:
         states.close()
         self._progress.end()
 
-    def _count_layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> LayerTokens:
+    def _count_layer(self, states: forward.LayerStates, tokens: forward.LayerTokens, layer: int) -> forward.LayerTokens:
         """Runs and counts the experts of a layer; returns its tokens, summed."""
         layer_idx = self._spec.moe_layers.index(layer)
-        one = expert_multiplications(self._spec)
+        one = costs.expert_multiplications(self._spec)
 
         def on_expert(expert: int, num_tokens: int) -> None:
             self._progress.advance(one * num_tokens, f"layer {layer} expert {expert}")
@@ -301,40 +248,40 @@ class _Run:
             self._num_held_out_tokens,
             on_expert,
             on_output,
-            self._options.chunk_tokens or CHUNK_TOKENS,
+            self._options.chunk_tokens or forward.CHUNK_TOKENS,
             self._device,
             self._results,
         )
         self._partial.end(layer, states, self._weights)
         tokens = states.summed(layer, tokens)
         if len(self._kept):  # written before the statistics, whose file says that the layer is done
-            pieces = input_pieces(self._spec, tokens, self._given.length, self._kept)
-            self._store.replace(layer_file("inputs", layer), pieces)
-        self._store.write(layer_file("statistics", layer), statistics.arrays())
+            pieces = forward.input_pieces(self._spec, tokens, self._given.length, self._kept)
+            self._store.replace(profiles.layer_file("inputs", layer), pieces)
+        self._store.write(profiles.layer_file("statistics", layer), statistics.arrays())
         return tokens
 
     def paths(self) -> None:
         """Writes path statistics from the routes of the tokens that are not held out."""
-        if self._store.has(PATHS_FILE):
+        if self._store.has(profiles.PATHS_FILE):
             return
         routes = np.stack([self._counted(l).routes for l in range(len(self._spec.moe_layers))], axis=1)  # [T, L, k]
         learned = len(routes) - self._num_held_out_tokens
         statistics = learn_paths(routes[:learned], self._num_experts, PATH_BYTES, self._first_layers)
-        self._store.write(PATHS_FILE, statistics.arrays())
+        self._store.write(profiles.PATHS_FILE, statistics.arrays())
 
     def rotation(self) -> None:
         """Decides which layers are rotated; writes their vectors, if there are any."""
-        if self._store.has(ROTATION_FILE) or self._options.rotate == "off":
+        if self._store.has(manifests.ROTATION_FILE) or self._options.rotate == "off":
             return
         judges = self._options.rotate == "auto"
         if judges and not len(self._kept):
             return
-        vectors = measured_rotation(self._checkpoint)
+        vectors = quantize.measured_rotation(self._checkpoint)
         if judges:
             layers = self._spec.moe_layers
-            self._progress.begin(Stage("rotation", len(layers), "layers"))
+            self._progress.begin(commands.Stage("rotation", len(layers), "layers"))
 
-            def work(layer_idx: int) -> Arrays:
+            def work(layer_idx: int) -> shared.Arrays:
                 return (torch.tensor([self._is_better_rotated(layer_idx, vectors)]),)
 
             with self._results.step("rotation"):
@@ -345,11 +292,11 @@ class _Run:
                     self._progress.advance(1, f"layer {layers[layer_idx]}")
             self._progress.end()
         if vectors.input.any():
-            self._store.replace(ROTATION_FILE, (rotation_bytes(vectors),))
+            self._store.replace(manifests.ROTATION_FILE, (manifests.rotation_bytes(vectors),))
 
-    def _is_better_rotated(self, layer_idx: int, vectors: RotationVectors) -> bool:
+    def _is_better_rotated(self, layer_idx: int, vectors: manifests.RotationVectors) -> bool:
         """Judges a layer by its expert with the most tokens; reads what a killed run has judged."""
-        name = f"{WORK_FOLDER}/{ROTATION_FILE}.{layer_idx}"
+        name = f"{WORK_FOLDER}/{manifests.ROTATION_FILE}.{layer_idx}"
         if self._store.has(name):
             return (self._store.folder / name).read_bytes() == _ROTATED
         is_better = False
@@ -361,7 +308,7 @@ class _Run:
                 self._weights.expert(layer_idx, expert),
                 self._spec.expert_function(layer_idx),
                 tokens,
-                LayerRotation.of(vectors, layer_idx),
+                quantize.LayerRotation.of(vectors, layer_idx),
             )
         self._store.replace(name, (_ROTATED if is_better else b"",))
         return is_better
@@ -374,12 +321,16 @@ class _Run:
             for matrix in self._spec.expert.matrices
         )
 
-    def _vectors(self) -> RotationVectors | None:
-        return RotationVectors(**self._read(ROTATION_FILE)) if self._store.has(ROTATION_FILE) else None
+    def _vectors(self) -> manifests.RotationVectors | None:
+        return (
+            manifests.RotationVectors(**self._read(manifests.ROTATION_FILE))
+            if self._store.has(manifests.ROTATION_FILE)
+            else None
+        )
 
     def sensitivity(self, level: Level) -> None:
         """Runs the second stage: a file of losses for each layer, the last one first, then what copies measured."""
-        if self._store.has(EFFECTS_FILE):
+        if self._store.has(profiles.EFFECTS_FILE):
             return
         stage = SensitivityPass(
             self._weights,
@@ -388,14 +339,14 @@ class _Run:
             self._hot_thresholds,
             self._store.work / "sensitivity",
             self._device,
-            KeptInputs(self._kept, self._given.length, self._open_inputs) if len(self._kept) else None,
+            forward.KeptInputs(self._kept, self._given.length, self._open_inputs) if len(self._kept) else None,
             self._layer_losses,
             self._vectors(),
             self._results,
         )
-        with stage_of(self._progress, "timing sensitivity"):
+        with commands.stage_of(self._progress, "timing sensitivity"):
             cost = stage.cost()
-        self._progress.begin(stage_of_phases("sensitivity", cost))
+        self._progress.begin(costs.stage_of_phases("sensitivity", cost))
         give_back_freed()
         while stage.states.next_layer < self._spec.num_hidden_layers:
             with self._results.step(f"forward-{stage.states.next_layer:03d}"):
@@ -404,7 +355,7 @@ class _Run:
         while stage.next_back >= 0:
             with self._results.step(f"back-{stage.next_back:03d}"):
                 layer_losses = stage.back(self._progress)
-                self._store.write(layer_file("sensitivity", stage.next_back), layer_losses.arrays())
+                self._store.write(profiles.layer_file("sensitivity", stage.next_back), layer_losses.arrays())
                 stage.leave_back()
             give_back_freed()
         moe_layers = self._spec.moe_layers
@@ -412,29 +363,29 @@ class _Run:
         measured = stage.divergences(losses, self._progress)
         copies = copies_of(losses, self._spec.hidden_size)
         effects = effects_of(copies, measured, moe_layers, self._spec.num_hidden_layers)
-        self._store.write(EFFECTS_FILE, effects.arrays())
+        self._store.write(profiles.EFFECTS_FILE, effects.arrays())
         stage.close()
         self._progress.end()
 
     def _layer_losses(self, layer: int) -> LayerLosses:
-        return LayerLosses(**self._read(layer_file("sensitivity", layer)))
+        return LayerLosses(**self._read(profiles.layer_file("sensitivity", layer)))
 
     def exact(self) -> None:
         """Runs EdgeMoE's own measure after the second stage: one file."""
-        if self._store.has(EXACT_FILE):
+        if self._store.has(profiles.EXACT_FILE):
             return
         stage = ExactPass(
             self._weights, self._ids, self._store.work / "exact", self._device, self._vectors(), self._results
         )
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
-        with stage_of(self._progress, "timing experts at 2 bits"):
+        with commands.stage_of(self._progress, "timing experts at 2 bits"):
             cost = stage.cost(layers)
         self._progress.begin(cost.stage("each expert at 2 bits"))
         for layer in layers:
             with self._results.step(f"exact-{layer:03d}"):
                 stage.layer(layer, self._progress)
         with self._results.step("exact"):
-            self._store.write(EXACT_FILE, stage.losses(self._progress))
+            self._store.write(profiles.EXACT_FILE, stage.losses(self._progress))
         stage.states.close()
         self._progress.end()
 
@@ -442,9 +393,9 @@ class _Run:
         """Runs the last stage: a file for each MoE layer but the first of a stack; none without held-out tokens."""
         if not self._shares.num_judged or not self._shares.num_learned:
             return
-        paths = PathStatistics.from_arrays(
-            self._read(PATHS_FILE),
-            PATHS_FILE,
+        paths = offload.PathStatistics.from_arrays(
+            self._read(profiles.PATHS_FILE),
+            profiles.PATHS_FILE,
             len(self._spec.moe_layers),
             self._num_experts,
             self._spec.router.num_experts_per_tok,
@@ -452,15 +403,15 @@ class _Run:
         left = [
             layer_idx
             for layer_idx, layer in enumerate(self._spec.moe_layers)
-            if layer_idx not in self._first_layers and not self._store.has(layer_file("predictors", layer))
+            if layer_idx not in self._first_layers and not self._store.has(profiles.layer_file("predictors", layer))
         ]
         if not left:
             return
-        with stage_of(self._progress, "timing predictors"):
-            one = prediction_cost(self._spec, self._shares.num_learned * self._given.length)
+        with commands.stage_of(self._progress, "timing predictors"):
+            one = costs.prediction_cost(self._spec, self._shares.num_learned * self._given.length)
         self._progress.begin((one * len(left)).stage("predictors", is_most=True))
 
-        def work(layer_idx: int) -> Arrays:
+        def work(layer_idx: int) -> shared.Arrays:
             begin = max(first for first in self._first_layers if first <= layer_idx)  # of its stack
             history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
             thresholds = self._hot_thresholds(layer_idx)
@@ -469,7 +420,7 @@ class _Run:
             predictors = predict_layer(
                 self._weights, layer_idx, history, paths, thresholds, self._device, partial_scores
             )
-            self._store.write(layer_file("predictors", layer), predictors.arrays())
+            self._store.write(profiles.layer_file("predictors", layer), predictors.arrays())
             return ()
 
         with self._results.step("predictors"):
@@ -481,76 +432,83 @@ class _Run:
     def _num_experts(self) -> int:
         return self._spec.router.num_experts
 
-    def _statistics_cost(self, trial: Trial, layers: range) -> Cost:
+    def _statistics_cost(self, trial: costs.Trial, layers: range) -> costs.Cost:
         """Returns the cost of the remaining layers; one layer of each kind is timed."""
         router = self._spec.router
         tokens_an_expert = self._given.ids.numel() * router.num_experts_per_tok / router.num_experts
         counted = trial.counted(tokens_an_expert) * router.num_experts
         if len(self._kept):
-            counted += Cost(kept_bytes=input_bytes(self._spec, len(self._kept) * self._given.length))
-        halves = {kind: trial.half(kind) * len(self._ids) for kind in kinds_of_layers(self._spec)}
+            counted += costs.Cost(kept_bytes=forward.input_bytes(self._spec, len(self._kept) * self._given.length))
+        halves = {kind: trial.half(kind) * len(self._ids) for kind in costs.kinds_of_layers(self._spec)}
         return sum(
-            (halves[kind_of(self._spec, l)] + (counted if l in self._spec.moe_layers else Cost()) for l in layers),
-            start=Cost(),
+            (
+                halves[costs.kind_of(self._spec, l)] + (counted if l in self._spec.moe_layers else costs.Cost())
+                for l in layers
+            ),
+            start=costs.Cost(),
         )
 
-    def _read(self, name: str) -> dict[str, Array]:
-        return read_all_arrays(self._store.folder / name)
+    def _read(self, name: str) -> dict[str, forward.Array]:
+        return forward.read_all_arrays(self._store.folder / name)
 
     def _counted(self, layer_idx: int) -> LayerStatistics:
-        name = layer_file("statistics", self._spec.moe_layers[layer_idx])
+        name = profiles.layer_file("statistics", self._spec.moe_layers[layer_idx])
         return LayerStatistics.from_arrays(self._read(name), name, self._spec, self._given.ids.numel())
 
-    def _open_inputs(self, layer_idx: int) -> ExpertInputs:
-        path = self._store.folder / layer_file("inputs", self._spec.moe_layers[layer_idx])
-        return ExpertInputs(path, self._spec, len(self._kept) * self._given.length)
+    def _open_inputs(self, layer_idx: int) -> forward.ExpertInputs:
+        path = self._store.folder / profiles.layer_file("inputs", self._spec.moe_layers[layer_idx])
+        return forward.ExpertInputs(path, self._spec, len(self._kept) * self._given.length)
 
-    def _hot_thresholds(self, layer_idx: int) -> Array:
-        return self._counted(layer_idx).at_sparsities(HOT_SPARSITIES)
+    def _hot_thresholds(self, layer_idx: int) -> forward.Array:
+        return self._counted(layer_idx).at_sparsities(forward.HOT_SPARSITIES)
 
     def _layer_inputs(self, layer_idx: int) -> LayerInputs:
         routes = torch.from_numpy(self._counted(layer_idx).routes.astype(np.int64))
         return self._inputs.read(layer_idx, routes)
 
 
-def _facts(checkpoint: Checkpoint, tokens: Tokens, options: ProfileOptions) -> ProfileFacts:
+def _facts(checkpoint: Checkpoint, tokens: forward.Tokens, options: ProfileOptions) -> profiles.ProfileFacts:
     """Returns the facts of a profile before it is made."""
     num_sequences, sequence_length = tokens.sequences.shape
-    num_last = num_held_out(num_sequences)
-    seen = stack_tokens(checkpoint.spec, sequence_length)
-    num_kept = num_kept_sequences(checkpoint.spec, num_sequences - num_last, seen) if options.keeps_inputs else 0
-    text = TextFacts(tokens.name, tokens.sha256, num_sequences, sequence_length, num_last, num_kept)
-    source = source_digest(checkpoint)
+    num_last = forward.num_held_out(num_sequences)
+    seen = forward.stack_tokens(checkpoint.spec, sequence_length)
+    num_kept = (
+        forward.num_kept_sequences(checkpoint.spec, num_sequences - num_last, seen) if options.keeps_inputs else 0
+    )
+    text = profiles.TextFacts(tokens.name, tokens.sha256, num_sequences, sequence_length, num_last, num_kept)
+    source = forward.source_digest(checkpoint)
     chosen = options.rotate, options.sensitivity
-    return ProfileFacts(FORMAT, VERSION, checkpoint.spec, source, text, (), *chosen, made_with(), (), "")
+    return profiles.ProfileFacts(
+        profiles.FORMAT, profiles.VERSION, checkpoint.spec, source, text, (), *chosen, forward.made_with(), (), ""
+    )
 
 
-def identity_of(facts: ProfileFacts) -> str:
+def identity_of(facts: profiles.ProfileFacts) -> str:
     """Returns a digest of the profile's checkpoint, text and options, without its results."""
-    return hashlib.sha256(canonical(dump(dataclasses.replace(facts, files=(), sha256="")))).hexdigest()
+    return hashlib.sha256(formats.canonical(formats.dump(dataclasses.replace(facts, files=(), sha256="")))).hexdigest()
 
 
-def listed(path: Path) -> ContentFile:
+def listed(path: Path) -> manifests.ContentFile:
     """Returns the entry of a file in `profile.json`."""
-    with RangeReader(path, ConversionError) as reader:
-        return ContentFile(path.name, reader.num_bytes, reader.sha256())
+    with formats.RangeReader(path, formats.ConversionError) as reader:
+        return manifests.ContentFile(path.name, reader.num_bytes, reader.sha256())
 
 
 _KEY_ARRAY_BYTES = 512  # at most, of an array's name, shape and padding in the header
 
 
-def attach(pack: Pack, profile: Profile) -> Routing:
+def attach(pack: formats.Pack, profile: profiles.Profile) -> offload.Routing:
     """Writes `routing.safetensors` into a pack's folder, from a profile of the checkpoint from which it was made.
 
     Raises:  PlanError if the profile is of another checkpoint; ConversionError if another process writes in the folder.
     """
     profile.check_source_of(pack)
     routing = routing_of(profile)
-    write_routing(pack, routing)
+    routing_file.write_routing(pack, routing)
     return routing
 
 
-def routing_of(profile: Profile, most_tokens: int = MAX_ROUTED_TOKENS) -> Routing:
+def routing_of(profile: profiles.Profile, most_tokens: int = routing_file.MAX_ROUTED_TOKENS) -> offload.Routing:
     """Returns what the runtime uses of a profile; networks are read from the profile on demand.
 
     Args:    most_tokens: the most tokens whose routes are kept.
@@ -564,21 +522,23 @@ def routing_of(profile: Profile, most_tokens: int = MAX_ROUTED_TOKENS) -> Routin
         popularity.append(counted.chosen(profile.spec.router))
         mass.append(counted.mass)
         routes.append(counted.routes[kept])
-    recalls = np.full((len(layers), len(PREDICTORS), 3), np.nan, "<f4")
-    best = np.full(len(layers), NO_PREDICTOR, "<u1")
+    recalls = np.full((len(layers), len(offload.PREDICTORS), 3), np.nan, "<f4")
+    best = np.full(len(layers), routing_file.NO_PREDICTOR, "<u1")
     for layer_idx in layers:
         if profile.has_predictors(layer_idx):
             judged = profile.predictors(layer_idx)
             recalls[layer_idx], best[layer_idx] = judged.experts, judged.best[0]
 
-    def network(layer_idx: int) -> Predictor:
+    def network(layer_idx: int) -> offload.Predictor:
         return profile.predictors(layer_idx).network
 
-    joined: Array = np.stack(routes, axis=1)  # [T, k] of each layer -> [T, L, k]
-    return Routing(np.stack(popularity), np.stack(mass), profile.paths(), recalls, best, joined, length, network)
+    joined: forward.Array = np.stack(routes, axis=1)  # [T, k] of each layer -> [T, L, k]
+    return offload.Routing(
+        np.stack(popularity), np.stack(mass), profile.paths(), recalls, best, joined, length, network
+    )
 
 
-def most_routing_bytes(spec: ModelSpec) -> int:
+def most_routing_bytes(spec: formats.ModelSpec) -> int:
     """Returns the most bytes that `routing.safetensors` can have for this model, whatever was profiled.
 
     Meaning: routes of all kept tokens, the largest tables and keys up to PATH_BYTES, and for every layer but the first
@@ -591,9 +551,9 @@ def most_routing_bytes(spec: ModelSpec) -> int:
     arrays = [
         ("popularity", "U32", (L, E)),
         ("mass", "F32", (L, E)),
-        ("recalls", "F32", (L, len(PREDICTORS), 3)),
+        ("recalls", "F32", (L, len(offload.PREDICTORS), 3)),
         ("best", "U8", (L,)),
-        ("routes", "U16", (MAX_ROUTED_TOKENS, L, k)),
+        ("routes", "U16", (routing_file.MAX_ROUTED_TOKENS, L, k)),
         ("sequence_length", "U32", (1,)),
         *((f"paths.{name}", "U32", shape) for name, shape in tables.items()),
         ("paths.key_starts", "U32", (L + 1,)),
@@ -603,7 +563,7 @@ def most_routing_bytes(spec: ModelSpec) -> int:
     for layer_idx in range(1, L):
         network = {
             "x_weight": ("BF16", (h, d)),
-            "route_weight": ("BF16", (h, MAX_PREVIOUS, E)),
+            "route_weight": ("BF16", (h, offload.MAX_PREVIOUS, E)),
             "bias": ("F32", (h,)),
             "out_weight": ("BF16", (E, h)),
             "out_bias": ("F32", (E,)),
@@ -612,7 +572,7 @@ def most_routing_bytes(spec: ModelSpec) -> int:
     return tensor_sidecar_bytes(arrays)
 
 
-def _kept_tokens(profile: Profile, length: int, most_tokens: int) -> slice:
+def _kept_tokens(profile: profiles.Profile, length: int, most_tokens: int) -> slice:
     """Returns the place of the first held-out tokens: whole sequences of `length`, or a part of a longer one."""
     first = profile.num_tokens - profile.num_held_out_tokens
     return slice(first, first + min(profile.facts.text.num_held_out, most_tokens // length) * length)

@@ -16,62 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.calib.forward import (
-    KINDS,
-    PROFILE_FILE,
-    Array,
-    ExpertInputs,
-    Tokens,
-    kept_sequences,
-    packed_source_digest,
-    read_all_arrays,
-    source_digest,
-    stack_tokens,
-)
+from moe_pack import formats
+from moe_pack.calib import forward, quantize
+from moe_pack.calib.forward import kept_sequences, store
 from moe_pack.calib.forward.experts import OTHERS_COUNT
-from moe_pack.calib.forward.store import ArrayRule, check_arrays
 from moe_pack.calib.profile.options import Sensitivity
-from moe_pack.calib.quantize import ExpertMoments, RotateChoice
-from moe_pack.calib.sensitivity import (
-    DENSE_WIDTHS,
-    MOST_COPIES,
-    MOST_GROWTH,
-    SPARSITIES,
-    WIDTHS,
-    Effects,
-    LayerLosses,
-    Level,
-    calibrated_formats,
-    compared_formats,
-    roundable_roles,
-)
+from moe_pack.calib.sensitivity import DENSE_WIDTHS, MOST_COPIES, MOST_GROWTH, Effects, LayerLosses, Level, errors
 from moe_pack.calib.statistics import LayerPredictors, LayerStatistics
-from moe_pack.formats import (
-    MATRICES,
-    ModelSpec,
-    Pack,
-    PackError,
-    PlanError,
-    RangeReader,
-    Selector,
-    canonical,
-    dump,
-    load,
-    parse,
-)
-from moe_pack.formats.base.commands import did_you_mean, names_beside
-from moe_pack.formats.base.json_files import Count, Within
+from moe_pack.formats.base import commands, json_files
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifests import (
-    ROTATION_FILE,
-    ContentFile,
-    PackageVersion,
-    RotationVectors,
-    check_size_and_digest,
-    rotation_fault,
-)
+from moe_pack.formats.pack import manifests
 from moe_pack.formats.pack.safetensors import read_small
-from moe_pack.formats.parts.specs import spec_fault, with_repeats
+from moe_pack.formats.parts import specs
 from moe_pack.runtime.offload import PathStatistics
 
 VERSION = 9
@@ -84,7 +40,7 @@ _MAX_JSON_BYTES = 16_000_000
 _LEAST_KL = -1e-3  # a KL divergence of nearly 0 that was measured, of which rounding makes a negative one
 _MOST_LOSS, _MOST_SCALE = 1e30, 1e9  # of rotated coordinates
 
-_TextCount = Annotated[int, Within(1, 2**31 - 1)]
+_TextCount = Annotated[int, json_files.Within(1, 2**31 - 1)]
 
 
 def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors", "moments"], layer: int) -> str:
@@ -104,8 +60,8 @@ class TextFacts:
     sha256: str
     num_sequences: _TextCount
     sequence_length: _TextCount
-    num_held_out: Count
-    num_kept: Count
+    num_held_out: json_files.Count
+    num_kept: json_files.Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +86,14 @@ class ProfileFacts:
 
     format: Literal["moe-pack profile"]
     version: int
-    model: ModelSpec
+    model: formats.ModelSpec
     source: str
     text: TextFacts
     texts: tuple[TextFacts, ...]
-    rotate: RotateChoice
+    rotate: quantize.RotateChoice
     sensitivity: Sensitivity
-    made_with: tuple[PackageVersion, ...]
-    files: tuple[ContentFile, ...]
+    made_with: tuple[manifests.PackageVersion, ...]
+    files: tuple[manifests.ContentFile, ...]
     sha256: str
     imatrix: ImatrixFacts | None = None
 
@@ -149,33 +105,33 @@ class LayerMoments:
     `tokens` u32 [E].   `input_squares` f32 [E, d], `hidden_squares` f32 [E, f]: as in `LayerStatistics`.
     """
 
-    tokens: Array
-    input_squares: Array
-    hidden_squares: Array
+    tokens: forward.Array
+    input_squares: forward.Array
+    hidden_squares: forward.Array
 
-    def arrays(self) -> dict[str, Array]:
+    def arrays(self) -> dict[str, forward.Array]:
         """Returns all arrays by name, as stored."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def of_expert(self, expert: int) -> ExpertMoments:
+    def of_expert(self, expert: int) -> quantize.ExpertMoments:
         """Returns the mean squares of an expert, drawn to those of its layer as by `OTHERS_COUNT` more tokens."""
         own, total = float(self.tokens[expert]), max(float(self.tokens.sum(dtype=np.float64)), 1.0)
 
-        def mean(squares: Array) -> torch.Tensor:
+        def mean(squares: forward.Array) -> torch.Tensor:
             of_layer = squares.sum(axis=0, dtype=np.float64) / total
             drawn = (squares[expert] + OTHERS_COUNT * of_layer) / (own + OTHERS_COUNT)
             return torch.from_numpy(drawn.astype(np.float32))
 
-        return ExpertMoments(mean(self.input_squares), mean(self.hidden_squares), own + OTHERS_COUNT)
+        return quantize.ExpertMoments(mean(self.input_squares), mean(self.hidden_squares), own + OTHERS_COUNT)
 
 
 def facts_bytes(facts: ProfileFacts) -> bytes:
     """Returns the bytes of `profile.json`, with the digest of all its other values."""
-    return canonical(dump(dataclasses.replace(facts, sha256=_digest(facts))))
+    return formats.canonical(formats.dump(dataclasses.replace(facts, sha256=_digest(facts))))
 
 
 def _digest(facts: ProfileFacts) -> str:
-    return hashlib.sha256(canonical(dump(dataclasses.replace(facts, sha256="")))).hexdigest()
+    return hashlib.sha256(formats.canonical(formats.dump(dataclasses.replace(facts, sha256="")))).hexdigest()
 
 
 class Profile:
@@ -187,35 +143,41 @@ class Profile:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not folder.is_dir():
-            raise PackError(f"{folder}: no such folder{did_you_mean(folder.name, names_beside(folder))}")
-        path = folder / PROFILE_FILE
+            raise formats.PackError(
+                f"{folder}: no such folder{commands.did_you_mean(folder.name, commands.names_beside(folder))}"
+            )
+        path = folder / forward.PROFILE_FILE
         if not path.is_file():
-            raise PackError(
-                f"{folder}: found no {PROFILE_FILE}; this is not a profile, or it is not finished; "
+            raise formats.PackError(
+                f"{folder}: found no {forward.PROFILE_FILE}; this is not a profile, or it is not finished; "
                 "repeat the moe-pack profile command to finish it"
             )
-        raw = read_small(path, _MAX_JSON_BYTES, PackError).tobytes()
-        values = parse(raw, PROFILE_FILE, PackError)
+        raw = read_small(path, _MAX_JSON_BYTES, formats.PackError).tobytes()
+        values = formats.parse(raw, forward.PROFILE_FILE, formats.PackError)
         if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
-            raise PackError(f"{PROFILE_FILE}: expected format {FORMAT!r}, version {VERSION}; profile the model again")
-        self.facts = load(ProfileFacts, values, PROFILE_FILE, PackError)
+            raise formats.PackError(
+                f"{forward.PROFILE_FILE}: expected format {FORMAT!r}, version {VERSION}; profile the model again"
+            )
+        self.facts = formats.load(ProfileFacts, values, forward.PROFILE_FILE, formats.PackError)
         if self.facts.sha256 != _digest(self.facts):
-            raise PackError(f"{PROFILE_FILE}: SHA-256 does not match its values; profile the model again")
+            raise formats.PackError(
+                f"{forward.PROFILE_FILE}: SHA-256 does not match its values; profile the model again"
+            )
         text = self.facts.text
         if text.num_held_out >= text.num_sequences or text.num_kept > text.num_sequences - text.num_held_out:
-            raise PackError(f"{PROFILE_FILE}: text: found impossible counts; profile the model again")
-        if fault := spec_fault(self.facts.model):
-            raise PackError(f"{PROFILE_FILE}: model: {fault}; profile the model again")
+            raise formats.PackError(f"{forward.PROFILE_FILE}: text: found impossible counts; profile the model again")
+        if fault := specs.spec_fault(self.facts.model):
+            raise formats.PackError(f"{forward.PROFILE_FILE}: model: {fault}; profile the model again")
         self.spec = self.facts.model
         for file in self.facts.files:
-            check_size_and_digest(file.name, file.bytes, file.sha256, PROFILE_FILE)
+            manifests.check_size_and_digest(file.name, file.bytes, file.sha256, forward.PROFILE_FILE)
         self._files = {file.name: file for file in self.facts.files}
         self._checked: set[str] = set()
 
     @property
     def layer_tokens(self) -> int:
         """Returns the tokens of a sequence that each layer saw: all, or half of them if the model has an encoder."""
-        return stack_tokens(self.spec, self.facts.text.sequence_length)
+        return forward.stack_tokens(self.spec, self.facts.text.sequence_length)
 
     @property
     def num_tokens(self) -> int:
@@ -231,15 +193,15 @@ class Profile:
     def _level(self) -> Level:
         return "fast" if self.facts.sensitivity == "fast" else "full"
 
-    def check_source_of(self, pack: Pack) -> None:
+    def check_source_of(self, pack: formats.Pack) -> None:
         """Checks that a pack was made from the checkpoint of this profile, whatever neurons the pack repeats.
 
         Raises:  PlanError if it was made from another one; PackError if the pack's account of its source is damaged.
         """
-        spec = with_repeats(pack.spec, 0)
-        if (self.spec, self.facts.source) != (spec, packed_source_digest(pack)):
+        spec = specs.with_repeats(pack.spec, 0)
+        if (self.spec, self.facts.source) != (spec, forward.packed_source_digest(pack)):
             what = "another model" if self.spec != spec else "another checkpoint of this model"
-            raise PlanError(
+            raise formats.PlanError(
                 f"{pack.folder}: was made from {what} than the profile {self.folder}; "
                 "give a pack and a profile of the same checkpoint"
             )
@@ -248,12 +210,12 @@ class Profile:
         """Returns whether the profile lists this file."""
         return name in self._files
 
-    def tokens(self) -> Tokens:
+    def tokens(self) -> forward.Tokens:
         """Reads the tokens of the profile's text."""
         text, arrays = self.facts.text, self._read(TOKENS_FILE)
         shape, most = (text.num_sequences, text.sequence_length), self.spec.vocab_size - 1
-        check_arrays(arrays, {"tokens": ArrayRule("U32", shape, most=most)}, TOKENS_FILE)
-        return Tokens(text.name, arrays["tokens"].astype(np.int32), text.sha256, ())
+        store.check_arrays(arrays, {"tokens": store.ArrayRule("U32", shape, most=most)}, TOKENS_FILE)
+        return forward.Tokens(text.name, arrays["tokens"].astype(np.int32), text.sha256, ())
 
     def statistics(self, layer_idx: int) -> LayerStatistics:
         """Reads the statistics of the `layer_idx`-th MoE layer."""
@@ -265,7 +227,7 @@ class Profile:
         """Returns whether the profile keeps experts' inputs for a part of the text."""
         return self.facts.text.num_kept > 0
 
-    def inputs(self, layer_idx: int) -> ExpertInputs:
+    def inputs(self, layer_idx: int) -> forward.ExpertInputs:
         """Opens the inputs of the `layer_idx`-th MoE layer's experts; the caller closes them.
 
         The file is checked against its digest only the first time.
@@ -274,7 +236,7 @@ class Profile:
         if name not in self._checked:
             self._check(name)
             self._checked.add(name)
-        return ExpertInputs(self.folder / name, self.spec, self.facts.text.num_kept * self.layer_tokens)
+        return forward.ExpertInputs(self.folder / name, self.spec, self.facts.text.num_kept * self.layer_tokens)
 
     def kept_sequences(self) -> NDArray[np.int32]:
         """Reads the tokens whose experts' inputs are kept, in the order of these: int32 [n, S]."""
@@ -297,12 +259,12 @@ class Profile:
         spec, name = self.spec, layer_file("moments", self.spec.moe_layers[layer_idx])
         E = spec.router.num_experts
         wanted = {
-            "tokens": ArrayRule("U32", (E,)),
-            "input_squares": ArrayRule("F32", (E, spec.hidden_size), 0),
-            "hidden_squares": ArrayRule("F32", (E, spec.expert.intermediate_size), 0),
+            "tokens": store.ArrayRule("U32", (E,)),
+            "input_squares": store.ArrayRule("F32", (E, spec.hidden_size), 0),
+            "hidden_squares": store.ArrayRule("F32", (E, spec.expert.intermediate_size), 0),
         }
         arrays = self._read(name)
-        check_arrays(arrays, wanted, name)
+        store.check_arrays(arrays, wanted, name)
         return LayerMoments(**arrays)
 
     def inputs_digest(self) -> str:
@@ -313,19 +275,19 @@ class Profile:
             digest.update(b"" if listed is None else bytes.fromhex(listed.sha256))
         return digest.hexdigest()
 
-    def rotation(self) -> RotationVectors | None:
+    def rotation(self) -> manifests.RotationVectors | None:
         """Reads the coordinates in which layers are to be stored; None if no layer is rotated."""
-        if not self.has(ROTATION_FILE):
+        if not self.has(manifests.ROTATION_FILE):
             return None
-        arrays, shape = self._read(ROTATION_FILE), (len(self.spec.moe_layers), self.spec.hidden_size)
-        check_arrays(
+        arrays, shape = self._read(manifests.ROTATION_FILE), (len(self.spec.moe_layers), self.spec.hidden_size)
+        store.check_arrays(
             arrays,
-            dict.fromkeys(("input", "output"), ArrayRule("F32", shape, -_MOST_SCALE, _MOST_SCALE)),
-            ROTATION_FILE,
+            dict.fromkeys(("input", "output"), store.ArrayRule("F32", shape, -_MOST_SCALE, _MOST_SCALE)),
+            manifests.ROTATION_FILE,
         )
-        vectors = RotationVectors(**arrays)
-        if fault := rotation_fault(vectors):
-            raise PackError(f"{ROTATION_FILE}: {fault}")
+        vectors = manifests.RotationVectors(**arrays)
+        if fault := manifests.rotation_fault(vectors):
+            raise formats.PackError(f"{manifests.ROTATION_FILE}: {fault}")
         return vectors
 
     def paths(self) -> PathStatistics:
@@ -346,34 +308,38 @@ class Profile:
         spec, name = self.spec, layer_file("sensitivity", layer)
         E, with_experts = spec.router.num_experts, layer in spec.moe_layers
 
-        def losses(*shape: int) -> ArrayRule:
-            return ArrayRule("F32", shape if with_experts else (0,), 0, _MOST_LOSS)
+        def losses(*shape: int) -> store.ArrayRule:
+            return store.ArrayRule("F32", shape if with_experts else (0,), 0, _MOST_LOSS)
 
-        num_calibrated = len(calibrated_formats(spec.hidden_size))
+        num_calibrated = len(errors.calibrated_formats(spec.hidden_size))
         wanted = {
-            "dense": ArrayRule("F32", (len(roundable_roles(spec, layer)), len(DENSE_WIDTHS)), 0, _MOST_LOSS),
-            "quantized": losses(E, len(MATRICES), len(WIDTHS)),
-            "repeated": losses(E, len(WIDTHS)),
-            "sparse": losses(E, len(KINDS), len(SPARSITIES)),
-            "ratios": losses(len(MATRICES), len(compared_formats(spec.hidden_size))),
-            "calibrated": losses(len(MATRICES), num_calibrated) if self.has_inputs else ArrayRule("F32", (0,)),
+            "dense": store.ArrayRule(
+                "F32", (len(errors.roundable_roles(spec, layer)), len(DENSE_WIDTHS)), 0, _MOST_LOSS
+            ),
+            "quantized": losses(E, len(formats.MATRICES), len(errors.WIDTHS)),
+            "repeated": losses(E, len(errors.WIDTHS)),
+            "sparse": losses(E, len(forward.KINDS), len(errors.SPARSITIES)),
+            "ratios": losses(len(formats.MATRICES), len(errors.compared_formats(spec.hidden_size))),
+            "calibrated": losses(len(formats.MATRICES), num_calibrated)
+            if self.has_inputs
+            else store.ArrayRule("F32", (0,)),
         }
         arrays = self._read(name)
-        check_arrays(arrays, wanted, name)
+        store.check_arrays(arrays, wanted, name)
         return LayerLosses(**arrays)
 
     def effects(self) -> Effects:
         """Reads what copies of the text measured at the model's output."""
         copies = (min(MOST_COPIES, len(self.spec.moe_layers)), 2)
         wanted = {
-            "growth": ArrayRule("F32", (self.spec.num_hidden_layers,), 1 / MOST_GROWTH, MOST_GROWTH),
-            "embedding": ArrayRule("F32", (len(DENSE_WIDTHS),), _LEAST_KL, _MOST_LOSS),
-            "head": ArrayRule("F32", (len(DENSE_WIDTHS),), _LEAST_KL, _MOST_LOSS),
-            "copies": ArrayRule("F32", copies),
-            "nll_per_kl": ArrayRule("F32", (1,), 0, _MOST_LOSS),
+            "growth": store.ArrayRule("F32", (self.spec.num_hidden_layers,), 1 / MOST_GROWTH, MOST_GROWTH),
+            "embedding": store.ArrayRule("F32", (len(DENSE_WIDTHS),), _LEAST_KL, _MOST_LOSS),
+            "head": store.ArrayRule("F32", (len(DENSE_WIDTHS),), _LEAST_KL, _MOST_LOSS),
+            "copies": store.ArrayRule("F32", copies),
+            "nll_per_kl": store.ArrayRule("F32", (1,), 0, _MOST_LOSS),
         }
         arrays = self._read(EFFECTS_FILE)
-        check_arrays(arrays, wanted, EFFECTS_FILE)
+        store.check_arrays(arrays, wanted, EFFECTS_FILE)
         return Effects(**arrays)
 
     def has_predictors(self, layer_idx: int) -> bool:
@@ -385,32 +351,36 @@ class Profile:
         name = layer_file("predictors", self.spec.moe_layers[layer_idx])
         return LayerPredictors.from_arrays(self._read(name), name)
 
-    def exact(self) -> dict[str, Array]:
+    def exact(self) -> dict[str, forward.Array]:
         """Reads EdgeMoE's own measure: the arrays of `ExactPass.losses`."""
         arrays = self._read(EXACT_FILE)
         shape = (len(self.spec.moe_layers), self.spec.router.num_experts)
-        check_arrays(arrays, {"losses": ArrayRule("F32", shape), "base": ArrayRule("F32", (1,))}, EXACT_FILE)
+        store.check_arrays(
+            arrays, {"losses": store.ArrayRule("F32", shape), "base": store.ArrayRule("F32", (1,))}, EXACT_FILE
+        )
         return arrays
 
-    def _read(self, name: str) -> dict[str, Array]:
+    def _read(self, name: str) -> dict[str, forward.Array]:
         self._check(name)
-        return read_all_arrays(self.folder / name)
+        return forward.read_all_arrays(self.folder / name)
 
     def _check(self, name: str) -> None:
         """Refuses a file that is not listed or whose bytes changed."""
         listed = self._files.get(name)
         if listed is None:
             if self.facts.imatrix is not None:
-                raise PackError(
+                raise formats.PackError(
                     f"{self.folder}: the profile was made from an importance file, which lacks what {name} has; "
                     "profile the model on text: moe-pack profile without --imatrix"
                 )
-            raise PackError(
+            raise formats.PackError(
                 f"{self.folder}: the profile has no {name}; profile the model with the options that measure it"
             )
-        with RangeReader(self.folder / name, PackError) as reader:
+        with formats.RangeReader(self.folder / name, formats.PackError) as reader:
             if reader.num_bytes != listed.bytes or reader.sha256() != listed.sha256:
-                raise PackError(f"{name}: SHA-256 does not match {PROFILE_FILE}; profile the model again")
+                raise formats.PackError(
+                    f"{name}: SHA-256 does not match {forward.PROFILE_FILE}; profile the model again"
+                )
 
 
 def check_same_source(profile: Profile, checkpoint: Checkpoint) -> None:
@@ -418,12 +388,12 @@ def check_same_source(profile: Profile, checkpoint: Checkpoint) -> None:
 
     Raises:  PlanError if it was made from another one.
     """
-    if (profile.spec, profile.facts.source) != (checkpoint.spec, source_digest(checkpoint)):
-        raise PlanError(f"--profile {profile.folder}: the profile is of another checkpoint; profile this one")
+    if (profile.spec, profile.facts.source) != (checkpoint.spec, forward.source_digest(checkpoint)):
+        raise formats.PlanError(f"--profile {profile.folder}: the profile is of another checkpoint; profile this one")
 
 
 def hottest_first(
-    profile: Profile, checkpoint: Checkpoint, selector: Selector, sparsity: NDArray[np.float64]
+    profile: Profile, checkpoint: Checkpoint, selector: formats.Selector, sparsity: NDArray[np.float64]
 ) -> NDArray[np.uint32]:
     """Returns the order of every expert's neurons: `order[l, e, j]` is the source's neuron of row `j`, u32 [L, E, f].
 
@@ -434,7 +404,7 @@ def hottest_first(
     Raises:  PlanError if the profile is of another checkpoint.
     """
     check_same_source(profile, checkpoint)
-    kind_idx = KINDS.index("both" if selector == "none" else selector)
+    kind_idx = forward.KINDS.index("both" if selector == "none" else selector)
     shape = (*sparsity.shape, profile.spec.expert.intermediate_size)
     orders = np.empty(shape, np.uint32)
     for layer_idx, layer in enumerate(sparsity):

@@ -20,23 +20,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_pack.calib.quantize.gptq import (
-    ColumnRun,
-    DampedFit,
-    GptqFactor,
-    column_order,
-    damping,
-    damping_of,
-    gptq_columns,
-    gptq_factor,
-    gptq_rows,
-    weighted_hessian,
-)
+from moe_pack.calib.quantize import gptq
+from moe_pack.calib.quantize.gptq import damping
 from moe_pack.calib.quantize.plain import RowQuantizer
 from moe_pack.calib.quantize.trellis import UnrepresentableError
-from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction, PartFormat
+from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.runtime.model import NeuronBlock, activations
+from moe_pack.formats.parts import specs
+from moe_pack.runtime import model
 
 MAX_OWN_TOKENS = 4096  # of an expert; a profile keeps as many for one of average popularity
 MAX_OTHER_TOKENS = 256  # tokens of the layer that the expert did not run for
@@ -106,7 +97,7 @@ def repeats_between(repeats: int, num_neurons: int, first: int, end: int) -> int
     return repeats * end // num_neurons - repeats * first // num_neurons
 
 
-def needs_inputs(part: PartFormat) -> bool:
+def needs_inputs(part: plans.PartFormat) -> bool:
     """Returns whether the codes of a format depend on an expert's inputs."""
     return not part.keeps_source and part.bits < _PLAIN_BITS
 
@@ -147,15 +138,15 @@ class Calibration:
     Args:    tokens: of the expert (`ExpertInputs.of_expert`).   function: of its neurons.
     """
 
-    def __init__(self, tokens: ExpertTokens, function: NeuronFunction) -> None:
+    def __init__(self, tokens: ExpertTokens, function: specs.NeuronFunction) -> None:
         self._tokens = tokens
         self._function = function
-        self._runs: tuple[ColumnRun, ...] | None = None
-        self._fit: DampedFit | None = None
+        self._runs: tuple[gptq.ColumnRun, ...] | None = None
+        self._fit: gptq.DampedFit | None = None
         self._moves: Tensor | None = None
 
     @property
-    def runs(self) -> tuple[ColumnRun, ...]:
+    def runs(self) -> tuple[gptq.ColumnRun, ...]:
         """The columns of gate and up, computed on first use; they take 4 d^2 bytes."""
         if self._runs is None:
             self._runs = tuple(self._compute_runs())
@@ -179,11 +170,13 @@ class Calibration:
             self._moves = self._input_fit().addition(tokens.inputs - tokens.stored).T
         return rows @ self._moves
 
-    def _input_fit(self) -> DampedFit:
+    def _input_fit(self) -> gptq.DampedFit:
         tokens = self._tokens
-        return DampedFit(tokens.given, tokens.weights, _FIT_DAMPING * damping(tokens.weights, tokens.given.shape[1]))
+        return gptq.DampedFit(
+            tokens.given, tokens.weights, _FIT_DAMPING * damping(tokens.weights, tokens.given.shape[1])
+        )
 
-    def down(self, block: NeuronBlock, stored: NeuronBlock | None = None) -> "DownRows":
+    def down(self, block: model.NeuronBlock, stored: model.NeuronBlock | None = None) -> "DownRows":
         """Returns the rows of down to round in a block of n neurons.
 
         Meaning: the rows are fitted (`DampedFit`) to the activations g of the stored gate and up. What is missing are
@@ -194,27 +187,27 @@ class Calibration:
         tokens, function = self._tokens, self._function
         share = damping(tokens.weights, len(block.down))
         # At most four arrays [T, n] are in memory at once, three of them inside of `activations`.
-        missing = None if tokens.stored is None else activations(tokens.inputs, block, function).h
-        h = activations(tokens.given, block, function).h
+        missing = None if tokens.stored is None else model.activations(tokens.inputs, block, function).h
+        h = model.activations(tokens.given, block, function).h
         if stored is None:
-            return DownRows(block.down, weighted_hessian(h, tokens.weights), share)
+            return DownRows(block.down, gptq.weighted_hessian(h, tokens.weights), share)
         missing = h if missing is None else missing.sub_(h).mul_(INPUT_STEP).add_(h)
         del h
-        g = activations(tokens.given, stored, function).h
+        g = model.activations(tokens.given, stored, function).h
         missing.sub_(g)
-        fitted = block.down + DampedFit(g, tokens.weights, _FIT_DAMPING * share).addition(missing) @ block.down
-        return DownRows(fitted, weighted_hessian(g, tokens.weights), share)
+        fitted = block.down + gptq.DampedFit(g, tokens.weights, _FIT_DAMPING * share).addition(missing) @ block.down
+        return DownRows(fitted, gptq.weighted_hessian(g, tokens.weights), share)
 
-    def _compute_runs(self) -> Iterator[ColumnRun]:
+    def _compute_runs(self) -> Iterator[gptq.ColumnRun]:
         d = self._tokens.given.shape[1]
-        order = column_order(d)
+        order = gptq.column_order(d)
         for columns in column_runs(d):
             run = self._gptq_factor(self._tokens.given[:, order[columns]])
-            yield ColumnRun(columns.start, run.importance, run.factor)
+            yield gptq.ColumnRun(columns.start, run.importance, run.factor)
 
-    def _gptq_factor(self, values: Tensor) -> GptqFactor:
+    def _gptq_factor(self, values: Tensor) -> gptq.GptqFactor:
         weights = self._tokens.weights
-        return gptq_factor(weighted_hessian(values, weights), damping(weights, values.shape[1]))
+        return gptq.gptq_factor(gptq.weighted_hessian(values, weights), damping(weights, values.shape[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,26 +226,26 @@ class MomentCalibration(Calibration):
     columns or rows, nor those of gate and up by down. Blocks of down come in their order, each once.
     """
 
-    def __init__(self, moments: ExpertMoments, function: NeuronFunction) -> None:
+    def __init__(self, moments: ExpertMoments, function: specs.NeuronFunction) -> None:
         num_columns = len(moments.inputs)
         super().__init__(ExpertTokens(torch.zeros((0, num_columns)), torch.zeros(0)), function)
         self._moments = moments
-        self._block: NeuronBlock | None = None
+        self._block: model.NeuronBlock | None = None
         self._end = 0  # of the last block of down
 
-    def down(self, block: NeuronBlock, stored: NeuronBlock | None = None) -> "DownRows":
+    def down(self, block: model.NeuronBlock, stored: model.NeuronBlock | None = None) -> "DownRows":
         """Returns the rows of the next block of down, or of the last one again, as they are."""
         if block is not self._block:
             self._block, self._end = block, self._end + len(block.down)
         squares = self._moments.hidden[self._end - len(block.down) : self._end]
-        return DownRows(block.down, squares.diag(), damping_of(self._moments.num_tokens, len(squares)))
+        return DownRows(block.down, squares.diag(), gptq.damping_of(self._moments.num_tokens, len(squares)))
 
-    def _compute_runs(self) -> Iterator[ColumnRun]:
-        squares = self._moments.inputs[column_order(len(self._moments.inputs))]
+    def _compute_runs(self) -> Iterator[gptq.ColumnRun]:
+        squares = self._moments.inputs[gptq.column_order(len(self._moments.inputs))]
         for columns in column_runs(len(squares)):
             own = squares[columns]
-            mean, share = float(own.mean()), damping_of(self._moments.num_tokens, len(own))
-            yield ColumnRun(columns.start, own + (share * mean if mean > 0 else 1.0), torch.eye(len(own)))
+            mean, share = float(own.mean()), gptq.damping_of(self._moments.num_tokens, len(own))
+            yield gptq.ColumnRun(columns.start, own + (share * mean if mean > 0 else 1.0), torch.eye(len(own)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,8 +277,10 @@ class ExpertQuantizer:
     Raises:  PlanError if a package is missing.
     """
 
-    def __init__(self, formats: ExpertFormat, calibration: Calibration, hidden_size: int) -> None:
-        parts: list[tuple[Matrix, PartFormat | None]] = [(matrix, formats.of(matrix)) for matrix in MATRICES]
+    def __init__(self, formats: plans.ExpertFormat, calibration: Calibration, hidden_size: int) -> None:
+        parts: list[tuple[specs.Matrix, plans.PartFormat | None]] = [
+            (matrix, formats.of(matrix)) for matrix in specs.MATRICES
+        ]
         self._parts = {matrix: part for matrix, part in parts if part is not None and not part.keeps_source}
         self._calibration = calibration
         self._d = hidden_size
@@ -297,11 +292,11 @@ class ExpertQuantizer:
         }
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
+    def matrices(self) -> tuple[specs.Matrix, ...]:
         """The matrices that are quantized."""
         return tuple(self._parts)
 
-    def encode(self, block: NeuronBlock) -> dict[Matrix, Tensor]:
+    def encode(self, block: model.NeuronBlock) -> dict[specs.Matrix, Tensor]:
         """Returns the bytes of consecutive neurons, u8 [n, part_bytes] for each matrix that is quantized.
 
         Args:    block: `BLOCK_NEURONS` of an expert at a time, or all of a smaller one; all three matrices in float32,
@@ -311,7 +306,9 @@ class ExpertQuantizer:
         return {matrix: self.rows(matrix, block) for matrix in self._parts}
 
     @torch.inference_mode()
-    def rows(self, matrix: Matrix, block: NeuronBlock, stored: NeuronBlock | None = None, repeats: int = 0) -> Tensor:
+    def rows(
+        self, matrix: specs.Matrix, block: model.NeuronBlock, stored: model.NeuronBlock | None = None, repeats: int = 0
+    ) -> Tensor:
         """Returns the bytes of one matrix, as `encode`.
 
         Args:    stored: gate and up as a reader finds them, for which down makes up; without it, the bytes do not
@@ -328,7 +325,7 @@ class ExpertQuantizer:
             return self._plain[matrix].encode(weights)
         return self._columns(self._parts[matrix], weights)
 
-    def _down(self, block: NeuronBlock, stored: NeuronBlock | None, repeats: int) -> Tensor:
+    def _down(self, block: model.NeuronBlock, stored: model.NeuronBlock | None, repeats: int) -> Tensor:
         part = self._parts["down"]
         if "down" in self._plain:
             quantizer = self._plain["down"]
@@ -345,15 +342,15 @@ class ExpertQuantizer:
         # A weight too large for its row was spread over others. Names its own row, or rounds the rows as they are.
         return self._gptq_down(part, self._calibration.down(block), repeats)
 
-    def _gptq_down(self, part: PartFormat, rows: DownRows, repeats: int) -> Tensor:
+    def _gptq_down(self, part: plans.PartFormat, rows: DownRows, repeats: int) -> Tensor:
         self.repeated = rows.repeated(repeats)
-        return gptq_rows(part, rows.weights, rows.hessian, rows.damping, self.repeated)
+        return gptq.gptq_rows(part, rows.weights, rows.hessian, rows.damping, self.repeated)
 
-    def _columns(self, part: PartFormat, weights: Tensor) -> Tensor:
+    def _columns(self, part: plans.PartFormat, weights: Tensor) -> Tensor:
         pieces = list[Tensor]()
         for first in range(0, len(weights), _PIECE_ROWS):
             try:
-                pieces.append(gptq_columns(part, weights[first : first + _PIECE_ROWS], self._calibration.runs))
+                pieces.append(gptq.gptq_columns(part, weights[first : first + _PIECE_ROWS], self._calibration.runs))
             except UnrepresentableError as fault:
                 raise UnrepresentableError(first + fault.row, fault.advice) from fault
         return torch.cat(pieces)

@@ -27,15 +27,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moe_pack.calib.quantize.plain import affine_pairs, code_values, nearest_codes, stored_pairs
-from moe_pack.calib.quantize.trellis import (
-    TrellisQuantizer,
-    UnrepresentableError,
-    search,
-    trellis_scales,
-)
+from moe_pack.calib.quantize import plain, trellis
 from moe_pack.formats import PartFormat
-from moe_pack.formats.pack.codecs import Trellis, affine, trellis_columns
+from moe_pack.formats.pack import codecs
 
 # Shares of the diagonal's mean, added to the diagonal. Below the least (GPTQ's percdamp), a factor may not exist.
 LEAST_DAMPING = 0.01
@@ -199,7 +193,7 @@ _BLOCK_COLUMNS = 128
 
 def column_order(num_cols: int) -> Tensor:
     """Returns the order in which columns are quantized, int64 [num_cols]: that of a trellis's steps."""
-    return trellis_columns(num_cols).flatten()
+    return codecs.trellis_columns(num_cols).flatten()
 
 
 def gptq_columns(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
@@ -214,22 +208,22 @@ def gptq_columns(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -
 
 def _trellis_rows(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
     d = weights.shape[1]
-    codec, order = Trellis(part, d), column_order(d)
-    scales = trellis_scales(weights, codec)
+    codec, order = codecs.Trellis(part, d), column_order(d)
+    scales = trellis.trellis_scales(weights, codec)
     column_scales = scales.repeat_interleave(d // codec.num_groups, dim=1)[:, order]
     ordered = weights[:, order]
     importance = torch.cat([run.importance for run in runs])
-    found = search(ordered, column_scales, importance, part.width, [run.factor for run in runs])
+    found = trellis.search(ordered, column_scales, importance, part.width, [run.factor for run in runs])
     rounded = found.values * column_scales
     return codec.encode(found.codes, codec.store_scales(scales * column_gains(ordered, rounded, runs)))
 
 
 def _affine_rows(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
     num_rows, d = weights.shape
-    codec, order = affine(part, d), column_order(d)
+    codec, order = codecs.affine(part, d), column_order(d)
     groups = weights.view(num_rows, codec.num_groups, -1)
     importance = torch.cat([run.importance for run in runs])[order.argsort()].view(codec.num_groups, -1)
-    scale, zero = stored_pairs(codec, *affine_pairs(groups, importance, part.width))
+    scale, zero = plain.stored_pairs(codec, *plain.affine_pairs(groups, importance, part.width))
     ordered, codes = weights[:, order], torch.empty((num_rows, d))
     group_of = order // groups.shape[2]
     for run in runs:
@@ -237,7 +231,7 @@ def _affine_rows(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -
         codes[:, run.columns] = _affine_codes(
             part.width, ordered[:, run.columns], scale[:, group], zero[:, group], run.factor
         )
-    gain = column_gains(ordered, code_values(codes, scale[:, group_of], zero[:, group_of]), runs)
+    gain = column_gains(ordered, plain.code_values(codes, scale[:, group_of], zero[:, group_of]), runs)
     stored = codec.store_scales(scale * gain, zero)
     return codec.encode(codes[:, order.argsort()].to(torch.uint8), *stored)
 
@@ -253,8 +247,8 @@ def _affine_codes(width: int, weights: Tensor, scale: Tensor, zero: Tensor, fact
         end = min(first + _BLOCK_COLUMNS, len(w))
         errors = torch.empty((end - first, w.shape[1]))
         for j in range(first, end):
-            codes[j] = nearest_codes(targets[j], scale[j], zero[j], width)
-            errors[j - first] = w[j] - code_values(codes[j], scale[j], zero[j])
+            codes[j] = plain.nearest_codes(targets[j], scale[j], zero[j], width)
+            errors[j - first] = w[j] - plain.code_values(codes[j], scale[j], zero[j])
             targets[j + 1 : end].addr_(factor[j, j + 1 : end], errors[j - first])
         targets[end:].addmm_(factor[first:end, end:].T, errors)
     return codes.T
@@ -291,8 +285,8 @@ def gptq_rows(
     for first, end in _row_blocks(len(twice), len(weights)):
         try:
             scales = quantizer.scales(targets[first:end])
-        except UnrepresentableError as fault:
-            raise UnrepresentableError(int(neurons[first + fault.row]), fault.advice) from fault
+        except trellis.UnrepresentableError as fault:
+            raise trellis.UnrepresentableError(int(neurons[first + fault.row]), fault.advice) from fault
         for i in range(first, end):
             target = (targets[i] + factor[first:i, i] @ errors[first:i])[None]
             row, rounded = quantizer.encode(target, scales[i - first : i - first + 1])
@@ -313,9 +307,9 @@ def _row_blocks(num_repeated: int, num_rows: int) -> Iterator[tuple[int, int]]:
             yield first, min(first + _BLOCK_ROWS, stop)
 
 
-def square_quantizer(part: PartFormat, num_cols: int) -> "TrellisQuantizer | AffineQuantizer":
+def square_quantizer(part: PartFormat, num_cols: int) -> "trellis.TrellisQuantizer | AffineQuantizer":
     """Returns the quantizer that minimizes the squared error of each row of `num_cols` weights alone."""
-    return TrellisQuantizer(part, num_cols) if part.codec == "trellis" else AffineQuantizer(part, num_cols)
+    return trellis.TrellisQuantizer(part, num_cols) if part.codec == "trellis" else AffineQuantizer(part, num_cols)
 
 
 class AffineQuantizer:
@@ -323,27 +317,29 @@ class AffineQuantizer:
 
     def __init__(self, part: PartFormat, num_cols: int) -> None:
         self._width = part.width
-        self._codec = affine(part, num_cols)
+        self._codec = codecs.affine(part, num_cols)
         self._importance = torch.ones((self._codec.num_groups, num_cols // self._codec.num_groups))
 
     def scales(self, rows: Tensor) -> Tensor:
         """Returns scales and zeros as stored, float32 [n, 2, groups], for rows float32 [n, num_cols]."""
         groups = rows.view(len(rows), self._codec.num_groups, -1)
-        return torch.stack(stored_pairs(self._codec, *affine_pairs(groups, self._importance, self._width)), dim=1)
+        return torch.stack(
+            plain.stored_pairs(self._codec, *plain.affine_pairs(groups, self._importance, self._width)), dim=1
+        )
 
     def expected_errors(self, rows: Tensor, scales: Tensor) -> Tensor:
         """Returns the squared errors of rows under these scales, summed over their columns: float32 [n]."""
         groups = rows.view(len(rows), self._codec.num_groups, -1)
         scale, zero = scales[:, 0, :, None], scales[:, 1, :, None]
-        values = code_values(nearest_codes(groups, scale, zero, self._width), scale, zero)
+        values = plain.code_values(plain.nearest_codes(groups, scale, zero, self._width), scale, zero)
         return values.sub_(groups).square_().sum(dim=(1, 2))
 
     def encode(self, rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the bytes of rows under these scales, then stretched, and the weights that a reader finds in them."""
         scale, zero = scales[:, 0, :, None], scales[:, 1, :, None]
         groups = rows.view(len(rows), self._codec.num_groups, -1)
-        codes = nearest_codes(groups, scale, zero, self._width)
-        rounded = code_values(codes, scale, zero).flatten(1)
+        codes = plain.nearest_codes(groups, scale, zero, self._width)
+        rounded = plain.code_values(codes, scale, zero).flatten(1)
         gain = _bounded_gains(rows.square().sum(dim=1), (rows * rounded).sum(dim=1))
         stored = self._codec.store_scales(scales[:, 0] * gain, scales[:, 1])
         return self._codec.encode(codes.flatten(1).to(torch.uint8), *stored), rounded.mul_(gain)

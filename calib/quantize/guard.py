@@ -26,21 +26,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_pack.calib.quantize.experts import (
-    INPUT_STEP,
-    Calibration,
-    ExpertMoments,
-    ExpertQuantizer,
-    ExpertTokens,
-    MomentCalibration,
-    needs_inputs,
-)
+from moe_pack.calib.quantize import experts
 from moe_pack.calib.quantize.gptq import square_quantizer
 from moe_pack.calib.quantize.trellis import UnrepresentableError
-from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction
-from moe_pack.formats.base.json_files import Amount, Count
+from moe_pack.formats import ExpertFormat
+from moe_pack.formats.base import json_files
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.runtime.model import NeuronBlock, activations
+from moe_pack.formats.parts import specs
+from moe_pack.runtime import model
 
 # The shares of its expected loss up to which a calibrated row, or block of down, is taken without a plain rounding.
 _SURE_ROW, _SURE_BLOCK = 0.5, 0.9
@@ -58,13 +51,13 @@ class ExpertLoss:
     all layers are calibrated with the source's inputs.
     """
 
-    relative_error: Amount
-    median_error: Amount
-    num_tokens: Count
-    plain_gate: Count = 0
-    plain_up: Count = 0
-    plain_down: Count = 0
-    inherited_error: Amount = 0.0
+    relative_error: json_files.Amount
+    median_error: json_files.Amount
+    num_tokens: json_files.Count
+    plain_gate: json_files.Count = 0
+    plain_up: json_files.Count = 0
+    plain_down: json_files.Count = 0
+    inherited_error: json_files.Amount = 0.0
 
     @property
     def own_error(self) -> float:
@@ -81,26 +74,31 @@ class GuardedQuantizer:
     Raises:  PlanError if a package is missing.
     """
 
-    def __init__(self, formats: ExpertFormat, tokens: ExpertTokens | ExpertMoments, function: NeuronFunction) -> None:
-        if isinstance(tokens, ExpertMoments):
-            self._judging = ExpertTokens(torch.zeros((0, len(tokens.inputs))), torch.zeros(0))
-            self.calibration: Calibration = MomentCalibration(tokens, function)
+    def __init__(
+        self,
+        formats: ExpertFormat,
+        tokens: experts.ExpertTokens | experts.ExpertMoments,
+        function: specs.NeuronFunction,
+    ) -> None:
+        if isinstance(tokens, experts.ExpertMoments):
+            self._judging = experts.ExpertTokens(torch.zeros((0, len(tokens.inputs))), torch.zeros(0))
+            self.calibration: experts.Calibration = experts.MomentCalibration(tokens, function)
         else:
             calibrating, self._judging = tokens.divided()
-            self.calibration = Calibration(calibrating, function)
+            self.calibration = experts.Calibration(calibrating, function)
         self._formats = formats
         self._function = function
         self._d = self._judging.inputs.shape[1]
-        self._quantizer = ExpertQuantizer(formats, self.calibration, self._d)
+        self._quantizer = experts.ExpertQuantizer(formats, self.calibration, self._d)
         self._is_judged = bool(self._judging.weights.sum(dtype=torch.float64) > 0)
-        self._plain = dict.fromkeys(MATRICES, 0)
-        self._stored = dict[Matrix, Tensor]()  # gate and up of the block, as a reader finds them
+        self._plain = dict.fromkeys(specs.MATRICES, 0)
+        self._stored = dict[specs.Matrix, Tensor]()  # gate and up of the block, as a reader finds them
         self._outputs = torch.zeros_like(self._judging.inputs)
         self._stored_outputs = torch.zeros_like(self._judging.inputs)
         self._inherited_outputs = None if self._judging.stored is None else torch.zeros_like(self._judging.inputs)
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
+    def matrices(self) -> tuple[specs.Matrix, ...]:
         """The matrices that are quantized."""
         return self._quantizer.matrices
 
@@ -110,7 +108,7 @@ class GuardedQuantizer:
         return self._quantizer.repeated
 
     @torch.inference_mode()
-    def rows(self, matrix: Matrix, block: NeuronBlock, repeats: int = 0) -> Tensor:
+    def rows(self, matrix: specs.Matrix, block: model.NeuronBlock, repeats: int = 0) -> Tensor:
         """Returns the bytes of one matrix of a block: of gate, of up, then of down, which makes up for their errors.
 
         Args:    repeats: of down, how many neurons get a second row; these rows come after all others, for the neurons
@@ -124,14 +122,14 @@ class GuardedQuantizer:
             is_fitted = bool(self._stored) or self._judging.stored is not None
             rows = self._quantizer.rows(matrix, block, stored if is_fitted else None, repeats)
             self._stored.clear()
-            return self._better_block(block, stored, rows) if self._is_judged and needs_inputs(part) else rows
+            return self._better_block(block, stored, rows) if self._is_judged and experts.needs_inputs(part) else rows
         weights = block.gate if matrix == "gate" else block.up
         assert weights is not None, f"an expert without {matrix} has no format for it"
-        if needs_inputs(part):
+        if experts.needs_inputs(part):
             weights = self._moved(weights)
             block = replace(block, gate=weights) if matrix == "gate" else replace(block, up=weights)
         rows = self._quantizer.rows(matrix, block)
-        if self._is_judged and needs_inputs(part):
+        if self._is_judged and experts.needs_inputs(part):
             rows = self._better_rows(matrix, weights, rows)
         self._stored[matrix] = decode_part(part, self._d, rows)
         return rows
@@ -144,10 +142,10 @@ class GuardedQuantizer:
         missing, given = (judging.inputs - judging.stored) @ weights.T, judging.stored @ addition.T
         best = float(judging.weights @ (missing * given).sum(dim=1))  # of step times `all`: the minimum of the error
         all_of_it = float(judging.weights @ given.square().sum(dim=1))
-        step = min(max(best / all_of_it, 0.0), INPUT_STEP) if all_of_it > 0 else 0.0
+        step = min(max(best / all_of_it, 0.0), experts.INPUT_STEP) if all_of_it > 0 else 0.0
         return weights + step * addition
 
-    def _better_rows(self, matrix: Matrix, weights: Tensor, rows: Tensor) -> Tensor:
+    def _better_rows(self, matrix: specs.Matrix, weights: Tensor, rows: Tensor) -> Tensor:
         part, x = self._formats.of(matrix), self._judging.given
         assert part is not None
         quantizer = square_quantizer(part, self._d)
@@ -171,10 +169,10 @@ class GuardedQuantizer:
     def _row_losses(self, errors: Tensor) -> Tensor:
         return (errors @ self._judging.given.T).square_() @ self._judging.weights
 
-    def _better_block(self, block: NeuronBlock, stored: NeuronBlock, rows: Tensor) -> Tensor:
+    def _better_block(self, block: model.NeuronBlock, stored: model.NeuronBlock, rows: Tensor) -> Tensor:
         part, weights, repeated = self._formats.down, self._judging.weights, self.repeated
-        exact = activations(self._judging.inputs, block, self._function).h @ block.down
-        h = activations(self._judging.given, stored, self._function).h
+        exact = model.activations(self._judging.inputs, block, self._function).h @ block.down
+        h = model.activations(self._judging.given, stored, self._function).h
         squares = weights @ h.square()  # [n]
         squares[repeated] = 0  # rows that are stored twice lose next to nothing
         quantizer = square_quantizer(part, self._d)
@@ -211,7 +209,7 @@ class GuardedQuantizer:
         return torch.cat(plain)
 
     @torch.inference_mode()
-    def judge(self, block: NeuronBlock, encoded: Mapping[Matrix, Tensor]) -> None:
+    def judge(self, block: model.NeuronBlock, encoded: Mapping[specs.Matrix, Tensor]) -> None:
         """Adds the outputs of a block to those that `loss` compares.
 
         Args:    encoded: the bytes of all its matrices, those that keep the source's codes too; of down with the
@@ -220,7 +218,7 @@ class GuardedQuantizer:
         if not self._is_judged:
             return
         x, given, repeated = self._judging.inputs, self._judging.given, self.repeated
-        gate_part, up_part, down_part = (self._formats.of(matrix) for matrix in MATRICES)
+        gate_part, up_part, down_part = (self._formats.of(matrix) for matrix in specs.MATRICES)
         assert up_part is not None and down_part is not None
         second = decode_part(down_part, self._d, encoded["down"][len(block.up) :]) if repeated else None
         for piece in _pieces(len(block.up)):
@@ -229,17 +227,17 @@ class GuardedQuantizer:
             for place, neuron in enumerate(repeated):
                 if second is not None and piece.start <= neuron < piece.stop:
                     down[neuron - piece.start] += second[place]
-            stored = NeuronBlock(
+            stored = model.NeuronBlock(
                 None if gate_part is None else decode_part(gate_part, self._d, encoded["gate"][piece]),
                 decode_part(up_part, self._d, encoded["up"][piece]),
                 down,
                 exact.gate_bias,
                 exact.up_bias,
             )
-            self._outputs += activations(x, exact, self._function).h @ exact.down
-            self._stored_outputs += activations(given, stored, self._function).h @ stored.down
+            self._outputs += model.activations(x, exact, self._function).h @ exact.down
+            self._stored_outputs += model.activations(given, stored, self._function).h @ stored.down
             if self._inherited_outputs is not None:
-                self._inherited_outputs += activations(given, exact, self._function).h @ exact.down
+                self._inherited_outputs += model.activations(given, exact, self._function).h @ exact.down
 
     def loss(self, in_source: Callable[[Tensor], Tensor] = lambda outputs: outputs) -> ExpertLoss | None:
         """Returns what the expert loses by the blocks that were judged; None if no token judges or outputs are zero.
@@ -281,8 +279,8 @@ def _pieces(num_rows: int) -> Iterator[slice]:
         yield slice(first, min(first + _PIECE_ROWS, num_rows))
 
 
-def _cut(block: NeuronBlock, piece: slice) -> NeuronBlock:
+def _cut(block: model.NeuronBlock, piece: slice) -> model.NeuronBlock:
     gate, gate_bias, up_bias = (
         None if values is None else values[piece] for values in (block.gate, block.gate_bias, block.up_bias)
     )
-    return NeuronBlock(gate, block.up[piece], block.down[piece], gate_bias, up_bias)
+    return model.NeuronBlock(gate, block.up[piece], block.down[piece], gate_bias, up_bias)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_pack.calib.quantize.trellis import TOO_LARGE_FOR_SCALES, TrellisQuantizer, UnrepresentableError
-from moe_pack.formats import PartFormat, PlanError, Quantizer
+from moe_pack import formats
+from moe_pack.calib.quantize import trellis
 from moe_pack.formats.base.errors import MoePackError
-from moe_pack.formats.pack.codecs import Affine, Bf16, affine
+from moe_pack.formats.pack import codecs
 
 # Weights a block: with hqq's temporaries they stay in 1 MiB of L2. Rows of 4096 in blocks of 16 are solved 11 times as
 # fast as the whole matrix (docs/benchmarks/quality.md).
@@ -46,25 +46,29 @@ class RowQuantizer:
              with another quantizer than nearest.
     """
 
-    def __init__(self, part: PartFormat, num_cols: int, quantizer: Quantizer) -> None:
+    def __init__(self, part: formats.PartFormat, num_cols: int, quantizer: formats.Quantizer) -> None:
         if part.keeps_source:
-            raise PlanError(
+            raise formats.PlanError(
                 f"{part.codec}: this format keeps the codes of a checkpoint and cannot be computed; use 1 to 16 bits"
             )
         self._part = part
         self._num_cols = num_cols
         if part.codec == "trellis" and quantizer != "nearest":
-            raise PlanError(f"--quantizer {quantizer}: a trellis has no zeros, which this quantizer finds; use nearest")
-        self._codec: Affine | Bf16 | TrellisQuantizer
+            raise formats.PlanError(
+                f"--quantizer {quantizer}: a trellis has no zeros, which this quantizer finds; use nearest"
+            )
+        self._codec: codecs.Affine | codecs.Bf16 | trellis.TrellisQuantizer
         self._solve: Solver | None = None
         if part.codec == "bf16":
-            self._codec = Bf16(part, num_cols)
+            self._codec = codecs.Bf16(part, num_cols)
         elif part.codec == "trellis":
-            self._codec = TrellisQuantizer(part, num_cols)
+            self._codec = trellis.TrellisQuantizer(part, num_cols)
         elif quantizer == "calibrated":
-            raise PlanError("--quantizer calibrated: needs an expert's inputs and cannot quantize rows alone; use hqq")
+            raise formats.PlanError(
+                "--quantizer calibrated: needs an expert's inputs and cannot quantize rows alone; use hqq"
+            )
         else:
-            self._codec = affine(part, num_cols)
+            self._codec = codecs.affine(part, num_cols)
             self._solve = _SOLVERS[quantizer]()
         self._refined = quantizer == "hqq" and part.width == _REFINED_WIDTH and part.scale_bits == 16
 
@@ -75,10 +79,10 @@ class RowQuantizer:
         Returns: u8 [rows, part_bytes].
         Raises:  UnrepresentableError for a row with weights too large for float16 scales and zeros, or for bfloat16.
         """
-        if isinstance(self._codec, Bf16):
+        if isinstance(self._codec, codecs.Bf16):
             rounded = weights.to(torch.bfloat16)
             if rounded is not weights and rounded.isinf().any():
-                raise UnrepresentableError(_first_row(rounded.isinf()), "weights too large for bfloat16")
+                raise trellis.UnrepresentableError(_first_row(rounded.isinf()), "weights too large for bfloat16")
             return self._codec.encode(rounded)
         step = block_rows(self._num_cols)
         return torch.cat([self._encode_block(weights[i : i + step], i) for i in range(0, len(weights), step)])
@@ -86,9 +90,9 @@ class RowQuantizer:
     @torch.inference_mode()
     def _encode_block(self, weights: Tensor, first_row: int) -> Tensor:
         codec = self._codec
-        if isinstance(codec, TrellisQuantizer):
+        if isinstance(codec, trellis.TrellisQuantizer):
             return self._encode_trellis_block(codec, weights.to(torch.float32), first_row)
-        assert isinstance(codec, Affine) and self._solve is not None, "bf16 has no blocks"
+        assert isinstance(codec, codecs.Affine) and self._solve is not None, "bf16 has no blocks"
         groups = weights.to(torch.float32).reshape(len(weights) * codec.num_groups, -1)
         scale, zero = self._solve(groups, self._part.width)
         scale, zero = representable_pairs(groups, scale, zero, self._part.width)
@@ -100,11 +104,11 @@ class RowQuantizer:
         codes = nearest_codes(groups, scale.view(-1, 1), zero.view(-1, 1), self._part.width)
         return codec.encode(codes.to(torch.uint8).view(len(weights), -1), scales, zeros)
 
-    def _encode_trellis_block(self, codec: TrellisQuantizer, weights: Tensor, first_row: int) -> Tensor:
+    def _encode_trellis_block(self, codec: trellis.TrellisQuantizer, weights: Tensor, first_row: int) -> Tensor:
         try:
             return codec.encode(weights, codec.scales(weights))[0]
-        except UnrepresentableError as fault:
-            raise UnrepresentableError(first_row + fault.row, fault.advice) from fault
+        except trellis.UnrepresentableError as fault:
+            raise trellis.UnrepresentableError(first_row + fault.row, fault.advice) from fault
 
 
 def check_representable(scale: Tensor, zero: Tensor, first_row: int = 0) -> None:
@@ -114,7 +118,7 @@ def check_representable(scale: Tensor, zero: Tensor, first_row: int = 0) -> None
     """
     finite = scale.isfinite() & zero.isfinite()
     if not finite.all():
-        raise UnrepresentableError(first_row + _first_row(~finite), TOO_LARGE_FOR_SCALES)
+        raise trellis.UnrepresentableError(first_row + _first_row(~finite), trellis.TOO_LARGE_FOR_SCALES)
 
 
 def _first_row(rows: Tensor) -> int:
@@ -205,7 +209,7 @@ def _absmax_solver() -> Solver:
     return solve
 
 
-_SOLVERS: dict[Quantizer, Callable[[], Solver]] = {
+_SOLVERS: dict[formats.Quantizer, Callable[[], Solver]] = {
     "hqq": _hqq_solver,
     "nearest": _nearest_solver,
     "absmax": _absmax_solver,
@@ -216,7 +220,7 @@ def _hqq() -> Any:
     try:
         from hqq.core.quantize import Quantizer as HqqQuantizer
     except ModuleNotFoundError as fault:
-        raise PlanError(
+        raise formats.PlanError(
             "--quantizer hqq: the package hqq is not installed; run pip install 'moe-pack[convert]', or use nearest"
         ) from fault
     return HqqQuantizer
@@ -265,7 +269,7 @@ def affine_pairs(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor
     return torch.cat([scale for scale, _ in pairs]), torch.cat([zero for _, zero in pairs])
 
 
-def stored_pairs(codec: Affine, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+def stored_pairs(codec: codecs.Affine, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
     """Returns scales and zeros [rows, groups] as a reader will find them.
 
     Raises:  UnrepresentableError for a row with one that overflows float16.

@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_pack import formats
 from moe_pack.calib.quantize.options import Rotate
-from moe_pack.formats import Matrix, ModelSpec
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.manifests import RotationVectors
-from moe_pack.runtime.model import TORCH, Expert, NeuronBlock, read_rows
+from moe_pack.runtime import model
 from moe_pack.runtime.model.rotation import Rotation, rotated_weights
 
 
-def rotation_vectors(spec: ModelSpec, rotate: Rotate) -> RotationVectors | None:
+def rotation_vectors(spec: formats.ModelSpec, rotate: Rotate) -> RotationVectors | None:
     """Returns the vectors in whose coordinates a model's experts are stored; None if none is rotated.
 
     Both vectors of a layer are the same random signs, drawn from the layer's number.
@@ -62,7 +62,7 @@ def _channel_sizes(checkpoint: Checkpoint, layer_idx: int) -> NDArray[np.float64
         step = max(1, _PIECE_WEIGHTS // source.num_cols)
         for start in range(0, source.num_rows, step):
             stop = min(start + step, source.num_rows)
-            weights = read_rows(checkpoint, source, start, stop).to(torch.float64).square().numpy()
+            weights = model.read_rows(checkpoint, source, start, stop).to(torch.float64).square().numpy()
             if source.neurons == "columns":  # rows are channels
                 squares[start:stop] += weights.sum(axis=1)
             else:
@@ -89,7 +89,7 @@ class LayerRotation:
         a, b = (torch.from_numpy(each[layer_idx]).to(device) for each in (vectors.input, vectors.output))
         return cls(Rotation(a, b))
 
-    def rows(self, matrix: Matrix, weights: Tensor) -> Tensor:
+    def rows(self, matrix: formats.Matrix, weights: Tensor) -> Tensor:
         """Returns rows of a matrix [n, d] as they are stored; float32 if they are rotated.
 
         A row's bits do not depend on the rows around it. The bias of down [d] is a row of down.
@@ -99,31 +99,31 @@ class LayerRotation:
         scale = self.vectors.output if matrix == "down" else self.vectors.input
         return rotated_weights(weights, scale)
 
-    def source_rows(self, matrix: Matrix, stored: Tensor) -> Tensor:
+    def source_rows(self, matrix: formats.Matrix, stored: Tensor) -> Tensor:
         """Returns stored rows of a matrix float32 [n, d] in the source's coordinates: undoes `rows`."""
         return self.outputs(stored) if matrix == "down" else self.input_gradients(stored)
 
     def inputs(self, x: Tensor) -> Tensor:
         """Returns the layer's inputs float32 [T, d] as its stored rows get them."""
-        return x if self.vectors is None else TORCH.rotate(x, self.vectors)
+        return x if self.vectors is None else model.TORCH.rotate(x, self.vectors)
 
     def outputs(self, y: Tensor) -> Tensor:
         """Returns sums of stored rows float32 [T, d] in the source's coordinates."""
-        return y if self.vectors is None else TORCH.rotate_back(y, self.vectors)
+        return y if self.vectors is None else model.TORCH.rotate_back(y, self.vectors)
 
     def output_gradients(self, gradients: Tensor) -> Tensor:
         """Returns gradients with respect to `outputs(y)`, float32 [T, d], as gradients with respect to y: `R (b g)`."""
-        return gradients if self.vectors is None else TORCH.rotate(gradients, self._swapped())
+        return gradients if self.vectors is None else model.TORCH.rotate(gradients, self._swapped())
 
     def input_gradients(self, gradients: Tensor) -> Tensor:
         """Returns gradients with respect to `inputs(x)`, float32 [T, d], as gradients with respect to x: `a (R g)`."""
-        return gradients if self.vectors is None else TORCH.rotate_back(gradients, self._swapped())
+        return gradients if self.vectors is None else model.TORCH.rotate_back(gradients, self._swapped())
 
-    def expert(self, expert: Expert) -> Expert:
+    def expert(self, expert: model.Expert) -> model.Expert:
         """Returns an expert as it is stored, whose blocks are rotated as they are read."""
         return expert if self.vectors is None else _RotatedExpert(expert, self)
 
-    def block(self, block: NeuronBlock) -> NeuronBlock:
+    def block(self, block: model.NeuronBlock) -> model.NeuronBlock:
         """Returns neurons as they are stored."""
         gate = None if block.gate is None else self.rows("gate", block.gate)
         return replace(block, gate=gate, up=self.rows("up", block.up), down=self.rows("down", block.down))
@@ -138,10 +138,10 @@ class LayerRotation:
 class _RotatedExpert:
     """An expert in the coordinates of its layer."""
 
-    source: Expert
+    source: model.Expert
     rotation: LayerRotation
 
-    def blocks(self) -> Iterator[NeuronBlock]:
+    def blocks(self) -> Iterator[model.NeuronBlock]:
         return map(self.rotation.block, self.source.blocks())
 
     def down_bias(self) -> Tensor | None:

@@ -24,16 +24,8 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import PartFormat
-from moe_pack.formats.pack.codecs import (
-    TRELLIS_HASH,
-    Trellis,
-    trellis_columns,
-    trellis_hashes,
-    trellis_levels,
-    trellis_unit,
-    trellis_windows,
-)
-from moe_pack.runtime.cpu import TrellisRows, TrellisTables, is_available, search_trellis
+from moe_pack.formats.pack import codecs
+from moe_pack.runtime import cpu
 
 
 class UnrepresentableError(ValueError):
@@ -97,20 +89,20 @@ def search(
     assert not factors or sum(len(factor) for factor in factors) == n, f"factors for {n} columns"
     starts = torch.zeros(num_rows, dtype=torch.uint8)
     if not factors:
-        rows = TrellisRows(weights, weights, scales, importance, None, starts)
+        rows = cpu.TrellisRows(weights, weights, scales, importance, None, starts)
         return TrellisCodes(*_search_rows(rows, width, n // 2)[:2])
     codes, values = torch.empty((num_rows, n // 2), dtype=torch.uint8), torch.empty((num_rows, n))
     first = 0
     for factor in factors:
         end = first + len(factor)
         run = slice(first, end)
-        rows = TrellisRows(weights[:, run], weights[:, run], scales[:, run], importance[run], factor, starts)
+        rows = cpu.TrellisRows(weights[:, run], weights[:, run], scales[:, run], importance[run], factor, starts)
         starts = _search_run(rows, width, codes[:, first // 2 : end // 2], values[:, run])
         first = end
     return TrellisCodes(codes, values)
 
 
-def _search_run(rows: TrellisRows, width: int, codes: Tensor, values: Tensor) -> Tensor:
+def _search_run(rows: cpu.TrellisRows, width: int, codes: Tensor, values: Tensor) -> Tensor:
     """Writes a run's codes and values to `codes` and `values`; returns the states after the run."""
     num_steps, starts, targets, factor = codes.shape[1], rows.starts, rows.targets.clone(), rows.factor
     assert factor is not None and len(factor) == 2 * num_steps, f"factor {factor} for {num_steps} steps"
@@ -118,7 +110,7 @@ def _search_run(rows: TrellisRows, width: int, codes: Tensor, values: Tensor) ->
         end = min(first + _BLOCK_STEPS, num_steps)
         block, later = slice(2 * first, 2 * end), slice(2 * end, 2 * num_steps)
         seen = slice(2 * first, 2 * min(end + _AHEAD_STEPS, num_steps))
-        piece = TrellisRows(
+        piece = cpu.TrellisRows(
             rows.weights[:, seen],
             targets[:, seen],
             rows.scales[:, seen],
@@ -132,22 +124,22 @@ def _search_run(rows: TrellisRows, width: int, codes: Tensor, values: Tensor) ->
     return starts
 
 
-def _search_rows(rows: TrellisRows, width: int, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
+def _search_rows(rows: cpu.TrellisRows, width: int, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the codes and values of the first steps of rows, and the states after these."""
-    if is_available():
-        return search_trellis(rows, trellis_tables(width), num_kept)
+    if cpu.is_available():
+        return cpu.search_trellis(rows, trellis_tables(width), num_kept)
     return plain_search(rows, width, num_kept)
 
 
 @cache
-def trellis_tables(width: int) -> TrellisTables:
+def trellis_tables(width: int) -> cpu.TrellisTables:
     """Returns the tables of a trellis for the native kernel."""
-    hashes = torch.tensor([list(bytes.fromhex(table)) for table in TRELLIS_HASH], dtype=torch.uint8)
-    return TrellisTables(hashes, *trellis_levels(width))
+    hashes = torch.tensor([list(bytes.fromhex(table)) for table in codecs.TRELLIS_HASH], dtype=torch.uint8)
+    return cpu.TrellisTables(hashes, *codecs.trellis_levels(width))
 
 
 @torch.no_grad()
-def plain_search(rows: TrellisRows, width: int, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
+def plain_search(rows: cpu.TrellisRows, width: int, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `search_trellis` in torch: the twin of the native kernel, and its substitute if that is not installed.
 
     Returns: codes u8 [R, num_kept], values float32 [R, 2 num_kept], and the states after these steps, u8 [R].
@@ -170,8 +162,8 @@ def _read_codes(codes: Tensor, width: int, starts: Tensor) -> tuple[Tensor, Tens
     """Returns codes, the values that a reader finds for them after states `starts`, and the states after them."""
     before = torch.stack((starts >> 4, starts & 15), dim=1)
     nibbles = torch.cat((before, codes & 15), dim=1)
-    hashes = trellis_hashes()[trellis_windows(nibbles)[:, 2:]].long()
-    first, second = trellis_levels(width)
+    hashes = codecs.trellis_hashes()[codecs.trellis_windows(nibbles)[:, 2:]].long()
+    first, second = codecs.trellis_levels(width)
     low, high = (codes >> 4 & 3).long(), (codes >> 6).long()
     values = torch.stack((first[low << 4 | hashes & 15], second[high << 4 | hashes >> 4]), dim=2).flatten(1)
     return codes, values, nibbles[:, -2] << 4 | nibbles[:, -1]
@@ -184,11 +176,11 @@ class _PlainPaths:
     [R, 16, 16]: by the last nibble before the step, and that of the step.
     """
 
-    def __init__(self, rows: TrellisRows, width: int) -> None:
+    def __init__(self, rows: cpu.TrellisRows, width: int) -> None:
         self._rows = rows
-        self._levels = [levels.view(-1, _NIBBLES) for levels in trellis_levels(width)]  # [levels, 16] each
+        self._levels = [levels.view(-1, _NIBBLES) for levels in codecs.trellis_levels(width)]  # [levels, 16] each
         # By the two nibbles before, and that of the step: [16, 16, 16], of windows with the newest nibble highest.
-        self._sets = trellis_hashes().long().view(_NIBBLES, _NIBBLES, _NIBBLES).permute(2, 1, 0)
+        self._sets = codecs.trellis_hashes().long().view(_NIBBLES, _NIBBLES, _NIBBLES).permute(2, 1, 0)
         self._targets = rows.targets.clone()  # with the corrections of settled steps
         self._costs = torch.full((len(rows.weights), _STATES), torch.inf)
         self._costs.scatter_(1, rows.starts[:, None].long(), 0.0)
@@ -289,7 +281,7 @@ _MOST_GAIN = 2.0
 _ERROR_OVER_BOUND = 1.25  # of a trellis on normal weights, over 4^-bits
 
 
-def trellis_scales(rows: Tensor, codec: Trellis) -> Tensor:
+def trellis_scales(rows: Tensor, codec: codecs.Trellis) -> Tensor:
     """Returns the scales for rows float32 [n, num_cols] with the least estimated error: float32 [n, groups], as stored.
 
     Meaning: a wider scale has larger errors within the reach of the levels and smaller ones beyond it. Within, they
@@ -298,7 +290,7 @@ def trellis_scales(rows: Tensor, codec: Trellis) -> Tensor:
     """
     groups = rows.reshape(len(rows), codec.num_groups, -1)
     spread = groups.double().square().mean(dim=2).sqrt().float()  # [n, groups]
-    unit = trellis_unit(codec.part.width)
+    unit = codecs.trellis_unit(codec.part.width)
     best, least = torch.empty_like(spread), torch.full_like(spread, torch.inf)
     for factor in SCALE_FACTORS:
         scales = codec.load_scales(codec.store_scales(spread * (factor * unit)))
@@ -316,7 +308,7 @@ def _expected_errors(groups: Tensor, scales: Tensor, spread: Tensor, width: int)
 
     Args:    spread: the root mean square of normal weights that the scales are for, [n, groups].
     """
-    reach = min(float(levels.abs().max()) for levels in trellis_levels(width))
+    reach = min(float(levels.abs().max()) for levels in codecs.trellis_levels(width))
     beyond = (groups.abs() - (scales * reach)[:, :, None]).clamp_(min=0).square_().mean(dim=2)
     return beyond + _ERROR_OVER_BOUND * 2.0**-width * spread.square()
 
@@ -325,8 +317,8 @@ class TrellisQuantizer:
     """Quantizes rows of `num_cols` weights to a trellis by least squared error: scales first, then codes."""
 
     def __init__(self, part: PartFormat, num_cols: int) -> None:
-        self._codec = Trellis(part, num_cols)
-        self._columns = trellis_columns(num_cols).flatten()
+        self._codec = codecs.Trellis(part, num_cols)
+        self._columns = codecs.trellis_columns(num_cols).flatten()
         self._places = self._columns.argsort()
         self._group = num_cols // self._codec.num_groups
 
@@ -337,7 +329,7 @@ class TrellisQuantizer:
     def expected_errors(self, rows: Tensor, scales: Tensor) -> Tensor:
         """Returns the squared errors to expect of rows under these scales, summed over their columns: float32 [n]."""
         groups, width = rows.reshape(len(rows), self._codec.num_groups, -1), self._codec.part.width
-        return self._group * _expected_errors(groups, scales, scales / trellis_unit(width), width).sum(dim=1)
+        return self._group * _expected_errors(groups, scales, scales / codecs.trellis_unit(width), width).sum(dim=1)
 
     def encode(self, rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the bytes of rows under these scales, then stretched, and the weights that a reader finds in them."""

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from moe_pack.calib.forward import KINDS, Array
+from moe_pack.calib import forward
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.sensitivity import DENSE_WIDTHS, SPARSITIES, WIDTHS, roundable_roles
+from moe_pack.calib.sensitivity import DENSE_WIDTHS, errors
 from moe_pack.calib.statistics import (
     COVERED_PERCENTS,
     MIN_TOKENS,
@@ -27,8 +27,8 @@ from moe_pack.calib.statistics import (
     measure_coverage,
     path_coverage,
 )
-from moe_pack.formats import MATRICES
-from moe_pack.formats.parts.specs import first_moe_layers, num_active_parameters, num_parameters
+from moe_pack.formats.parts import specs
+from moe_pack.formats.parts.specs import num_active_parameters, num_parameters
 from moe_pack.runtime.offload import PREDICTORS
 
 MOST_FULL_EXPERTS = 2048  # of all layers: beyond them 103 quantiles an expert and kind make a page of more than 4 MB
@@ -46,12 +46,12 @@ class Packed:
     base64: str
 
     @classmethod
-    def of(cls, values: Array, dtype: Literal["f32", "u32"] = "f32") -> "Packed":
+    def of(cls, values: forward.Array, dtype: Literal["f32", "u32"] = "f32") -> "Packed":
         """Packs an array of any dtype as float32 or uint32."""
         raw = values.astype({"f32": "<f4", "u32": "<u4"}[dtype]).tobytes()
         return cls(dtype, values.shape, base64.b64encode(raw).decode("ascii"))
 
-    def array(self) -> Array:
+    def array(self) -> forward.Array:
         """Returns the array."""
         return np.frombuffer(base64.b64decode(self.base64), {"f32": "<f4", "u32": "<u4"}[self.dtype]).reshape(
             self.shape
@@ -230,10 +230,10 @@ class LayerCounts:
     `cosine`: float32 [L, 2].
     """
 
-    routes: Array
-    mass: Array
-    quantiles: Array
-    cosine: Array
+    routes: forward.Array
+    mass: forward.Array
+    quantiles: forward.Array
+    cosine: forward.Array
 
 
 def read_counts(profile: Profile, levels: tuple[float, ...]) -> LayerCounts:
@@ -281,7 +281,7 @@ def head(profile: Profile) -> Head:
 
 def _later(profile: Profile) -> tuple[int, ...]:
     """Returns the indices of the MoE layers that follow another one in their stack."""
-    first = first_moe_layers(profile.spec)
+    first = specs.first_moe_layers(profile.spec)
     return tuple(l for l in range(len(profile.spec.moe_layers)) if l not in first)
 
 
@@ -302,28 +302,28 @@ def popularity(profile: Profile, counts: LayerCounts) -> Popularity:
 
 def sparsity(counts: LayerCounts, levels: tuple[float, ...]) -> Sparsity:
     """Returns the distributions from which thresholds are taken."""
-    return Sparsity(KINDS, levels, len(QUANTILE_LEVELS), Packed.of(counts.quantiles))
+    return Sparsity(forward.KINDS, levels, len(QUANTILE_LEVELS), Packed.of(counts.quantiles))
 
 
-def predicted_kl(profile: Profile) -> tuple[Array, Array]:
+def predicted_kl(profile: Profile) -> tuple[forward.Array, forward.Array]:
     """Returns losses in nats, float32 [L, E, 3, 4] each: by matrix and width, by kind and sparsity."""
     losses = [profile.layer_losses(layer) for layer in profile.spec.moe_layers]
     return np.stack([layer.quantized for layer in losses]), np.stack([layer.sparse for layer in losses])
 
 
-def sensitivity(profile: Profile, quantized: Array, sparse: Array) -> Sensitivity:
+def sensitivity(profile: Profile, quantized: forward.Array, sparse: forward.Array) -> Sensitivity:
     """Returns what widths and sparsities cost, from `predicted_kl`."""
     effects = profile.effects()
     dense = []
     for layer in range(profile.spec.num_hidden_layers):
         kls = profile.layer_losses(layer).dense  # [M, 2]
-        names = [role.removeprefix(f"layers.{layer}.") for role in roundable_roles(profile.spec, layer)]
+        names = [role.removeprefix(f"layers.{layer}.") for role in errors.roundable_roles(profile.spec, layer)]
         dense += [DenseMatrix(layer, name, _known(kl)) for name, kl in zip(names, kls, strict=True)]
     return Sensitivity(
-        matrices=MATRICES,
-        widths=WIDTHS,
-        kinds=KINDS,
-        sparsities=SPARSITIES,
+        matrices=specs.MATRICES,
+        widths=errors.WIDTHS,
+        kinds=forward.KINDS,
+        sparsities=errors.SPARSITIES,
         dense_widths=DENSE_WIDTHS,
         quantized=Packed.of(quantized),
         sparse=Packed.of(sparse),
@@ -339,8 +339,8 @@ def prediction(profile: Profile, counts: LayerCounts) -> Prediction:
     measured = bool(later) and profile.has_predictors(later[0])
     return Prediction(
         predictors=PREDICTORS,
-        kinds=KINDS,
-        sparsities=SPARSITIES,
+        kinds=forward.KINDS,
+        sparsities=errors.SPARSITIES,
         layers=tuple(_layer_prediction(profile, l) for l in later) if measured else (),
         cosine=tuple(_known(counts.cosine[l]) for l in later),
     )
@@ -355,7 +355,7 @@ def _layer_prediction(profile: Profile, layer_idx: int) -> LayerPrediction:
     )
 
 
-def _known(values: Array) -> tuple[float | None, ...]:
+def _known(values: forward.Array) -> tuple[float | None, ...]:
     """Returns the values with None in place of NaN and infinity, which JSON does not have."""
     return tuple(value if np.isfinite(value) else None for value in values.tolist())
 
@@ -368,7 +368,7 @@ def paths(profile: Profile, counts: LayerCounts) -> Paths:
     """
     E, k = profile.spec.router.num_experts, profile.spec.router.num_experts_per_tok
     text = profile.facts.text
-    first = first_moe_layers(profile.spec)
+    first = specs.first_moe_layers(profile.spec)
     shares = Shares.of(text.num_sequences, profile.layer_tokens, text.num_held_out)
     judged = counts.routes[shares.tokens()[1]]
     statistics = profile.paths() if len(judged) else None

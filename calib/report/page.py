@@ -18,21 +18,13 @@ from moe_pack.calib.forward import Array
 from moe_pack.calib.profile import Losses, Profile, losses_of
 from moe_pack.calib.report import figures, readings
 from moe_pack.calib.report.readings import nats
-from moe_pack.formats import (
-    BF16,
-    ROW_GROUP,
-    ExpertFormat,
-    ModelSpec,
-    Pack,
-    PartFormat,
-    PlanError,
-    Selector,
-    dense_roles,
-)
+from moe_pack.formats import Pack, PlanError
+from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.layouts import expert_layout
+from moe_pack.formats.parts import specs
 from moe_pack.runtime.quality import QUALITY_FILE, Quality, read_quality
 
-_SELECTOR: Selector = "up"  # the layout whose bytes are counts; those of other selectors differ only by padding
+_SELECTOR: specs.Selector = "up"  # the layout whose bytes are counts; those of other selectors differ only by padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +32,7 @@ class MeasuredPack:
     """What was measured of a pack. `bits_per_weight`: all bytes of its experts for each of their weights."""
 
     name: str
-    selector: Selector
+    selector: specs.Selector
     bits_per_weight: float
     quality: Quality
 
@@ -93,7 +85,7 @@ def measured_pack(pack: Pack, profile: Profile, bits_per_weight: float) -> Measu
     return MeasuredPack(pack.folder.name, pack.manifest.selector, bits_per_weight, quality)
 
 
-def price_curves(spec: ModelSpec, losses: Losses | None, measured: MeasuredPack | None = None) -> PriceCurves:
+def price_curves(spec: specs.ModelSpec, losses: Losses | None, measured: MeasuredPack | None = None) -> PriceCurves:
     """Returns the curves of estimates, where all experts are stored alike, and those of what was measured."""
     curves = PriceCurves((), (), (), ())
     if losses is not None:
@@ -120,11 +112,11 @@ def _with_measured(curves: PriceCurves, measured: MeasuredPack) -> PriceCurves:
     return PriceCurves(curves.widths + widths, curves.sparsity + sparsity, curves.dense, substitution)
 
 
-def prices_reading(spec: ModelSpec, losses: Losses) -> str:
+def prices_reading(spec: specs.ModelSpec, losses: Losses) -> str:
     """Words which format of each width loses least, and which selector costs least at the lowest sparsity."""
     formats, quantized = losses.of(losses.quantizer)
     lost, best = quantized.sum(axis=(0, 1, 2)), []
-    for width in sorted({part.bits for part in formats if part != BF16}):
+    for width in sorted({part.bits for part in formats if part != plans.BF16}):
         of_width = [
             (float(kl), stored_bits(spec, part), _groups_text(part))
             for kl, part in zip(lost, formats, strict=True)
@@ -142,28 +134,28 @@ def prices_reading(spec: ModelSpec, losses: Losses) -> str:
     )
 
 
-def _widths(spec: ModelSpec, losses: Losses) -> tuple[Curve, ...]:
+def _widths(spec: specs.ModelSpec, losses: Losses) -> tuple[Curve, ...]:
     """Returns a curve for each codec, group size and scale width, for the quantizer that plans use."""
     formats, quantized = losses.of(losses.quantizer)
     lost = quantized.sum(axis=(0, 1, 2))  # [F]
     curves: dict[str, list[Point]] = {}
     for part, kl in zip(formats, lost.tolist(), strict=True):
-        if part != BF16:
+        if part != plans.BF16:
             point = Point(stored_bits(spec, part), kl, f"{part.bits:g} bits")
             curves.setdefault(_groups_text(part), []).append(point)
     return tuple(Curve(name, tuple(points)) for name, points in curves.items())
 
 
-def stored_bits(spec: ModelSpec, part: PartFormat) -> float:
+def stored_bits(spec: specs.ModelSpec, part: plans.PartFormat) -> float:
     """Returns the bits that an expert's weight takes in a format: codes, scales, checksums and padding."""
     gate = part if "gate" in spec.expert.matrices else None
-    layout = expert_layout(ExpertFormat(gate, part, part), _SELECTOR, spec.expert, spec.hidden_size)
+    layout = expert_layout(plans.ExpertFormat(gate, part, part), _SELECTOR, spec.expert, spec.hidden_size)
     num_weights = spec.expert.intermediate_size * spec.hidden_size * len(spec.expert.matrices)
     return 8 * (layout.selector_bytes + layout.records_bytes) / num_weights
 
 
-def _groups_text(part: PartFormat) -> str:
-    groups = "a row as one group" if part.group == ROW_GROUP else f"groups of {part.group}"
+def _groups_text(part: plans.PartFormat) -> str:
+    groups = "a row as one group" if part.group == plans.ROW_GROUP else f"groups of {part.group}"
     codec = "trellis, " if part.codec == "trellis" else ""
     return f"{codec}{groups}" + ("" if part.scale_bits == 16 else ", byte scales")
 
@@ -179,9 +171,9 @@ def _sparsity(losses: Losses) -> tuple[Curve, ...]:
     )
 
 
-def _dense(spec: ModelSpec, losses: Losses) -> tuple[Curve, ...]:
+def _dense(spec: specs.ModelSpec, losses: Losses) -> tuple[Curve, ...]:
     """Returns the curves of all layers' matrices, the embedding and the head, if they can be quantized."""
-    names = [role.name for role in dense_roles(spec)]
+    names = [role.name for role in specs.dense_roles(spec)]
     in_layers = np.array([name.startswith("layers.") for name in names])
     parts = {"all matrices of layers": in_layers, **{name: np.array(names) == name for name in ("embed", "head")}}
     known = np.isfinite(losses.dense).all(axis=1)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
         half_multiplications,
         kind_of,
         kinds_of_layers,
-        prediction_cost,
-        stage_of_phases,
     )
     from moe_pack.calib.sensitivity.effects import (
         DENSE_WIDTHS,

@@ -7,33 +7,19 @@ each kind of work once, on random inputs and the model's own weights, and multip
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, LayerStates, measure_expert, stack_of
-from moe_pack.calib.quantize import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
-from moe_pack.calib.sensitivity.effects import divergence, head_tokens, log_probabilities
-from moe_pack.calib.sensitivity.errors import (
-    COMPARED_NEURONS,
-    Rounding,
-    calibrated_ratios,
-    first_neurons,
-    format_ratios,
-    joined,
-)
-from moe_pack.calib.sensitivity.gradients import (
-    Tracked,
-    expert_gradients,
-    half_gradient,
-    prediction_gradient,
-)
-from moe_pack.calib.statistics import USUAL_TRAINING, shapes_for, train
+from moe_pack.calib import forward, quantize, statistics
+from moe_pack.calib.sensitivity import effects, errors, gradients
 from moe_pack.calib.statistics import cost as training_cost
-from moe_pack.formats import MATRICES, ModelSpec, NeuronFunction, PartFormat, Quantizer, dense_roles, size_text
-from moe_pack.formats.base.commands import Kind, Stage, time_text
-from moe_pack.runtime.model import Weights, run_expert
+from moe_pack.formats.base import commands
+from moe_pack.formats.pack import plans
+from moe_pack.formats.parts import specs
+from moe_pack.runtime import model
 
 _TRIED_TOKENS = 512
 _LONG_SECONDS = 1.0  # work that takes this long is measured once
@@ -58,48 +44,48 @@ class Cost:
     def __mul__(self, number: float) -> "Cost":
         return Cost(round(self.multiplications * number), self.seconds * number, round(self.kept_bytes * number))
 
-    def stage(self, name: str, is_most: bool = False) -> Stage:
+    def stage(self, name: str, is_most: bool = False) -> commands.Stage:
         """Returns a stage of this cost, whose note announces it.
 
         Args:    is_most: whether the stage may end much earlier; no time left is told before work is measured.
         """
-        estimate = f", {'at most' if is_most else 'about'} {time_text(self.seconds)}" if self.seconds else ""
-        kept = f", {size_text(self.kept_bytes)} on disk for experts' inputs" if self.kept_bytes else ""
+        estimate = f", {'at most' if is_most else 'about'} {commands.time_text(self.seconds)}" if self.seconds else ""
+        kept = f", {commands.size_text(self.kept_bytes)} on disk for experts' inputs" if self.kept_bytes else ""
         note = f"{self.multiplications / 1e9:,.1f} G multiplications{estimate}{kept}"
-        return Stage(name, self.multiplications, "mul", seconds=0.0 if is_most else self.seconds, note=note)
+        return commands.Stage(name, self.multiplications, "mul", seconds=0.0 if is_most else self.seconds, note=note)
 
 
-def stage_of_phases(name: str, phases: Mapping[str, Cost]) -> Stage:
+def stage_of_phases(name: str, phases: Mapping[str, Cost]) -> commands.Stage:
     """Returns a stage whose phases take unlike times for a multiplication; `advance` names them as its kinds."""
     kinds = tuple(
-        Kind(phase, cost.multiplications, cost=cost.seconds / max(cost.multiplications, 1))
+        commands.Kind(phase, cost.multiplications, cost=cost.seconds / max(cost.multiplications, 1))
         for phase, cost in phases.items()
     )
     return replace(sum(phases.values(), start=Cost()).stage(name), kinds=kinds)
 
 
-def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> int:
+def half_multiplications(spec: specs.ModelSpec, layer: int, sequence_length: int) -> int:
     """Returns the multiplications a token of everything but the routed experts in a layer.
 
     On average a token attends to half of a sequence; in an encoder to all of it, and in the decoder after one to all of
     the encoder's tokens as well. A mixer corrects, writes and reads its whole state.
     """
-    matrices = [r for r in dense_roles(spec) if r.name.startswith(f"layers.{layer}.") and len(r.shape) == 2]
+    matrices = [r for r in specs.dense_roles(spec) if r.name.startswith(f"layers.{layer}.") and len(r.shape) == 2]
     matrix_multiplications = sum(role.shape[0] * role.shape[1] for role in matrices)
     if (mixer := spec.mixer_of(layer)) is not None:
         return matrix_multiplications + 3 * mixer.state.num_values
     if not spec.has_first(layer):
         return matrix_multiplications
-    attended = 1 if spec.encoder is None else 2 + stack_of(spec, layer)  # halves of a sequence
+    attended = 1 if spec.encoder is None else 2 + forward.stack_of(spec, layer)  # halves of a sequence
     return matrix_multiplications + attended * sequence_length * spec.hidden_size
 
 
-def expert_multiplications(spec: ModelSpec) -> int:
+def expert_multiplications(spec: specs.ModelSpec) -> int:
     """Returns the multiplications of one expert for one token."""
     return len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
 
 
-def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
+def prediction_cost(spec: specs.ModelSpec, num_tokens: int) -> Cost:
     """Returns the most that training one layer's predictors on this many tokens costs.
 
     Training may end earlier, when it stops gaining. The networks are nearly all of it; an epoch of each is measured on
@@ -109,26 +95,26 @@ def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
     tried = min(num_tokens, _TRIED_TOKENS)
     x, routes = torch.randn(tried, d), torch.rand(tried, E).argsort(dim=1)[:, :k]
     total = Cost()
-    for shape in shapes_for(d, E):
-        once = replace(USUAL_TRAINING, max_epochs=1)
-        seconds = _seconds(lambda shape=shape, once=once: train(x, routes[:, None], routes, E, shape, 0, once))  # type: ignore[misc]  # bound early
-        epochs = USUAL_TRAINING.max_epochs * num_tokens / tried
+    for shape in statistics.shapes_for(d, E):
+        once = replace(statistics.USUAL_TRAINING, max_epochs=1)
+        seconds = _seconds(partial(statistics.train, x, routes[:, None], routes, E, shape, 0, once))
+        epochs = statistics.USUAL_TRAINING.max_epochs * num_tokens / tried
         total += Cost(training_cost(shape, num_tokens, d, E), seconds * epochs)
     return total
 
 
-def kind_of(spec: ModelSpec, layer: int) -> int:
+def kind_of(spec: specs.ModelSpec, layer: int) -> int:
     """Returns the first layer of the same cost as this one: alike in experts, attention or mixer, n-grams and stack."""
 
     def kind(layer: int) -> tuple[int, ...]:
         halves = spec.has_first(layer), spec.has_second(layer)
         first = -1 if spec.mixer_of(layer) is not None else spec.attention_kind(layer)
-        return (*halves, layer in spec.moe_layers, first, spec.ngrams_of(layer) is None, stack_of(spec, layer))
+        return (*halves, layer in spec.moe_layers, first, spec.ngrams_of(layer) is None, forward.stack_of(spec, layer))
 
     return next(l for l in range(spec.num_hidden_layers) if kind(l) == kind(layer))
 
 
-def kinds_of_layers(spec: ModelSpec) -> set[int]:
+def kinds_of_layers(spec: specs.ModelSpec) -> set[int]:
     """Returns one layer of each cost."""
     return {kind_of(spec, layer) for layer in range(spec.num_hidden_layers)}
 
@@ -139,7 +125,7 @@ class Trial:
     Args:    states: before their first layer; their first sequence is used.
     """
 
-    def __init__(self, weights: Weights, states: LayerStates) -> None:
+    def __init__(self, weights: model.Weights, states: forward.LayerStates) -> None:
         self._weights = weights
         self._spec = weights.spec
         self._states = states
@@ -148,7 +134,7 @@ class Trial:
     def half(self, layer: int) -> Cost:
         """Returns the cost of one sequence in a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
-        text = x if stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
+        text = x if forward.stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
         ids = self._states.ids(0)
         seconds = _seconds(lambda: self._states.half_of(layer, x, text, self._weights, None, ids))
         return Cost(half_multiplications(self._spec, layer, S) * S, seconds)
@@ -160,7 +146,7 @@ class Trial:
         x, idx = self._random(number), torch.arange(number)
 
         def work() -> None:
-            measure_expert(
+            forward.measure_expert(
                 self._weights.expert(0, 0), self._function, x, idx, f, lambda places, output: None, device=x.device
             )
 
@@ -171,17 +157,17 @@ class Trial:
         """Returns the cost of running an expert, for this many tokens."""
         number = self._tried(num_tokens)
         x, expert = self._random(number), self._weights.expert(0, 0)
-        seconds = _seconds(lambda: run_expert(x, expert, self._function, "none", 0.0))
+        seconds = _seconds(lambda: model.run_expert(x, expert, self._function, "none", 0.0))
         return self._cost(num_tokens, seconds * num_tokens / number)
 
     @torch.inference_mode()
     def half_back(self, layer: int) -> Cost:
         """Returns the cost of one sequence on the way back through a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
-        text = x if stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
-        above, weights = (x, x[:, : self._spec.hidden_size]), Tracked(self._weights)
+        text = x if forward.stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
+        above, weights = (x, x[:, : self._spec.hidden_size]), gradients.Tracked(self._weights)
         ids = self._states.ids(0)
-        seconds = _seconds(lambda: half_gradient(self._states, layer, x, text, weights, above, None, ids))
+        seconds = _seconds(lambda: gradients.half_gradient(self._states, layer, x, text, weights, above, None, ids))
         return Cost(2 * half_multiplications(self._spec, layer, S) * S, seconds)
 
     @torch.inference_mode()
@@ -192,55 +178,57 @@ class Trial:
         """
         number = max(1, round(num_tokens))
         x, weights, expert = self._random(number), torch.ones(number), self._weights.expert(0, 0)
-        thresholds = torch.zeros((len(KINDS), len(HOT_SPARSITIES)), device=x.device)
-        seconds = _seconds(lambda: expert_gradients(expert, self._function, x, weights.to(x.device), x, thresholds))
+        thresholds = torch.zeros((len(forward.KINDS), len(forward.HOT_SPARSITIES)), device=x.device)
+        seconds = _seconds(
+            lambda: gradients.expert_gradients(expert, self._function, x, weights.to(x.device), x, thresholds)
+        )
         return Cost(2 * expert_multiplications(self._spec) * number, seconds)
 
     @torch.inference_mode()
-    def compared(self, formats: Sequence[tuple[Quantizer, PartFormat]]) -> Cost:
+    def compared(self, formats: Sequence[tuple[plans.Quantizer, plans.PartFormat]]) -> Cost:
         """Returns the cost of comparing some rows of an expert in formats with plain rounding."""
-        block = joined(first_neurons(self._weights.expert(0, 0), COMPARED_NEURONS))
+        block = errors.joined(errors.first_neurons(self._weights.expert(0, 0), errors.COMPARED_NEURONS))
         matrices = block.gate, block.up, block.down
-        moments = [torch.ones(len(block.up), 1, device=block.up.device)] * len(MATRICES)
-        Rounding("hqq")(torch.zeros((1, 64)), 4)  # loads the package hqq, which takes longer than its work
-        return Cost(0, _seconds(lambda: format_ratios(matrices, moments, formats)))
+        moments = [torch.ones(len(block.up), 1, device=block.up.device)] * len(specs.MATRICES)
+        errors.Rounding("hqq")(torch.zeros((1, 64)), 4)  # loads the package hqq, which takes longer than its work
+        return Cost(0, _seconds(lambda: errors.format_ratios(matrices, moments, formats)))
 
     @torch.inference_mode()
-    def calibrated(self, num_tokens: int, formats: Sequence[PartFormat]) -> Cost:
+    def calibrated(self, num_tokens: int, formats: Sequence[plans.PartFormat]) -> Cost:
         """Returns the cost of judging the calibrated quantizer, on the most tokens it takes for calibration."""
         x, expert = self._random(num_tokens), self._weights.expert(0, 0)
-        number = MAX_OWN_TOKENS + MAX_OTHER_TOKENS
-        tokens = ExpertTokens(self._random(number).cpu(), torch.ones(number))
+        number = quantize.MAX_OWN_TOKENS + quantize.MAX_OTHER_TOKENS
+        tokens = quantize.ExpertTokens(self._random(number).cpu(), torch.ones(number))
         weights = torch.ones(num_tokens, device=x.device)
-        seconds = _seconds(lambda: calibrated_ratios(expert, self._function, x, weights, tokens, formats))
+        seconds = _seconds(lambda: errors.calibrated_ratios(expert, self._function, x, weights, tokens, formats))
         return Cost(0, seconds)
 
     @torch.inference_mode()
-    def rounded(self, weights: Weights) -> Cost:
+    def rounded(self, weights: model.Weights) -> Cost:
         """Returns the cost of reading one expert of these weights, which round it."""
         return Cost(0, _seconds(lambda: [None for _ in weights.expert(0, 0).blocks()]))
 
     @torch.inference_mode()
     def predicted(self, num_tokens: int) -> Cost:
         """Returns the cost of comparing the model's predictions for this many tokens with others."""
-        num_tried = head_tokens(self._spec.vocab_size)
+        num_tried = effects.head_tokens(self._spec.vocab_size)
         x = self._random(num_tried, self._spec.stream_width)
-        others = log_probabilities(x, self._weights, x.device)
-        seconds = _seconds(lambda: divergence(others, log_probabilities(x, self._weights, x.device)))
+        others = effects.log_probabilities(x, self._weights, x.device)
+        seconds = _seconds(lambda: effects.divergence(others, effects.log_probabilities(x, self._weights, x.device)))
         seconds *= num_tokens / num_tried
         return Cost(num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
 
     @torch.inference_mode()
     def predicted_back(self, num_tokens: int) -> Cost:
         """Returns the cost of the gradient of the model's predictions for this many tokens."""
-        x = self._random(head_tokens(self._spec.vocab_size), self._spec.stream_width)
-        weights = Tracked(self._weights)
+        x = self._random(effects.head_tokens(self._spec.vocab_size), self._spec.stream_width)
+        weights = gradients.Tracked(self._weights)
         generator = torch.Generator().manual_seed(0)
-        seconds = _seconds(lambda: prediction_gradient(x, weights, generator)) * num_tokens / len(x)
+        seconds = _seconds(lambda: gradients.prediction_gradient(x, weights, generator)) * num_tokens / len(x)
         return Cost(2 * num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
 
     @property
-    def _function(self) -> NeuronFunction:
+    def _function(self) -> specs.NeuronFunction:
         return self._spec.expert_function(0)
 
     def _random(self, num_tokens: int, width: int | None = None) -> Tensor:

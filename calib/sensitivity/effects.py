@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.forward import Array
-from moe_pack.calib.sensitivity.errors import WIDTHS, ratios_of_widths
+from moe_pack.calib.sensitivity import errors
 from moe_pack.runtime.model import Weights, head
 
 _MOST_TOKENS = 256
@@ -102,7 +102,7 @@ class LayerLosses:
 
     def plain(self, num_cols: int) -> Array:
         """Returns the loss of all experts by plain rounding at `WIDTHS`: float64 [4]."""
-        ratios = ratios_of_widths(self.ratios, num_cols).astype(np.float64)
+        ratios = errors.ratios_of_widths(self.ratios, num_cols).astype(np.float64)
         total: Array = (self.quantized.sum(axis=0) / np.where(ratios > 0, ratios, 1.0)).sum(axis=0)
         return total
 
@@ -115,8 +115,8 @@ def copies_of(losses: Sequence[LayerLosses], num_cols: int) -> tuple[Copy, ...]:
     copies = []
     for group in groups:
         plain = np.sum([losses[layer_idx].plain(num_cols) for layer_idx in group], axis=0)
-        estimated = dict(zip(WIDTHS, plain.tolist(), strict=True))
-        width = next((width for width in WIDTHS[:-2] if estimated[width] <= _COPY_KL), WIDTHS[-2])
+        estimated = dict(zip(errors.WIDTHS, plain.tolist(), strict=True))
+        width = next((width for width in errors.WIDTHS[:-2] if estimated[width] <= _COPY_KL), errors.WIDTHS[-2])
         copies.append(Copy(group, width, estimated[width]))
     return tuple(copies)
 

@@ -18,64 +18,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import HOT_SPARSITIES, Array
-from moe_pack.calib.quantize import (
-    BLOCK_NEURONS,
-    Calibration,
-    DownRows,
-    ExpertQuantizer,
-    ExpertTokens,
-    RowQuantizer,
-    needs_inputs,
-    usual_repeats,
-)
-from moe_pack.formats import (
-    MATRICES,
-    ROW_GROUP,
-    ExpertFormat,
-    Matrix,
-    ModelSpec,
-    NeuronFunction,
-    PartFormat,
-    Quantizer,
-    Selector,
-    dense_roles,
-    part_format,
-    trellis_format,
-)
+from moe_pack.calib import forward, quantize
+from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.codecs import decode_part
-from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_fault
-from moe_pack.runtime.model import Activations, Expert, NeuronBlock, Operations, Weights, activations, neuron_of
+from moe_pack.formats.parts import specs
+from moe_pack.runtime import model
 from moe_pack.runtime.model import Matrix as DenseMatrix
 from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.rotation import Rotation
 
 WIDTHS = (2, 3, 4, 8)  # below 2 errors are no longer small
 GROUP = 64
-_GROUPS = (16, 32, 64, 128, ROW_GROUP)
-SPARSITIES = HOT_SPARSITIES
-ABSMAX_FORMATS = tuple(part_format(width, ROW_GROUP) for width in (2, 4, 8))  # EdgeMoE's
+_GROUPS = (16, 32, 64, 128, plans.ROW_GROUP)
+SPARSITIES = forward.HOT_SPARSITIES
+ABSMAX_FORMATS = tuple(plans.part_format(width, plans.ROW_GROUP) for width in (2, 4, 8))  # EdgeMoE's
 COMPARED_NEURONS = 64  # of an expert, to compare formats on: ratios differ more between experts and layers
 
 
-def quantized_formats(num_cols: int) -> tuple[PartFormat, ...]:
+def quantized_formats(num_cols: int) -> tuple[plans.PartFormat, ...]:
     """Returns the affine formats for rows of `num_cols` weights: by width, group (the whole row last), bits of scales.
 
     A row of one group has no formats with byte scales, which would save nothing.
     """
     every = (
-        part_format(width, group, scale_bits)
+        plans.part_format(width, group, scale_bits)
         for width in WIDTHS
         for group in _GROUPS
         for scale_bits in (16, 8)
-        if (group, scale_bits) != (ROW_GROUP, 8)
+        if (group, scale_bits) != (plans.ROW_GROUP, 8)
     )
-    return tuple(part for part in every if format_fault(part, num_cols) is None)
+    return tuple(part for part in every if plans.format_fault(part, num_cols) is None)
 
 
-def compared_formats(num_cols: int) -> tuple[tuple[Quantizer, PartFormat], ...]:
+def compared_formats(num_cols: int) -> tuple[tuple[plans.Quantizer, plans.PartFormat], ...]:
     """Returns the formats in which errors are compared: hqq's, then EdgeMoE's with one absmax scale a row."""
-    solved: list[tuple[Quantizer, PartFormat]] = [("hqq", part) for part in quantized_formats(num_cols)]
+    solved: list[tuple[plans.Quantizer, plans.PartFormat]] = [("hqq", part) for part in quantized_formats(num_cols)]
     return (*solved, *(("absmax", part) for part in ABSMAX_FORMATS))
 
 
@@ -85,15 +62,15 @@ Rounder = Callable[[Tensor, int], Tensor]  # from rows float32 [n, columns] and 
 class Rounding:
     """Rounds rows of weights: encodes them with a quantizer and decodes them again."""
 
-    def __init__(self, quantizer: Quantizer, group: int = GROUP, scale_bits: int = 16) -> None:
-        self._quantizer: Quantizer = quantizer
+    def __init__(self, quantizer: plans.Quantizer, group: int = GROUP, scale_bits: int = 16) -> None:
+        self._quantizer: plans.Quantizer = quantizer
         self._group = group
         self._scale_bits = scale_bits
 
     def __call__(self, weights: Tensor, width: int) -> Tensor:
         """Returns rounded rows, float32 [rows, columns], on their device; the number of columns is a multiple of 64."""
-        part, num_cols = part_format(width, self._group, self._scale_bits), weights.shape[1]
-        quantizer = RowQuantizer(part, num_cols, self._quantizer)
+        part, num_cols = plans.part_format(width, self._group, self._scale_bits), weights.shape[1]
+        quantizer = quantize.RowQuantizer(part, num_cols, self._quantizer)
         with _one_thread() if self._quantizer == "hqq" else nullcontext():
             return decode_part(part, num_cols, quantizer.encode(weights.cpu())).to(weights.device)
 
@@ -113,12 +90,12 @@ def _one_thread() -> Iterator[None]:
 
 
 def add_change(
-    matrix: Matrix,
+    matrix: specs.Matrix,
     rounded: Tensor,
-    block: NeuronBlock,
-    values: Activations,
+    block: model.NeuronBlock,
+    values: model.Activations,
     x: Tensor,
-    function: NeuronFunction,
+    function: specs.NeuronFunction,
     output: Tensor,
 ) -> None:
     """Adds to `output` float32 [n, d] the change of an expert's output if a matrix of a block becomes `rounded`.
@@ -132,7 +109,7 @@ def add_change(
     product = x @ rounded.T
     if bias is not None:
         product = product + bias
-    neuron = neuron_of(function)
+    neuron = model.neuron_of(function)
     if matrix == "up":
         h = neuron.act(product) if block.gate is None else values.gate * neuron.factor(product)
     else:
@@ -176,7 +153,9 @@ def _group_squares(errors: Tensor) -> Tensor:
 
 
 def format_ratios(
-    matrices: Sequence[Tensor | None], moments: Sequence[Tensor | None], formats: Sequence[tuple[Quantizer, PartFormat]]
+    matrices: Sequence[Tensor | None],
+    moments: Sequence[Tensor | None],
+    formats: Sequence[tuple[plans.Quantizer, plans.PartFormat]],
 ) -> Tensor:
     """Returns the losses in some formats over those of plain rounding at the same width: float32 [3, formats].
 
@@ -185,7 +164,7 @@ def format_ratios(
     Args:    matrices: rows of gate, up and down, float32 [n, d].   moments: what a squared error of these rows costs,
              float32 [n, groups] (`ExpertGradients`).
     """
-    ratios = torch.ones(len(MATRICES), len(formats))
+    ratios = torch.ones(len(specs.MATRICES), len(formats))
     for rows, costs, row in zip(matrices, moments, ratios, strict=True):
         if rows is None or costs is None:
             continue
@@ -202,9 +181,9 @@ def _ratio(errors: Tensor, base: Tensor) -> Tensor:
     return torch.where(base > 0, errors / base.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
 
 
-def first_neurons(expert: Expert, number: int) -> list[NeuronBlock]:
+def first_neurons(expert: model.Expert, number: int) -> list[model.NeuronBlock]:
     """Returns at most `number` of an expert's neurons, the first ones, in blocks."""
-    blocks: list[NeuronBlock] = []
+    blocks: list[model.NeuronBlock] = []
     for block in expert.blocks():
         blocks.append(cut(block, number))
         number -= len(block.up)
@@ -213,27 +192,27 @@ def first_neurons(expert: Expert, number: int) -> list[NeuronBlock]:
     return blocks
 
 
-def cut(block: NeuronBlock, number: int) -> NeuronBlock:
+def cut(block: model.NeuronBlock, number: int) -> model.NeuronBlock:
     """Returns at most `number` of a block's neurons, the first ones."""
     gate, gate_bias, up_bias = (
         None if values is None else values[:number] for values in (block.gate, block.gate_bias, block.up_bias)
     )
-    return NeuronBlock(gate, block.up[:number], block.down[:number], gate_bias, up_bias)
+    return model.NeuronBlock(gate, block.up[:number], block.down[:number], gate_bias, up_bias)
 
 
-def ratios_of_widths(ratios: Array, num_cols: int) -> Array:
+def ratios_of_widths(ratios: forward.Array, num_cols: int) -> forward.Array:
     """Returns, from ratios [3, F], those of groups of 64 with 16-bit scales at `WIDTHS`: [3, 4]."""
     parts = quantized_formats(num_cols)
-    return ratios[:, [parts.index(part_format(width, GROUP)) for width in WIDTHS]]
+    return ratios[:, [parts.index(plans.part_format(width, GROUP)) for width in WIDTHS]]
 
 
 class RoundedDense:
     """The weights of `source` with these dense matrices at `width`; rows are rounded each time they are read."""
 
-    def __init__(self, source: Weights, roles: Collection[str], width: int, rounding: Rounder) -> None:
-        self.spec: ModelSpec = source.spec
-        self.selector: Selector = source.selector
-        self.operations: Operations = source.operations
+    def __init__(self, source: model.Weights, roles: Collection[str], width: int, rounding: Rounder) -> None:
+        self.spec: specs.ModelSpec = source.spec
+        self.selector: specs.Selector = source.selector
+        self.operations: model.Operations = source.operations
         self._source = source
         self._roles = frozenset(roles)
         self._width = width
@@ -248,7 +227,7 @@ class RoundedDense:
         matrix = self._source.matrix(role)
         return _RoundedMatrix(matrix, self._width, self._rounding) if role in self._roles else matrix
 
-    def expert(self, layer_idx: int, expert: int) -> Expert:
+    def expert(self, layer_idx: int, expert: int) -> model.Expert:
         """Returns an expert of `source`."""
         return self._source.expert(layer_idx, expert)
 
@@ -279,10 +258,10 @@ class _RoundedMatrix:
 class RoundedExperts:
     """The weights of `source` with all routed experts at `width`; blocks are rounded each time they are read."""
 
-    def __init__(self, source: Weights, width: int, rounding: Rounder) -> None:
-        self.spec: ModelSpec = source.spec
-        self.selector: Selector = source.selector
-        self.operations: Operations = source.operations
+    def __init__(self, source: model.Weights, width: int, rounding: Rounder) -> None:
+        self.spec: specs.ModelSpec = source.spec
+        self.selector: specs.Selector = source.selector
+        self.operations: model.Operations = source.operations
         self._source = source
         self._width = width
         self._rounding = rounding
@@ -295,7 +274,7 @@ class RoundedExperts:
         """Returns a dense matrix of `source`."""
         return self._source.matrix(role)
 
-    def expert(self, layer_idx: int, expert: int) -> Expert:
+    def expert(self, layer_idx: int, expert: int) -> model.Expert:
         """Returns an expert with its matrices rounded."""
         return _RoundedExpert(self._source.expert(layer_idx, expert), self._width, self._rounding)
 
@@ -313,38 +292,38 @@ class RoundedExperts:
 
 
 class _RoundedExpert:
-    def __init__(self, expert: Expert, width: int, rounding: Rounder) -> None:
+    def __init__(self, expert: model.Expert, width: int, rounding: Rounder) -> None:
         self._expert = expert
         self._width = width
         self._rounding = rounding
 
-    def blocks(self) -> Iterator[NeuronBlock]:
+    def blocks(self) -> Iterator[model.NeuronBlock]:
         for block in self._expert.blocks():
             gate, up, down = (
                 None if weights is None else self._rounding(weights, self._width)
                 for weights in (block.gate, block.up, block.down)
             )
             assert up is not None and down is not None, "every expert has up and down"
-            yield NeuronBlock(gate, up, down, block.gate_bias, block.up_bias)
+            yield model.NeuronBlock(gate, up, down, block.gate_bias, block.up_bias)
 
     def down_bias(self) -> Tensor | None:
         return self._expert.down_bias()
 
 
-def roundable_roles(spec: ModelSpec, layer: int | None) -> tuple[str, ...]:
+def roundable_roles(spec: specs.ModelSpec, layer: int | None) -> tuple[str, ...]:
     """Returns the dense matrices of a layer, or of no layer for None, that a plan may quantize in groups of 64."""
     prefix = "" if layer is None else f"layers.{layer}."
     return tuple(
         role.name
-        for role in dense_roles(spec)
+        for role in specs.dense_roles(spec)
         if role.quantizable and role.shape[1] % 64 == 0
         if (role.name.startswith(prefix) if layer is not None else not role.name.startswith("layers."))
     )
 
 
 # Groups with bits of scales: short groups have many scales, of one byte. They help affine codes more than a trellis.
-_TRELLIS_GROUPS = ((ROW_GROUP, 16), (128, 8), (32, 8))
-_AFFINE_GROUPS = ((ROW_GROUP, 16), (64, 8), (32, 8))
+_TRELLIS_GROUPS = ((plans.ROW_GROUP, 16), (128, 8), (32, 8))
+_AFFINE_GROUPS = ((plans.ROW_GROUP, 16), (64, 8), (32, 8))
 _JUDGED_WEIGHTS = 1 << 16  # of a matrix, to judge formats on
 _LEAST_ROWS, _MOST_ROWS, _LEAST_COLUMNS = 32, 128, 128
 _ANCHOR_BITS = 2
@@ -353,16 +332,16 @@ _LEAST_ERROR = 1e-30
 _COLUMN_STEP = 128  # the longest group
 
 
-def calibrated_formats(num_cols: int) -> tuple[PartFormat, ...]:
+def calibrated_formats(num_cols: int) -> tuple[plans.PartFormat, ...]:
     """Returns the formats in which the calibrated quantizer is measured, for such rows: trellises, then affine."""
     every = (
-        *(trellis_format(width, *group) for width in TRELLIS_WIDTHS for group in _TRELLIS_GROUPS),
-        *(part_format(width, *group) for width in WIDTHS for group in _AFFINE_GROUPS),
+        *(plans.trellis_format(width, *group) for width in plans.TRELLIS_WIDTHS for group in _TRELLIS_GROUPS),
+        *(plans.part_format(width, *group) for width in WIDTHS for group in _AFFINE_GROUPS),
     )
-    return tuple(part for part in every if part.group < num_cols and format_fault(part, num_cols) is None)
+    return tuple(part for part in every if part.group < num_cols and plans.format_fault(part, num_cols) is None)
 
 
-def base_width(part: PartFormat) -> int:
+def base_width(part: plans.PartFormat) -> int:
     """Returns the width of the plain rounding that a calibrated format is compared with: the least with its bits."""
     return min(width for width in WIDTHS if width >= part.bits)
 
@@ -374,41 +353,41 @@ def judged_rows(num_cols: int, num_neurons: int) -> int:
 
 def judged_columns(num_cols: int, num_neurons: int) -> int:
     """Returns on how many columns of `BLOCK_NEURONS` neurons down is judged."""
-    columns = _JUDGED_WEIGHTS // min(num_neurons, BLOCK_NEURONS) // _COLUMN_STEP * _COLUMN_STEP
+    columns = _JUDGED_WEIGHTS // min(num_neurons, quantize.BLOCK_NEURONS) // _COLUMN_STEP * _COLUMN_STEP
     return min(max(columns, _LEAST_COLUMNS), num_cols)
 
 
-def calibrated_anchor(formats: Sequence[PartFormat]) -> PartFormat:
+def calibrated_anchor(formats: Sequence[plans.PartFormat]) -> plans.PartFormat:
     """Returns the calibrated format by which a layer's others may be scaled: the first of those nearest to 2 bits."""
-    return min(filter(needs_inputs, formats), key=lambda part: abs(part.bits - _ANCHOR_BITS))
+    return min(filter(quantize.needs_inputs, formats), key=lambda part: abs(part.bits - _ANCHOR_BITS))
 
 
-def measured_formats(formats: Sequence[PartFormat]) -> tuple[PartFormat, ...]:
+def measured_formats(formats: Sequence[plans.PartFormat]) -> tuple[plans.PartFormat, ...]:
     """Returns the calibrated formats whose errors are measured; those of the others lie between them.
 
     Meaning: of each codec the fewest and the most bits, and the anchor's; for a trellis, which gains little from groups
              shorter than the row, these only with the anchor's bits. Formats that need no inputs are all measured.
     """
     anchor = calibrated_anchor(formats)
-    bits = {codec: [p.bits for p in formats if p.codec == codec and needs_inputs(p)] for codec in _CODECS}
+    bits = {codec: [p.bits for p in formats if p.codec == codec and quantize.needs_inputs(p)] for codec in _CODECS}
 
-    def is_measured(part: PartFormat) -> bool:
-        if not needs_inputs(part) or part.bits == anchor.bits:
+    def is_measured(part: plans.PartFormat) -> bool:
+        if not quantize.needs_inputs(part) or part.bits == anchor.bits:
             return True
         return part.bits in (min(bits[part.codec]), max(bits[part.codec])) and (
-            part.codec == "affine" or part.group == ROW_GROUP
+            part.codec == "affine" or part.group == plans.ROW_GROUP
         )
 
     return tuple(filter(is_measured, formats))
 
 
 def calibrated_ratios(
-    expert: Expert,
-    function: NeuronFunction,
+    expert: model.Expert,
+    function: specs.NeuronFunction,
     x: Tensor,
     weights: Tensor,
-    tokens: ExpertTokens,
-    formats: Sequence[PartFormat],
+    tokens: quantize.ExpertTokens,
+    formats: Sequence[plans.PartFormat],
 ) -> Tensor:
     """Returns the errors of the calibrated quantizer over those of plain rounding at the `base_width`.
 
@@ -428,12 +407,15 @@ def calibrated_ratios(
     calibration = _BlockCalibration(tokens, function)
     base = {
         repeats: _step_error([judged.errors(judged.plain(width, repeats, calibration), weights) for width in _STEPS])
-        for repeats in {needs_inputs(part) for part in formats}
+        for repeats in {quantize.needs_inputs(part) for part in formats}
     }
     with _one_thread():
         found = {part: judged.errors(judged.rounded(part, calibration), weights) for part in measured_formats(formats)}
     return torch.stack(
-        [_ratio(_between(part, found), base[needs_inputs(part)] * squared_step(base_width(part))) for part in formats],
+        [
+            _ratio(_between(part, found), base[quantize.needs_inputs(part)] * squared_step(base_width(part)))
+            for part in formats
+        ],
         dim=1,
     )
 
@@ -447,7 +429,7 @@ def _step_error(errors: Sequence[Tensor]) -> Tensor:
     return torch.stack(scaled).log().mean(dim=0).exp()
 
 
-def _between(part: PartFormat, found: dict[PartFormat, Tensor]) -> Tensor:
+def _between(part: plans.PartFormat, found: dict[plans.PartFormat, Tensor]) -> Tensor:
     """Returns the errors [3] of a format from those that were measured."""
     if part in found:
         return found[part]
@@ -458,19 +440,21 @@ def _between(part: PartFormat, found: dict[PartFormat, Tensor]) -> Tensor:
         return torch.tensor([np.interp(part.bits, bits, column) for column in columns], dtype=torch.float32)
 
     logarithms = {p: e.cpu().clamp(min=_LEAST_ERROR).log() for p, e in found.items() if p.codec == part.codec}
-    rows = {p.width: (p.bits, e) for p, e in logarithms.items() if p.group == ROW_GROUP and needs_inputs(p)}
+    rows = {
+        p.width: (p.bits, e) for p, e in logarithms.items() if p.group == plans.ROW_GROUP and quantize.needs_inputs(p)
+    }
     result = interpolated(list(rows.values()))
-    if part.group != ROW_GROUP:
+    if part.group != plans.ROW_GROUP:
         alike = {p.width: e for p, e in logarithms.items() if (p.group, p.scale_bits) == (part.group, part.scale_bits)}
         gains = [(bits, alike[width] - error) for width, (bits, error) in rows.items() if width in alike]
         result = result + interpolated(gains)
     return result.exp().to(next(iter(found.values())).device)
 
 
-class _BlockCalibration(Calibration):
+class _BlockCalibration(quantize.Calibration):
     """The calibration of a single block of neurons, whose down is computed once for all formats."""
 
-    def down(self, block: NeuronBlock, stored: NeuronBlock | None = None) -> DownRows:
+    def down(self, block: model.NeuronBlock, stored: model.NeuronBlock | None = None) -> quantize.DownRows:
         """Returns the rows of the first block that it was called with."""
         assert stored is None, "errors of down do not depend on the formats of gate and up"
         if not hasattr(self, "_down"):
@@ -487,43 +471,47 @@ class _Judged:
     """
 
     x: Tensor
-    function: NeuronFunction
-    few: NeuronBlock
-    few_values: Activations
-    narrow: NeuronBlock
-    narrow_values: Activations
+    function: specs.NeuronFunction
+    few: model.NeuronBlock
+    few_values: model.Activations
+    narrow: model.NeuronBlock
+    narrow_values: model.Activations
 
     @classmethod
-    def of(cls, expert: Expert, function: NeuronFunction, x: Tensor) -> "_Judged":
-        whole = joined(first_neurons(expert, BLOCK_NEURONS))
+    def of(cls, expert: model.Expert, function: specs.NeuronFunction, x: Tensor) -> "_Judged":
+        whole = joined(first_neurons(expert, quantize.BLOCK_NEURONS))
         num_neurons, num_cols = whole.up.shape
         few = cut(whole, judged_rows(num_cols, num_neurons))
         columns = judged_columns(num_cols, num_neurons)
-        narrow = NeuronBlock(whole.gate, whole.up, whole.down[:, :columns].contiguous(), whole.gate_bias, whole.up_bias)
-        return cls(x, function, few, activations(x, few, function), narrow, activations(x, narrow, function))
+        narrow = model.NeuronBlock(
+            whole.gate, whole.up, whole.down[:, :columns].contiguous(), whole.gate_bias, whole.up_bias
+        )
+        return cls(
+            x, function, few, model.activations(x, few, function), narrow, model.activations(x, narrow, function)
+        )
 
-    def matrices(self) -> dict[Matrix, Tensor]:
+    def matrices(self) -> dict[specs.Matrix, Tensor]:
         """Returns the rows to round, by matrix."""
-        rows: dict[Matrix, Tensor] = {"up": self.few.up, "down": self.narrow.down}
+        rows: dict[specs.Matrix, Tensor] = {"up": self.few.up, "down": self.narrow.down}
         return rows if self.few.gate is None else {"gate": self.few.gate, **rows}
 
-    def plain(self, width: int, repeats: bool, calibration: Calibration) -> dict[Matrix, Tensor]:
+    def plain(self, width: int, repeats: bool, calibration: quantize.Calibration) -> dict[specs.Matrix, Tensor]:
         """Returns the same rows, plainly rounded; those of down that conversion repeats are exact if `repeats`."""
         rounded = {matrix: plainly_rounded(rows, width) for matrix, rows in self.matrices().items()}
         if repeats:
             down = self.narrow.down
-            exact = calibration.down(on_cpu(self.narrow)).repeated(usual_repeats(len(down)))
+            exact = calibration.down(on_cpu(self.narrow)).repeated(quantize.usual_repeats(len(down)))
             rounded["down"][exact] = down[exact]
         return rounded
 
-    def rounded(self, part: PartFormat, calibration: Calibration) -> dict[Matrix, Tensor]:
+    def rounded(self, part: plans.PartFormat, calibration: quantize.Calibration) -> dict[specs.Matrix, Tensor]:
         """Returns the same rows, encoded in a format and decoded again."""
-        formats = ExpertFormat(None if self.few.gate is None else part, part, part)
-        decoded = dict[Matrix, Tensor]()
+        formats = plans.ExpertFormat(None if self.few.gate is None else part, part, part)
+        decoded = dict[specs.Matrix, Tensor]()
         for matrix, weights in self.matrices().items():
             block, num_cols = self.narrow if matrix == "down" else self.few, weights.shape[1]
-            quantizer = ExpertQuantizer(formats, calibration, num_cols)
-            repeats = usual_repeats(len(weights)) if matrix == "down" and needs_inputs(part) else 0
+            quantizer = quantize.ExpertQuantizer(formats, calibration, num_cols)
+            repeats = quantize.usual_repeats(len(weights)) if matrix == "down" and quantize.needs_inputs(part) else 0
             rows = decode_part(part, num_cols, quantizer.rows(matrix, on_cpu(block), repeats=repeats))
             if repeats:
                 second = rows[len(weights) :]
@@ -531,10 +519,10 @@ class _Judged:
             decoded[matrix] = rows.to(self.x.device)
         return decoded
 
-    def errors(self, rounded: dict[Matrix, Tensor], weights: Tensor) -> Tensor:
+    def errors(self, rounded: dict[specs.Matrix, Tensor], weights: Tensor) -> Tensor:
         """Returns the mean squared change of the output by each matrix alone, float32 [3]; 0 for a missing matrix."""
-        squares = self.x.new_zeros(len(MATRICES))
-        for idx, matrix in enumerate(MATRICES):
+        squares = self.x.new_zeros(len(specs.MATRICES))
+        for idx, matrix in enumerate(specs.MATRICES):
             if matrix in rounded:
                 few = matrix != "down"
                 block, values = (self.few, self.few_values) if few else (self.narrow, self.narrow_values)
@@ -544,15 +532,15 @@ class _Judged:
         return squares
 
 
-def on_cpu(block: NeuronBlock) -> NeuronBlock:
+def on_cpu(block: model.NeuronBlock) -> model.NeuronBlock:
     """Returns the block in host memory, where calibration tokens and quantizers are."""
     gate, gate_bias, up_bias = (
         None if one is None else one.cpu() for one in (block.gate, block.gate_bias, block.up_bias)
     )
-    return NeuronBlock(gate, block.up.cpu(), block.down.cpu(), gate_bias, up_bias)
+    return model.NeuronBlock(gate, block.up.cpu(), block.down.cpu(), gate_bias, up_bias)
 
 
-def joined(blocks: list[NeuronBlock]) -> NeuronBlock:
+def joined(blocks: list[model.NeuronBlock]) -> model.NeuronBlock:
     """Returns consecutive blocks as one."""
 
     def joined(parts: list[Tensor | None]) -> Tensor | None:
@@ -561,4 +549,4 @@ def joined(blocks: list[NeuronBlock]) -> NeuronBlock:
 
     up, down = torch.cat([block.up for block in blocks]), torch.cat([block.down for block in blocks])
     gate, gate_bias = joined([block.gate for block in blocks]), joined([block.gate_bias for block in blocks])
-    return NeuronBlock(gate, up, down, gate_bias, joined([block.up_bias for block in blocks]))
+    return model.NeuronBlock(gate, up, down, gate_bias, joined([block.up_bias for block in blocks]))

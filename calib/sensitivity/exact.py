@@ -14,21 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import CHUNK_TOKENS, Array, LayerStates, LayerTokens, LayerwiseWeights, Sequences
-from moe_pack.calib.forward.shared import ONE_PROCESS, Arrays, Results
+from moe_pack import formats
+from moe_pack.calib import forward
+from moe_pack.calib.forward import shared
 from moe_pack.calib.quantize import LayerRotation
-from moe_pack.calib.sensitivity.costs import (
-    Cost,
-    Trial,
-    expert_multiplications,
-    half_multiplications,
-    kind_of,
-    kinds_of_layers,
-)
-from moe_pack.calib.sensitivity.effects import divergence, head_pieces, log_probabilities
-from moe_pack.calib.sensitivity.errors import RoundedExperts, Rounding
+from moe_pack.calib.sensitivity import costs, effects, errors
 from moe_pack.calib.sensitivity.rotated import RotatedExperts
-from moe_pack.formats import NO_PROGRESS, ROW_GROUP, Progress
 from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.runtime.model import Weights, embed, run_expert
 
@@ -46,20 +37,20 @@ class ExactPass:
 
     def __init__(
         self,
-        weights: LayerwiseWeights,
+        weights: forward.LayerwiseWeights,
         ids: Tensor,
         folder: Path,
         device: torch.device,
         rotation: RotationVectors | None = None,
-        results: Results = ONE_PROCESS,
+        results: shared.Results = shared.ONE_PROCESS,
     ) -> None:
         self._results = results
         self._weights = weights
         self._spec = weights.spec
         self._device = device
-        rounding, stored = Rounding("absmax", ROW_GROUP), RotatedExperts(weights, rotation, device)
-        self._at_4, self._at_2 = (RoundedExperts(stored, width, rounding) for width in (4, 2))
-        given = Sequences.of(weights.spec, ids)
+        rounding, stored = errors.Rounding("absmax", formats.ROW_GROUP), RotatedExperts(weights, rotation, device)
+        self._at_4, self._at_2 = (errors.RoundedExperts(stored, width, rounding) for width in (4, 2))
+        given = forward.Sequences.of(weights.spec, ids)
         self.num_copied = number = min(len(ids), -(-_COPY_TOKENS // given.length))  # sequences
         first, answer = given.begun(lambda ids, place: embed(ids[place % number], weights))
 
@@ -67,7 +58,7 @@ class ExactPass:
             return number + branched % number
 
         # The same sequences twice: the original, and with all experts at 4 bits, from which the copies branch off.
-        self.states = LayerStates(
+        self.states = forward.LayerStates(
             weights,
             first,
             2 * number,
@@ -82,16 +73,18 @@ class ExactPass:
         self._num_tokens = number * given.length
 
     @torch.inference_mode()
-    def layer(self, layer: int, progress: Progress = NO_PROGRESS) -> None:
+    def layer(self, layer: int, progress: formats.Progress = formats.NO_PROGRESS) -> None:
         """Takes all sequences through the next layer, where a copy for each of its experts begins."""
         states, spec = self.states, self._spec
         tokens = states.enter(layer)
-        progress.advance(half_multiplications(spec, layer, states.sequence_length) * len(tokens.x), f"layer {layer}")
+        progress.advance(
+            costs.half_multiplications(spec, layer, states.sequence_length) * len(tokens.x), f"layer {layer}"
+        )
         changes: list[tuple[Tensor, Tensor]] = []
         if layer in spec.moe_layers:
-            layer_idx, one = spec.moe_layers.index(layer), expert_multiplications(spec)
+            layer_idx, one = spec.moe_layers.index(layer), costs.expert_multiplications(spec)
 
-            def work(expert: int) -> Arrays:
+            def work(expert: int) -> shared.Arrays:
                 return self._run_expert(tokens, layer_idx, expert)
 
             experts = range(spec.router.num_experts)
@@ -109,19 +102,19 @@ class ExactPass:
         states.leave(layer, tokens, self._copies(layer, tokens_of_base, changes))
 
     @torch.inference_mode()
-    def losses(self, progress: Progress = NO_PROGRESS) -> dict[str, Array]:
+    def losses(self, progress: formats.Progress = formats.NO_PROGRESS) -> dict[str, forward.Array]:
         """Returns `losses` f32 [L, E], KL in nats with this expert at 2 bits, and `base` f32 [1], all at 4 bits."""
         shape = (len(self._spec.moe_layers), self._spec.router.num_experts)
         num_copies = 1 + shape[0] * shape[1]
         sums = np.zeros(num_copies)
 
-        def work(number: int) -> Arrays:
+        def work(number: int) -> shared.Arrays:
             original, pieces = self.states.before(number), list[Tensor]()
-            for rows in head_pieces(0, len(original), self._spec.vocab_size):
+            for rows in effects.head_pieces(0, len(original), self._spec.vocab_size):
                 predictions, measured = self._log_probabilities(original[rows]), np.zeros(num_copies)
                 for copy in range(num_copies):
                     hidden = self.states.before((1 + copy) * self.num_copied + number)[rows]
-                    measured[copy] = divergence(predictions, self._log_probabilities(hidden))
+                    measured[copy] = effects.divergence(predictions, self._log_probabilities(hidden))
                 pieces.append(torch.from_numpy(measured))
             return tuple(pieces)
 
@@ -133,22 +126,22 @@ class ExactPass:
         kls = (sums / self._num_tokens).astype(np.float32)
         return {"losses": kls[1:].reshape(shape), "base": kls[:1]}
 
-    def cost(self, layers: range) -> Cost:
+    def cost(self, layers: range) -> costs.Cost:
         """Returns the estimated cost of these layers, with the losses after them."""
-        spec, trial = self._spec, Trial(self._weights, self.states)
+        spec, trial = self._spec, costs.Trial(self._weights, self.states)
         E, k, S = spec.router.num_experts, spec.router.num_experts_per_tok, self.states.sequence_length
-        halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
+        halves = {kind: trial.half(kind) for kind in costs.kinds_of_layers(spec)}
         plain = trial.plain(_TRIED_TOKENS)
         rounded = trial.rounded(self._at_4)  # added to the products, for any number of tokens
-        total, num_sequences = Cost(), self.states.num_sequences
+        total, num_sequences = costs.Cost(), self.states.num_sequences
         for layer in layers:
-            total += halves[kind_of(spec, layer)] * num_sequences
+            total += halves[costs.kind_of(spec, layer)] * num_sequences
             if layer in spec.moe_layers:
                 total += plain * (num_sequences * S * k / _TRIED_TOKENS) + rounded * (2 * E)
                 num_sequences += self.num_copied * E
         return total + trial.predicted(self._num_tokens) * (2 + len(spec.moe_layers) * E)
 
-    def _run_expert(self, tokens: LayerTokens, layer_idx: int, expert: int) -> Arrays:
+    def _run_expert(self, tokens: forward.LayerTokens, layer_idx: int, expert: int) -> shared.Arrays:
         """Runs an expert.
 
         Returns: its positions in the copied tokens [n], its change by 2 bits [n, d], and its outputs in chunks, those
@@ -168,7 +161,7 @@ class ExactPass:
         change = (at_2 - at_4).cpu() * self.states.shares(weights[base])[:, None]
         return token_idx[base] - self._num_tokens, change, *outputs
 
-    def _add(self, tokens: LayerTokens, expert: int, outputs: Sequence[Tensor]) -> None:
+    def _add(self, tokens: forward.LayerTokens, expert: int, outputs: Sequence[Tensor]) -> None:
         """Adds the outputs that `_run_expert` returned."""
         token_idx, weights = tokens.of_expert(expert)
         original = token_idx < self._num_tokens
@@ -178,13 +171,15 @@ class ExactPass:
             for chunk, of_chunk in chunks:
                 self.states.add(tokens, chunk, of_chunk, next(remaining))
 
-    def _output(self, tokens: LayerTokens, token_idx: Tensor, model: Weights, layer_idx: int, expert: int) -> Tensor:
+    def _output(
+        self, tokens: forward.LayerTokens, token_idx: Tensor, model: Weights, layer_idx: int, expert: int
+    ) -> Tensor:
         rotation = LayerRotation(model.rotation(layer_idx))
         x = rotation.inputs(tokens.expert_inputs(token_idx).to(self._device))
         y = run_expert(x, model.expert(layer_idx, expert), self._spec.expert_function(layer_idx), "none", 0.0)
         return rotation.outputs(y)
 
-    def _copies(self, layer: int, base: LayerTokens, changes: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+    def _copies(self, layer: int, base: forward.LayerTokens, changes: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
         """Yields the hidden states of one copy after the other, float32 [n, w]; `base` are those without a change."""
         for places, change in changes:
             if base.outputs is None:
@@ -194,9 +189,9 @@ class ExactPass:
             yield self.states.after(layer, (base.x, base.inputs), changed, self._weights).cpu()
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
-        return log_probabilities(hidden, self._weights, self._device)
+        return effects.log_probabilities(hidden, self._weights, self._device)
 
 
 def _chunks(values: Tensor) -> tuple[Tensor, ...]:
     """Returns an expert's tokens in chunks, none for no tokens."""
-    return torch.split(values, CHUNK_TOKENS) if len(values) else ()
+    return torch.split(values, forward.CHUNK_TOKENS) if len(values) else ()

@@ -30,24 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_pack import formats
 from moe_pack.calib.forward import KINDS, LayerStates, LayerTokens
 from moe_pack.calib.quantize import usual_repeats
-from moe_pack.calib.sensitivity.errors import COMPARED_NEURONS, GROUP, WIDTHS, rounding_squares
-from moe_pack.formats import MATRICES, ModelSpec, NeuronFunction, Selector
-from moe_pack.runtime.model import (
-    Activations,
-    Expert,
-    Matrix,
-    NeuronBlock,
-    Operations,
-    Weights,
-    head,
-    linear,
-    neuron_of,
-)
+from moe_pack.calib.sensitivity import errors
+from moe_pack.runtime import model
+from moe_pack.runtime.model import layers, matrices
 from moe_pack.runtime.model.caches import Chosen
-from moe_pack.runtime.model.layers import router_logits, weights_of_experts
-from moe_pack.runtime.model.matrices import DivisibleMatrix, rows_of
 from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.operations import row_blocks
 from moe_pack.runtime.model.rotation import Rotation
@@ -62,9 +51,9 @@ class _Product(torch.autograd.Function):
     """`x @ matrix.T`; its gradient reads the matrix again, a block of rows at a time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Matrix) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrix: model.Matrix) -> Tensor:
         ctx.matrix = matrix
-        return linear(x, matrix)
+        return model.linear(x, matrix)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -75,10 +64,10 @@ class _Product(torch.autograd.Function):
         return total, None
 
 
-class _TrackedMatrix(DivisibleMatrix):
+class _TrackedMatrix(matrices.DivisibleMatrix):
     """A matrix through whose products gradients flow."""
 
-    def __init__(self, matrix: Matrix) -> None:
+    def __init__(self, matrix: model.Matrix) -> None:
         self._matrix = matrix
         self.num_rows, self.num_cols = matrix.num_rows, matrix.num_cols
 
@@ -93,27 +82,27 @@ class _TrackedMatrix(DivisibleMatrix):
         return product
 
     def part(self, start: int, stop: int) -> "_TrackedMatrix":
-        return _TrackedMatrix(rows_of(self._matrix, start, stop))
+        return _TrackedMatrix(matrices.rows_of(self._matrix, start, stop))
 
 
 class Tracked:
     """The weights of `source`, through which torch finds gradients with respect to hidden states."""
 
-    def __init__(self, source: Weights) -> None:
-        self.spec: ModelSpec = source.spec
-        self.selector: Selector = source.selector
-        self.operations: Operations = source.operations
+    def __init__(self, source: model.Weights) -> None:
+        self.spec: formats.ModelSpec = source.spec
+        self.selector: formats.Selector = source.selector
+        self.operations: model.Operations = source.operations
         self._source = source
 
     def vector(self, role: str) -> Tensor:
         """Returns a norm's weight or a bias, float32 [n]: a copy, because torch keeps none from inference mode."""
         return self._source.vector(role).clone()
 
-    def matrix(self, role: str) -> Matrix:
+    def matrix(self, role: str) -> model.Matrix:
         """Returns a dense matrix by its role."""
         return _TrackedMatrix(self._source.matrix(role))
 
-    def expert(self, layer_idx: int, expert: int) -> Expert:
+    def expert(self, layer_idx: int, expert: int) -> model.Expert:
         """Returns an expert of `source`."""
         return self._source.expert(layer_idx, expert)
 
@@ -140,7 +129,7 @@ def prediction_gradient(hidden: Tensor, weights: Tracked, generator: torch.Gener
     """
     with torch.inference_mode(mode=False), torch.enable_grad():
         hidden = hidden.clone().requires_grad_()
-        logits = head(hidden, weights)
+        logits = model.head(hidden, weights)
         p = logits.detach().softmax(dim=-1)
         v = p.sqrt() * torch.randn(p.shape, generator=generator).to(p.device)
         v -= p * v.sum(dim=-1, keepdim=True)
@@ -199,7 +188,7 @@ def router_gradient(tokens: LayerTokens, above: Tensor, weights: Tracked, layer:
     with torch.inference_mode(mode=False), torch.enable_grad():
         x = tokens.inputs.to(above.device).clone().requires_grad_()
         experts, runs = tokens.experts.to(x.device).clone(), (tokens.weights != 0).to(x.device)
-        chosen = weights_of_experts(router_logits(x, weights, layer), experts, weights, layer)
+        chosen = layers.weights_of_experts(layers.router_logits(x, weights, layer), experts, weights, layer)
         (gradient,) = torch.autograd.grad(chosen, x, above * runs)
     return gradient
 
@@ -225,7 +214,12 @@ class ExpertGradients:
 
 
 def expert_gradients(
-    expert: Expert, function: NeuronFunction, x: Tensor, weights: Tensor, above: Tensor, thresholds: Tensor
+    expert: model.Expert,
+    function: formats.NeuronFunction,
+    x: Tensor,
+    weights: Tensor,
+    above: Tensor,
+    thresholds: Tensor,
 ) -> ExpertGradients:
     """Takes the gradient of an expert's output back through it, and weighs errors of its weights by it.
 
@@ -236,9 +230,9 @@ def expert_gradients(
     """
     few = min(len(x), SPARSE_TOKENS)
     inputs, by_weight = torch.zeros_like(x), x.new_zeros(len(x))
-    quantized = x.new_zeros((len(MATRICES), len(WIDTHS)))
+    quantized = x.new_zeros((len(formats.MATRICES), len(errors.WIDTHS)))
     dropped = x.new_zeros((*thresholds.shape, few))
-    kept: list[list[Tensor]] = [[] for _ in MATRICES]
+    kept: list[list[Tensor]] = [[] for _ in formats.MATRICES]
     by_neuron = list[Tensor]()  # what down loses
     x_squares, above_squares = _group_means(x), _group_means(above)
     num_neurons = 0
@@ -258,12 +252,12 @@ def expert_gradients(
                 inputs.addmm_(shares, rows)
             shares = shares.square_()
             moments = shares.T @ (above_squares if is_down else x_squares)  # [neurons, groups]
-            lost = torch.stack([(moments * squares).sum(dim=1) for squares in rounding_squares(rows)], dim=1) / 2
+            lost = torch.stack([(moments * squares).sum(dim=1) for squares in errors.rounding_squares(rows)], dim=1) / 2
             quantized[matrix_idx] += lost.sum(dim=0)
             if is_down:
                 by_neuron.append(lost)
-            if num_neurons < COMPARED_NEURONS:
-                kept[matrix_idx].append(moments[: COMPARED_NEURONS - num_neurons])
+            if num_neurons < errors.COMPARED_NEURONS:
+                kept[matrix_idx].append(moments[: errors.COMPARED_NEURONS - num_neurons])
         num_neurons += len(block.up)
     bias = expert.down_bias()
     if bias is not None:
@@ -275,7 +269,7 @@ def expert_gradients(
     return ExpertGradients(inputs, by_weight, quantized, repeated, sparse, firsts)
 
 
-def _add_dropped(dropped: Tensor, values: Activations, gains: Tensor, thresholds: Tensor) -> None:
+def _add_dropped(dropped: Tensor, values: model.Activations, gains: Tensor, thresholds: Tensor) -> None:
     """Adds what a block's neurons below each threshold contribute: float32 [kinds, sparsities, n]."""
     few = len(gains)
     share = values.h[:few] * gains
@@ -285,17 +279,19 @@ def _add_dropped(dropped: Tensor, values: Activations, gains: Tensor, thresholds
             of_threshold += (share * (a < threshold)).sum(dim=1)
 
 
-def _neurons(x: Tensor, block: NeuronBlock, function: NeuronFunction) -> tuple[Activations, tuple[Tensor, Tensor]]:
+def _neurons(
+    x: Tensor, block: model.NeuronBlock, function: formats.NeuronFunction
+) -> tuple[model.Activations, tuple[Tensor, Tensor]]:
     """Returns what a block's neurons compute, and the derivatives of h by the products with gate and with up."""
-    neuron = neuron_of(function)
+    neuron = model.neuron_of(function)
     with torch.inference_mode(mode=False), torch.enable_grad():
         up = _products(x, block.up, block.up_bias)
         if block.gate is None:
             h, slope = _with_slope(neuron.act, up)
-            return Activations(h, h, h), (slope, slope)
+            return model.Activations(h, h, h), (slope, slope)
         act, act_slope = _with_slope(neuron.act, _products(x, block.gate, block.gate_bias))
         factor, factor_slope = _with_slope(neuron.factor, up)
-    return Activations(up=factor, gate=act, h=act * factor), (act_slope * factor, act * factor_slope)
+    return model.Activations(up=factor, gate=act, h=act * factor), (act_slope * factor, act * factor_slope)
 
 
 def _products(x: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -313,4 +309,4 @@ def _with_slope(function: Callable[[Tensor], Tensor], values: Tensor) -> tuple[T
 
 def _group_means(values: Tensor) -> Tensor:
     """Returns the mean square in each group of columns: float32 [n, d] gives [n, groups]."""
-    return values.square().view(len(values), values.shape[1] // GROUP, GROUP).mean(dim=2)
+    return values.square().view(len(values), values.shape[1] // errors.GROUP, errors.GROUP).mean(dim=2)

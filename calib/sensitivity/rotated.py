@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_pack.calib.quantize import UNROTATED, Calibration, ExpertQuantizer, ExpertTokens, LayerRotation
+from moe_pack.calib import quantize
 from moe_pack.calib.sensitivity.errors import calibrated_anchor, calibrated_formats, first_neurons, on_cpu
-from moe_pack.formats import MATRICES, ExpertFormat, ModelSpec, NeuronFunction, PartFormat, Selector
+from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.manifests import RotationVectors
-from moe_pack.runtime.model import Expert, Matrix, NeuronBlock, Operations, Weights, activations
+from moe_pack.formats.parts import specs
+from moe_pack.runtime import model
 from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.rotation import Rotation
 
@@ -31,22 +32,22 @@ class RotatedExperts:
     Args:    device: of the weights.
     """
 
-    def __init__(self, source: Weights, vectors: RotationVectors | None, device: torch.device) -> None:
-        self.spec: ModelSpec = source.spec
-        self.selector: Selector = source.selector
-        self.operations: Operations = source.operations
+    def __init__(self, source: model.Weights, vectors: RotationVectors | None, device: torch.device) -> None:
+        self.spec: specs.ModelSpec = source.spec
+        self.selector: specs.Selector = source.selector
+        self.operations: model.Operations = source.operations
         self._source = source
-        self._layers = [LayerRotation.of(vectors, idx, device) for idx in range(len(source.spec.moe_layers))]
+        self._layers = [quantize.LayerRotation.of(vectors, idx, device) for idx in range(len(source.spec.moe_layers))]
 
     def vector(self, role: str) -> Tensor:
         """Returns a norm's weight or a bias, float32 [n]."""
         return self._source.vector(role)
 
-    def matrix(self, role: str) -> Matrix:
+    def matrix(self, role: str) -> model.Matrix:
         """Returns a dense matrix of `source`."""
         return self._source.matrix(role)
 
-    def expert(self, layer_idx: int, expert: int) -> Expert:
+    def expert(self, layer_idx: int, expert: int) -> model.Expert:
         """Returns an expert, in rotated coordinates if its layer is rotated."""
         return self._layers[layer_idx].expert(self._source.expert(layer_idx, expert))
 
@@ -63,13 +64,18 @@ class RotatedExperts:
         return self._source.ngram_table(layer)
 
 
-def is_rotated_better(expert: Expert, function: NeuronFunction, tokens: ExpertTokens, rotation: LayerRotation) -> bool:
+def is_rotated_better(
+    expert: model.Expert,
+    function: specs.NeuronFunction,
+    tokens: quantize.ExpertTokens,
+    rotation: quantize.LayerRotation,
+) -> bool:
     """Returns whether a calibrated expert loses less in rotated coordinates than in its own, or at most 5% more.
 
     Meaning: the first neurons are quantized both ways to a trellis of 2 bits on every second token; the others judge.
     """
     judged = _JudgedExpert.of(expert, function, tokens)
-    errors = [judged.error(coordinates) for coordinates in (UNROTATED, rotation)]
+    errors = [judged.error(coordinates) for coordinates in (quantize.UNROTATED, rotation)]
     return errors[1] < _MOST_EXCESS * errors[0]
 
 
@@ -77,34 +83,38 @@ def is_rotated_better(expert: Expert, function: NeuronFunction, tokens: ExpertTo
 class _JudgedExpert:
     """Neurons of an expert, the tokens that calibrate them, and those that judge them, in the source's coordinates."""
 
-    blocks: list[NeuronBlock]
-    function: NeuronFunction
-    calibrating: ExpertTokens
-    judging: ExpertTokens
-    part: PartFormat
+    blocks: list[model.NeuronBlock]
+    function: specs.NeuronFunction
+    calibrating: quantize.ExpertTokens
+    judging: quantize.ExpertTokens
+    part: plans.PartFormat
 
     @classmethod
-    def of(cls, expert: Expert, function: NeuronFunction, tokens: ExpertTokens) -> "_JudgedExpert":
-        calibrating, judging = (ExpertTokens(tokens.inputs[first::2], tokens.weights[first::2]) for first in range(2))
+    def of(cls, expert: model.Expert, function: specs.NeuronFunction, tokens: quantize.ExpertTokens) -> "_JudgedExpert":
+        calibrating, judging = (
+            quantize.ExpertTokens(tokens.inputs[first::2], tokens.weights[first::2]) for first in range(2)
+        )
         part = calibrated_anchor(calibrated_formats(tokens.inputs.shape[1]))
         blocks = [on_cpu(block) for block in first_neurons(expert, _JUDGED_NEURONS)]
         return cls(blocks, function, calibrating, judging, part)
 
-    def error(self, rotation: LayerRotation) -> float:
+    def error(self, rotation: quantize.LayerRotation) -> float:
         """Returns the squared error of the outputs of quantized neurons, in the source's coordinates."""
         num_cols, x = self.calibrating.inputs.shape[1], self.judging.inputs
-        calibration = Calibration(
+        calibration = quantize.Calibration(
             replace(self.calibrating, inputs=rotation.inputs(self.calibrating.inputs)), self.function
         )
         part, has_gate = self.part, self.blocks[0].gate is not None
-        formats = ExpertFormat(part if has_gate else None, part, part)
-        quantizer = ExpertQuantizer(formats, calibration, num_cols)
+        formats = plans.ExpertFormat(part if has_gate else None, part, part)
+        quantizer = quantize.ExpertQuantizer(formats, calibration, num_cols)
         error, stored_x = torch.zeros_like(x), rotation.inputs(x)
         for block in self.blocks:
             stored = rotation.block(block)
-            matrices = [matrix for matrix in MATRICES if formats.of(matrix) is not None]
+            matrices = [matrix for matrix in specs.MATRICES if formats.of(matrix) is not None]
             decoded = {m: decode_part(part, num_cols, quantizer.rows(m, stored)) for m in matrices}
-            rounded = NeuronBlock(decoded.get("gate"), decoded["up"], decoded["down"], block.gate_bias, block.up_bias)
-            y = activations(stored_x, rounded, self.function).h @ rounded.down
-            error += rotation.outputs(y) - activations(x, block, self.function).h @ block.down
+            rounded = model.NeuronBlock(
+                decoded.get("gate"), decoded["up"], decoded["down"], block.gate_bias, block.up_bias
+            )
+            y = model.activations(stored_x, rounded, self.function).h @ rounded.down
+            error += rotation.outputs(y) - model.activations(x, block, self.function).h @ block.down
         return float((error.square().sum(dim=1) * self.judging.weights).sum(dtype=torch.float64))

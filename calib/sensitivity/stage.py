@@ -22,59 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import (
-    CHUNK_TOKENS,
-    Array,
-    KeptInputs,
-    LayerStates,
-    LayerTokens,
-    LayerwiseWeights,
-    Sequences,
-    num_workers,
-    store_states,
-    whole_states,
-)
-from moe_pack.calib.forward.shared import ONE_PROCESS, Arrays, Results
-from moe_pack.calib.quantize import LayerRotation, needs_inputs
-from moe_pack.calib.sensitivity.costs import (
-    Cost,
-    Trial,
-    expert_multiplications,
-    half_multiplications,
-    kind_of,
-    kinds_of_layers,
-)
-from moe_pack.calib.sensitivity.effects import (
-    DENSE_WIDTHS,
-    MOST_COPIES,
-    Copy,
-    Divergences,
-    LayerLosses,
-    Level,
-    copies_of,
-    divergence,
-    head_pieces,
-    likelihood_lost,
-    log_probabilities,
-)
-from moe_pack.calib.sensitivity.errors import (
-    GROUP,
-    WIDTHS,
-    RoundedDense,
-    RoundedExperts,
-    calibrated_anchor,
-    calibrated_formats,
-    calibrated_ratios,
-    compared_formats,
-    first_neurons,
-    format_ratios,
-    joined,
-    measured_formats,
-    plainly_rounded,
-    ratios_of_widths,
-    roundable_roles,
-    squared_step,
-)
+from moe_pack.calib import quantize
+from moe_pack.calib.forward import Array, experts, layers, shared
+from moe_pack.calib.sensitivity import costs, effects, errors
 from moe_pack.calib.sensitivity.gradients import (
     Tracked,
     end_gradient,
@@ -84,14 +34,9 @@ from moe_pack.calib.sensitivity.gradients import (
     router_gradient,
 )
 from moe_pack.calib.sensitivity.rotated import RotatedExperts
-from moe_pack.formats import (
-    MATRICES,
-    NO_PROGRESS,
-    PartFormat,
-    Progress,
-    Quantizer,
-    part_format,
-)
+from moe_pack.formats import MATRICES
+from moe_pack.formats.base import commands
+from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.runtime.model import Weights, embed, run_expert
 
@@ -101,7 +46,7 @@ _JUDGED_TOKENS = 512  # of an expert, to judge calibrated formats on
 _DENSE_TOKENS = 512  # to measure dense matrices on
 _HEAD_TOKENS = 256  # to judge a rounded head on
 _SHRUNK_TOKENS = 8  # of its layer's average that an expert's own tokens are mixed with
-Compared = tuple[Quantizer, PartFormat]
+Compared = tuple[plans.Quantizer, plans.PartFormat]
 Phase = Literal["forward", "back", "copies"]  # of the stage: their multiplications take unlike times
 
 
@@ -119,16 +64,16 @@ class SensitivityPass:
 
     def __init__(
         self,
-        weights: LayerwiseWeights,
+        weights: layers.LayerwiseWeights,
         ids: Tensor,
-        level: Level,
+        level: effects.Level,
         thresholds: Callable[[int], Array],
         folder: Path,
         device: torch.device,
-        kept: KeptInputs | None = None,
-        stored: Callable[[int], LayerLosses] | None = None,
+        kept: experts.KeptInputs | None = None,
+        stored: Callable[[int], effects.LayerLosses] | None = None,
         rotation: RotationVectors | None = None,
-        results: Results = ONE_PROCESS,
+        results: shared.Results = shared.ONE_PROCESS,
     ) -> None:
         spec = weights.spec
         self._results = results
@@ -138,11 +83,11 @@ class SensitivityPass:
         self.spec = spec
         self.kept = kept
         self._stored = stored
-        self.level: Level = level
+        self.level: effects.Level = level
         self.thresholds = thresholds
         self.device = device
         self._tracked = Tracked(weights)
-        given = Sequences.of(spec, ids)
+        given = layers.Sequences.of(spec, ids)
         self.ids, S = given.ids, given.length
         wanted = min(max(given.ids.numel() // 4, _LEAST_TOKENS), _MOST_TOKENS[level])
         self.num_sequences = min(len(ids), -(-wanted // S))
@@ -151,7 +96,7 @@ class SensitivityPass:
         self._folder = folder
         folder.mkdir(exist_ok=True)
         first, answer = given.begun(lambda ids, number: embed(ids[number], weights))
-        self.states = LayerStates(
+        self.states = layers.LayerStates(
             weights,
             first,
             self.num_sequences,
@@ -175,35 +120,38 @@ class SensitivityPass:
         """The layer at which the decoder begins: 0 without an encoder."""
         return 0 if self.spec.encoder is None else self.spec.encoder.num_layers
 
-    def cost(self) -> dict[str, Cost]:
+    def cost(self) -> dict[str, costs.Cost]:
         """Returns the estimated cost of what is left of the pass, by phase."""
-        spec, trial, S = self.spec, Trial(self.weights, self.states), self.states.sequence_length
-        router, every = spec.router, calibrated_formats(spec.hidden_size)
+        spec, trial, S = self.spec, costs.Trial(self.weights, self.states), self.states.sequence_length
+        router, every = spec.router, errors.calibrated_formats(spec.hidden_size)
         choices = self.num_tokens * router.num_experts_per_tok
-        halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
-        halves_back = {kind: trial.half_back(kind) for kind in kinds_of_layers(spec)}
+        halves = {kind: trial.half(kind) for kind in costs.kinds_of_layers(spec)}
+        halves_back = {kind: trial.half_back(kind) for kind in costs.kinds_of_layers(spec)}
         plain = trial.plain(_TRIED_TOKENS) * (1 / _TRIED_TOKENS)
-        stored = Trial(self.stored_experts, self.states)
+        stored = costs.Trial(self.stored_experts, self.states)
         back = stored.back(choices / router.num_experts) * router.num_experts
         anchored = trial.compared(self._anchors)
-        compared = anchored * (len(compared_formats(spec.hidden_size)) / len(self._anchors))
+        compared = anchored * (len(errors.compared_formats(spec.hidden_size)) / len(self._anchors))
         if self.kept is not None:
             judged = min(_JUDGED_TOKENS, choices // router.num_experts)
-            one = trial.calibrated(judged, (calibrated_anchor(every),))
-            anchored, compared = anchored + one, compared + one * len(measured_formats(every))
-        copied, num_copies = self.num_copied * S, min(MOST_COPIES, len(spec.moe_layers))
-        rounded = trial.rounded(RoundedExperts(self.stored_experts, WIDTHS[0], plainly_rounded)) * router.num_experts
-        forward, on_way_back, of_copies = Cost(), Cost(), trial.predicted(copied) * (1 + num_copies)
+            one = trial.calibrated(judged, (errors.calibrated_anchor(every),))
+            anchored, compared = anchored + one, compared + one * len(errors.measured_formats(every))
+        copied, num_copies = self.num_copied * S, min(effects.MOST_COPIES, len(spec.moe_layers))
+        rounded = (
+            trial.rounded(errors.RoundedExperts(self.stored_experts, errors.WIDTHS[0], errors.plainly_rounded))
+            * router.num_experts
+        )
+        forward, on_way_back, of_copies = costs.Cost(), costs.Cost(), trial.predicted(copied) * (1 + num_copies)
         if self._above is None:
             on_way_back += trial.predicted_back(self.num_tokens)
         for layer in range(spec.num_hidden_layers):
-            half, is_moe = halves[kind_of(spec, layer)], layer in spec.moe_layers
+            half, is_moe = halves[costs.kind_of(spec, layer)], layer in spec.moe_layers
             if layer >= self.states.next_layer:
                 forward += half * self.num_sequences + plain * (choices * is_moe)
             if layer <= self.next_back:
-                tried = self._num_dense_sequences(layer) * (len(roundable_roles(spec, layer)) + 1)
+                tried = self._num_dense_sequences(layer) * (len(errors.roundable_roles(spec, layer)) + 1)
                 on_way_back += half * (self.num_sequences + tried)
-                on_way_back += halves_back[kind_of(spec, layer)] * self.num_sequences
+                on_way_back += halves_back[costs.kind_of(spec, layer)] * self.num_sequences
                 if spec.residual is not None:
                     on_way_back += plain * (choices * is_moe)  # experts run again
                 if is_moe:
@@ -232,12 +180,12 @@ class SensitivityPass:
     @property
     def _anchors(self) -> tuple[Compared, ...]:
         """The formats by which a layer's others are scaled, by width."""
-        return tuple(("hqq", part_format(width, GROUP)) for width in WIDTHS)
+        return tuple(("hqq", plans.part_format(width, errors.GROUP)) for width in errors.WIDTHS)
 
     # --- forward
 
     @torch.inference_mode()
-    def forward(self, progress: Progress = NO_PROGRESS) -> None:
+    def forward(self, progress: commands.Progress = commands.NO_PROGRESS) -> None:
         """Takes all sequences through the next layer."""
         states, layer = self.states, self.states.next_layer
         tokens = states.enter(layer)
@@ -246,11 +194,11 @@ class SensitivityPass:
             self._run_experts(tokens, layer, progress, "forward")
         states.leave(layer, tokens)
 
-    def _run_experts(self, tokens: LayerTokens, layer: int, progress: Progress, phase: Phase) -> None:
+    def _run_experts(self, tokens: layers.LayerTokens, layer: int, progress: commands.Progress, phase: Phase) -> None:
         """Adds the outputs of a layer's experts."""
         layer_idx, E = self.spec.moe_layers.index(layer), self.spec.router.num_experts
 
-        def work(expert: int) -> Arrays:
+        def work(expert: int) -> shared.Arrays:
             token_idx, _ = tokens.of_expert(expert)
             return tuple(self._outputs(tokens, token_idx, self.weights, layer_idx, expert))
 
@@ -259,36 +207,41 @@ class SensitivityPass:
             token_idx, weights = tokens.of_expert(expert)
             self._add(self.states, tokens, token_idx, weights, outputs)
             progress.advance(
-                expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}", phase
+                costs.expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}", phase
             )
 
     def _outputs(
         self,
-        tokens: LayerTokens,
+        tokens: layers.LayerTokens,
         token_idx: Tensor,
-        model: LayerwiseWeights | RoundedExperts,
+        model: layers.LayerwiseWeights | errors.RoundedExperts,
         layer_idx: int,
         expert: int,
     ) -> Iterator[Tensor]:
         """Yields an expert's outputs for some tokens in chunks, float32 [n, d]."""
-        rotation = LayerRotation(model.rotation(layer_idx))
-        for start in range(0, len(token_idx), CHUNK_TOKENS):
-            x = rotation.inputs(tokens.expert_inputs(token_idx[start : start + CHUNK_TOKENS]).to(self.device))
+        rotation = quantize.LayerRotation(model.rotation(layer_idx))
+        for start in range(0, len(token_idx), experts.CHUNK_TOKENS):
+            x = rotation.inputs(tokens.expert_inputs(token_idx[start : start + experts.CHUNK_TOKENS]).to(self.device))
             output = run_expert(x, model.expert(layer_idx, expert), self.spec.expert_function(layer_idx), "none", 0.0)
             yield rotation.outputs(output)
 
     def _add(
-        self, states: LayerStates, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, outputs: Arrays
+        self,
+        states: layers.LayerStates,
+        tokens: layers.LayerTokens,
+        token_idx: Tensor,
+        weights: Tensor,
+        outputs: shared.Arrays,
     ) -> None:
         """Adds the chunks of an expert's outputs."""
         for number, output in enumerate(outputs):
-            chunk = slice(number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
+            chunk = slice(number * experts.CHUNK_TOKENS, (number + 1) * experts.CHUNK_TOKENS)
             states.add(tokens, token_idx[chunk], weights[chunk], output)
 
     # --- back
 
     @torch.inference_mode()
-    def back(self, progress: Progress = NO_PROGRESS) -> LayerLosses:
+    def back(self, progress: commands.Progress = commands.NO_PROGRESS) -> effects.LayerLosses:
         """Takes gradients back through layer `next_back` and measures it; after it comes `leave_back`."""
         spec, states, layer = self.spec, self.states, self.next_back
         if self._above is None:
@@ -306,7 +259,7 @@ class SensitivityPass:
             below += of_inputs
         S, gradients = states.sequence_length, torch.empty_like(above)
 
-        def work(number: int) -> Arrays:
+        def work(number: int) -> shared.Arrays:
             rows = slice(number * S, (number + 1) * S)
             gradient, of_text = half_gradient(
                 states,
@@ -332,10 +285,10 @@ class SensitivityPass:
         if layer == self.first_decoder_layer > 0:
             gradients, self._other = self._other, gradients
         self._above = gradients
-        return LayerLosses(dense, *(losses.numpy() for losses in of_experts))
+        return effects.LayerLosses(dense, *(losses.numpy() for losses in of_experts))
 
     def _end_back(
-        self, layer: int, tokens: LayerTokens, above: Tensor, progress: Progress
+        self, layer: int, tokens: layers.LayerTokens, above: Tensor, progress: commands.Progress
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns the gradients with respect to `x` and `inputs` of a layer's tokens, and to its experts' outputs.
 
@@ -349,7 +302,7 @@ class SensitivityPass:
         S, all_outputs = self.states.sequence_length, tokens.outputs
         found = tuple(torch.empty_like(each) for each in (tokens.x, tokens.inputs, all_outputs))
 
-        def work(number: int) -> Arrays:
+        def work(number: int) -> shared.Arrays:
             rows = slice(number * S, (number + 1) * S)
             half = tokens.x[rows], tokens.inputs[rows]
             pieces = end_gradient(self.states, layer, half, all_outputs[rows], self._tracked, above[rows])
@@ -365,7 +318,7 @@ class SensitivityPass:
         """Ends the layer that was measured last; the caller has stored the result of `back`."""
         assert self._above is not None, "a layer was measured"
         gradients = (self._above, self._other)
-        path, _ = store_states(self._folder, f"gradient-{self.next_back:03d}", gradients, self._results)
+        path, _ = layers.store_states(self._folder, f"gradient-{self.next_back:03d}", gradients, self._results)
         kept = {path}
         if self._results.is_shared:  # other parts may still read it
             kept |= set(self._folder.glob(f"gradient-{self.next_back + 1:03d}-*"))
@@ -376,7 +329,7 @@ class SensitivityPass:
 
     def _resume(self) -> tuple[int, Tensor | None, Tensor]:
         """Returns the next layer on the way back, the gradient above it if it is known, and the other stack's."""
-        width, found = self.spec.stream_width, whole_states(self._folder, "gradient")
+        width, found = self.spec.stream_width, layers.whole_states(self._folder, "gradient")
         has_encoder = self.spec.encoder is not None
         if not found:
             return self.spec.num_hidden_layers - 1, None, torch.zeros(self.num_tokens * has_encoder, width)
@@ -384,14 +337,14 @@ class SensitivityPass:
         values = torch.from_numpy(np.fromfile(found[layer], np.float32)).view(-1, width)
         return layer - 1, values[: self.num_tokens], values[self.num_tokens :]
 
-    def _prediction_gradients(self, progress: Progress) -> Tensor:
+    def _prediction_gradients(self, progress: commands.Progress) -> Tensor:
         pieces, last = list[Tensor](), self.spec.num_hidden_layers
 
-        def work(number: int) -> Arrays:
+        def work(number: int) -> shared.Arrays:
             generator, hidden = torch.Generator().manual_seed(number), self.states.at(last, number)
             return tuple(
                 prediction_gradient(hidden[rows].to(self.device), self._tracked, generator).cpu()
-                for rows in head_pieces(0, len(hidden), self.spec.vocab_size)
+                for rows in effects.head_pieces(0, len(hidden), self.spec.vocab_size)
             )
 
         S = self.states.sequence_length
@@ -401,7 +354,7 @@ class SensitivityPass:
         return torch.cat(pieces)
 
     def _experts_back(
-        self, layer: int, tokens: LayerTokens, above: Tensor, below: Tensor, progress: Progress
+        self, layer: int, tokens: layers.LayerTokens, above: Tensor, below: Tensor, progress: commands.Progress
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Adds the experts' gradients to `below`; returns `quantized`, `repeated`, `sparse`, `ratios`, `calibrated`.
 
@@ -415,7 +368,7 @@ class SensitivityPass:
         num_tokens = torch.tensor([len(tokens.of_expert(expert)[0]) for expert in range(E)])
         popular, moments = int(num_tokens.argmax()), tuple[Tensor | None, ...]()
 
-        def work(expert: int) -> Arrays:
+        def work(expert: int) -> shared.Arrays:
             token_idx, rank = torch.where((tokens.experts == expert) & (tokens.weights != 0))
             found = expert_gradients(
                 self.stored_experts.expert(layer_idx, expert),
@@ -431,9 +384,9 @@ class SensitivityPass:
             of_one = (torch.zeros(0) if each is None else each for each in found.moments if expert == popular)
             return token_idx, rank, of_inputs, *(each.cpu() for each in (*losses, *of_one))
 
-        quantized, repeated = torch.zeros(E, len(MATRICES), len(WIDTHS)), torch.zeros(E, len(WIDTHS))
+        quantized, repeated = torch.zeros(E, len(MATRICES), len(errors.WIDTHS)), torch.zeros(E, len(errors.WIDTHS))
         sparse = torch.zeros(E, *thresholds.shape[1:])
-        all_found = self._results.in_order("expert-gradients", work, range(E), num_workers(spec))
+        all_found = self._results.in_order("expert-gradients", work, range(E), layers.num_workers(spec))
         for expert, (token_idx, rank, of_inputs, of_weights, *found) in enumerate(all_found):
             if tokens.scales is not None:  # the router's weight multiplies the input, not the output
                 of_weights = (of_inputs * tokens.inputs[token_idx]).sum(dim=1)
@@ -445,7 +398,7 @@ class SensitivityPass:
             quantized[expert], repeated[expert], sparse[expert] = found[:3]
             if expert == popular:
                 moments = tuple(each.to(self.device) if len(each) else None for each in found[3:])
-            done = 2 * expert_multiplications(spec) * len(token_idx)
+            done = 2 * costs.expert_multiplications(spec) * len(token_idx)
             progress.advance(done, f"layer {layer} expert {expert}", "back")
         below += router_gradient(tokens, by_weight.to(self.device), self._tracked, layer).cpu()
         compared = (
@@ -453,15 +406,15 @@ class SensitivityPass:
             lambda: self._calibrated(layer_idx, popular, tokens, above),
         )
         (ratios,), (calibrated,) = self._results.in_order("formats", lambda number: (compared[number](),), range(2), 1)
-        solved = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size))
+        solved = torch.from_numpy(errors.ratios_of_widths(ratios.numpy(), spec.hidden_size))
         quantized, repeated, sparse = (
             _shrunk(losses, num_tokens) / self.num_tokens for losses in (quantized, repeated, sparse)
         )
         down = MATRICES.index("down")
         return quantized * solved, repeated * solved[down], sparse, ratios, calibrated
 
-    def _rotation(self, layer_idx: int) -> LayerRotation:
-        return LayerRotation(self.stored_experts.rotation(layer_idx))
+    def _rotation(self, layer_idx: int) -> quantize.LayerRotation:
+        return quantize.LayerRotation(self.stored_experts.rotation(layer_idx))
 
     def _reference(self, layer_idx: int) -> int | None:
         """Returns the MoE layer whose comparison of formats is scaled to this one; None: it has its own.
@@ -471,24 +424,24 @@ class SensitivityPass:
         last = len(self.spec.moe_layers) - 1
         return None if layer_idx == last or self.level == "full" else last
 
-    def _stored_losses(self, layer_idx: int) -> LayerLosses:
+    def _stored_losses(self, layer_idx: int) -> effects.LayerLosses:
         assert self._stored is not None, "the caller gives the losses it has stored"
         return self._stored(self.spec.moe_layers[layer_idx])
 
     def _ratios(self, layer_idx: int, expert: int, moments: tuple[Tensor | None, ...]) -> Tensor:
-        every, reference = compared_formats(self.spec.hidden_size), self._reference(layer_idx)
+        every, reference = errors.compared_formats(self.spec.hidden_size), self._reference(layer_idx)
         number = max(len(of_matrix) for of_matrix in moments if of_matrix is not None)
-        block = joined(first_neurons(self.stored_experts.expert(layer_idx, expert), number))
+        block = errors.joined(errors.first_neurons(self.stored_experts.expert(layer_idx, expert), number))
         matrices = block.gate, block.up, block.down
         if reference is None:
-            return format_ratios(matrices, moments, every)
+            return errors.format_ratios(matrices, moments, every)
         table = torch.from_numpy(self._stored_losses(reference).ratios)
-        found = format_ratios(matrices, moments, self._anchors)
-        of_width = torch.tensor([WIDTHS.index(part.width) for _, part in every])
+        found = errors.format_ratios(matrices, moments, self._anchors)
+        of_width = torch.tensor([errors.WIDTHS.index(part.width) for _, part in every])
         base = table[:, [every.index(anchor) for anchor in self._anchors]]
         return table * (found / base)[:, of_width]
 
-    def _calibrated(self, layer_idx: int, expert: int, tokens: LayerTokens, above: Tensor) -> Tensor:
+    def _calibrated(self, layer_idx: int, expert: int, tokens: layers.LayerTokens, above: Tensor) -> Tensor:
         """Returns `calibrated`, judged on other tokens than those it calibrates on; [0] without inputs.
 
         An error counts at a token as much as its gradient is large. So it does in the estimates that this multiplies,
@@ -496,7 +449,7 @@ class SensitivityPass:
         """
         if self.kept is None:
             return torch.zeros(0)
-        every, reference = calibrated_formats(self.spec.hidden_size), self._reference(layer_idx)
+        every, reference = errors.calibrated_formats(self.spec.hidden_size), self._reference(layer_idx)
         num_judged, first_kept = self.kept.split(self.num_tokens)
         token_idx, weights = tokens.of_expert(expert)
         judged = (token_idx < num_judged).nonzero()[:_JUDGED_TOKENS, 0]
@@ -504,36 +457,36 @@ class SensitivityPass:
         x = rotation.inputs(tokens.expert_inputs(token_idx[judged]).to(self.device))
         with self.kept.open(layer_idx) as inputs:
             calibration = inputs.of_expert(expert, first_kept)
-        on_cpu = LayerRotation.of(self._vectors, layer_idx)
+        on_cpu = quantize.LayerRotation.of(self._vectors, layer_idx)
         calibration = replace(calibration, inputs=on_cpu.inputs(calibration.inputs))
         model_expert = self.stored_experts.expert(layer_idx, expert)
         gradients = above[token_idx[judged]].square().mean(dim=1).sqrt()
         function, weights = self.spec.expert_function(layer_idx), (weights[judged] * gradients).to(x.device)
-        anchor = calibrated_anchor(every)
+        anchor = errors.calibrated_anchor(every)
         formats = every if reference is None else (anchor,)
-        found = calibrated_ratios(model_expert, function, x, weights, calibration, formats).cpu()
+        found = errors.calibrated_ratios(model_expert, function, x, weights, calibration, formats).cpu()
         if reference is None:
             return found
         table = torch.from_numpy(self._stored_losses(reference).calibrated)
         scale = found / table[:, every.index(anchor), None]
-        return table * torch.where(torch.tensor([needs_inputs(part) for part in every]), scale, 1.0)
+        return table * torch.where(torch.tensor([quantize.needs_inputs(part) for part in every]), scale, 1.0)
 
     def _dense_losses(
-        self, layer: int, above: Tensor, below: Tensor, outputs: Tensor | None, progress: Progress
+        self, layer: int, above: Tensor, below: Tensor, outputs: Tensor | None, progress: commands.Progress
     ) -> Array:
         """Returns `dense` of the layer, measured at the least width; errors fall as the square of the step.
 
         Args:    above: the gradient after the layer.   below: with respect to `inputs`, through its experts.
                  outputs: as in `LayerTokens`.
         """
-        roles, states, S = roundable_roles(self.spec, layer), self.states, self.states.sequence_length
+        roles, states, S = errors.roundable_roles(self.spec, layer), self.states, self.states.sequence_length
         number = self._num_dense_sequences(layer)
-        losses = np.zeros((len(roles), len(DENSE_WIDTHS)), np.float32)
-        least = min(DENSE_WIDTHS)
-        steps = np.asarray([squared_step(width) / squared_step(least) for width in DENSE_WIDTHS])
+        losses = np.zeros((len(roles), len(effects.DENSE_WIDTHS)), np.float32)
+        least = min(effects.DENSE_WIDTHS)
+        steps = np.asarray([errors.squared_step(width) / errors.squared_step(least) for width in effects.DENSE_WIDTHS])
         originals = dict[int, tuple[Tensor, Tensor]]()  # of the sequence before
 
-        def work(item: int) -> Arrays:
+        def work(item: int) -> shared.Arrays:
             sequence, idx = divmod(item, len(roles))
             rows = slice(sequence * S, (sequence + 1) * S)
             hidden, text = states.at(layer, sequence), states.text(layer, sequence)
@@ -549,7 +502,7 @@ class SensitivityPass:
             if sequence not in originals:
                 originals.clear()
                 originals[sequence] = ended(self.weights)
-            changed = ended(RoundedDense(self.weights, (roles[idx],), least, plainly_rounded))
+            changed = ended(errors.RoundedDense(self.weights, (roles[idx],), least, errors.plainly_rounded))
             moved = sum(
                 ((now - before).cpu() * gradient[rows]).sum(dim=1)
                 for now, before, gradient in zip(changed, originals[sequence], (above, below), strict=True)
@@ -567,15 +520,17 @@ class SensitivityPass:
 
     def _num_dense_sequences(self, layer: int) -> int:
         """Returns on how many sequences a layer's dense matrices are measured."""
-        wanted = -(-_DENSE_TOKENS // self.states.sequence_length) if roundable_roles(self.spec, layer) else 0
+        wanted = -(-_DENSE_TOKENS // self.states.sequence_length) if errors.roundable_roles(self.spec, layer) else 0
         return min(self.num_sequences, wanted)
 
     # --- copies
 
     @torch.inference_mode()
-    def divergences(self, losses: list[LayerLosses], progress: Progress = NO_PROGRESS) -> Divergences:
+    def divergences(
+        self, losses: list[effects.LayerLosses], progress: commands.Progress = commands.NO_PROGRESS
+    ) -> effects.Divergences:
         """Returns what copies diverge by; `losses` are those of the MoE layers. The way back is done."""
-        copies, original = copies_of(losses, self.spec.hidden_size), self.states
+        copies, original = effects.copies_of(losses, self.spec.hidden_size), self.states
         states, S = self._copied_states(copies), self.states.sequence_length
         while states.next_layer < self.spec.num_hidden_layers:
             layer = states.next_layer
@@ -588,21 +543,21 @@ class SensitivityPass:
         sums = np.zeros((2, len(copies)))  # of KL, of log-likelihood lost
         last = self.spec.num_hidden_layers
 
-        def work(number: int) -> Arrays:
+        def work(number: int) -> shared.Arrays:
             base, next_ids = original.at(last, number), self.ids[number, 1:]
             changed = [states.at(last, copy * self.num_copied + number) for copy in range(len(copies))]
             pieces = []
-            for rows in head_pieces(0, S, self.spec.vocab_size):
-                expected = log_probabilities(base[rows], self.weights, self.device)
+            for rows in effects.head_pieces(0, S, self.spec.vocab_size):
+                expected = effects.log_probabilities(base[rows], self.weights, self.device)
                 measured = np.zeros((2, len(copies)))
                 for copy, hidden in enumerate(changed):
-                    found = log_probabilities(hidden[rows], self.weights, self.device)
-                    measured[0, copy] = divergence(expected, found)
-                    measured[1, copy] = likelihood_lost(expected, found, next_ids[rows])
+                    found = effects.log_probabilities(hidden[rows], self.weights, self.device)
+                    measured[0, copy] = effects.divergence(expected, found)
+                    measured[1, copy] = effects.likelihood_lost(expected, found, next_ids[rows])
                 pieces.append(torch.from_numpy(measured))
             return tuple(pieces)
 
-        def change_dense(number: int) -> Arrays:
+        def change_dense(number: int) -> shared.Arrays:
             kls = self._head_divergences() if number else self._embedding_divergences()
             return (torch.from_numpy(kls),)
 
@@ -616,7 +571,9 @@ class SensitivityPass:
         states.close()
         num_judged = self.num_copied * (S - 1)  # the last tokens have none after them
         kls, nlls = sums[0] / (self.num_copied * S), sums[1] / max(num_judged, 1)
-        return Divergences(kls.astype(np.float32), nlls.astype(np.float32), num_judged, embedding.numpy(), head.numpy())
+        return effects.Divergences(
+            kls.astype(np.float32), nlls.astype(np.float32), num_judged, embedding.numpy(), head.numpy()
+        )
 
     def close(self) -> None:
         """Removes the folder, unless other parts may still read in it; the pass is done."""
@@ -624,7 +581,7 @@ class SensitivityPass:
         if not self._results.is_shared:
             shutil.rmtree(self._folder)
 
-    def _copied_states(self, copies: tuple[Copy, ...]) -> LayerStates:
+    def _copied_states(self, copies: tuple[effects.Copy, ...]) -> layers.LayerStates:
         """Returns the states of the copies that begin with the text; the others begin with their first layer."""
         number = self.num_copied
 
@@ -635,7 +592,7 @@ class SensitivityPass:
         begun = number * (len(copies) if self._all_begin_first else 1)
         S, folder = self.states.sequence_length, self._folder / "copies"
         ids = self._given.ids
-        return LayerStates(
+        return layers.LayerStates(
             self.weights,
             first,
             begun,
@@ -647,7 +604,7 @@ class SensitivityPass:
             results=self._results,
         )
 
-    def _begun(self, copies: tuple[Copy, ...], layer: int) -> Iterator[Tensor]:
+    def _begun(self, copies: tuple[effects.Copy, ...], layer: int) -> Iterator[Tensor]:
         """Yields the hidden states of the copies that begin before this layer."""
         if not self._all_begin_first:
             for copy in copies[1:]:
@@ -655,14 +612,19 @@ class SensitivityPass:
                     yield torch.cat([self.states.at(layer, number) for number in range(self.num_copied)])
 
     def _run_copies(
-        self, states: LayerStates, tokens: LayerTokens, copies: tuple[Copy, ...], layer: int, progress: Progress
+        self,
+        states: layers.LayerStates,
+        tokens: layers.LayerTokens,
+        copies: tuple[effects.Copy, ...],
+        layer: int,
+        progress: commands.Progress,
     ) -> None:
         layer_idx = self.spec.moe_layers.index(layer)
         copy_tokens = self.num_copied * states.sequence_length
         (rounded_idx,) = (idx for idx, copy in enumerate(copies) if layer_idx in copy.layers)
-        rounded = RoundedExperts(self.stored_experts, copies[rounded_idx].width, plainly_rounded)
+        rounded = errors.RoundedExperts(self.stored_experts, copies[rounded_idx].width, errors.plainly_rounded)
 
-        def work(expert: int) -> Arrays:
+        def work(expert: int) -> shared.Arrays:
             token_idx, _ = tokens.of_expert(expert)
             changes = token_idx // copy_tokens == rounded_idx
             changed = self._outputs(tokens, token_idx[changes], rounded, layer_idx, expert)
@@ -672,22 +634,22 @@ class SensitivityPass:
         for expert, outputs in enumerate(self._results.in_order("experts", work, range(E), 1)):
             token_idx, weights = tokens.of_expert(expert)
             changes = token_idx // copy_tokens == rounded_idx
-            num_changed = -(-int(changes.sum()) // CHUNK_TOKENS)
+            num_changed = -(-int(changes.sum()) // experts.CHUNK_TOKENS)
             for chosen, of_these in ((changes, outputs[:num_changed]), (~changes, outputs[num_changed:])):
                 self._add(states, tokens, token_idx[chosen], weights[chosen], of_these)
             progress.advance(
-                expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}", "copies"
+                costs.expert_multiplications(self.spec) * len(token_idx), f"layer {layer} expert {expert}", "copies"
             )
 
     def _embedding_divergences(self) -> Array:
         """Returns the KL divergences of the embedding at `DENSE_WIDTHS`, to second order; 0 if it cannot be rounded."""
-        kls = np.zeros(len(DENSE_WIDTHS), np.float32)
-        if "embed" not in roundable_roles(self.spec, None):
+        kls = np.zeros(len(effects.DENSE_WIDTHS), np.float32)
+        if "embed" not in errors.roundable_roles(self.spec, None):
             return kls
         assert self._above is not None, "the way back is done"
         S, gradients = self.states.sequence_length, (self._above, self._other)
-        for idx, width in enumerate(DENSE_WIDTHS):
-            rounded = RoundedDense(self.weights, ("embed",), width, plainly_rounded)
+        for idx, width in enumerate(effects.DENSE_WIDTHS):
+            rounded = errors.RoundedDense(self.weights, ("embed",), width, errors.plainly_rounded)
             for ids, gradient in zip(self._given.stacks, gradients[: len(self._given.stacks)], strict=True):
                 for number in range(self.num_sequences):
                     change = embed(ids[number], rounded) - embed(ids[number], self.weights)
@@ -700,21 +662,21 @@ class SensitivityPass:
 
         A head that is also the embedding is changed as the head only.
         """
-        kls = np.zeros(len(DENSE_WIDTHS), np.float32)
+        kls = np.zeros(len(effects.DENSE_WIDTHS), np.float32)
         role = "embed" if self.spec.tied_head else "head"
-        if role not in roundable_roles(self.spec, None):
+        if role not in errors.roundable_roles(self.spec, None):
             return kls
         hidden = self.states.at(self.spec.num_hidden_layers, 0)[:_HEAD_TOKENS]
-        for rows in head_pieces(0, len(hidden), self.spec.vocab_size):
-            original = log_probabilities(hidden[rows], self.weights, self.device)
-            for idx, width in enumerate(DENSE_WIDTHS):
-                rounded = RoundedDense(self.weights, (role,), width, plainly_rounded)
-                changed = log_probabilities(hidden[rows], rounded, self.device)
-                kls[idx] += divergence(original, changed) / len(hidden)
+        for rows in effects.head_pieces(0, len(hidden), self.spec.vocab_size):
+            original = effects.log_probabilities(hidden[rows], self.weights, self.device)
+            for idx, width in enumerate(effects.DENSE_WIDTHS):
+                rounded = errors.RoundedDense(self.weights, (role,), width, errors.plainly_rounded)
+                changed = effects.log_probabilities(hidden[rows], rounded, self.device)
+                kls[idx] += effects.divergence(original, changed) / len(hidden)
         return kls
 
     def _half(self, layer: int) -> int:
-        return half_multiplications(self.spec, layer, self.states.sequence_length)
+        return costs.half_multiplications(self.spec, layer, self.states.sequence_length)
 
 
 def _shrunk(losses: Tensor, num_tokens: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import Array, LayerStates, LayerTokens, LayerwiseWeights, num_workers, stack_of
-from moe_pack.calib.forward.shared import ONE_PROCESS, Results
+from moe_pack.calib import forward
+from moe_pack.calib.forward import shared
 from moe_pack.calib.statistics.predictors import Shares
 from moe_pack.formats import ModelSpec
-from moe_pack.runtime.model import mlp_input, router_scores
+from moe_pack.runtime import model
 
 
 class PartialStates:
@@ -34,22 +34,22 @@ class PartialStates:
         spec: ModelSpec,
         shares: Shares,
         num_held_out_tokens: int,
-        results: Results = ONE_PROCESS,
+        results: shared.Results = shared.ONE_PROCESS,
     ) -> None:
         self._results = results
         self._folder, self._spec, self._shares = folder, spec, shares
         self._num_held_out_tokens = num_held_out_tokens
-        self._is_resident: Array = np.zeros(0, bool)
+        self._is_resident: forward.Array = np.zeros(0, bool)
         self._x = self._added = torch.empty(0)  # hidden states, and what resident experts are added to
         self._inputs = torch.empty(0)
 
     def is_judged(self, layer: int) -> bool:
         """Returns whether a layer is predicted from the layer just before it: both have experts, in one stack."""
         moe_layers, is_used = self._spec.moe_layers, self._shares.num_judged > 0 and self._shares.num_learned > 0
-        is_same_stack = layer > 0 and stack_of(self._spec, layer) == stack_of(self._spec, layer - 1)
+        is_same_stack = layer > 0 and forward.stack_of(self._spec, layer) == forward.stack_of(self._spec, layer - 1)
         return is_used and is_same_stack and layer in moe_layers and layer - 1 in moe_layers
 
-    def begin(self, layer: int, tokens: LayerTokens) -> None:
+    def begin(self, layer: int, tokens: forward.LayerTokens) -> None:
         """Begins with the hidden states after attention and shared experts, before the routed experts of a layer."""
         if not self.is_judged(layer + 1):
             return
@@ -75,7 +75,7 @@ class PartialStates:
         self._added.index_add_(0, places[is_judged], output.to("cpu")[is_judged] * scale[:, None])
 
     @torch.inference_mode()
-    def end(self, layer: int, states: LayerStates, weights: LayerwiseWeights) -> None:
+    def end(self, layer: int, states: forward.LayerStates, weights: forward.LayerwiseWeights) -> None:
         """Keeps the hidden states of a layer."""
         if self.is_judged(layer + 1):
             if self._added is not self._x:
@@ -86,7 +86,7 @@ class PartialStates:
             self._results.publish(self._unfinished, self._states(layer))
 
     @torch.inference_mode()
-    def run(self, layer: int, states: LayerStates, weights: LayerwiseWeights) -> None:
+    def run(self, layer: int, states: forward.LayerStates, weights: forward.LayerwiseWeights) -> None:
         """Runs a layer's attention, norm and router on the hidden states of the layer before; keeps the scores."""
         if not self.is_judged(layer):
             return
@@ -98,10 +98,10 @@ class PartialStates:
             place = first + number
             text, chosen = states.text(layer, place), states.chosen(layer, place)
             x = states.attended(layer, mapped[number], text, weights, chosen, states.ids(place))
-            return (router_scores(mlp_input(x, weights, layer), weights, layer).cpu(),)
+            return (model.router_scores(model.mlp_input(x, weights, layer), weights, layer).cpu(),)
 
         numbers = range(self._shares.num_judged)
-        found = self._results.in_order("partial-scores", scores_of, numbers, num_workers(self._spec))
+        found = self._results.in_order("partial-scores", scores_of, numbers, forward.num_workers(self._spec))
         torch.cat([scores for (scores,) in found]).numpy().tofile(self._unfinished)
         self._results.publish(self._unfinished, self._scores(layer))
 
@@ -126,13 +126,13 @@ class PartialStates:
         return self._folder / f"partial-scores-{layer:03d}.bin"
 
 
-def resident_half(experts: Tensor, num_experts: int) -> Array:
+def resident_half(experts: Tensor, num_experts: int) -> forward.Array:
     """Returns which experts are of the more popular half of a layer, bool [E]; with an odd number, one more than half.
 
     Of equally popular experts, the lower one is more popular.
     Args:    experts: int64 [T, k], the choices by which they are popular.
     """
     counts = np.bincount(experts.numpy().ravel(), minlength=num_experts)
-    is_resident: Array = np.zeros(num_experts, bool)
+    is_resident: forward.Array = np.zeros(num_experts, bool)
     is_resident[np.argsort(-counts, kind="stable")[: (num_experts + 1) // 2]] = True
     return is_resident

@@ -19,23 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.calib.forward import (
-    CHUNK_TOKENS,
-    HOT_SPARSITIES,
-    KINDS,
-    NUM_BINS,
-    Array,
-    ExpertActivity,
-    Histogram,
-    LayerStates,
-    LayerTokens,
-    LayerwiseWeights,
-    measure_expert,
-    num_workers,
-)
-from moe_pack.calib.forward.shared import ONE_PROCESS, Results
-from moe_pack.calib.forward.store import ArrayRule, check_arrays
-from moe_pack.formats import CheckpointError, ModelSpec, PackError, RouterSpec
+from moe_pack import formats
+from moe_pack.calib import forward
+from moe_pack.calib.forward import shared, store
 
 Routes = NDArray[np.integer[Any]]
 
@@ -249,24 +235,26 @@ class LayerStatistics:
     and of `h`, the inputs of down.
     """
 
-    tokens: Array
-    held_out_tokens: Array
-    mass: Array
-    routes: Array
-    coactivation: Array
-    quantiles: Array
-    hot_thresholds: Array
-    hot: Array
-    cosine: Array
-    input_squares: Array
-    hidden_squares: Array
+    tokens: forward.Array
+    held_out_tokens: forward.Array
+    mass: forward.Array
+    routes: forward.Array
+    coactivation: forward.Array
+    quantiles: forward.Array
+    hot_thresholds: forward.Array
+    hot: forward.Array
+    cosine: forward.Array
+    input_squares: forward.Array
+    hidden_squares: forward.Array
 
-    def arrays(self) -> dict[str, Array]:
+    def arrays(self) -> dict[str, forward.Array]:
         """Returns all arrays by name, as stored."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, Array], place: str, spec: ModelSpec, num_tokens: int) -> "LayerStatistics":
+    def from_arrays(
+        cls, arrays: dict[str, forward.Array], place: str, spec: formats.ModelSpec, num_tokens: int
+    ) -> "LayerStatistics":
         """Returns the statistics in a layer's file.
 
         Raises:  PackError if an array is missing, unknown, or of another dtype or shape, or if a token's route does not
@@ -274,43 +262,43 @@ class LayerStatistics:
         """
         E, f, k = spec.router.num_experts, spec.expert.intermediate_size, spec.router.num_experts_per_tok
         rules = {
-            "tokens": ArrayRule("U32", (E,), most=num_tokens),
-            "held_out_tokens": ArrayRule("U32", (E,), most=num_tokens),
-            "mass": ArrayRule("F32", (E,)),
-            "routes": ArrayRule("U16", (num_tokens, k), most=E - 1),
-            "coactivation": ArrayRule("U32", (E, E), most=num_tokens),
-            "quantiles": ArrayRule("F32", (E, len(KINDS), len(QUANTILE_LEVELS)), 0),
-            "hot_thresholds": ArrayRule("F32", (E, len(KINDS), len(HOT_SPARSITIES)), 0),
-            "hot": ArrayRule("U16", (E, len(KINDS), len(HOT_SPARSITIES), f)),
-            "cosine": ArrayRule("F32", (2,), -1.01, 1.01, has_nan=True),
-            "input_squares": ArrayRule("F32", (E, spec.hidden_size), 0),
-            "hidden_squares": ArrayRule("F32", (E, f), 0),
+            "tokens": store.ArrayRule("U32", (E,), most=num_tokens),
+            "held_out_tokens": store.ArrayRule("U32", (E,), most=num_tokens),
+            "mass": store.ArrayRule("F32", (E,)),
+            "routes": store.ArrayRule("U16", (num_tokens, k), most=E - 1),
+            "coactivation": store.ArrayRule("U32", (E, E), most=num_tokens),
+            "quantiles": store.ArrayRule("F32", (E, len(forward.KINDS), len(QUANTILE_LEVELS)), 0),
+            "hot_thresholds": store.ArrayRule("F32", (E, len(forward.KINDS), len(forward.HOT_SPARSITIES)), 0),
+            "hot": store.ArrayRule("U16", (E, len(forward.KINDS), len(forward.HOT_SPARSITIES), f)),
+            "cosine": store.ArrayRule("F32", (2,), -1.01, 1.01, has_nan=True),
+            "input_squares": store.ArrayRule("F32", (E, spec.hidden_size), 0),
+            "hidden_squares": store.ArrayRule("F32", (E, f), 0),
         }
-        check_arrays(arrays, rules, place)
+        store.check_arrays(arrays, rules, place)
         ordered = np.sort(arrays["routes"], axis=1)
         if (ordered[:, 1:] == ordered[:, :-1]).any():
-            raise PackError(
+            raise formats.PackError(
                 f"{place}: tensor 'routes' does not name {k} different experts for each token; profile the model again"
             )
         return cls(**arrays)
 
-    def chosen(self, router: RouterSpec) -> Array:
+    def chosen(self, router: formats.RouterSpec) -> forward.Array:
         """Returns how many tokens chose each expert of the router, within its capacity or not: u32 [E]."""
         if router.num_identity:
             return self.tokens
         return np.bincount(self.routes.ravel(), minlength=len(self.tokens)).astype(np.uint32)
 
-    def at_sparsities(self, sparsities: Sequence[float]) -> Array:
+    def at_sparsities(self, sparsities: Sequence[float]) -> forward.Array:
         """Returns the quantiles at these levels, float32 [E, 3, levels]; each must be one of `QUANTILE_LEVELS`."""
         return np.ascontiguousarray(self.quantiles[:, :, [QUANTILE_LEVELS.index(level) for level in sparsities]])
 
-    def hot_share(self, kind_idx: int, sparsity: float) -> Array:
+    def hot_share(self, kind_idx: int, sparsity: float) -> forward.Array:
         """Returns the share of the expert's tokens on which each neuron runs at `sparsity`: f32 [E, f].
 
         Shares are interpolated between levels and scaled beyond the last one. All neurons of an expert without tokens
         have the same share.
         """
-        levels = np.asarray(HOT_SPARSITIES)
+        levels = np.asarray(forward.HOT_SPARSITIES)
         shares = self.hot[:, kind_idx].astype(np.float64) / _HOT_UNIT  # [E, levels, f], exact at the levels
         above = int(np.searchsorted(levels, sparsity))
         if above == len(levels):
@@ -325,17 +313,17 @@ OnOutput = Callable[[int, Tensor, Tensor, Tensor], None]
 
 @torch.inference_mode()
 def measure_layer(
-    states: LayerStates,
-    tokens: LayerTokens,
-    weights: LayerwiseWeights,
+    states: forward.LayerStates,
+    tokens: forward.LayerTokens,
+    weights: forward.LayerwiseWeights,
     layer_idx: int,
     cosine: tuple[float, float],
     num_held_out_tokens: int,
     on_expert: Callable[[int, int], None] = lambda expert, num_tokens: None,
     on_output: OnOutput = lambda expert, token_idx, weights, output: None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int = forward.CHUNK_TOKENS,
     device: torch.device | None = None,
-    results: Results = ONE_PROCESS,
+    results: shared.Results = shared.ONE_PROCESS,
 ) -> LayerStatistics:
     """Runs the routed experts of a layer, adds their outputs to `tokens`, and counts.
 
@@ -347,7 +335,9 @@ def measure_layer(
     """
     spec = weights.spec
     E, f, inputs = spec.router.num_experts, spec.expert.intermediate_size, tokens.expert_inputs(slice(None))
-    activity = _LayerActivity([], [], [], [], [], [torch.zeros(NUM_BINS, dtype=torch.int64) for _ in KINDS])
+    activity = _LayerActivity(
+        [], [], [], [], [], [torch.zeros(forward.NUM_BINS, dtype=torch.int64) for _ in forward.KINDS]
+    )
 
     def add_output(expert: int, token_idx: Tensor, router_weights: Tensor, output: Tensor) -> None:
         states.add(tokens, token_idx, router_weights, output)
@@ -366,13 +356,13 @@ def measure_layer(
         # Outputs of parallel experts wait for their turn, so that sums are taken in one order.
         waits, function = workers > 1 or results.is_shared, spec.expert_function(layer_idx)
         on_output = keep if waits else add
-        measured = measure_expert(model_expert, function, inputs, token_idx, f, on_output, chunk_tokens, device)
+        measured = forward.measure_expert(model_expert, function, inputs, token_idx, f, on_output, chunk_tokens, device)
         return token_idx, router_weights, *measured.tensors(), *outputs
 
-    workers = num_workers(spec)
+    workers = forward.num_workers(spec)
     for expert, found in enumerate(results.in_order("experts", measure, range(E), workers)):
         token_idx, router_weights, *others = found
-        measured, outputs = ExpertActivity.of(others)
+        measured, outputs = forward.ExpertActivity.of(others)
         for places, output in zip(outputs[::2], outputs[1::2], strict=True):
             add_output(expert, token_idx[places], router_weights[places], output)
         activity.add(measured, len(token_idx), f"layer {spec.moe_layers[layer_idx]} expert {expert}")
@@ -382,7 +372,7 @@ def measure_layer(
 
 
 def _statistics(
-    tokens: LayerTokens,
+    tokens: forward.LayerTokens,
     activity: "_LayerActivity",
     num_experts: int,
     num_held_out_tokens: int,
@@ -394,7 +384,7 @@ def _statistics(
     held_out = slice(len(routes) - num_held_out_tokens, None)
     mass = np.bincount(routes.ravel(), tokens.weights.numpy().ravel().astype(np.float64), minlength=E)
     reached = np.bincount(routes[runs], minlength=E)
-    pooled = np.stack([Histogram(counts).quantiles(QUANTILE_LEVELS) for counts in activity.pooled])
+    pooled = np.stack([forward.Histogram(counts).quantiles(QUANTILE_LEVELS) for counts in activity.pooled])
     return LayerStatistics(
         tokens=reached.astype(np.uint32),
         held_out_tokens=np.bincount(routes[held_out][runs[held_out]], minlength=E).astype(np.uint32),
@@ -417,17 +407,19 @@ class _LayerActivity:
     `pooled`: counts by selector kind.   The others: as in `LayerStatistics`, by expert.
     """
 
-    quantiles: list[Array]
-    hot_thresholds: list[Array]
-    hot: list[Array]
-    input_squares: list[Array]
-    hidden_squares: list[Array]
+    quantiles: list[forward.Array]
+    hot_thresholds: list[forward.Array]
+    hot: list[forward.Array]
+    input_squares: list[forward.Array]
+    hidden_squares: list[forward.Array]
     pooled: list[Tensor]
 
-    def add(self, measured: ExpertActivity, num_tokens: int, place: str) -> None:
+    def add(self, measured: forward.ExpertActivity, num_tokens: int, place: str) -> None:
         for counts, histogram in zip(self.pooled, measured.histograms, strict=True):
             if not histogram.all_finite():
-                raise CheckpointError(f"{place}: activations are not finite; check that the checkpoint is complete")
+                raise formats.CheckpointError(
+                    f"{place}: activations are not finite; check that the checkpoint is complete"
+                )
             counts += histogram.counts
         self.quantiles.append(np.stack([histogram.quantiles(QUANTILE_LEVELS) for histogram in measured.histograms]))
         self.hot_thresholds.append(measured.hot_thresholds)

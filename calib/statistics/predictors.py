@@ -25,13 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, sample_places
-from moe_pack.calib.forward.shared import ONE_PROCESS, Results
-from moe_pack.calib.forward.store import ArrayRule, check_arrays
-from moe_pack.formats import NeuronFunction, RunError
-from moe_pack.runtime.model import Expert, Weights, activations, router_scores
-from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor
-from moe_pack.runtime.offload.routing_file import multi_hot, network_logits
+from moe_pack import formats
+from moe_pack.calib import forward
+from moe_pack.calib.forward import shared, store
+from moe_pack.runtime import model, offload
+from moe_pack.runtime.offload import routing_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ class MLPShape:
     def __post_init__(self) -> None:
         assert (self.hidden > 0) == (self.num_layers == 2), "one layer has no hidden units, two have some"
 
-    def num_parameters(self, d: int, num_experts: int, num_previous: int = MAX_PREVIOUS) -> int:
+    def num_parameters(self, d: int, num_experts: int, num_previous: int = offload.MAX_PREVIOUS) -> int:
         """Returns the weights and biases for hidden states of size d and the routes of `num_previous` layers."""
         num_inputs = d + num_previous * num_experts
         if self.num_layers == 1:
@@ -126,7 +124,7 @@ def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
              units that 2,000,000 parameters allow, at least 8 and at most 512.
     Source:  FloE §3.3.1, which gives the sizes 32K and 2M.
     """
-    allowed = (MAX_PARAMETERS - num_experts) // (d + (MAX_PREVIOUS + 1) * num_experts + 1)
+    allowed = (MAX_PARAMETERS - num_experts) // (d + (offload.MAX_PREVIOUS + 1) * num_experts + 1)
     return MLPShape(1, 0), MLPShape(2, max(8, min(MAX_HIDDEN, allowed) // 8 * 8))
 
 
@@ -161,7 +159,7 @@ def train(
     shape: MLPShape,
     seed: int,
     training: Training = USUAL_TRAINING,
-) -> Predictor:
+) -> offload.Predictor:
     """Trains a predictor of the experts of one MoE layer.
 
     Meaning: x is standardised by the mean and scale of its columns. Adam with a cosine schedule lowers the binary cross
@@ -179,7 +177,7 @@ def train(
     """
     assert len(x) == len(previous) == len(targets), "as many routes as hidden states"
     if not len(x):
-        raise RunError("predictor: found no tokens to learn from, expected at least 1; give more text")
+        raise formats.RunError("predictor: found no tokens to learn from, expected at least 1; give more text")
     # A caller's inference mode, or its mode without gradients, would prevent learning: this ends both. Tensors created
     # in inference mode can still be read.
     with torch.inference_mode(False):
@@ -213,7 +211,7 @@ def standard_of(x: Tensor) -> Standard:
     return Standard(mean.float(), torch.where(scale > LEAST_SCALE * usual, scale, usual).float())
 
 
-def folded(layers: list[Tensor], standard: Standard, num_experts: int) -> Predictor:
+def folded(layers: list[Tensor], standard: Standard, num_experts: int) -> offload.Predictor:
     """Returns the predictor that gives for x what these layers give for `standard.of(x)`, up to bfloat16 weights.
 
     Args:    layers: float32: the first layer's x weights [h, d], route weights [h, P E] and bias [h]; then, with two
@@ -225,8 +223,8 @@ def folded(layers: list[Tensor], standard: Standard, num_experts: int) -> Predic
     bias = (layers[2].double() - shift).float()
     route_weight = layers[1].bfloat16().reshape(len(bias), -1, num_experts)  # [h, P E] -> [h, P, E]
     if len(layers) == 3:
-        return Predictor(x_weight, route_weight, bias)
-    return Predictor(x_weight, route_weight, bias, layers[3].bfloat16(), layers[4])
+        return offload.Predictor(x_weight, route_weight, bias)
+    return offload.Predictor(x_weight, route_weight, bias, layers[3].bfloat16(), layers[4])
 
 
 class Adam:
@@ -277,7 +275,7 @@ class _Trainer:
         num_inputs = self._layers[0].shape[1] + self._layers[1].shape[1]
         self._rate = 0.002 if shape.num_layers == 2 else 0.01 * min(1.0, 256 / num_inputs)
 
-    def train(self) -> Predictor:
+    def train(self) -> offload.Predictor:
         """Learns until epochs or patience are used up; returns the predictor of the best epoch, as it is stored."""
         adam = Adam(self._layers)
         best_result, best_epoch, best = self._validate(), 0, _copies(self._layers)
@@ -312,8 +310,8 @@ class _Trainer:
         for number, batch in enumerate(batches):
             done = (epoch - 1 + number / len(batches)) / self._training.max_epochs
             rate = self._rate * (1 + math.cos(math.pi * done)) / 2
-            logits = network_logits(
-                self._layers, self._standard.of(x[batch]), multi_hot(previous[batch], self._num_experts)
+            logits = routing_file.network_logits(
+                self._layers, self._standard.of(x[batch]), routing_file.multi_hot(previous[batch], self._num_experts)
             )
             loss = _loss(logits, targets[batch])
             adam.step(torch.autograd.grad(loss, self._layers), rate)
@@ -333,21 +331,28 @@ class _Trainer:
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(logits, multi_hot(targets[:, None], logits.shape[1]))
+    return functional.binary_cross_entropy_with_logits(
+        logits, routing_file.multi_hot(targets[:, None], logits.shape[1])
+    )
 
 
 def _in_blocks(layers: list[Tensor], x: Tensor, previous: Tensor, num_experts: int, standard: Standard) -> Tensor:
     """Returns `network_logits`, computed in blocks of tokens: float32 [T, E]."""
     blocks = zip(torch.split(x, BLOCK_TOKENS), torch.split(previous, BLOCK_TOKENS), strict=True)
-    return torch.cat([network_logits(layers, standard.of(x), multi_hot(routes, num_experts)) for x, routes in blocks])
+    return torch.cat(
+        [
+            routing_file.network_logits(layers, standard.of(x), routing_file.multi_hot(routes, num_experts))
+            for x, routes in blocks
+        ]
+    )
 
 
 def _copies(layers: list[Tensor]) -> list[Tensor]:
     return [layer.detach().clone() for layer in layers]
 
 
-def _not_finite() -> RunError:
-    return RunError("predictor: hidden states are not finite; check that the checkpoint is complete")
+def _not_finite() -> formats.RunError:
+    return formats.RunError("predictor: hidden states are not finite; check that the checkpoint is complete")
 
 
 MAX_LEARNED_TOKENS = 8192  # twice as many raised recall by less than a point on the small models
@@ -367,30 +372,30 @@ class LayerPredictors:
     the two networks, whose weights are stored with the others.
     """
 
-    experts: Array
-    neurons: Array
-    best: Array
-    network: Predictor
+    experts: forward.Array
+    neurons: forward.Array
+    best: forward.Array
+    network: offload.Predictor
 
-    def arrays(self) -> dict[str, Array]:
+    def arrays(self) -> dict[str, forward.Array]:
         """Returns all arrays by name, as stored."""
         return {"experts": self.experts, "neurons": self.neurons, "best": self.best} | self.network.stored()
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, Array], place: str) -> "LayerPredictors":
+    def from_arrays(cls, arrays: dict[str, forward.Array], place: str) -> "LayerPredictors":
         """Returns the predictors in a layer's file.
 
         Raises:  PackError if an array is missing, unknown, or of another dtype or shape.
         """
         expected = {
-            "experts": ArrayRule("F32", (len(PREDICTORS), 3), 0, 1, has_nan=True),
-            "neurons": ArrayRule("F32", (len(KINDS), len(HOT_SPARSITIES), 2), 0, 1, has_nan=True),
-            "best": ArrayRule("U8", (1,), most=len(PREDICTORS) - 1),
+            "experts": store.ArrayRule("F32", (len(offload.PREDICTORS), 3), 0, 1, has_nan=True),
+            "neurons": store.ArrayRule("F32", (len(forward.KINDS), len(forward.HOT_SPARSITIES), 2), 0, 1, has_nan=True),
+            "best": store.ArrayRule("U8", (1,), most=len(offload.PREDICTORS) - 1),
         }
         network = {name: array for name, array in arrays.items() if name.endswith(("weight", "bias"))}
-        check_arrays({name: array for name, array in arrays.items() if name not in network}, expected, place)
+        store.check_arrays({name: array for name, array in arrays.items() if name not in network}, expected, place)
         figures = {name: arrays[name] for name in expected}
-        return cls(**figures, network=Predictor.from_stored(network, place))
+        return cls(**figures, network=offload.Predictor.from_stored(network, place))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -404,11 +409,11 @@ class LayerInputs:
 
 
 def predict_layer(
-    weights: Weights,
+    weights: model.Weights,
     layer_idx: int,
     history: list[LayerInputs],
-    paths: PathStatistics,
-    thresholds: Array,
+    paths: offload.PathStatistics,
+    thresholds: forward.Array,
     device: torch.device,
     partial_scores: Tensor | None = None,
 ) -> LayerPredictors:
@@ -423,7 +428,7 @@ def predict_layer(
     previous = torch.stack([layer.judged_routes for layer in before], dim=1)
     scores = [
         *_scores_by_routes(layer_idx, paths, previous.numpy()),
-        router_scores(before[-1].judged.to(device), weights, weights.spec.moe_layers[layer_idx]).cpu(),
+        model.router_scores(before[-1].judged.to(device), weights, weights.spec.moe_layers[layer_idx]).cpu(),
         *(network.scores(before[-1].judged, previous) for network in networks),
         *(() if partial_scores is None else (partial_scores,)),
     ]
@@ -431,7 +436,7 @@ def predict_layer(
     if partial_scores is None:
         figures.append((math.nan, math.nan, math.nan))
     experts = np.asarray(figures, np.float32)
-    first_network = PREDICTORS.index("MLP of one layer")
+    first_network = offload.PREDICTORS.index("MLP of one layer")
     best_network = networks[int(experts[first_network : first_network + len(networks), 0].argmax())]
     return LayerPredictors(
         experts=experts,
@@ -441,7 +446,7 @@ def predict_layer(
     )
 
 
-def judge_by_routes(layer_idx: int, paths: PathStatistics, history: list[Tensor]) -> Array:
+def judge_by_routes(layer_idx: int, paths: offload.PathStatistics, history: list[Tensor]) -> forward.Array:
     """Returns the recalls of popularity and of path statistics, float32 [2, 3] as in `LayerPredictors.experts`.
 
     Args:    history: the routes int64 [T, k] of at most two layers before the MoE layer, then of the layer itself.
@@ -451,7 +456,7 @@ def judge_by_routes(layer_idx: int, paths: PathStatistics, history: list[Tensor]
     return np.asarray([_recalls(scores, own) for scores in _scores_by_routes(layer_idx, paths, previous)], np.float32)
 
 
-def _scores_by_routes(layer_idx: int, paths: PathStatistics, previous: Array) -> tuple[Tensor, Tensor]:
+def _scores_by_routes(layer_idx: int, paths: offload.PathStatistics, previous: forward.Array) -> tuple[Tensor, Tensor]:
     """Returns the scores [T, E] of popularity and of path statistics, from the routes [T, P, k] before."""
     shares = np.tile(paths.popularity[layer_idx].astype(np.float32), (len(previous), 1))
     likely, _ = paths.predict(layer_idx, previous)
@@ -465,7 +470,7 @@ def _recalls(predicted: Tensor, routes: Tensor) -> tuple[float, float, float]:
     return recall, *recall_precision(predicted, routes, 2 * k)
 
 
-def _train(before: list[LayerInputs], own: LayerInputs, num_experts: int) -> list[Predictor]:
+def _train(before: list[LayerInputs], own: LayerInputs, num_experts: int) -> list[offload.Predictor]:
     x = before[-1].learned
     previous = torch.stack([layer.learned_routes for layer in before], dim=1)  # [T, P, k]
     shapes = shapes_for(x.shape[1], num_experts)
@@ -474,12 +479,17 @@ def _train(before: list[LayerInputs], own: LayerInputs, num_experts: int) -> lis
 
 @torch.inference_mode()
 def _judge_neurons(
-    weights: Weights, layer_idx: int, before: LayerInputs, own: LayerInputs, thresholds: Array, device: torch.device
-) -> Array:
-    counts = [[MaskCounts() for _ in HOT_SPARSITIES] for _ in KINDS]
+    weights: model.Weights,
+    layer_idx: int,
+    before: LayerInputs,
+    own: LayerInputs,
+    thresholds: forward.Array,
+    device: torch.device,
+) -> forward.Array:
+    counts = [[MaskCounts() for _ in forward.HOT_SPARSITIES] for _ in forward.KINDS]
     for expert in range(weights.spec.router.num_experts):
         token_idx = (own.judged_routes == expert).any(dim=1).nonzero().flatten()
-        token_idx = token_idx[sample_places(len(token_idx), _NEURON_TOKENS)]
+        token_idx = token_idx[forward.sample_places(len(token_idx), _NEURON_TOKENS)]
         if len(token_idx):
             inputs = [layer.judged[token_idx].to(device) for layer in (before, own)]
             function = weights.spec.expert_function(layer_idx)
@@ -490,12 +500,16 @@ def _judge_neurons(
 
 
 def _count(
-    expert: Expert, function: NeuronFunction, inputs: list[Tensor], thresholds: Array, counts: list[list[MaskCounts]]
+    expert: model.Expert,
+    function: formats.NeuronFunction,
+    inputs: list[Tensor],
+    thresholds: forward.Array,
+    counts: list[list[MaskCounts]],
 ) -> None:
     """Adds the counts of one expert: its selector on the inputs of the layer before, and on its own inputs."""
     for block in expert.blocks():
-        before, own = (activations(x, block, function) for x in inputs)
-        for kind, selector in enumerate(KINDS):
+        before, own = (model.activations(x, block, function) for x in inputs)
+        for kind, selector in enumerate(forward.KINDS):
             predicted, actual = before.of(selector).abs(), own.of(selector).abs()
             for level, threshold in enumerate(thresholds[kind].tolist()):
                 counts[kind][level] += mask_counts(predicted >= threshold, actual >= threshold)
@@ -538,7 +552,7 @@ class InputFiles:
         hidden_size: int,
         shares: Shares,
         first_layers: Collection[int] = (0,),
-        results: Results = ONE_PROCESS,
+        results: shared.Results = shared.ONE_PROCESS,
     ) -> None:
         self._results = results
         self._first_layers = first_layers

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from moe_pack import formats
 from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, checkpoint_at, write_output
 from moe_pack.convert.options import CheckLimits
-from moe_pack.formats import PackError, UsageError, dump, option
-from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base import cli
 from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.hub.cli import PACK_TO_CHECK, pack_folder
 
 if TYPE_CHECKING:
     from moe_pack.convert.checks import CheckResult
-    from moe_pack.formats import Pack
     from moe_pack.runtime.quality import Quality
 
 
@@ -30,7 +29,7 @@ class CheckOptions:
 
     against: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--against",
             metavar="PATH",
             help="The checkpoint that the pack was made from, or a reference of it (moe-pack eval --keep-reference).",
@@ -39,17 +38,19 @@ class CheckOptions:
     limits: CheckLimits = field(default_factory=CheckLimits)
     sample: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--sample",
             least=256,
             metavar="N",
             help=f"Number of tokens on which the loss is measured.  [default: {EVAL_TOKENS}]",
         ),
     )
-    as_json: bool = field(default=False, metadata=option("--json", help="Print the checks as JSON, with numbers."))
+    as_json: bool = field(
+        default=False, metadata=formats.option("--json", help="Print the checks as JSON, with numbers.")
+    )
     summary: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--summary",
             path="file",
             metavar="FILE",
@@ -58,7 +59,9 @@ class CheckOptions:
     )
     junit: Path | None = field(
         default=None,
-        metadata=option("--junit", path="file", metavar="FILE", help="Also write the checks as JUnit XML to FILE."),
+        metadata=formats.option(
+            "--junit", path="file", metavar="FILE", help="Also write the checks as JUnit XML to FILE."
+        ),
     )
 
     @property
@@ -74,17 +77,19 @@ class CheckOptions:
         if self.sample is None:
             return
         if self.against is None or not self.limits.of_loss:
-            raise UsageError("--sample needs a loss to measure; give --against, and --max-kl or --max-ppl-increase")
+            raise formats.UsageError(
+                "--sample needs a loss to measure; give --against, and --max-kl or --max-ppl-increase"
+            )
         if self.evaluation.reference_file is not None:
-            raise UsageError(
+            raise formats.UsageError(
                 "--sample: a reference has its own text; remove --sample, or give the checkpoint with --against"
             )
 
 
 @click.command("check")
 @click.argument("pack", type=PACK_TO_CHECK)
-@options_from(CheckOptions)
-@command_errors(
+@cli.options_from(CheckOptions)
+@cli.command_errors(
     interrupted="interrupted; finished measurements are kept; run the same command again to continue", exit_code=3
 )
 def check_command(pack: Path, options: CheckOptions) -> None:
@@ -114,8 +119,13 @@ def check_command(pack: Path, options: CheckOptions) -> None:
     if options.summary is not None:
         write_output(options.summary, markdown_table(checks, title).encode(), "--summary", appends=True)
     if options.as_json:
-        facts = {"pack": str(pack), "root": root, "passed": exit_code == 0, "checks": [dump(check) for check in checks]}
-        click.echo(json.dumps({**facts, "quality": None if quality is None else dump(quality)}, indent=2))
+        facts = {
+            "pack": str(pack),
+            "root": root,
+            "passed": exit_code == 0,
+            "checks": [formats.dump(check) for check in checks],
+        }
+        click.echo(json.dumps({**facts, "quality": None if quality is None else formats.dump(quality)}, indent=2))
     else:
         for line in _check_lines(checks):
             click.echo(line)
@@ -141,7 +151,7 @@ def _checked(
     )
 
     if not folder.exists():
-        raise PackError(f"{folder}: no such folder; give a pack")
+        raise formats.PackError(f"{folder}: no such folder; give a pack")
     checkpoint = None
     if options.against is not None and options.evaluation.reference_file is None:
         checkpoint = checkpoint_at(options.against)
@@ -151,7 +161,7 @@ def _checked(
         names = ("digests", "tensors", "kl", "perplexity", "bytes", "budget")
         return [schema, *(CheckResult(name, "unchecked", "not a valid pack") for name in names)], None, None
     stack.callback(pack.close)
-    with TerminalProgress() as progress:
+    with cli.TerminalProgress() as progress:
         checks = [
             schema,
             timed(lambda: check_digests(pack, progress)),
@@ -167,7 +177,7 @@ def _checked(
     return checks, quality, pack.manifest.root
 
 
-def _quality(pack: Pack, options: CheckOptions, is_intact: bool) -> tuple[Quality | None, str]:
+def _quality(pack: formats.Pack, options: CheckOptions, is_intact: bool) -> tuple[Quality | None, str]:
     """Returns the pack's loss and its origin in words; without a loss, why there is none."""
     from moe_pack.convert.cli.measure import measure_loss
     from moe_pack.runtime.quality import QUALITY_FILE, read_quality

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from moe_pack import formats
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.calib.quantize import RotateChoice
 from moe_pack.calib.quantize.options import ROTATE_CHOICE_OPTION
@@ -32,20 +33,7 @@ from moe_pack.convert.cli.options import (
     run_on_ray,
 )
 from moe_pack.convert.plan import Target
-from moe_pack.formats import (
-    BF16,
-    MATRICES,
-    Plan,
-    PlanError,
-    Progress,
-    Quantizer,
-    UsageError,
-    dense_roles,
-    option,
-    size_text,
-)
-from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.base.commands import Stage, given, read_size, stage_of
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import CHECKPOINT
 from moe_pack.formats.pack.plans import QUANTIZERS
 from moe_pack.formats.parts import DenseRole
@@ -61,12 +49,11 @@ if TYPE_CHECKING:
     from moe_pack.convert import AutoPackResult, ConversionResult
     from moe_pack.convert.plan import Decision, Planner, PlanningModel
     from moe_pack.convert.ray_launcher import PackJob
-    from moe_pack.formats import PackLayout
     from moe_pack.formats.families import Checkpoint
     from moe_pack.formats.pack.manifests import RotationVectors
     from moe_pack.runtime import Text
 
-AnyQuantizer = Quantizer | Literal["auto"]
+AnyQuantizer = formats.Quantizer | Literal["auto"]
 _QUANTIZERS: tuple[AnyQuantizer, ...] = ("auto", "calibrated", *(name for name in QUANTIZERS if name != "calibrated"))
 _OTHER_PARTS_S = 900.0  # an expert of a large model takes minutes
 _TARGET_EVAL_TOKENS = 16384  # by default: more than for `eval`, because the interval counts against the limit
@@ -81,12 +68,12 @@ class ConvertOptions:
     """
 
     output: Path = field(
-        default=Path("packed"), metadata=option("--output", "-o", help="The pack's folder, new or empty.")
+        default=Path("packed"), metadata=formats.option("--output", "-o", help="The pack's folder, new or empty.")
     )
     target: Target | None = None
     eval_data: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--eval-data",
             metavar="NAME_OR_FILE",
             mark="target",
@@ -96,7 +83,7 @@ class ConvertOptions:
     )
     eval_tokens: int = field(
         default=_TARGET_EVAL_TOKENS,
-        metadata=option(
+        metadata=formats.option(
             "--eval-tokens",
             least=256,
             metavar="N",
@@ -108,7 +95,7 @@ class ConvertOptions:
     plan: PlanOptions = field(default_factory=PlanOptions)
     plan_file: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--plan",
             path="file",
             metavar="FILE",
@@ -119,7 +106,7 @@ class ConvertOptions:
     )
     quantizer: AnyQuantizer = field(
         default="auto",
-        metadata=option(
+        metadata=formats.option(
             "--quantizer",
             choices=_QUANTIZERS,
             mark="plan",
@@ -130,7 +117,7 @@ class ConvertOptions:
     )
     repeats: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--repeats",
             least=0,
             metavar="N",
@@ -142,7 +129,7 @@ class ConvertOptions:
     rotate: RotateChoice = field(default="auto", metadata=ROTATE_CHOICE_OPTION)
     sequential: bool = field(
         default=True,
-        metadata=option(
+        metadata=formats.option(
             "--sequential/--no-sequential",
             help="With calibrated: quantize each layer for the inputs that the stored layers before it give, and make "
             "up for a part of their errors. --no-sequential takes the source's inputs: the conversion is a little "
@@ -151,7 +138,7 @@ class ConvertOptions:
     )
     profile: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--profile",
             metavar="DIR",
             help="A profile of this model (moe-pack profile). Experts are calibrated with its inputs; neurons "
@@ -162,7 +149,7 @@ class ConvertOptions:
     )
     sparsity: float | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--sparsity",
             metavar="S",
             mark="plan",
@@ -175,9 +162,9 @@ class ConvertOptions:
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
     memory_bytes: int = field(
         default=MEMORY_BYTES,
-        metadata=option(
+        metadata=formats.option(
             "--memory",
-            parse=read_size,
+            parse=commands.read_size,
             default_text=f"{MEMORY_BYTES >> 30}G",
             metavar="SIZE",
             help="Memory for all experts that are worked on at once. An expert that is calibrated takes some hundred "
@@ -191,22 +178,22 @@ class ConvertOptions:
         Raises:  UsageError.
         """
         if self.rotate == "on" and SOURCE in (self.plan.selector_bits, self.plan.record_bits):
-            raise UsageError(
+            raise formats.UsageError(
                 "--rotate on rounds the experts' weights, which source would keep; give a width such as 16, or remove "
                 "--rotate"
             )
         if self.many.ray is not None and self.stream.is_given:
-            raise UsageError("--stream does not go with --ray; start each part with --part I/N and --stream")
+            raise formats.UsageError("--stream does not go with --ray; start each part with --part I/N and --stream")
         if self.target is not None:
             self._check_with(self.target)
-        elif wrong := given(self, "target"):
-            raise UsageError(
+        elif wrong := commands.given(self, "target"):
+            raise formats.UsageError(
                 f"{wrong[0]} needs --target-vram or --preset; add one of them, or remove {wrong[0]} and measure the "
                 "pack with moe-pack eval"
             )
         elif self.plan_file is not None:
-            if others := given(self.plan) + given(replace(self, plan_file=None), "plan"):
-                raise UsageError(f"--plan decides all formats and sparsities; remove {', '.join(others)}")
+            if others := commands.given(self.plan) + commands.given(replace(self, plan_file=None), "plan"):
+                raise formats.UsageError(f"--plan decides all formats and sparsities; remove {', '.join(others)}")
         else:
             self._check_plan()
 
@@ -217,35 +204,35 @@ class ConvertOptions:
         """
         name = "--target-vram" if target.preset is None else f"--preset {target.preset}"
         if self.stream.is_given:
-            raise UsageError(
+            raise formats.UsageError(
                 f"--stream: {name} reads the source many times; make the plan first (moe-pack profile --stream, "
                 "moe-pack plan), then convert with --plan and --stream"
             )
-        if many := given(self, "many"):
-            raise UsageError(
+        if many := commands.given(self, "many"):
+            raise formats.UsageError(
                 f"{many[0]} does not go with {name}; make the profile, then a plan (moe-pack plan --target-vram), "
                 f"then give both to convert with {many[0]}"
             )
         if target.purpose == "vllm" and self.rotate == "on":
-            raise UsageError(
+            raise formats.UsageError(
                 "--rotate on does not go with --for vllm, which runs no rotated layers; remove one of the two"
             )
         plan = replace(self.plan, selector=None) if target.preset is None else self.plan
         decided = replace(self, sparsity=None) if target.preset == "floe" else self
-        if names := given(plan) + given(decided, "plan"):
-            raise UsageError(f"{name} makes a plan, which decides this; remove {', '.join(names)}")
+        if names := commands.given(plan) + commands.given(decided, "plan"):
+            raise formats.UsageError(f"{name} makes a plan, which decides this; remove {', '.join(names)}")
 
     def _check_plan(self) -> None:
         from moe_pack.calib.evaluate import ThresholdRule
 
         if self.sparsity is not None and (fault := ThresholdRule(sparsity=self.sparsity).fault()):
-            raise UsageError(fault)
+            raise formats.UsageError(fault)
         if self.profile is None and self.quantizer == "calibrated":
-            raise UsageError(
+            raise formats.UsageError(
                 "--quantizer calibrated needs the experts' inputs; give a profile that has them with --profile"
             )
         if self.profile is not None and self.sparsity is None and self.quantizer not in ("auto", "calibrated"):
-            raise UsageError(
+            raise formats.UsageError(
                 f"--profile: {self.quantizer} does not use a profile, and neurons are sorted only for a sparsity; give "
                 "--sparsity, or remove --quantizer"
             )
@@ -254,8 +241,8 @@ class ConvertOptions:
 @click.command("convert")
 @click.argument("path", type=CHECKPOINT)
 @CHECKPOINT.list_option
-@options_from(ConvertOptions)
-@command_errors(interrupted=INTERRUPTED)
+@cli.options_from(ConvertOptions)
+@cli.command_errors(interrupted=INTERRUPTED)
 def convert_command(path: str, options: ConvertOptions) -> None:
     """Make a pack from the checkpoint at PATH.
 
@@ -348,11 +335,14 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions, notes: 
         return
     seconds = time.perf_counter() - start
     if options.many.part is not None:  # the others end what they work on, and what follows needs the folder alone
-        with TerminalProgress() as progress, stage_of(progress, "waiting for other parts"):
+        with cli.TerminalProgress() as progress, commands.stage_of(progress, "waiting for other parts"):
             await_parts(output, _OTHER_PARTS_S)
     _say_converted(result, output, seconds, source_bytes)
     if isinstance(files, StreamedFiles):
-        _tell(f"fetched {size_text(files.fetched_bytes)} of weights; the source has {size_text(source_bytes)}")
+        _tell(
+            f"fetched {formats.size_text(files.fetched_bytes)} of weights; the source has "
+            f"{formats.size_text(source_bytes)}"
+        )
     if tokens is not None and rule is not None:
         _measure_thresholds(output, tokens, rule)
     if profile is not None and profile.facts.imatrix is None:
@@ -364,7 +354,7 @@ def _convert(path: str, checkpoint: Checkpoint, options: ConvertOptions, notes: 
 def _made(
     path: str,
     checkpoint: Checkpoint,
-    plan: Plan,
+    plan: formats.Plan,
     options: ConvertOptions,
     order: NDArray[np.uint32] | None,
     profile: Profile | None,
@@ -374,7 +364,7 @@ def _made(
     from moe_pack.convert import convert, layout_for
     from moe_pack.convert.ray_launcher import PackJob
 
-    with TerminalProgress() as progress:
+    with cli.TerminalProgress() as progress:
         if options.many.ray is not None:
             job = PackJob(
                 absolute_source(path),
@@ -403,7 +393,9 @@ def _made(
         )
 
 
-def _made_by_ray(job: PackJob, layout: PackLayout, many: PartOptions, progress: Progress) -> ConversionResult:
+def _made_by_ray(
+    job: PackJob, layout: formats.PackLayout, many: PartOptions, progress: formats.Progress
+) -> ConversionResult:
     """Makes a pack on a Ray cluster."""
     from moe_pack.convert import ConversionResult
     from moe_pack.convert.ray_launcher import PROCESS_BYTES, Resources
@@ -416,7 +408,7 @@ def _made_by_ray(job: PackJob, layout: PackLayout, many: PartOptions, progress: 
         many,
         Resources(job.workers, job.memory_bytes + PROCESS_BYTES),
         progress,
-        Stage("packing", total, "B", done),
+        commands.Stage("packing", total, "B", done),
         lambda: (journaled_bytes(job.output, layout), ""),
     )
     return ConversionResult(layout, done, written=done < total)
@@ -453,7 +445,11 @@ def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens
 
 
 def _say_plan(
-    checkpoint: Checkpoint, plan: Plan, options: ConvertOptions, rotation: RotationVectors | None, source_bytes: int
+    checkpoint: Checkpoint,
+    plan: formats.Plan,
+    options: ConvertOptions,
+    rotation: RotationVectors | None,
+    source_bytes: int,
 ) -> None:
     """Says before the conversion how large the pack will be, what is lossless, what is not, and if workers wait."""
     from moe_pack.convert import kept_text, layout_for, memory_line
@@ -461,8 +457,8 @@ def _say_plan(
 
     layout = layout_for(checkpoint, plan)
     _tell(
-        f"{model_text(checkpoint.spec)}: {size_text(source_bytes)} in the checkpoint, about "
-        f"{size_text(large_bytes(layout))} in the pack"
+        f"{model_text(checkpoint.spec)}: {formats.size_text(source_bytes)} in the checkpoint, about "
+        f"{formats.size_text(large_bytes(layout))} in the pack"
     )
     if kept := kept_text(plan, checkpoint, rotation):
         _tell(kept)
@@ -472,24 +468,27 @@ def _say_plan(
         if source.codec != "mxfp4"
     }
     narrowed = sorted(dtypes - {"BF16"})
-    has_bf16 = any(expert.of(matrix) == BF16 for layer in plan.experts for expert in layer for matrix in MATRICES)
+    has_bf16 = any(
+        expert.of(matrix) == formats.BF16 for layer in plan.experts for expert in layer for matrix in formats.MATRICES
+    )
     if narrowed and has_bf16:
         _tell(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
     widened = _widened(checkpoint, plan)
     if widened and options.plan_file is None:
         _tell(
             f"note: {len(widened)} dense matrices are dequantized and stored as float32, "
-            f"{size_text(4 * sum(math.prod(role.shape) for role in widened))}; --dense-bits 8 takes about a quarter"
+            f"{formats.size_text(4 * sum(math.prod(role.shape) for role in widened))}; --dense-bits 8 takes about "
+            "a quarter"
         )
     if limited := memory_line(checkpoint, plan, layout, options.workers, options.memory_bytes):
         _tell(limited)
 
 
-def _widened(checkpoint: Checkpoint, plan: Plan) -> list[DenseRole]:
+def _widened(checkpoint: Checkpoint, plan: formats.Plan) -> list[DenseRole]:
     """Returns the dense matrices that have codes in the source and are stored as its dequantized values."""
     return [
         role
-        for role, part in zip(dense_roles(checkpoint.spec), plan.dense, strict=True)
+        for role, part in zip(formats.dense_roles(checkpoint.spec), plan.dense, strict=True)
         if part is None
         and role.quantizable
         and checkpoint.files.decoded_from(checkpoint.dense_source(role.name).tensor) is not None
@@ -506,10 +505,10 @@ def _say_converted(result: ConversionResult, output: Path, seconds: float, sourc
     with Pack(output) as pack:
         content, bits = pack.manifest.totals.content, bits_per_weight(pack)
     if result.resumed_bytes:  # a rate would count what an earlier run has done
-        how = f"; {size_text(result.resumed_bytes)} are from an earlier run"
+        how = f"; {formats.size_text(result.resumed_bytes)} are from an earlier run"
     else:
         how = f" ({source_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s of source)"
-    click.echo(f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s{how}")
+    click.echo(f"{output}: {formats.size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s{how}")
 
 
 def _say_rounding(output: Path) -> None:
@@ -559,7 +558,7 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
     _say_notes(notes)
     tokens = _eval_tokens(checkpoint, text, options)
     with ExitStack() as stack:
-        progress = stack.enter_context(TerminalProgress())
+        progress = stack.enter_context(cli.TerminalProgress())
         operations = stack.enter_context(operations_for(torch.device("cpu")))
         profile = _profile(checkpoint, text, options, rotate, progress)
         rotation = PlanRotation.chosen(rotate, checkpoint, profile)
@@ -625,7 +624,7 @@ def _eval_tokens(checkpoint: Checkpoint, text: Text, options: ConvertOptions) ->
 
 
 def _profile(
-    checkpoint: Checkpoint, text: Text, options: ConvertOptions, rotate: RotateChoice, progress: Progress
+    checkpoint: Checkpoint, text: Text, options: ConvertOptions, rotate: RotateChoice, progress: formats.Progress
 ) -> Profile:
     """Returns the profile of the options, or makes one of our sample next to the output.
 
@@ -637,7 +636,7 @@ def _profile(
     if options.profile is not None:
         profile = Profile(options.profile)
         if profile.facts.imatrix is not None:
-            raise PlanError(
+            raise formats.PlanError(
                 f"--profile {options.profile}: was made from an importance file, which does not say what bits cost; "
                 "for --target-vram and --preset remove --profile, or profile the model on text"
             )
@@ -650,7 +649,7 @@ def _profile(
 
 
 def _planner(
-    model: PlanningModel, profile: Profile, target: Target, output: Path, progress: Progress
+    model: PlanningModel, profile: Profile, target: Target, output: Path, progress: formats.Progress
 ) -> Planner | None:
     """Returns the planner for a target, after its defaults are said; None for a paper's pack without a memory."""
     from moe_pack.convert.plan import defaults_text, kv_text, planner_for

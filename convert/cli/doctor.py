@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from moe_pack.formats import dump, option, size_text
-from moe_pack.formats.base.cli import TerminalProgress, cache_folder, command_errors, options_from
+from moe_pack import formats, runtime
+from moe_pack.formats.base import cli
 from moe_pack.formats.base.commands import stage_of
-from moe_pack.runtime import DiskFacts, MachineFacts, ReadRate, WidthRate, save_facts
 
 # The example of an expert: records of gate and down with 4096 weights each, at 4 bit, group 64.
 _ROWS, _ROW_BYTES = 14336, 4624
@@ -21,7 +20,7 @@ class DoctorOptions:
 
     path: Path = field(
         default=Path(),
-        metadata=option(
+        metadata=formats.option(
             "--path",
             metavar="DIR",
             help="A folder on the disk to measure: a pack, whose files are read, or another folder, where a "
@@ -31,7 +30,7 @@ class DoctorOptions:
     )
     seconds: float = field(
         default=0.5,
-        metadata=option(
+        metadata=formats.option(
             "--seconds",
             least=0.001,
             most=60,
@@ -39,12 +38,12 @@ class DoctorOptions:
             help="Time for each of some 90 measurements.",
         ),
     )
-    as_json: bool = field(default=False, metadata=option("--json", help="Print the measurements as JSON."))
+    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print the measurements as JSON."))
 
 
 @click.command("doctor")
-@options_from(DoctorOptions)
-@command_errors(interrupted="interrupted; the measurements are not kept")
+@cli.options_from(DoctorOptions)
+@cli.command_errors(interrupted="interrupted; the measurements are not kept")
 def doctor_command(options: DoctorOptions) -> None:
     """Measure how fast this machine reads its disk, computes experts and copies to its GPU, and store the figures.
 
@@ -56,20 +55,20 @@ def doctor_command(options: DoctorOptions) -> None:
     from moe_pack.runtime import measure_machine
 
     path, seconds = options.path, options.seconds
-    with TerminalProgress() as progress:
+    with cli.TerminalProgress() as progress:
         facts = measure_machine(path, progress, seconds)
         with stage_of(progress, "decoding with small packs"):
             facts = replace(facts, fixed=measure_fixed_costs(facts, seconds))
-    file = save_facts(facts, cache_folder(), path)
+    file = runtime.save_facts(facts, cli.cache_folder(), path)
     if options.as_json:
-        click.echo(json.dumps(dump(facts), indent=2))
+        click.echo(json.dumps(formats.dump(facts), indent=2))
         return
     from_pack = (path / MANIFEST_FILE).exists()
     for line in [*_disk_lines(facts.drive, path, from_pack), "", *_other_lines(facts), "", f"stored in {file}"]:
         click.echo(line)
 
 
-def _disk_lines(disk: DiskFacts, path: Path, from_pack: bool) -> list[str]:
+def _disk_lines(disk: runtime.DiskFacts, path: Path, from_pack: bool) -> list[str]:
     """Returns the figures of a disk as lines for people.
 
     Args:    from_pack: whether the files of a pack were read.
@@ -77,7 +76,7 @@ def _disk_lines(disk: DiskFacts, path: Path, from_pack: bool) -> list[str]:
     files = "of this pack" if from_pack else "in a file of its own"
     rates = {(rate.mode, rate.size): rate for rate in disk.best}
     lines = [
-        f"disk {disk.name or 'without a name'}, at {path.resolve()}: {size_text(disk.file_bytes)} {files}",
+        f"disk {disk.name or 'without a name'}, at {path.resolve()}: {formats.size_text(disk.file_bytes)} {files}",
         "",
         "scattered reads, MB/s (threads)",
         f"{'size':>8} {'direct':>14} {'pread':>14} {'map':>14}",
@@ -96,7 +95,7 @@ def _disk_lines(disk: DiskFacts, path: Path, from_pack: bool) -> list[str]:
     ]
 
 
-def _other_lines(facts: MachineFacts) -> list[str]:
+def _other_lines(facts: runtime.MachineFacts) -> list[str]:
     cpu, link = facts.cpu, facts.link
     lines = [f"CPU: {cpu.cores} cores, " + (cpu.instruction_set or "native kernels were not built")]
     if cpu.read_one is not None and cpu.read_all is not None and cpu.row_s is not None:
@@ -115,14 +114,14 @@ def _other_lines(facts: MachineFacts) -> list[str]:
     if link is None:
         return [*lines, "link: torch finds no GPU"]
     rates = ", ".join(f"{_round_size(copy.size)} {copy.rate / 1e9:.1f}" for copy in link.copies)
-    return [*lines, f"link to {link.name} with {size_text(link.memory_bytes)}, GB/s by size: {rates}"]
+    return [*lines, f"link to {link.name} with {formats.size_text(link.memory_bytes)}, GB/s by size: {rates}"]
 
 
-def _rate_cell(rate: ReadRate | None) -> str:
+def _rate_cell(rate: runtime.ReadRate | None) -> str:
     return "-" if rate is None else f"{rate.rate / 1e6:,.0f} ({rate.threads:>2})"
 
 
-def _by_width(rates: tuple[WidthRate, ...], num_weights: int = 1) -> str:
+def _by_width(rates: tuple[runtime.WidthRate, ...], num_weights: int = 1) -> str:
     """Returns rates by the bits of a weight.
 
     Args:    num_weights: that a width counts.

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from moe_pack import formats
 from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, checkpoint_at, chosen_device
-from moe_pack.formats import dump, size_text
-from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base import cli
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime.numerics import read_numerics
 
 if TYPE_CHECKING:
-    from moe_pack.calib.evaluate import TaskScore, TaskTokens
+    from moe_pack.calib import evaluate
     from moe_pack.formats import Pack
     from moe_pack.runtime.quality import Estimate, Prices, Quality, SourceQuality
 
@@ -25,8 +25,8 @@ _MUCH_TAIL = 0.02  # of a prediction's mass outside the reference's outcomes
 
 @click.command("eval")
 @click.argument("pack", type=PACK)
-@options_from(EvalOptions)
-@command_errors(interrupted=INTERRUPTED)
+@cli.options_from(EvalOptions)
+@cli.command_errors(interrupted=INTERRUPTED)
 def eval_command(pack: Path, options: EvalOptions) -> None:
     """Measure PACK on text: perplexity, the share of neurons that do not run, bytes.
 
@@ -45,8 +45,13 @@ def eval_command(pack: Path, options: EvalOptions) -> None:
         scores = {} if tasks is None else _scores(opened, tasks, options)
         root, numerics = opened.manifest.root, read_numerics(opened)
     if options.as_json:
-        by_model = {name: dump(score) for name, score in scores.items()}
-        found = {"root": root, "quality": dump(quality), "numerics": dump(numerics), "tasks": by_model or None}
+        by_model = {name: formats.dump(score) for name, score in scores.items()}
+        found = {
+            "root": root,
+            "quality": formats.dump(quality),
+            "numerics": formats.dump(numerics),
+            "tasks": by_model or None,
+        }
         click.echo(json.dumps(found, indent=2))
         return
     for line in [*quality_lines(quality), *score_lines(scores)]:
@@ -55,7 +60,7 @@ def eval_command(pack: Path, options: EvalOptions) -> None:
         click.echo(f"{'numerics':12} {numerics_summary(numerics)}")
 
 
-def _tasks(pack: Pack, file: Path) -> TaskTokens:
+def _tasks(pack: Pack, file: Path) -> evaluate.TaskTokens:
     from moe_pack.calib.evaluate import check_continues, read_tasks
     from moe_pack.runtime import Text
 
@@ -63,7 +68,7 @@ def _tasks(pack: Pack, file: Path) -> TaskTokens:
     return read_tasks(file, Text(pack), pack.spec.max_position_embeddings)
 
 
-def _scores(pack: Pack, tasks: TaskTokens, options: EvalOptions) -> dict[str, TaskScore]:
+def _scores(pack: Pack, tasks: evaluate.TaskTokens, options: EvalOptions) -> dict[str, evaluate.TaskScore]:
     """Returns how the pack answers tasks and, if a checkpoint is given, how the source does."""
     from moe_pack.calib.evaluate import task_score
     from moe_pack.runtime.model import operations_for
@@ -71,7 +76,7 @@ def _scores(pack: Pack, tasks: TaskTokens, options: EvalOptions) -> dict[str, Ta
     device = chosen_device(options.device)
     scores = {}
     with ExitStack() as stack:
-        progress = stack.enter_context(TerminalProgress())
+        progress = stack.enter_context(cli.TerminalProgress())
         operations = stack.enter_context(operations_for(device))
         scores["pack"] = task_score(pack, tasks, pack.folder / "tasks.work", progress, device, operations)
         if options.against is not None and options.reference_file is None:
@@ -86,7 +91,7 @@ def quality_lines(quality: Quality) -> list[str]:
     sparsity = "-" if quality.sparsity is None else f"{quality.sparsity:.1%} of neurons do not run"
     rows = [
         ("text", f"{quality.text}; {quality.num_tokens:,} tokens predicted, in sequences of {quality.sequence_length}"),
-        ("bytes", f"{quality.content_bytes:,}, {size_text(quality.content_bytes)}"),
+        ("bytes", f"{quality.content_bytes:,}, {formats.size_text(quality.content_bytes)}"),
         ("sparsity", sparsity),
         ("perplexity", _perplexity_text(quality.perplexity)),
     ]
@@ -147,7 +152,7 @@ def _price_rows(prices: Prices) -> list[tuple[str, str]]:
     ]
 
 
-def score_lines(scores: dict[str, TaskScore]) -> list[str]:
+def score_lines(scores: dict[str, evaluate.TaskScore]) -> list[str]:
     """Returns how tasks were answered as lines for people."""
     from moe_pack.convert.cli.measure import percent
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from moe_pack import formats
 from moe_pack.convert.cli.options import INTERRUPTED
 from moe_pack.convert.options import Dtype, GgufType
-from moe_pack.formats import MATRICES, UsageError, option, size_text
-from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.base.commands import given, read_size, stage_of
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import PACK
 
 if TYPE_CHECKING:
-    from moe_pack.convert.export import CodeFormat, ExportResult, ExportWork
+    from moe_pack.convert import export
+    from moe_pack.convert.export import ExportWork
     from moe_pack.convert.verify import LogitsError
     from moe_pack.formats import Pack
 
@@ -32,16 +32,18 @@ class ExportOptions:
     """The options of `export`."""
 
     to: ExportFormat = field(
-        metadata=option(
+        metadata=formats.option(
             "--to",
             help="safetensors: all weights in 16 bit, for any program. compressed-tensors: experts in 4 or 8 bit, as "
             "vLLM and transformers load them; all other weights in 16 bit. gguf: for llama.cpp.",
         )
     )
-    output: Path = field(metadata=option("--output", "-o", metavar="DIR", help="The folder to write, new or empty."))
+    output: Path = field(
+        metadata=formats.option("--output", "-o", metavar="DIR", help="The folder to write, new or empty.")
+    )
     dtype: Dtype | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--dtype",
             help="With safetensors and compressed-tensors: the dtype of matrices, or of the scales of their codes.  "
             "[default: the source's if it has 16 bits, else bf16]",
@@ -50,7 +52,7 @@ class ExportOptions:
     )
     type: GgufType | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--type",
             help="With gguf: the type of matrices; vectors and routers are f32. bf16 and f16 are for llama-quantize, "
             "which makes other types of them. mxfp4: of experts, with q8_0 for the rest.  [default: q8_0; mxfp4 if the "
@@ -60,7 +62,7 @@ class ExportOptions:
     )
     bits: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--bits",
             choices=("4", "8"),
             help="With compressed-tensors: the bits of the experts' codes.  [default: 4 for a layer that has at most "
@@ -70,7 +72,7 @@ class ExportOptions:
     )
     group_size: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--group-size",
             choices=("32", "64", "128"),
             help="With compressed-tensors: how many weights share a scale.  [default: as in the pack if that is "
@@ -80,48 +82,50 @@ class ExportOptions:
     )
     shard_bytes: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--shard-size",
             metavar="SIZE",
             help="The most bytes in a file.  [default: 5G; with gguf 45G]",
-            parse=read_size,
+            parse=commands.read_size,
         ),
     )
     compare_tokens: int = field(
         default=64,
-        metadata=option(
+        metadata=formats.option(
             "--compare-tokens",
             metavar="N",
             least=0,
             help="Compare the logits of the export and of the pack on N tokens of a passage of ours; 0 does not.",
         ),
     )
-    as_json: bool = field(default=False, metadata=option("--json", help="Print the result as JSON."))
+    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print the result as JSON."))
 
     def check(self) -> None:
         """Refuses options that do not go together.
 
         Raises:  UsageError.
         """
-        if self.to != "compressed-tensors" and (others := given(self, _CODED_ONLY)):
-            raise UsageError(f"{others[0]} needs --to compressed-tensors; remove it, or give --to compressed-tensors")
-        if self.to != "gguf" and (others := given(self, _GGUF_ONLY)):
-            raise UsageError(f"{others[0]} needs --to gguf; remove it, or give --to gguf")
-        if self.to == "gguf" and (others := given(self, _CHECKPOINTS_ONLY)):
-            raise UsageError(f"{others[0]} does not go with --to gguf; give --type instead")
+        if self.to != "compressed-tensors" and (others := commands.given(self, _CODED_ONLY)):
+            raise formats.UsageError(
+                f"{others[0]} needs --to compressed-tensors; remove it, or give --to compressed-tensors"
+            )
+        if self.to != "gguf" and (others := commands.given(self, _GGUF_ONLY)):
+            raise formats.UsageError(f"{others[0]} needs --to gguf; remove it, or give --to gguf")
+        if self.to == "gguf" and (others := commands.given(self, _CHECKPOINTS_ONLY)):
+            raise formats.UsageError(f"{others[0]} does not go with --to gguf; give --type instead")
         if self.output.suffix == ".gguf" and not self.output.is_dir():
-            raise UsageError(
+            raise formats.UsageError(
                 f"--output is the folder in which the file is written, as model-Q8_0.gguf; give {self.output.stem}/"
             )
 
 
-def _plain(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
+def _plain(pack: Pack, options: ExportOptions, work: ExportWork) -> export.ExportResult:
     from moe_pack.convert.export import export_plain
 
     return export_plain(pack, options.output, options.dtype, work)
 
 
-def _compressed(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
+def _compressed(pack: Pack, options: ExportOptions, work: ExportWork) -> export.ExportResult:
     from moe_pack.convert.export import export_compressed
 
     width: Literal[4, 8] | None = None if options.bits is None else 4 if options.bits == "4" else 8
@@ -129,13 +133,13 @@ def _compressed(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportR
     return export_compressed(pack, options.output, options.dtype, width, group, work)
 
 
-def _gguf(pack: Pack, options: ExportOptions, work: ExportWork) -> ExportResult:
+def _gguf(pack: Pack, options: ExportOptions, work: ExportWork) -> export.ExportResult:
     from moe_pack.convert.export import export_gguf
 
     return export_gguf(pack, options.output, options.type, work)
 
 
-_EXPORTS: dict[ExportFormat, Callable[[Pack, ExportOptions, ExportWork], ExportResult]] = {
+_EXPORTS: dict[ExportFormat, Callable[[Pack, ExportOptions, ExportWork], export.ExportResult]] = {
     "safetensors": _plain,
     "compressed-tensors": _compressed,
     "gguf": _gguf,
@@ -144,8 +148,8 @@ _EXPORTS: dict[ExportFormat, Callable[[Pack, ExportOptions, ExportWork], ExportR
 
 @click.command("export")
 @click.argument("pack", type=PACK)
-@options_from(ExportOptions)
-@command_errors(interrupted=INTERRUPTED)
+@cli.options_from(ExportOptions)
+@cli.command_errors(interrupted=INTERRUPTED)
 def export_command(pack: Path, options: ExportOptions) -> None:
     """Write PACK as a checkpoint of its model's family, or as a GGUF file: tensors, config and tokenizer.
 
@@ -161,14 +165,14 @@ def export_command(pack: Path, options: ExportOptions) -> None:
     from moe_pack.runtime.model import operations_for
 
     with Pack(pack) as opened, operations_for(torch.device("cpu")) as operations:
-        with TerminalProgress() as progress:
+        with cli.TerminalProgress() as progress:
             usual = GGUF_BYTES if options.to == "gguf" else SHARD_BYTES
             work = ExportWork(operations, options.shard_bytes or usual, progress)
             result = _EXPORTS[options.to](opened, options, work)
         logits = None
         if options.compare_tokens:
             ids = compared_ids(opened, None, options.compare_tokens, "leave out the comparison: --compare-tokens 0")
-            with TerminalProgress() as progress, stage_of(progress, "comparing predictions"):
+            with cli.TerminalProgress() as progress, commands.stage_of(progress, "comparing predictions"):
                 logits = compare_export(opened, options.output, ids, operations)
         if options.as_json:
             click.echo(json.dumps({"path": str(_written(options.output)), **_as_json(result, logits)}, indent=2))
@@ -184,10 +188,15 @@ def _written(folder: Path) -> Path:
     return find_gguf(folder) or folder
 
 
-def _lines(pack: Pack, options: ExportOptions, result: ExportResult, logits: LogitsError | None) -> Iterator[str]:
-    yield f"{_written(options.output)}: {result.num_tensors:,} tensors, {size_text(result.num_bytes)}"
+def _lines(
+    pack: Pack, options: ExportOptions, result: export.ExportResult, logits: LogitsError | None
+) -> Iterator[str]:
+    yield f"{_written(options.output)}: {result.num_tensors:,} tensors, {formats.size_text(result.num_bytes)}"
     if result.resumed_bytes:
-        yield f"an earlier run has written {size_text(result.resumed_bytes)} of it; codes below are of this run alone"
+        yield (
+            f"an earlier run has written {formats.size_text(result.resumed_bytes)} of it; codes below are of this "
+            "run alone"
+        )
     if result.formats is not None:
         yield from _code_lines(result)
     for reason, number in result.lost.items():
@@ -206,10 +215,10 @@ def _lines(pack: Pack, options: ExportOptions, result: ExportResult, logits: Log
         )
 
 
-def _code_lines(result: ExportResult) -> Iterator[str]:
+def _code_lines(result: export.ExportResult) -> Iterator[str]:
     """Yields what became of the experts' codes."""
     assert result.formats is not None and result.codes is not None, "the result of an export with codes"
-    by_format: dict[CodeFormat, list[int]] = {}
+    by_format: dict[export.CodeFormat, list[int]] = {}
     for layer, each in result.formats.items():
         by_format.setdefault(each, []).append(layer)
     for each, layers in by_format.items():
@@ -222,7 +231,7 @@ def _code_lines(result: ExportResult) -> Iterator[str]:
             "the source has all experts of a layer in one tensor, the export each in its own, as vLLM reads codes; "
             "transformers 5 does not read them so in this family"
         )
-    for matrix in MATRICES:
+    for matrix in formats.MATRICES:
         if (codes := result.codes.matrices.get(matrix)) is not None:
             yield (
                 f"{matrix:4} codes of the pack kept: {codes.carried:,}, quantized again: {codes.quantized:,}; mean "
@@ -230,7 +239,7 @@ def _code_lines(result: ExportResult) -> Iterator[str]:
             )
 
 
-def _as_json(result: ExportResult, logits: LogitsError | None) -> dict[str, Any]:
+def _as_json(result: export.ExportResult, logits: LogitsError | None) -> dict[str, Any]:
     codes = None if result.codes is None else result.codes.matrices
     return {
         "bytes": result.num_bytes,

@@ -14,35 +14,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from moe_pack.convert.cli.options import checkpoint_at
-from moe_pack.formats import MATRICES, ExpertFormat, Matrix, option, size_text
-from moe_pack.formats.base.cli import (
-    NOISE,
-    Commands,
-    LateCommand,
-    TerminalProgress,
-    command_errors,
-    common_options,
-    options_from,
-)
-from moe_pack.formats.base.commands import stage_of
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.formats.pack.plans import format_text
-from moe_pack.formats.parts.specs import (
-    cached_values,
-    num_active_parameters,
-    num_dense_layers,
-    num_parameters,
-    state_values,
-)
+from moe_pack.formats.pack import plans
+from moe_pack.formats.parts import specs
 from moe_pack.runtime.numerics import read_numerics
 
 if TYPE_CHECKING:
-    from moe_pack.convert.verify import LogitsError, MatrixError
+    from moe_pack.convert import verify
     from moe_pack.formats import Pack
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@common_options
+@click.group(cls=cli.Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@cli.common_options
 def main(debug: bool) -> None:
     """Turn mixture-of-experts checkpoints into packs, which moe-run runs in less memory than the model needs.
 
@@ -88,7 +72,7 @@ def main(debug: bool) -> None:
 @main.command("inspect", short_help="Show the model, bytes and formats of PACK.")
 @click.argument("pack", type=PACK)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, with the formats of every expert.")
-@command_errors(interrupted="interrupted")
+@cli.command_errors(interrupted="interrupted")
 def inspect_command(pack: Path, as_json: bool) -> None:
     """Show what PACK contains: the model, bytes by part, formats by layer and expert, and what was measured of it.
 
@@ -131,20 +115,21 @@ def _print_model(pack: Pack) -> None:
     if spec.shared_expert is not None:
         experts += f", and a shared one of {spec.shared_expert.intermediate_size}"
     if spec.dense_intermediate_size is not None:
-        num_dense = num_dense_layers(spec)
+        num_dense = specs.num_dense_layers(spec)
         experts += f"; {num_dense} dense layer{'s' if num_dense > 1 else ''} of {spec.dense_intermediate_size}"
     repeats = f" and {spec.expert.repeats} stored twice" if spec.expert.repeats else ""
-    state = f" and {4 * state_values(spec):,} bytes of states" if state_values(spec) else ""
+    state = f" and {4 * specs.state_values(spec):,} bytes of states" if specs.state_values(spec) else ""
     rows = [
         ("model", f"{spec.family}, {len(spec.moe_layers)} layers of {experts}"),
         ("sizes", f"hidden {spec.hidden_size}, intermediate {spec.expert.source_size}{repeats}, "
                   f"vocabulary {spec.vocab_size}, context {spec.max_position_embeddings}"),
-        ("", f"{_millions(num_parameters(spec))} parameters, {_millions(num_active_parameters(spec))} active a token, "
-             f"{4 * cached_values(spec):,} bytes of KV cache a token{state} (float32)"),
+        ("", f"{_millions(specs.num_parameters(spec))} parameters, "
+             f"{_millions(specs.num_active_parameters(spec))} active a token, "
+             f"{4 * specs.cached_values(spec):,} bytes of KV cache a token{state} (float32)"),
         ("pack", f"format {manifest.version}, selector {manifest.selector}, quantizer {manifest.quantizer}, "
                  f"{bits_per_weight(pack):.2f} bits an expert weight"),
         ("root", manifest.root),
-        *([("", NOISE)] if pack.is_synthetic else []),
+        *([("", cli.NOISE)] if pack.is_synthetic else []),
     ]  # fmt: skip
     for name, value in rows:
         click.echo(f"{name:6} {value}")
@@ -166,7 +151,7 @@ def _print_bytes(pack: Pack) -> None:
     for part in left_out(pack):
         kept = "kept" if part.fate == "unused" else "not in the pack"
         tensors = f"{part.num_tensors} tensor{'s' if part.num_tensors > 1 else ''}"
-        click.echo(f"not run: {tensors}, {size_text(part.num_bytes)}, {kept}: {part.reason}")
+        click.echo(f"not run: {tensors}, {commands.size_text(part.num_bytes)}, {kept}: {part.reason}")
 
 
 _LEAST_WIDTH = 22  # of a column of formats, letters
@@ -176,15 +161,15 @@ def _print_formats(pack: Pack) -> None:
     from moe_pack.convert import format_runs
 
     runs = list(format_runs(pack))
-    texts = [[_part_text(run.formats, pack, matrix) for matrix in MATRICES] for run in runs]
+    texts = [[_part_text(run.formats, pack, matrix) for matrix in specs.MATRICES] for run in runs]
     width = max([_LEAST_WIDTH, *(len(text) for row in texts for text in row)])
-    titles = " ".join(f"{matrix:{width}}" for matrix in MATRICES)
+    titles = " ".join(f"{matrix:{width}}" for matrix in specs.MATRICES)
     click.echo(f"\n{'layers':9} {'experts':9} {titles} bytes an expert")
     for run, row in zip(runs, texts, strict=True):
         cells = " ".join(f"{text:{width}}" for text in row)
         click.echo(f"{_span(run.layers):9} {_span(run.experts):9} {cells} {run.num_bytes:>15,}")
     click.echo(f"rotated layers: {_rotated_text(pack)}")
-    quantized = sorted({format_text(dense.format) for dense in pack.manifest.dense})
+    quantized = sorted({plans.format_text(dense.format) for dense in pack.manifest.dense})
     unquantized = "bf16" if pack.is_synthetic else "as in the source"
     click.echo(f"dense matrices: {', '.join(quantized) if quantized else unquantized}; * in the selector")
 
@@ -203,13 +188,13 @@ def _rotated_text(pack: Pack) -> str:
     return ", ".join(_span(span) for span in spans)
 
 
-def _part_text(formats: ExpertFormat, pack: Pack, matrix: Matrix) -> str:
+def _part_text(formats: plans.ExpertFormat, pack: Pack, matrix: specs.Matrix) -> str:
     part = formats.of(matrix)
     if part is None:
         return "-"
     selector = pack.layout.experts[0][0].selector
     mark = "*" if selector is not None and selector.part(matrix) is not None else ""
-    return format_text(part) + mark
+    return plans.format_text(part) + mark
 
 
 def _span(ends: tuple[int, int]) -> str:
@@ -222,20 +207,21 @@ class VerifyOptions:
 
     against: str | None = field(
         default=None,
-        metadata=option(
+        metadata=commands.option(
             "--against", metavar="PATH", help="Also compare with the checkpoint that the pack was made from."
         ),
     )
     text: TextIO | None = field(
-        default=None, metadata=option("--text", help="Compare logits on this text; without it, on a passage of ours.")
+        default=None,
+        metadata=commands.option("--text", help="Compare logits on this text; without it, on a passage of ours."),
     )
-    as_json: bool = field(default=False, metadata=option("--json", help="Print the result as JSON."))
+    as_json: bool = field(default=False, metadata=commands.option("--json", help="Print the result as JSON."))
 
 
 @main.command("verify", short_help="Check every byte of PACK; compare every weight with its source.")
 @click.argument("pack", type=PACK)
-@options_from(VerifyOptions)
-@command_errors(interrupted="interrupted")
+@cli.options_from(VerifyOptions)
+@cli.command_errors(interrupted="interrupted")
 def verify_command(pack: Path, options: VerifyOptions) -> None:
     """Check every byte of PACK: digests of all files and experts, the CRC of every row, padding, neuron order.
 
@@ -246,10 +232,10 @@ def verify_command(pack: Path, options: VerifyOptions) -> None:
     from moe_pack.formats.pack.reader import audit
 
     with Pack(pack_folder(pack)) as opened:
-        with TerminalProgress() as progress:
+        with cli.TerminalProgress() as progress:
             audit(opened, progress)
         if not options.as_json:
-            note = f"; {NOISE}" if opened.is_synthetic else ""
+            note = f"; {cli.NOISE}" if opened.is_synthetic else ""
             num_bytes, root = opened.manifest.totals.content, opened.manifest.root[:16]
             click.echo(f"{pack}: intact; {num_bytes:,} bytes checked, root {root}{note}")
         if options.against is not None:
@@ -268,9 +254,9 @@ def _compare(pack: Pack, against: str, options: VerifyOptions) -> None:
 
     with closing(checkpoint_at(against)) as checkpoint:
         same_tensors(pack, checkpoint)
-        with operations_for(torch.device("cpu")) as operations, TerminalProgress() as progress:
+        with operations_for(torch.device("cpu")) as operations, cli.TerminalProgress() as progress:
             matrices = compare_weights(pack, checkpoint, progress, operations)
-            with stage_of(progress, "comparing predictions"):
+            with commands.stage_of(progress, "comparing predictions"):
                 logits = compare_logits(pack, checkpoint, compared_ids(pack, options.text), operations)
     _print_comparison(pack, matrices, logits, options.as_json)
 
@@ -282,7 +268,9 @@ def _intact_json(pack: Pack) -> dict[str, Any]:
     return {**facts, "root": manifest.root}
 
 
-def _print_comparison(pack: Pack, matrices: list[MatrixError], logits: LogitsError, as_json: bool) -> None:
+def _print_comparison(
+    pack: Pack, matrices: list[verify.MatrixError], logits: verify.LogitsError, as_json: bool
+) -> None:
     if as_json:
         click.echo(
             json.dumps(
@@ -322,4 +310,4 @@ _OTHERS = (  # name, module, and the line in the list of commands
     ("upload", "upload", "Upload PACK to the hub, with a model card."),
 )
 for _name, _module, _line in _OTHERS:
-    main.add_command(LateCommand(_name, f"moe_pack.convert.cli.{_module}", _line))
+    main.add_command(cli.LateCommand(_name, f"moe_pack.convert.cli.{_module}", _line))

@@ -11,43 +11,39 @@ from typing import TextIO
 import click
 import torch
 
+from moe_pack import formats
+from moe_pack.calib import forward
 from moe_pack.calib.evaluate import (
     NUM_CALIBRATION_TOKENS,
-    MeasuredThresholds,
     RealizedSparsity,
     Reference,
-    ThresholdRule,
-    check_source,
-    evaluate,
+    evaluation,
     make_reference,
     measure_numerics,
     measure_prices,
-    measure_thresholds,
     read_reference,
+    thresholds,
 )
-from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
 from moe_pack.convert import same_tensors
 from moe_pack.convert.cli.options import EVAL_TOKENS, SEQUENCE_LENGTH, EvalOptions, checkpoint_at, chosen_device
-from moe_pack.formats import ModelSpec, Pack, Progress, RunError, size_text
 from moe_pack.formats.base.cli import TerminalProgress
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.sidecar import write_sidecar
-from moe_pack.runtime import Text
+from moe_pack.runtime import Text, offload
 from moe_pack.runtime.model import operations_for
 from moe_pack.runtime.numerics import NUMERICS_FILE, NumericsLoss, chosen_mode
-from moe_pack.runtime.offload import PREDICTORS, ROUTING_FILE, Routing
 from moe_pack.runtime.quality import QUALITY_FILE, Estimate, Prices, Quality
 
 _WORK_FOLDER = "eval.work"
 _MOST_NAMES = 8  # of experts in a line
 
 
-def model_text(spec: ModelSpec) -> str:
+def model_text(spec: formats.ModelSpec) -> str:
     """Returns a model in a few words: its family, its layers with experts, their experts."""
     return f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
 
 
-def say_text(spec: ModelSpec, tokens: Tokens) -> None:
+def say_text(spec: formats.ModelSpec, tokens: forward.Tokens) -> None:
     """Announces the model and the text that will be measured, on standard error."""
     number, length = tokens.sequences.shape
     click.echo(f"{model_text(spec)}; {number * length:,} tokens in sequences of {length}, from {tokens.name}", err=True)
@@ -78,7 +74,7 @@ def percent(estimate: Estimate) -> str:
     return f"{estimate.value:.3%}{half}"
 
 
-def measure_loss(pack: Pack, options: EvalOptions) -> Quality:
+def measure_loss(pack: formats.Pack, options: EvalOptions) -> Quality:
     """Measures a pack on text and shows progress; a result against a source is written to `quality.json`.
 
     Raises:  PackError or PlanError if the pack was not made from what it is compared with.
@@ -88,7 +84,7 @@ def measure_loss(pack: Pack, options: EvalOptions) -> Quality:
         progress = stack.enter_context(TerminalProgress())
         operations = stack.enter_context(operations_for(device))
         against, tokens = _compared(pack, options, progress, device, stack)
-        quality = evaluate(pack, tokens, progress, against, device, operations)
+        quality = evaluation.evaluate(pack, tokens, progress, against, device, operations)
         if quality.against is not None:
             write_sidecar(pack.folder, QUALITY_FILE, quality, pack.manifest.root)
             numerics = measure_numerics(pack, tokens, progress)
@@ -96,7 +92,7 @@ def measure_loss(pack: Pack, options: EvalOptions) -> Quality:
                 write_sidecar(pack.folder, NUMERICS_FILE, numerics, pack.manifest.root)
         if options.prices:
             length = tokens.sequences.shape[1]
-            calibration = read_tokens(None, None, Text(pack), NUM_CALIBRATION_TOKENS, length)
+            calibration = forward.read_tokens(None, None, Text(pack), NUM_CALIBRATION_TOKENS, length)
             prices = measure_prices(pack, tokens, calibration, progress, device, operations)
             quality = replace(quality, prices=prices)
             write_sidecar(pack.folder, QUALITY_FILE, quality, pack.manifest.root)
@@ -105,8 +101,8 @@ def measure_loss(pack: Pack, options: EvalOptions) -> Quality:
 
 
 def _compared(
-    pack: Pack, options: EvalOptions, progress: Progress, device: torch.device, stack: ExitStack
-) -> tuple[Reference | Checkpoint | None, Tokens]:
+    pack: formats.Pack, options: EvalOptions, progress: formats.Progress, device: torch.device, stack: ExitStack
+) -> tuple[Reference | Checkpoint | None, forward.Tokens]:
     """Returns what a pack is compared with, and the text."""
     if options.reference_file is not None:
         reference = read_reference(options.reference_file)
@@ -118,7 +114,7 @@ def _compared(
         checkpoint = checkpoint_at(options.against)
         stack.callback(checkpoint.close)
         same_tensors(pack, checkpoint)
-        check_source(pack, checkpoint)
+        evaluation.check_source(pack, checkpoint)
     tokens = _eval_tokens(pack, options)
     say_text(pack.spec, tokens)
     if checkpoint is None or options.exact:
@@ -128,12 +124,12 @@ def _compared(
     return make_reference(checkpoint, tokens, folder, progress, device, replaces=is_temporary), tokens
 
 
-def _eval_tokens(pack: Pack, options: EvalOptions) -> Tokens:
+def _eval_tokens(pack: formats.Pack, options: EvalOptions) -> forward.Tokens:
     text, num_tokens = Text(pack), options.num_tokens or EVAL_TOKENS
     length = min(SEQUENCE_LENGTH, pack.spec.max_position_embeddings)
     if options.data is None and options.field_name is None:
-        return unseen_tokens(text, num_tokens, length)
-    return read_tokens(options.data, options.field_name, text, num_tokens, length)
+        return forward.unseen_tokens(text, num_tokens, length)
+    return forward.read_tokens(options.data, options.field_name, text, num_tokens, length)
 
 
 def quality_summary(quality: Quality) -> str:
@@ -159,14 +155,16 @@ def prices_summary(prices: Prices) -> str:
     return f"KL by sparsity {sparsity}; by --substitute {substitution} nats"
 
 
-def measure_thresholds_of(pack: Pack, tokens: Tokens, rule: ThresholdRule, device_name: str) -> MeasuredThresholds:
+def measure_thresholds_of(
+    pack: formats.Pack, tokens: forward.Tokens, rule: thresholds.ThresholdRule, device_name: str
+) -> thresholds.MeasuredThresholds:
     """Measures a pack's thresholds, rewrites them, and shows progress."""
     device = chosen_device(device_name)
     with operations_for(device) as operations, TerminalProgress() as progress:
-        return measure_thresholds(pack, tokens, rule, progress, device, operations)
+        return thresholds.measure_thresholds(pack, tokens, rule, progress, device, operations)
 
 
-def threshold_lines(folder: Path, layers: Sequence[int], measured: MeasuredThresholds) -> list[str]:
+def threshold_lines(folder: Path, layers: Sequence[int], measured: thresholds.MeasuredThresholds) -> list[str]:
     """Returns measured thresholds as lines for people.
 
     Args:    layers: the decoder layers that have experts.
@@ -204,18 +202,18 @@ def _share_text(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def attached_line(folder: Path, routing: Routing) -> str:
+def attached_line(folder: Path, routing: offload.Routing) -> str:
     """Returns the line that says what was attached to a pack."""
     return f"{folder}: {routing_text(folder, routing)}"
 
 
-def routing_text(folder: Path, routing: Routing) -> str:
+def routing_text(folder: Path, routing: offload.Routing) -> str:
     """Returns a pack's routing data in a few words: bytes, tokens, and the recall of the best predictors."""
-    num_bytes, recall = (folder / ROUTING_FILE).stat().st_size, routing.best_recall
-    words = f"routing, {size_text(num_bytes)}, routes of {len(routing.routes):,} held-out tokens"
+    num_bytes, recall = (folder / offload.ROUTING_FILE).stat().st_size, routing.best_recall
+    words = f"routing, {formats.size_text(num_bytes)}, routes of {len(routing.routes):,} held-out tokens"
     if recall is None:
         return f"{words}; no predictors, because the profile's text was too short"
-    best = [PREDICTORS[routing.best[layer_idx]] for layer_idx in routing.judged_layers]
+    best = [offload.PREDICTORS[routing.best[layer_idx]] for layer_idx in routing.judged_layers]
     return f"{words}; experts predicted: {recall_text(recall, best)}"
 
 
@@ -225,7 +223,7 @@ def recall_text(recall: float, best: Sequence[str]) -> str:
 
 
 def compared_ids(
-    pack: Pack,
+    pack: formats.Pack,
     text: TextIO | None = None,
     num_tokens: int = 512,
     advice: str = "give another text with --text",
@@ -241,5 +239,5 @@ def compared_ids(
     words = files("moe_pack.convert.cli").joinpath("passage.txt").read_text("utf-8") if text is None else text.read()
     ids = Text(pack).encode(words)[:num_tokens]
     if not ids:
-        raise RunError(f"the tokenizer finds no token in the text on which logits are compared; {advice}")
+        raise formats.RunError(f"the tokenizer finds no token in the text on which logits are compared; {advice}")
     return ids

@@ -14,39 +14,18 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from moe_pack.convert import SOURCE
-from moe_pack.convert.options import Bits
-from moe_pack.formats import (
-    ROW_GROUP,
-    ConversionError,
-    ModelSpec,
-    PartFormat,
-    Plan,
-    PlanError,
-    Progress,
-    Quantizer,
-    Selector,
-    UsageError,
-    option,
-    part_format,
-    size_text,
-    trellis_format,
-    uniform_plan,
-)
-from moe_pack.formats.base.cli import TerminalProgress, cache_folder
-from moe_pack.formats.base.commands import Part, Stage, given, read_size
-from moe_pack.formats.hub import LEAST_STREAM_BYTES, STREAM_BYTES
+from moe_pack import formats, runtime
+from moe_pack.convert import options
+from moe_pack.formats import hub
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 from moe_pack.formats.parts.specs import with_repeats
-from moe_pack.runtime import DEVICE_OPTION, MachineFacts, load_facts
 
 if TYPE_CHECKING:
     import torch
 
-    from moe_pack.convert.ray_launcher import Job, Resources
-    from moe_pack.formats import PackLayout
+    from moe_pack.convert import ray_launcher
     from moe_pack.formats.families import Checkpoint
-    from moe_pack.formats.hub import StreamedFiles
 
 INTERRUPTED = "interrupted; the finished part is kept; run the same command again to continue"
 NUM_CORES = os.cpu_count() or 1
@@ -54,10 +33,10 @@ CALIBRATION_TOKENS = 16384  # of a profile and of thresholds, by default
 EVAL_TOKENS = 8192  # of `eval` and `check`, by default
 SEQUENCE_LENGTH = 512  # tokens of a sequence, by default
 
-WORKERS_OPTION = option(
+WORKERS_OPTION = formats.option(
     "--workers", least=1, most=256, help="Number of experts worked on at once, one thread each.  [default: all cores]"
 )
-FIELD_OPTION = option(
+FIELD_OPTION = formats.option(
     "--field",
     metavar="F",
     help="The field of JSONL, Parquet or a data set that contains the text or the messages of a conversation.  "
@@ -69,11 +48,11 @@ FIELD_OPTION = option(
 class PartOptions:
     """How several machines share the work. At most one of `part` and `ray` is given."""
 
-    part: Part | None = field(
+    part: commands.Part | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--part",
-            parse=Part.of,
+            parse=commands.Part.of,
             metavar="I/N",
             mark="many",
             help="Make part I of N; run the same command with each I, on as many machines, over an output folder that "
@@ -83,7 +62,7 @@ class PartOptions:
     )
     ray: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--ray",
             metavar="ADDRESS",
             mark="many",
@@ -93,7 +72,7 @@ class PartOptions:
     )
     num_parts: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--parts",
             least=1,
             metavar="N",
@@ -108,42 +87,44 @@ class PartOptions:
         Raises:  UsageError.
         """
         if self.ray is not None and self.part is not None:
-            raise UsageError("--ray makes all parts; remove --part, or remove --ray and start each part yourself")
+            raise formats.UsageError(
+                "--ray makes all parts; remove --part, or remove --ray and start each part yourself"
+            )
         if self.num_parts is not None and self.ray is None:
-            raise UsageError("--parts needs --ray; add it, or start each part yourself with --part I/N")
+            raise formats.UsageError("--parts needs --ray; add it, or start each part yourself with --part I/N")
         if self.ray is not None and "://" in self.ray:
-            raise UsageError(
+            raise formats.UsageError(
                 f"--ray {self.ray}: the command must run on a machine of the cluster; give auto or HOST:PORT there"
             )
 
 
 PlanCodec = Literal["auto", "affine", "trellis"]
-_EXPERT_BITS_CHOICE = ("1", "2", "2.5", "3", "3.5", "4", "8", "16", SOURCE)
+_EXPERT_BITS_CHOICE = ("1", "2", "2.5", "3", "3.5", "4", "8", "16", options.SOURCE)
 _TRELLIS_BITS = tuple(width / 2 for width in TRELLIS_WIDTHS)
 _AFFINE_GROUP = 64  # by default; a trellis has one scale a row
 _EXPERT_BITS = 4  # by default, of experts that the checkpoint does not have in codes
 _DEFAULT_BITS = f"source for FP8 and MXFP4, else {_EXPERT_BITS}"
 
 
-def _bits(text: str) -> Bits:
-    return text if text == SOURCE else float(text)
+def _bits(text: str) -> options.Bits:
+    return text if text == options.SOURCE else float(text)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """How all experts and all dense matrices are stored. None: the default, which may depend on the checkpoint."""
 
-    selector: Selector | None = field(
+    selector: formats.Selector | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--selector",
             help="The matrix whose activations decide which neurons run. It is stored apart from the records, so that "
             "it can be read whole.  [default: up]",
         ),
     )
-    selector_bits: Bits = field(
+    selector_bits: options.Bits = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--selector-bits",
             choices=_EXPERT_BITS_CHOICE,
             parse=_bits,
@@ -151,9 +132,9 @@ class PlanOptions:
             f"[default: {_DEFAULT_BITS}]",
         ),
     )
-    record_bits: Bits = field(
+    record_bits: options.Bits = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--record-bits",
             choices=_EXPERT_BITS_CHOICE,
             parse=_bits,
@@ -163,7 +144,7 @@ class PlanOptions:
     )
     codec: PlanCodec = field(
         default="auto",
-        metadata=option(
+        metadata=formats.option(
             "--codec",
             help="The codec of expert weights of 4 bits and less. affine has equal steps. In trellis a value also "
             "depends on the codes before it; it loses least for its bytes, and only trellis has 2.5 and 3.5 bits. "
@@ -172,46 +153,50 @@ class PlanOptions:
     )
     group: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--group-size",
             choices=("16", "32", "64", "128", "row"),
-            parse=lambda text: ROW_GROUP if text == "row" else int(text),
+            parse=lambda text: formats.ROW_GROUP if text == "row" else int(text),
             help="Number of weights that share a scale (in affine also a zero); row is the whole row.  [default: row "
             f"for a trellis, {_AFFINE_GROUP} for affine]",
         ),
     )
     scale_bits: int = field(
         default=16,
-        metadata=option(
+        metadata=formats.option(
             "--scale-bits",
             choices=("8", "16"),
             parse=int,
             help="Width of scales and zeros; 8 saves bytes if groups are small.",
         ),
     )
-    dense_bits: Bits = field(
+    dense_bits: options.Bits = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--dense-bits",
-            choices=("1", "2", "3", "4", "8", "16", SOURCE),
+            choices=("1", "2", "3", "4", "8", "16", options.SOURCE),
             parse=_bits,
             help="Bits of a weight of attention, embedding, head, shared experts and dense layers. source and 16 keep "
             "the checkpoint's bytes. Norms, biases and routers always keep theirs.  [default: source]",
         ),
     )
 
-    def plan(self, spec: ModelSpec, quantizer: Quantizer) -> Plan:
+    def plan(self, spec: formats.ModelSpec, quantizer: formats.Quantizer) -> formats.Plan:
         """Returns the plan for a model without a checkpoint.
 
         Raises:  PlanError if these formats cannot represent its rows, or an option says `source`.
         """
         bits = {"selector": self.selector_bits, "record": self.record_bits, "dense": self.dense_bits}
         for name, width in bits.items():
-            if width == SOURCE:
-                raise PlanError(f"--{name}-bits source: no checkpoint is given whose weights can be kept; give a width")
+            if width == options.SOURCE:
+                raise formats.PlanError(
+                    f"--{name}-bits source: no checkpoint is given whose weights can be kept; give a width"
+                )
         return self._planned(spec, quantizer)
 
-    def plan_for(self, checkpoint: Checkpoint, quantizer: Quantizer, repeats: int | None = None) -> Plan:
+    def plan_for(
+        self, checkpoint: Checkpoint, quantizer: formats.Quantizer, repeats: int | None = None
+    ) -> formats.Plan:
         """Returns the plan for a checkpoint, whose own codes are kept if they are not wider.
 
         Args:    repeats: neurons of each expert with two rows; None: the usual number where codes are calibrated.
@@ -223,7 +208,9 @@ class PlanOptions:
         plan = self._planned(checkpoint.spec, quantizer, repeats, checkpoint_repeats(checkpoint))
         return keep_source(checkpoint, plan, self.selector_bits, self.record_bits, self.dense_bits)
 
-    def _planned(self, spec: ModelSpec, quantizer: Quantizer, repeats: int | None = 0, usual: int = 0) -> Plan:
+    def _planned(
+        self, spec: formats.ModelSpec, quantizer: formats.Quantizer, repeats: int | None = 0, usual: int = 0
+    ) -> formats.Plan:
         from moe_pack.calib.quantize import needs_inputs
 
         selector, record = (
@@ -236,32 +223,36 @@ class PlanOptions:
         if repeats is None:
             repeats = usual * is_calibrated
         if repeats and not is_calibrated:
-            raise PlanError(
+            raise formats.PlanError(
                 f"--repeats {repeats}: only calibrated codes of less than 8 bits repeat neurons; give a profile and "
                 "such --record-bits, or remove --repeats"
             )
         if repeats > spec.expert.source_size:
-            raise PlanError(f"--repeats {repeats}: an expert has {spec.expert.source_size} neurons; give fewer")
-        return uniform_plan(with_repeats(spec, repeats), self.selector or "up", selector, record, dense, quantizer)
+            raise formats.PlanError(f"--repeats {repeats}: an expert has {spec.expert.source_size} neurons; give fewer")
+        return formats.uniform_plan(
+            with_repeats(spec, repeats), self.selector or "up", selector, record, dense, quantizer
+        )
 
-    def _part(self, flag: str, bits: float, quantizer: Quantizer) -> PartFormat:
+    def _part(self, flag: str, bits: float, quantizer: formats.Quantizer) -> formats.PartFormat:
         """Returns the format of experts' matrices with `bits` bits a weight."""
         fits = bits in _TRELLIS_BITS
         if self.codec == "trellis" and not fits and bits != 16:
-            raise PlanError(f"{flag} {bits:g}: a trellis has 2 to 4 bits a weight; use --codec affine")
+            raise formats.PlanError(f"{flag} {bits:g}: a trellis has 2 to 4 bits a weight; use --codec affine")
         if self.codec == "affine" and bits % 1:
-            raise PlanError(f"{flag} {bits:g}: affine has whole bits only; use --codec trellis")
+            raise formats.PlanError(f"{flag} {bits:g}: affine has whole bits only; use --codec trellis")
         if fits and (self.codec == "trellis" or (self.codec == "auto" and (quantizer == "calibrated" or bits % 1))):
-            return trellis_format(int(2 * bits), ROW_GROUP if self.group is None else self.group, self.scale_bits)
+            return formats.trellis_format(
+                int(2 * bits), formats.ROW_GROUP if self.group is None else self.group, self.scale_bits
+            )
         return self._affine(bits)
 
-    def _affine(self, bits: float) -> PartFormat:
-        return part_format(int(bits), _AFFINE_GROUP if self.group is None else self.group, self.scale_bits)
+    def _affine(self, bits: float) -> formats.PartFormat:
+        return formats.part_format(int(bits), _AFFINE_GROUP if self.group is None else self.group, self.scale_bits)
 
 
-def _width(bits: Bits, default: int) -> float:
+def _width(bits: options.Bits, default: int) -> float:
     """Returns the bits a weight before `keep_source`: the option's or the default; 16 where the source is kept."""
-    if bits == SOURCE:
+    if bits == options.SOURCE:
         return 16
     return bits if isinstance(bits, float | int) else default
 
@@ -272,7 +263,7 @@ class EvalOptions:
 
     against: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--against",
             metavar="PATH",
             help="The checkpoint that the pack was made from (as for convert), or a reference of it "
@@ -281,7 +272,7 @@ class EvalOptions:
     )
     data: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--data",
             metavar="NAME_OR_FILE",
             help="The text, as for profile.  [default: the end of our sample, which profiles do not use by default]",
@@ -290,11 +281,13 @@ class EvalOptions:
     field_name: str | None = field(default=None, metadata=FIELD_OPTION)
     num_tokens: int | None = field(
         default=None,
-        metadata=option("--tokens", least=256, metavar="N", help=f"Number of tokens.  [default: {EVAL_TOKENS}]"),
+        metadata=formats.option(
+            "--tokens", least=256, metavar="N", help=f"Number of tokens.  [default: {EVAL_TOKENS}]"
+        ),
     )
     keep_reference: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--keep-reference",
             path="folder",
             metavar="DIR",
@@ -305,7 +298,7 @@ class EvalOptions:
     )
     tasks: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--tasks",
             metavar="FILE.jsonl",
             help="Also answer multiple-choice tasks: a JSON object a line with prompt, choices and answer (the number "
@@ -314,7 +307,7 @@ class EvalOptions:
     )
     exact: bool = field(
         default=False,
-        metadata=option(
+        metadata=formats.option(
             "--exact",
             mark="source",
             help="Compute the KL divergence over the whole vocabulary: the source runs together with the pack.",
@@ -322,12 +315,12 @@ class EvalOptions:
     )
     prices: bool = field(
         default=False,
-        metadata=option(
+        metadata=formats.option(
             "--prices", help="Also measure what more sparsity and moe-run --substitute would cost this pack."
         ),
     )
-    as_json: bool = field(default=False, metadata=option("--json", help="Print the measurements as JSON."))
-    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
+    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print the measurements as JSON."))
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=runtime.DEVICE_OPTION)
 
     @property
     def reference_file(self) -> Path | None:
@@ -350,19 +343,19 @@ class EvalOptions:
         """
         of_text = (self.data, self.field_name, self.num_tokens)
         if self.reference_file is not None and of_text != (None, None, None):
-            raise UsageError(
+            raise formats.UsageError(
                 "--data/--field/--tokens: a reference has its own text; remove them, or give the checkpoint with "
                 "--against"
             )
         if self.against is None or self.reference_file is not None:
-            for name in given(self, "source"):
-                raise UsageError(f"{name} runs the source; give the checkpoint with --against")
+            for name in commands.given(self, "source"):
+                raise formats.UsageError(f"{name} runs the source; give the checkpoint with --against")
         if self.prices and self.against is None:
-            raise UsageError(
+            raise formats.UsageError(
                 "--prices are stored together with the loss; give the checkpoint or a reference with --against"
             )
         if self.exact and self.keep_reference is not None:
-            raise UsageError(
+            raise formats.UsageError(
                 "--exact makes no reference, because it compares with the source itself; remove --keep-reference"
             )
 
@@ -375,7 +368,7 @@ def chosen_device(name: str) -> torch.device:
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
-        raise PlanError("--device cuda: torch finds no GPU on this machine; use --device cpu")
+        raise formats.PlanError("--device cuda: torch finds no GPU on this machine; use --device cpu")
     return torch.device(name)
 
 
@@ -385,11 +378,11 @@ def absolute_source(source: str) -> str:
 
 
 def run_on_ray(
-    job: Job,
+    job: ray_launcher.Job,
     many: PartOptions,
-    each: Resources,
-    progress: Progress,
-    stage: Stage,
+    each: ray_launcher.Resources,
+    progress: formats.Progress,
+    stage: commands.Stage,
     done: Callable[[], tuple[int, str]],
 ) -> None:
     """Connects to the cluster that the options name, and makes all parts of a job there.
@@ -419,7 +412,7 @@ class StreamOptions:
 
     is_given: bool = field(
         default=False,
-        metadata=option(
+        metadata=formats.option(
             "--stream",
             help="Read a source on the hub without downloading it whole: pieces are fetched when they are needed, and "
             "removed for others.",
@@ -427,12 +420,12 @@ class StreamOptions:
     )
     space_bytes: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--stream-space",
-            parse=read_size,
+            parse=commands.read_size,
             metavar="SIZE",
             help="With --stream: disk space for pieces of the source, where the output is. With less, more pieces are "
-            f"fetched twice.  [default: {STREAM_BYTES >> 30}G]",
+            f"fetched twice.  [default: {hub.STREAM_BYTES >> 30}G]",
         ),
     )
 
@@ -442,9 +435,9 @@ class StreamOptions:
         Raises:  UsageError.
         """
         if self.space_bytes is not None and not self.is_given:
-            raise UsageError("--stream-space needs --stream; add it or remove --stream-space")
-        if self.space_bytes is not None and self.space_bytes < LEAST_STREAM_BYTES:
-            raise UsageError(f"--stream-space: give at least {size_text(LEAST_STREAM_BYTES)}")
+            raise formats.UsageError("--stream-space needs --stream; add it or remove --stream-space")
+        if self.space_bytes is not None and self.space_bytes < hub.LEAST_STREAM_BYTES:
+            raise formats.UsageError(f"--stream-space: give at least {formats.size_text(hub.LEAST_STREAM_BYTES)}")
 
 
 def checkpoint_at(source: str) -> Checkpoint:
@@ -455,7 +448,7 @@ def checkpoint_at(source: str) -> Checkpoint:
     from moe_pack.convert import find_checkpoint
     from moe_pack.formats.families import Checkpoint
 
-    with TerminalProgress() as progress:
+    with cli.TerminalProgress() as progress:
         return Checkpoint(find_checkpoint(source, progress))
 
 
@@ -472,14 +465,14 @@ def open_source(source: str, stream: StreamOptions, output: Path) -> Checkpoint:
         checkpoint = checkpoint_at(source)
     else:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        space = STREAM_BYTES if stream.space_bytes is None else stream.space_bytes
+        space = hub.STREAM_BYTES if stream.space_bytes is None else stream.space_bytes
         checkpoint = Checkpoint(open_streamed(source, output.absolute().parent, space))
     for note in checkpoint.notes():
         click.echo(note, err=True)
     return checkpoint
 
 
-def check_stream_space(files: StreamedFiles, output: Path, output_bytes: int) -> str:
+def check_stream_space(files: hub.StreamedFiles, output: Path, output_bytes: int) -> str:
     """Returns a line that says how much of the disk a streamed source and the output need.
 
     Args:    output: a folder, in which an earlier run may have left files.   output_bytes: its size in the end.
@@ -487,27 +480,31 @@ def check_stream_space(files: StreamedFiles, output: Path, output_bytes: int) ->
     """
     present = sum(path.stat().st_blocks * 512 for path in output.rglob("*") if path.is_file())
     needed, free = files.disk_bytes + output_bytes, shutil.disk_usage(output.absolute().parent).free + present
-    parts = f"{size_text(files.disk_bytes)} for pieces of the source, {size_text(output_bytes)} for the pack"
+    parts = (
+        f"{formats.size_text(files.disk_bytes)} for pieces of the source, {formats.size_text(output_bytes)} for "
+        "the pack"
+    )
     if needed > free:
-        raise ConversionError(
-            f"{output}: needs {size_text(needed)} on its disk ({parts}), where {size_text(free)} can be used; free "
+        raise formats.ConversionError(
+            f"{output}: needs {formats.size_text(needed)} on its disk ({parts}), where {formats.size_text(free)} "
+            "can be used; free "
             "some, or give less with --stream-space"
         )
-    return f"the disk needs {size_text(needed)}: {parts}"
+    return f"the disk needs {formats.size_text(needed)}: {parts}"
 
 
-def large_bytes(layout: PackLayout) -> int:
+def large_bytes(layout: formats.PackLayout) -> int:
     """Returns the bytes of a pack's large files, without padding."""
     return sum(item.num_bytes for item in layout.items())
 
 
-def known_facts(folder: Path) -> MachineFacts | None:
+def known_facts(folder: Path) -> runtime.MachineFacts | None:
     """Returns what `doctor` measured of this machine and of the disk of a folder, which need not exist yet.
 
     Raises:  RunError if the stored facts are damaged.
     """
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return load_facts(cache_folder(), nearest)
+    return runtime.load_facts(cli.cache_folder(), nearest)
 
 
 def write_output(path: Path, content: bytes, option_name: str, appends: bool = False) -> None:
@@ -519,6 +516,6 @@ def write_output(path: Path, content: bytes, option_name: str, appends: bool = F
         with path.open("ab" if appends else "wb") as file:
             file.write(content)
     except OSError as fault:
-        raise ConversionError(
+        raise formats.ConversionError(
             f"{option_name} {path}: cannot be written ({fault.strerror}); give another file"
         ) from fault

@@ -12,28 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from moe_pack import formats
+from moe_pack.convert import plan
 from moe_pack.convert.cli.options import known_facts, write_output
-from moe_pack.convert.plan import Target
-from moe_pack.formats import (
-    Matrix,
-    ModelSpec,
-    PartFormat,
-    PlanError,
-    Progress,
-    Selector,
-    UsageError,
-    option,
-)
-from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack.formats.base import cli
 from moe_pack.formats.base.commands import stage_of
 from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.hub.cli import MODEL
-from moe_pack.formats.parts.specs import usual_dtypes, with_repeats
+from moe_pack.formats.parts import specs
 from moe_pack.runtime import MachineFacts
 
 if TYPE_CHECKING:
     from moe_pack.calib.profile import Profile
-    from moe_pack.convert.plan import EstimatedPlan, Planner, PlanningModel, PlanOption
+    from moe_pack.convert.plan import PlanningModel, PlanOption
 
 # Plans next to the one for the given loss: factors of that loss.
 _OTHERS = ((0.25, "a quarter of the loss"), (4.0, "four times the loss"))
@@ -54,7 +45,7 @@ class PlanRequest:
     """
 
     name: str
-    target: Target
+    target: plan.Target
     model: PlanningModel
     profile: Profile | None
     defaults: list[str]
@@ -77,24 +68,27 @@ class PlanCommandOptions:
 
     profile: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--profile",
             metavar="DIR",
             help="A profile of this model (moe-pack profile). Without one, losses are assumed and routes are "
             "drawn evenly.",
         ),
     )
-    target: Target | None = None
-    selector: Selector | None = field(
-        default=None, metadata=option("--selector", help="The only selector kind to choose.  [default: the fastest]")
+    target: plan.Target | None = None
+    selector: formats.Selector | None = field(
+        default=None,
+        metadata=formats.option("--selector", help="The only selector kind to choose.  [default: the fastest]"),
     )
     sparsity: float | None = field(
         default=None,
-        metadata=option("--sparsity", metavar="S", help="With --preset floe: the share of neurons that do not run."),
+        metadata=formats.option(
+            "--sparsity", metavar="S", help="With --preset floe: the share of neurons that do not run."
+        ),
     )
     output: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--output",
             "-o",
             path="file",
@@ -102,7 +96,7 @@ class PlanCommandOptions:
             help="Write the first plan to FILE, for moe-pack convert --plan.",
         ),
     )
-    as_json: bool = field(default=False, metadata=option("--json", help="Print the plans as JSON."))
+    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print the plans as JSON."))
 
     def check(self) -> None:
         """Refuses options that do not go together.
@@ -110,13 +104,13 @@ class PlanCommandOptions:
         Raises:  UsageError.
         """
         if self.target is None or self.target.budget_bytes is None:
-            raise UsageError("--target-vram is missing; give the memory to plan for, such as --target-vram 11G")
+            raise formats.UsageError("--target-vram is missing; give the memory to plan for, such as --target-vram 11G")
         if self.sparsity is not None and self.target.preset != "floe":
-            raise UsageError("--sparsity needs --preset floe, because other plans decide it; remove --sparsity")
+            raise formats.UsageError("--sparsity needs --preset floe, because other plans decide it; remove --sparsity")
         if self.selector is not None and self.target.preset is not None:
-            raise UsageError(f"--selector: preset {self.target.preset} decides it; remove --selector")
+            raise formats.UsageError(f"--selector: preset {self.target.preset} decides it; remove --selector")
 
-    def narrowed(self) -> Target:
+    def narrowed(self) -> plan.Target:
         """Returns the target with the selector and the sparsity of the options."""
         assert self.target is not None, "`check` refuses that"
         selectors = self.target.selectors if self.selector is None else (self.selector,)
@@ -126,8 +120,8 @@ class PlanCommandOptions:
 @click.command("plan")
 @click.argument("path", type=MODEL)
 @MODEL.list_option
-@options_from(PlanCommandOptions)
-@command_errors(interrupted="interrupted")
+@cli.options_from(PlanCommandOptions)
+@cli.command_errors(interrupted="interrupted")
 def plan_command(path: str, options: PlanCommandOptions) -> None:
     """Find the pack of PATH that decodes fastest in --target-vram and loses at most --max-loss.
 
@@ -140,7 +134,7 @@ def plan_command(path: str, options: PlanCommandOptions) -> None:
     from moe_pack.convert.plan import plan_bytes, planner_for
 
     facts = known_facts(Path())
-    with TerminalProgress() as progress:
+    with cli.TerminalProgress() as progress:
         request = _request(path, options.profile, options.narrowed(), facts, progress)
         model = request.model
         planner = planner_for(request.target, model, request.profile, facts, progress)
@@ -163,7 +157,7 @@ def plan_command(path: str, options: PlanCommandOptions) -> None:
 
 
 def _request(
-    path: str, profile_folder: Path | None, target: Target, facts: MachineFacts | None, progress: Progress
+    path: str, profile_folder: Path | None, target: plan.Target, facts: MachineFacts | None, progress: formats.Progress
 ) -> PlanRequest:
     from moe_pack.calib.profile import Profile, assumed_losses, losses_of
     from moe_pack.calib.quantize import usual_repeats
@@ -174,12 +168,12 @@ def _request(
     spec, dtypes, lossless = _model(path, progress)
     profile = None if profile_folder is None else Profile(profile_folder)
     if profile is not None and profile.spec != spec:
-        raise PlanError(f"--profile {profile_folder}: is a profile of another model; give a profile of {path}")
+        raise formats.PlanError(f"--profile {profile_folder}: is a profile of another model; give a profile of {path}")
     losses = with_kept(assumed_losses(spec) if profile is None else losses_of(profile), lossless)
     rotation = PlanRotation(None if profile is None or not target.has_our_parts else profile.rotation())
     is_repeated = losses.quantizer == "calibrated" and not lossless and target.has_our_parts
     repeats = usual_repeats(spec.expert.source_size) if is_repeated else 0
-    model = PlanningModel(with_repeats(spec, repeats), dtypes, losses, rotation)
+    model = PlanningModel(specs.with_repeats(spec, repeats), dtypes, losses, rotation)
     target, device_line = choose_target_device(target, spec, dtypes)
     notes = list(filter(None, [device_line, None if profile is None else rotation.note(profile)]))
     target = with_kv_dtype(target, spec, dtypes)
@@ -188,7 +182,9 @@ def _request(
     return PlanRequest(path, target, model, profile, defaults_text(target, spec, facts), notes)
 
 
-def _model(path: str, progress: Progress) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartFormat]]:
+def _model(
+    path: str, progress: formats.Progress
+) -> tuple[formats.ModelSpec, tuple[str, ...], dict[formats.Matrix, formats.PartFormat]]:
     """Returns the model, the dtype of each dense tensor, and the formats that keep its experts without loss.
 
     If only the model's dimensions are known, everything counts as bfloat16, which every plan may use.
@@ -208,10 +204,10 @@ def _model(path: str, progress: Progress) -> tuple[ModelSpec, tuple[str, ...], d
             with closing(Checkpoint(source)) as checkpoint:
                 return checkpoint.spec, dense_dtypes(checkpoint), lossless_formats(checkpoint)
     spec = model_spec(path)
-    return spec, usual_dtypes(spec), {}
+    return spec, specs.usual_dtypes(spec), {}
 
 
-def _offers(planner: Planner, request: PlanRequest) -> Iterator[PlanOption]:
+def _offers(planner: plan.Planner, request: PlanRequest) -> Iterator[PlanOption]:
     """Yields the plan for the given loss and two others; with a preset, the paper's plan only.
 
     Raises:  PlanError or RunError if there is no plan for the given loss.
@@ -230,7 +226,7 @@ def _offers(planner: Planner, request: PlanRequest) -> Iterator[PlanOption]:
         yield _other(planner, limit.times(factor).nats(losses.nll_per_kl), name)
 
 
-def _other(planner: Planner, nats: float, name: str) -> PlanOption:
+def _other(planner: plan.Planner, nats: float, name: str) -> PlanOption:
     from moe_pack.convert.plan import PlanOption
 
     try:
@@ -239,7 +235,7 @@ def _other(planner: Planner, nats: float, name: str) -> PlanOption:
         return PlanOption(name, None, str(fault))
 
 
-def _lines(request: PlanRequest, offers: list[PlanOption], first: EstimatedPlan) -> Iterator[str]:
+def _lines(request: PlanRequest, offers: list[PlanOption], first: plan.EstimatedPlan) -> Iterator[str]:
     from moe_pack.convert.plan import (
         compression_text,
         decision_lines,

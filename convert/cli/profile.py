@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from moe_pack import formats
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.convert import MEMORY_BYTES
 from moe_pack.convert.cli.options import (
@@ -31,9 +32,7 @@ from moe_pack.convert.cli.options import (
     run_on_ray,
     write_output,
 )
-from moe_pack.formats import Progress, UsageError, option, size_text
-from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.base.commands import Stage, given, stage_of, time_text
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import CHECKPOINT, PACK, pack_folder
 from moe_pack.runtime import DEVICE_OPTION
 
@@ -54,7 +53,7 @@ class TextOptions:
 
     data: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--data",
             metavar="NAME_OR_FILE",
             help="A text, JSONL or Parquet file, or the name of a data set (NAME:CONFIG:SPLIT), of text or of "
@@ -64,7 +63,7 @@ class TextOptions:
     field_name: str | None = field(default=None, metadata=FIELD_OPTION)
     num_tokens: int = field(
         default=CALIBRATION_TOKENS,
-        metadata=option(
+        metadata=formats.option(
             "--tokens",
             least=256,
             metavar="N",
@@ -73,7 +72,7 @@ class TextOptions:
     )
     sequence_length: int = field(
         default=SEQUENCE_LENGTH,
-        metadata=option(
+        metadata=formats.option(
             "--sequence-length",
             least=16,
             metavar="N",
@@ -95,12 +94,14 @@ class ProfileCommandOptions:
     text: TextOptions = field(default_factory=TextOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
     stream: StreamOptions = field(default_factory=StreamOptions)
-    output: Path = field(default=Path("profile"), metadata=option("--output", "-o", help="The profile's folder."))
+    output: Path = field(
+        default=Path("profile"), metadata=formats.option("--output", "-o", help="The profile's folder.")
+    )
     many: PartOptions = field(default_factory=PartOptions)
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
     imatrix: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--imatrix",
             path="file",
             metavar="FILE",
@@ -116,18 +117,20 @@ class ProfileCommandOptions:
         Raises:  UsageError.
         """
         if self.many.ray is not None and self.device == "cuda":
-            raise UsageError("--ray makes profiles on CPUs; remove --device cuda, or start each part with --part I/N")
+            raise formats.UsageError(
+                "--ray makes profiles on CPUs; remove --device cuda, or start each part with --part I/N"
+            )
         if self.many.ray is not None and self.stream.is_given:
-            raise UsageError("--stream does not go with --ray; start each part with --part I/N and --stream")
-        if self.imatrix is not None and (names := given(replace(self, output=Path("profile"), imatrix=None))):
-            raise UsageError(f"--imatrix takes all figures from the file; remove {', '.join(names)}")
+            raise formats.UsageError("--stream does not go with --ray; start each part with --part I/N and --stream")
+        if self.imatrix is not None and (names := commands.given(replace(self, output=Path("profile"), imatrix=None))):
+            raise formats.UsageError(f"--imatrix takes all figures from the file; remove {', '.join(names)}")
 
 
 @click.command("profile")
 @click.argument("path", type=CHECKPOINT)
 @CHECKPOINT.list_option
-@options_from(ProfileCommandOptions)
-@command_errors(interrupted=INTERRUPTED)
+@cli.options_from(ProfileCommandOptions)
+@cli.command_errors(interrupted=INTERRUPTED)
 def profile_command(path: str, options: ProfileCommandOptions) -> None:
     """Measure the model at PATH (as for convert) on calibration text, and write the results to a folder.
 
@@ -145,12 +148,16 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     checkpoint = open_source(path, options.stream, options.output)
     start = time.perf_counter()
     if options.imatrix is not None:
-        with closing(checkpoint), TerminalProgress() as progress, stage_of(progress, "reading the importance file"):
+        with (
+            closing(checkpoint),
+            cli.TerminalProgress() as progress,
+            commands.stage_of(progress, "reading the importance file"),
+        ):
             profile = profile_of_imatrix(read_imatrix(options.imatrix), checkpoint, options.output)
         for line in _imatrix_lines(profile):
             click.echo(line)
         return
-    with closing(checkpoint), TerminalProgress() as progress:
+    with closing(checkpoint), cli.TerminalProgress() as progress:
         tokens = options.text.tokens(Text(checkpoint.files))
         say_text(checkpoint.spec, tokens)
         if options.many.ray is not None:
@@ -159,7 +166,9 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
             device, part = chosen_device(options.device), options.many.part
             profile = make_profile(checkpoint, tokens, options.output, options.profile, progress, device, part)
     num_bytes = sum(file.bytes for file in profile.facts.files)
-    click.echo(f"{options.output}: {size_text(num_bytes)}, in {time_text(time.perf_counter() - start)}")
+    click.echo(
+        f"{options.output}: {formats.size_text(num_bytes)}, in {commands.time_text(time.perf_counter() - start)}"
+    )
     for line in _profile_lines(profile):
         click.echo(line)
 
@@ -178,7 +187,7 @@ def _imatrix_lines(profile: Profile) -> list[str]:
 
 
 def _made_by_ray(
-    path: str, checkpoint: Checkpoint, tokens: Tokens, options: ProfileCommandOptions, progress: Progress
+    path: str, checkpoint: Checkpoint, tokens: Tokens, options: ProfileCommandOptions, progress: formats.Progress
 ) -> Profile:
     """Makes a profile on a Ray cluster."""
     import torch
@@ -195,7 +204,7 @@ def _made_by_ray(
         finished = [layer for layer in layers if (output / layer_file("statistics", layer)).exists()]
         return len(finished), "" if len(finished) < len(layers) else "sensitivity and predictors follow"
 
-    stage = Stage("statistics", len(layers), "layers", done()[0])
+    stage = commands.Stage("statistics", len(layers), "layers", done()[0])
     run_on_ray(job, options.many, Resources(threads, MEMORY_BYTES + PROCESS_BYTES), progress, stage, done)
     return Profile(output)
 
@@ -253,14 +262,14 @@ class MergeOptions:
     """The options of `merge`."""
 
     output: Path = field(
-        default=Path("profile"), metadata=option("--output", "-o", help="The folder of the merged profile.")
+        default=Path("profile"), metadata=formats.option("--output", "-o", help="The folder of the merged profile.")
     )
 
 
 @click.command("merge")
 @click.argument("profiles", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PROFILE...")
-@options_from(MergeOptions)
-@command_errors(interrupted=INTERRUPTED)
+@cli.options_from(MergeOptions)
+@cli.command_errors(interrupted=INTERRUPTED)
 def merge_command(profiles: tuple[Path, ...], options: MergeOptions) -> None:
     """Merge profiles of one checkpoint on different texts into a profile of all texts.
 
@@ -270,10 +279,10 @@ def merge_command(profiles: tuple[Path, ...], options: MergeOptions) -> None:
     """
     from moe_pack.calib.profile import Profile, merge_profiles, texts_of
 
-    with TerminalProgress() as progress:
+    with cli.TerminalProgress() as progress:
         merged = merge_profiles([Profile(folder) for folder in profiles], options.output, progress)
     num_bytes = sum(file.bytes for file in merged.facts.files)
-    click.echo(f"{options.output}: {size_text(num_bytes)}")
+    click.echo(f"{options.output}: {formats.size_text(num_bytes)}")
     total = merged.facts.text.num_sequences
     for text in texts_of(merged.facts):
         num_tokens = text.num_sequences * text.sequence_length
@@ -287,21 +296,21 @@ class ReportOptions:
 
     pack: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--pack",
             metavar="PACK",
             help="Also draw the loss of this pack, as moe-pack eval measured it, and the prices of eval --prices.",
         ),
     )
     output: Path = field(
-        default=Path("report.html"), metadata=option("--output", "-o", path="file", help="The file to write.")
+        default=Path("report.html"), metadata=formats.option("--output", "-o", path="file", help="The file to write.")
     )
 
 
 @click.command("report")
 @click.argument("profile", type=click.Path(path_type=Path))
-@options_from(ReportOptions)
-@command_errors(interrupted="interrupted")
+@cli.options_from(ReportOptions)
+@cli.command_errors(interrupted="interrupted")
 def report_command(profile: Path, options: ReportOptions) -> None:
     """Draw PROFILE as one HTML file. Open it in a browser; it needs no network.
 
@@ -317,10 +326,10 @@ def report_command(profile: Path, options: ReportOptions) -> None:
     if options.pack is not None:
         with Pack(pack_folder(options.pack)) as pack:
             measured = measured_pack(pack, opened, bits_per_weight(pack))
-    with TerminalProgress() as progress, stage_of(progress, "drawing"):
+    with cli.TerminalProgress() as progress, commands.stage_of(progress, "drawing"):
         page = report_html(opened, measured).encode()
     write_output(options.output, page, "--output")
-    click.echo(f"{options.output}: {size_text(len(page))}")
+    click.echo(f"{options.output}: {formats.size_text(len(page))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,11 +337,11 @@ class ImatrixOptions:
     """The options of `imatrix`."""
 
     output: Path = field(
-        default=Path("imatrix.gguf"), metadata=option("--output", "-o", path="file", help="The file to write.")
+        default=Path("imatrix.gguf"), metadata=formats.option("--output", "-o", path="file", help="The file to write.")
     )
     against: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--against",
             metavar="PATH",
             help="The checkpoint of the profile. It runs once more on the profile's text, and the file also gets the "
@@ -347,16 +356,16 @@ class ThresholdsOptions:
 
     sparsity: float | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--sparsity", metavar="S", help="Share of an expert's neurons that do not run, such as 0.8; at 0 all run."
         ),
     )
     theta: float | None = field(
         default=None,
-        metadata=option("--theta", metavar="T", help="One threshold for all experts, as in CORM."),
+        metadata=formats.option("--theta", metavar="T", help="One threshold for all experts, as in CORM."),
     )
     text: TextOptions = field(default_factory=TextOptions)
-    as_json: bool = field(default=False, metadata=option("--json", help="Print what was measured as JSON."))
+    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print what was measured as JSON."))
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
 
     @property
@@ -372,13 +381,13 @@ class ThresholdsOptions:
         Raises:  UsageError.
         """
         if fault := self.rule.fault():
-            raise UsageError(fault)
+            raise formats.UsageError(fault)
 
 
 @click.command("thresholds")
 @click.argument("pack", type=PACK)
-@options_from(ThresholdsOptions)
-@command_errors(interrupted=INTERRUPTED)
+@cli.options_from(ThresholdsOptions)
+@cli.command_errors(interrupted=INTERRUPTED)
 def thresholds_command(pack: Path, options: ThresholdsOptions) -> None:
     """Measure the thresholds of PACK on text, and write them to it. Give --sparsity or --theta.
 
@@ -405,8 +414,8 @@ def thresholds_command(pack: Path, options: ThresholdsOptions) -> None:
 
 @click.command("imatrix")
 @click.argument("profile", type=click.Path(path_type=Path))
-@options_from(ImatrixOptions)
-@command_errors(interrupted="interrupted; no file was written")
+@cli.options_from(ImatrixOptions)
+@cli.command_errors(interrupted="interrupted; no file was written")
 def imatrix_command(profile: Path, options: ImatrixOptions) -> None:
     """Write what PROFILE knows of experts' inputs as an importance file (imatrix) in GGUF format.
 
@@ -421,13 +430,13 @@ def imatrix_command(profile: Path, options: ImatrixOptions) -> None:
     if options.against is not None:
         with ExitStack() as stack:
             checkpoint = stack.enter_context(closing(checkpoint_at(options.against)))
-            progress = stack.enter_context(TerminalProgress())
+            progress = stack.enter_context(cli.TerminalProgress())
             folder = stack.enter_context(TemporaryDirectory(prefix=".imatrix-", dir=options.output.parent))
             dense = dense_entries(opened, checkpoint, Path(folder), progress)
     unreached = write_imatrix(opened, options.output, dense)
     num_experts = len(opened.spec.moe_layers) * len(opened.spec.expert.matrices)
     others = "" if dense is None else f" and {len(dense)} others"
-    num_bytes = size_text(options.output.stat().st_size)
+    num_bytes = formats.size_text(options.output.stat().st_size)
     click.echo(
         f"{options.output}: {num_bytes}, {num_experts} matrices of experts{others}, on {opened.num_tokens:,} tokens"
     )
@@ -444,7 +453,7 @@ def imatrix_command(profile: Path, options: ImatrixOptions) -> None:
     required=True,
     help="A profile of the checkpoint that the pack was made from (moe-pack profile).",
 )
-@command_errors(interrupted="interrupted; the pack has not changed")
+@cli.command_errors(interrupted="interrupted; the pack has not changed")
 def attach_command(pack: Path, profile: Path) -> None:
     """Add the routing data of a profile to PACK.
 

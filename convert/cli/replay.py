@@ -10,26 +10,23 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from moe_pack import formats
 from moe_pack.convert.cli.options import known_facts
-from moe_pack.formats import ModelSpec, Progress, RunError, option, size_text
-from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
-from moe_pack.formats.base.commands import Stage, did_you_mean, read_size
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.parts.specs import first_moe_layers
-from moe_pack.runtime import USUAL_DISK
+from moe_pack.runtime import USUAL_DISK, offload
 from moe_pack.runtime.machine import disk_cutover
-from moe_pack.runtime.offload import PRESETS, PolicyName
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from moe_pack.formats import Pack
-    from moe_pack.runtime.offload import BudgetPlan, Passes, Recording
     from moe_pack.runtime.offload.replay import PathShares, ReplayResult
 
 _PROFILE_CONTEXT = 4096  # tokens of key-value cache in a budget, if no run says how many
-_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+_NAMES: tuple[offload.PolicyName, ...] = get_args(offload.PolicyName)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +38,8 @@ class ReplayInput:
     """
 
     place: str
-    passes: Passes
-    record: Recording | None
+    passes: offload.Passes
+    record: offload.Recording | None
     paths: PathShares | None
     context_tokens: int
 
@@ -56,64 +53,68 @@ class ReplayComparison:
     was replayed.
     """
 
-    plan: BudgetPlan
+    plan: offload.BudgetPlan
     num_pages: int
-    alone: dict[PolicyName, ReplayResult]
-    predicted: dict[PolicyName, ReplayResult]
+    alone: dict[offload.PolicyName, ReplayResult]
+    predicted: dict[offload.PolicyName, ReplayResult]
     optimum: ReplayResult
-    best: PolicyName | None
+    best: offload.PolicyName | None
 
 
 def _budgets(text: str) -> tuple[int, ...]:
-    return tuple(read_size(size) for size in text.split(","))
+    return tuple(commands.read_size(size) for size in text.split(","))
 
 
-def _policies(text: str) -> tuple[PolicyName, ...]:
+def _policies(text: str) -> tuple[offload.PolicyName, ...]:
     if text == "all":
         return _NAMES
     for name in text.split(","):
-        if name not in PRESETS:
-            similar = did_you_mean(name, PRESETS)
-            similar = did_you_mean(name, PRESETS)
-            raise ValueError(f"found {name!r}, expected all, or some of {', '.join(PRESETS)}{similar}")
-    return tuple(PRESETS[name].name for name in text.split(","))
+        if name not in offload.PRESETS:
+            similar = commands.did_you_mean(name, offload.PRESETS)
+            similar = commands.did_you_mean(name, offload.PRESETS)
+            raise ValueError(f"found {name!r}, expected all, or some of {', '.join(offload.PRESETS)}{similar}")
+    return tuple(offload.PRESETS[name].name for name in text.split(","))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
     """The options of `replay`."""
 
-    pack: Path = field(metadata=option("--pack", help="The pack of the run, with the thresholds that it had then."))
-    budgets: tuple[int, ...] = field(
-        metadata=option("--budget", parse=_budgets, metavar="SIZE,...", help="Budgets to replay, such as 1G,512M.")
+    pack: Path = field(
+        metadata=formats.option("--pack", help="The pack of the run, with the thresholds that it had then.")
     )
-    policies: tuple[PolicyName, ...] = field(
+    budgets: tuple[int, ...] = field(
+        metadata=formats.option(
+            "--budget", parse=_budgets, metavar="SIZE,...", help="Budgets to replay, such as 1G,512M."
+        )
+    )
+    policies: tuple[offload.PolicyName, ...] = field(
         default=_NAMES,
-        metadata=option(
+        metadata=formats.option(
             "--policy",
             parse=_policies,
             default_text="all",
             metavar="NAME,...",
-            help=f"all, or some of {', '.join(PRESETS)}.",
+            help=f"all, or some of {', '.join(offload.PRESETS)}.",
         ),
     )
     read_rate: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--read-rate",
-            parse=read_size,
+            parse=commands.read_size,
             metavar="SIZE",
             help="Bytes that the disk reads a second, such as 1.5G: prints the tokens a second if only reads "
             "take time.",
         ),
     )
-    as_json: bool = field(default=False, metadata=option("--json", help="Print everything as JSON."))
+    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print everything as JSON."))
 
 
 @click.command("replay")
 @click.argument("record", type=click.Path(path_type=Path))
-@options_from(ReplayOptions)
-@command_errors(interrupted="interrupted")
+@cli.options_from(ReplayOptions)
+@cli.command_errors(interrupted="interrupted")
 def replay_command(record: Path, options: ReplayOptions) -> None:
     """Run policies with different budgets on the routes of RECORD, without computing anything.
 
@@ -127,8 +128,10 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
 
     with Pack(pack_folder(options.pack)) as pack:
         traffic = _replay_input(record, pack)
-        with TerminalProgress() as progress:
-            progress.begin(Stage("replaying", (2 * len(options.policies) + 1) * len(options.budgets), "replays"))
+        with cli.TerminalProgress() as progress:
+            progress.begin(
+                commands.Stage("replaying", (2 * len(options.policies) + 1) * len(options.budgets), "replays")
+            )
             outcomes = [_replayed(traffic, pack, budget, options.policies, progress) for budget in options.budgets]
             progress.end()
         total = int(pack.index.size.sum())
@@ -151,12 +154,12 @@ def _replay_input(path: Path, pack: Pack) -> ReplayInput:
     if path.is_dir():
         profile = Profile(path)
         if (profile.spec.router, profile.spec.moe_layers) != (pack.spec.router, pack.spec.moe_layers):
-            raise RunError(f"{path}: is a profile of another model; give a profile of the pack's model")
+            raise formats.RunError(f"{path}: is a profile of another model; give a profile of the pack's model")
         context = min(_PROFILE_CONTEXT, pack.spec.max_position_embeddings)
         return ReplayInput(str(path), held_out_passes(profile), None, profile.paths(), context)
     record = read_recording(path)
     if record.facts.root != pack.manifest.root:
-        raise RunError(
+        raise formats.RunError(
             f"{path}: was recorded with another pack, or before its thresholds changed; record the run again"
         )
     _check_shape(path, record.passes, pack.spec)
@@ -166,15 +169,17 @@ def _replay_input(path: Path, pack: Pack) -> ReplayInput:
     )
 
 
-def _check_shape(path: Path, passes: Passes, spec: ModelSpec) -> None:
+def _check_shape(path: Path, passes: offload.Passes, spec: formats.ModelSpec) -> None:
     shape = (len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok)
     recorded = (passes.routes.shape[1], passes.num_experts, passes.routes.shape[2])
     if recorded != shape:
-        raise RunError(f"{path}: found layers, experts and experts a token {recorded}, expected {shape}: the pack's")
+        raise formats.RunError(
+            f"{path}: found layers, experts and experts a token {recorded}, expected {shape}: the pack's"
+        )
 
 
 def _replayed(
-    traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[PolicyName], progress: Progress
+    traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[offload.PolicyName], progress: formats.Progress
 ) -> ReplayComparison:
     """Replays each policy with the pages of a budget; for the run's own budget, with the pages that the run had.
 
@@ -191,16 +196,16 @@ def _replayed(
     pages = expert_pages(pack.layout, plan.page_bytes, has_selector)
     extents, passes = pack.index.size, traffic.passes
     if num_pages < pages.max():
-        raise RunError(
+        raise formats.RunError(
             f"{traffic.place}: found {num_pages} pages, expected {pages.max()} at least; record the run again"
         )
     k, num_encoder_layers = pack.spec.router.num_experts_per_tok, first_moe_layers(pack.spec)[-1]
     facts = CacheFacts(pages, num_pages, k, passes.popularity, num_encoder_layers)
-    alone, whole = dict[PolicyName, ReplayResult](), dict[PolicyName, ReplayResult]()
+    alone, whole = dict[offload.PolicyName, ReplayResult](), dict[offload.PolicyName, ReplayResult]()
     for name in names:
-        alone[name] = replay(passes, facts, extents, PRESETS[name].without_prediction())
+        alone[name] = replay(passes, facts, extents, offload.PRESETS[name].without_prediction())
         progress.advance(1, f"{name} without prediction")
-        whole[name] = replay(passes, facts, extents, PRESETS[name], run, traffic.paths)
+        whole[name] = replay(passes, facts, extents, offload.PRESETS[name], run, traffic.paths)
         progress.advance(1, name)
     predicted = {name: result for name, result in whole.items() if result.prediction in ("recorded", "routes")}
     judged = {name: result for name, result in alone.items() if name != "importance" or passes.scores is not None}
@@ -212,7 +217,7 @@ def _replayed(
 
 def _division(
     pack: Pack, budget_bytes: int, context_tokens: int, num_pages: int | None
-) -> tuple[BudgetPlan, NDArray[np.bool_]]:
+) -> tuple[offload.BudgetPlan, NDArray[np.bool_]]:
     """Returns the budget's division, and the experts whose selectors stay in memory: bool [L, E].
 
     They are those of `--policy auto`, or of the run that had `num_pages`. A run that reads single rows has selectors in
@@ -252,8 +257,8 @@ def _lines(
         yield ""
         share = outcome.num_pages * outcome.plan.page_bytes / total_bytes
         yield (
-            f"budget {size_text(outcome.plan.budget)}: {outcome.num_pages} pages of "
-            f"{size_text(outcome.plan.page_bytes)}, memory for {min(share, 1):.0%} of the experts"
+            f"budget {formats.size_text(outcome.plan.budget)}: {outcome.num_pages} pages of "
+            f"{formats.size_text(outcome.plan.page_bytes)}, memory for {min(share, 1):.0%} of the experts"
         )
         rate = "" if read_rate is None else f" {'tokens/s':>9}"
         yield f"  {'policy':<11} {'in prompts':>10} {'hits':>6} {'read a token':>13}{rate}  with prediction"
@@ -271,17 +276,17 @@ def _line(name: str, result: ReplayResult, predicted: ReplayResult | None, read_
     prediction = "-"
     if predicted is not None:
         origin = "as in the run" if predicted.prediction == "recorded" else "from paths"
-        prediction = f"{predicted.decode.hit_rate:.1%}, {size_text(predicted.decode.bytes_per_token)}, {origin}"
-    hits, fetched = f"{decode.hit_rate:>6.1%}", f"{size_text(decode.bytes_per_token):>13}"
+        prediction = f"{predicted.decode.hit_rate:.1%}, {formats.size_text(predicted.decode.bytes_per_token)}, {origin}"
+    hits, fetched = f"{decode.hit_rate:>6.1%}", f"{formats.size_text(decode.bytes_per_token):>13}"
     return f"  {name:<11} {prompts:>10} {hits} {fetched}{rate}  {prediction}"
 
 
-def _as_run(record: Recording) -> str:
+def _as_run(record: offload.Recording) -> str:
     is_decoding = record.passes.is_decode
     needed = max(int(record.needed[is_decoding].sum()), 1)
     facts = record.facts
     return (
-        f"run with {facts.policy} in {size_text(facts.budget_bytes)} ({facts.num_pages} pages): "
+        f"run with {facts.policy} in {formats.size_text(facts.budget_bytes)} ({facts.num_pages} pages): "
         f"{int(record.hits[is_decoding].sum()) / needed:.1%} hits in decode"
     )
 

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 
 import click
 
+from moe_pack import formats
 from moe_pack.calib.quantize import Rotate
 from moe_pack.calib.quantize.options import ROTATE_OPTION
 from moe_pack.convert.cli.options import INTERRUPTED, NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
-from moe_pack.formats import ModelSpec, UsageError, option, size_text
-from moe_pack.formats.base.cli import NOISE, TerminalProgress, command_errors, options_from
+from moe_pack.formats.base import cli
 from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import MODEL
 
 if TYPE_CHECKING:
     from moe_pack.convert import ConversionResult
     from moe_pack.convert.plan import Decision
-    from moe_pack.formats import PackLayout
 
 _MAX_SKEW = 4.0
 
@@ -30,19 +29,23 @@ _MAX_SKEW = 4.0
 class SynthOptions:
     """The options of `synth`."""
 
-    output: Path = field(metadata=option("--output", "-o", help="The pack's folder, new or empty."))
+    output: Path = field(metadata=formats.option("--output", "-o", help="The pack's folder, new or empty."))
     layers: int | None = field(
         default=None,
-        metadata=option("--layers", least=1, metavar="N", help="Only the first N decoder layers.  [default: all]"),
+        metadata=formats.option(
+            "--layers", least=1, metavar="N", help="Only the first N decoder layers.  [default: all]"
+        ),
     )
     vocab: int | None = field(
         default=None,
-        metadata=option("--vocab", least=1, metavar="N", help="Only N tokens of the vocabulary.  [default: all]"),
+        metadata=formats.option(
+            "--vocab", least=1, metavar="N", help="Only N tokens of the vocabulary.  [default: all]"
+        ),
     )
     plan: PlanOptions = field(default_factory=PlanOptions)
     plan_file: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--plan",
             path="file",
             metavar="FILE",
@@ -52,11 +55,11 @@ class SynthOptions:
     )
     rotate: Rotate = field(default="off", metadata=ROTATE_OPTION)
     sparsity: float = field(
-        default=0.0, metadata=option("--sparsity", metavar="S", help="Share of neurons that do not run.")
+        default=0.0, metadata=formats.option("--sparsity", metavar="S", help="Share of neurons that do not run.")
     )
     skew: float = field(
         default=0.0,
-        metadata=option(
+        metadata=formats.option(
             "--skew",
             metavar="X",
             help="How uneven the experts' popularity is, from 0 (all alike) to 4: the r-th most popular expert "
@@ -66,7 +69,7 @@ class SynthOptions:
     )
     path_correlation: float = field(
         default=0.0,
-        metadata=option(
+        metadata=formats.option(
             "--path-correlation",
             metavar="C",
             help="How well a token's experts in one layer predict those in the next, from 0 (not at all) to 1 (fully).",
@@ -74,7 +77,7 @@ class SynthOptions:
     )
     profile: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--profile",
             metavar="DIR",
             help="A profile of the same model (moe-pack profile): experts get its popularity, in place of --skew.",
@@ -82,14 +85,16 @@ class SynthOptions:
     )
     in_memory: bool = field(
         default=False,
-        metadata=option(
+        metadata=formats.option(
             "--in-memory",
             help="Write the pack to a file system in memory (/dev/shm), and make the output a link to it. The "
             "pack takes "
             "memory until you remove it or restart the machine.",
         ),
     )
-    seed: int = field(default=0, metadata=option("--seed", least=0, most=2**63 - 1, help="Seed of the random weights."))
+    seed: int = field(
+        default=0, metadata=formats.option("--seed", least=0, most=2**63 - 1, help="Seed of the random weights.")
+    )
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
 
     def check(self) -> None:
@@ -100,25 +105,25 @@ class SynthOptions:
         from moe_pack.calib.evaluate import ThresholdRule
 
         if fault := ThresholdRule(sparsity=self.sparsity).fault():
-            raise UsageError(fault)
+            raise formats.UsageError(fault)
         for name, value, most in (
             ("--skew", self.skew, _MAX_SKEW),
             ("--path-correlation", self.path_correlation, 1.0),
         ):
             if not (math.isfinite(value) and 0 <= value <= most):
-                raise UsageError(f"{name}: found {value}, expected a number from 0 to {most:g}")
+                raise formats.UsageError(f"{name}: found {value}, expected a number from 0 to {most:g}")
         if self.profile is not None and self.skew:
-            raise UsageError("--profile decides how popular experts are; remove --skew")
+            raise formats.UsageError("--profile decides how popular experts are; remove --skew")
         others = [*given(self.plan), *(["--sparsity"] if self.sparsity else [])]
         if self.plan_file is not None and others:
-            raise UsageError(f"--plan decides all formats and sparsities; remove {', '.join(others)}")
+            raise formats.UsageError(f"--plan decides all formats and sparsities; remove {', '.join(others)}")
 
 
 @click.command("synth")
 @click.argument("name", type=MODEL)
 @MODEL.list_option
-@options_from(SynthOptions)
-@command_errors(interrupted=INTERRUPTED)
+@cli.options_from(SynthOptions)
+@cli.command_errors(interrupted=INTERRUPTED)
 def synth_command(name: str, options: SynthOptions) -> None:
     """Make a pack with the dimensions of the model NAME and random weights, to measure how fast NAME would run here.
 
@@ -139,7 +144,7 @@ def synth_command(name: str, options: SynthOptions) -> None:
     _synthesize(spec, decision, options)
 
 
-def _synthesize(spec: ModelSpec, decision: Decision, options: SynthOptions) -> None:
+def _synthesize(spec: formats.ModelSpec, decision: Decision, options: SynthOptions) -> None:
     from moe_pack.calib.profile import Profile
     from moe_pack.calib.quantize import rotation_vectors
     from moe_pack.convert import (
@@ -159,10 +164,10 @@ def _synthesize(spec: ModelSpec, decision: Decision, options: SynthOptions) -> N
     else:
         popularity = profiled_popularity(spec, Profile(options.profile))
     traits = SyntheticTraits(decision.sparsity, popularity, options.path_correlation, options.seed, decision.theta)
-    click.echo(f"{model_text(spec)}: about {size_text(large_bytes(layout))}; {NOISE}", err=True)
+    click.echo(f"{model_text(spec)}: about {formats.size_text(large_bytes(layout))}; {cli.NOISE}", err=True)
     start = time.perf_counter()
     folder = link_memory_folder(output, large_bytes(layout)) if options.in_memory else output
-    with TerminalProgress() as progress:
+    with cli.TerminalProgress() as progress:
         rotation = rotation_vectors(spec, options.rotate)
         result = synthesize(spec, plan, traits, folder, options.workers, progress, rotation=rotation)
     _say_done(result, layout, output, time.perf_counter() - start)
@@ -170,18 +175,19 @@ def _synthesize(spec: ModelSpec, decision: Decision, options: SynthOptions) -> N
         click.echo(f"the pack is in memory until the machine restarts; to free the memory: rm -r {folder} {output}")
 
 
-def _say_done(result: ConversionResult, layout: PackLayout, output: Path, seconds: float) -> None:
+def _say_done(result: ConversionResult, layout: formats.PackLayout, output: Path, seconds: float) -> None:
     from moe_pack.formats import Pack
     from moe_pack.runtime.quality import bits_per_weight
 
     if not result.written:
-        click.echo(f"{output}: already contains the pack of this model with these options; nothing to do; {NOISE}")
+        click.echo(f"{output}: already contains the pack of this model with these options; nothing to do; {cli.NOISE}")
         return
     with Pack(output) as pack:
         content, bits = pack.manifest.totals.content, bits_per_weight(pack)
     made_bytes = large_bytes(layout) - result.resumed_bytes
     rate = f"{made_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s"
     click.echo(
-        f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s ({rate}); {NOISE}"
+        f"{output}: {formats.size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s ({rate}); "
+        f"{cli.NOISE}"
     )
     click.echo(f"measure its speed: moe-run {output} --bench")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moe_pack.formats import ConversionError, UsageError, option, size_text
-from moe_pack.formats.base.cli import TerminalProgress, command_errors, options_from
+from moe_pack import formats
+from moe_pack.formats import hub
+from moe_pack.formats.base import cli
 from moe_pack.formats.base.commands import stage_of
-from moe_pack.formats.hub import HubName, parse_name
 from moe_pack.formats.hub.cli import PACK
 
 if TYPE_CHECKING:
@@ -27,15 +27,16 @@ class UploadOptions:
     """The options of `upload`."""
 
     private: bool = field(
-        default=False, metadata=option("--private", help="Create the repository as a private one, if it is new.")
+        default=False,
+        metadata=formats.option("--private", help="Create the repository as a private one, if it is new."),
     )
     dry_run: bool = field(
         default=False,
-        metadata=option("--dry-run", help="Upload nothing: print the files, their bytes and the model card."),
+        metadata=formats.option("--dry-run", help="Upload nothing: print the files, their bytes and the model card."),
     )
     base_model: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--base-model",
             metavar="NAME",
             help="The hub id of the checkpoint, for the model card. The license is that which its own page names.",
@@ -43,11 +44,13 @@ class UploadOptions:
     )
     command: str | None = field(
         default=None,
-        metadata=option("--command", metavar="TEXT", help="The command that made the pack, for the model card."),
+        metadata=formats.option(
+            "--command", metavar="TEXT", help="The command that made the pack, for the model card."
+        ),
     )
     budget: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--budget", metavar="SIZE", help="A memory in which the pack runs, for the model card, such as 11G."
         ),
     )
@@ -56,8 +59,8 @@ class UploadOptions:
 @click.command("upload")
 @click.argument("pack", type=PACK)
 @click.argument("name")
-@options_from(UploadOptions)
-@command_errors(interrupted="interrupted; uploaded files are kept; run the same command again to continue")
+@cli.options_from(UploadOptions)
+@cli.command_errors(interrupted="interrupted; uploaded files are kept; run the same command again to continue")
 def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
     """Upload PACK to the hub as NAME: owner/repository, or owner/repository:variant for one of several packs.
 
@@ -73,12 +76,12 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
     from moe_pack.formats.hub import import_client
     from moe_pack.formats.pack.reader import audit
 
-    target = parse_name(name)
+    target = hub.parse_name(name)
     if target is None or target.revision is not None:
-        raise UsageError(f"NAME: found {name!r}, expected owner/repository or owner/repository:variant")
-    client = import_client(target, ConversionError)
+        raise formats.UsageError(f"NAME: found {name!r}, expected owner/repository or owner/repository:variant")
+    client = import_client(target, formats.ConversionError)
     with Pack(pack) as opened:
-        with TerminalProgress() as progress:
+        with cli.TerminalProgress() as progress:
             audit(opened, progress)
         files = _files(opened)
         facts = CardFacts(options.base_model, _license(options.base_model), options.command, options.budget)
@@ -86,17 +89,17 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
     if options.dry_run:
         for path in files:
             click.echo(f"{path.stat().st_size:>15,} {target.path(path.name)}", err=True)
-        click.echo(f"{size_text(sum(path.stat().st_size for path in files))} in {len(files)} files", err=True)
+        click.echo(f"{formats.size_text(sum(path.stat().st_size for path in files))} in {len(files)} files", err=True)
         click.echo(card)
         return
-    name = f"uploading {size_text(sum(path.stat().st_size for path in files))}"
+    name = f"uploading {formats.size_text(sum(path.stat().st_size for path in files))}"
     # On a terminal the hub's client shows bars of its own.
-    with TerminalProgress() as progress, nullcontext() if sys.stderr.isatty() else stage_of(progress, name):
+    with cli.TerminalProgress() as progress, nullcontext() if sys.stderr.isatty() else stage_of(progress, name):
         _upload(client, target, files, card, options.private)
     click.echo(f"{pack}: is now {client.constants.ENDPOINT}/{target.repository}; run it: moe-run {target.text()}")
 
 
-def _upload(client: Any, target: HubName, files: list[Path], card: str, private: bool) -> None:
+def _upload(client: Any, target: hub.HubName, files: list[Path], card: str, private: bool) -> None:
     """Creates the repository if it is new, and commits the files and the card together.
 
     Raises:  ConversionError if the hub refuses or fails.
@@ -106,7 +109,9 @@ def _upload(client: Any, target: HubName, files: list[Path], card: str, private:
 
     api = client.HfApi(library_name="moe-pack")
     repository = target.repository
-    patiently(target, ConversionError, lambda: api.create_repo(repository, private=private or None, exist_ok=True))
+    patiently(
+        target, formats.ConversionError, lambda: api.create_repo(repository, private=private or None, exist_ok=True)
+    )
 
     def commit() -> None:
         added = [client.CommitOperationAdd(target.path(path.name), str(path)) for path in files]
@@ -119,7 +124,7 @@ def _upload(client: Any, target: HubName, files: list[Path], card: str, private:
                 raise fault.__cause__ from fault
             raise
 
-    patiently(target, ConversionError, commit)
+    patiently(target, formats.ConversionError, commit)
 
 
 def _files(pack: Pack) -> list[Path]:
@@ -137,20 +142,20 @@ def _license(base_model: str | None) -> str | None:
 
     if base_model is None:
         return None
-    name = parse_name(base_model)
+    name = hub.parse_name(base_model)
     if name is None:
-        raise UsageError(f"--base-model: found {base_model!r}, expected a hub id such as owner/repository")
-    return HubRepository(name, ConversionError).license
+        raise formats.UsageError(f"--base-model: found {base_model!r}, expected a hub id such as owner/repository")
+    return HubRepository(name, formats.ConversionError).license
 
 
-def _old_card(target: HubName) -> str | None:
+def _old_card(target: hub.HubName) -> str | None:
     """Returns the card that the repository has; None if there is none."""
     from moe_pack.convert.card import CARD_FILE
     from moe_pack.formats.hub import HubRepository, has_repository
 
-    if not has_repository(target, ConversionError):
+    if not has_repository(target, formats.ConversionError):
         return None
-    repository = HubRepository(target, ConversionError)
+    repository = HubRepository(target, formats.ConversionError)
     if CARD_FILE not in repository.files:
         return None
     return repository.read(CARD_FILE, 0, repository.files[CARD_FILE].num_bytes).tobytes().decode()

@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from moe_pack.convert.export.compressed import CodeFormat, CodesReport, Width, coded_units, quantization_config
+from moe_pack.convert import verify
+from moe_pack.convert.export import compressed
 from moe_pack.convert.export.compressed import usual_formats as code_formats
 from moe_pack.convert.export.folder import SHARD_BYTES, Written, write_folder
 from moe_pack.convert.export.source import CONFIG_FILE, STORED_AS, exported_tensors, owners, plain_name
 from moe_pack.convert.export.weights import ExportUnit, PackSource, plain_units
 from moe_pack.convert.options import Dtype
-from moe_pack.convert.verify import LogitsError, logits_error, text_logits
-from moe_pack.formats import NO_PROGRESS, Pack, Progress
-from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.family import Claims, Tensors, claim_tensors
+from moe_pack.formats import Pack
+from moe_pack.formats.base import commands
+from moe_pack.formats.families import Checkpoint, family
 from moe_pack.formats.gguf import GgufFiles, find_gguf
+from moe_pack.formats.pack import writer
 from moe_pack.formats.pack.manifests import COPIED_FILES
-from moe_pack.formats.pack.writer import Step, pass_step
-from moe_pack.runtime.model import TORCH, CheckpointWeights, Operations, PackWeights
+from moe_pack.runtime import model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +44,8 @@ class ExportResult:
     num_tensors: int
     lost: dict[str, int]
     num_zeros: int
-    formats: dict[int, CodeFormat] | None = None
-    codes: CodesReport | None = None
+    formats: dict[int, compressed.CodeFormat] | None = None
+    codes: compressed.CodesReport | None = None
     is_renamed: bool = False
     notes: tuple[str, ...] = ()
 
@@ -57,10 +57,10 @@ class ExportWork:
     `shard_bytes`: the most in a file.   `on_step`: called before each change of the disk.
     """
 
-    operations: Operations = TORCH
+    operations: model.Operations = model.TORCH
     shard_bytes: int = SHARD_BYTES
-    progress: Progress = NO_PROGRESS
-    on_step: Callable[[Step], None] = pass_step
+    progress: commands.Progress = commands.NO_PROGRESS
+    on_step: Callable[[writer.Step], None] = writer.pass_step
 
 
 def export_plain(pack: Pack, folder: Path, dtype: Dtype | None, work: ExportWork = ExportWork()) -> ExportResult:
@@ -71,7 +71,7 @@ def export_plain(pack: Pack, folder: Path, dtype: Dtype | None, work: ExportWork
     """
     source = PackSource.of(pack, work.operations)
     tensors = exported_tensors(pack, source.model, dtype)
-    claims = claim_tensors(source.model.family, source.model.spec, tensors)
+    claims = family.claim_tensors(source.model.family, source.model.spec, tensors)
     units = list(plain_units(source, claims, tensors))
     config = source.model.plain_config()
     found = _write(source, folder, units, config, dtype, {"to": "safetensors"}, work)
@@ -83,7 +83,7 @@ def export_compressed(
     pack: Pack,
     folder: Path,
     dtype: Dtype | None,
-    width: Width | None = None,
+    width: compressed.Width | None = None,
     group: int | None = None,
     work: ExportWork = ExportWork(),
 ) -> ExportResult:
@@ -92,12 +92,12 @@ def export_compressed(
     Args:    width, group: of the codes; None: as `code_formats` says.
     Raises:  as `export_plain`; RunError also if the family's experts cannot be coded so.
     """
-    source, report = PackSource.of(pack, work.operations), CodesReport()
+    source, report = PackSource.of(pack, work.operations), compressed.CodesReport()
     formats = code_formats(pack, source.model, width, group)
     tensors = exported_tensors(pack, source.model, dtype, by_expert=True)
-    claims = claim_tensors(source.model.family, source.model.spec, tensors)
-    units = list(coded_units(source, claims, tensors, formats, report))
-    config = {**source.model.plain_config(), "quantization_config": quantization_config(formats)}
+    claims = family.claim_tensors(source.model.family, source.model.spec, tensors)
+    units = list(compressed.coded_units(source, claims, tensors, formats, report))
+    config = {**source.model.plain_config(), "quantization_config": compressed.quantization_config(formats)}
     kinds = {str(layer): json.dumps(asdict(each)) for layer, each in formats.items()}
     found = _write(source, folder, units, config, dtype, {"to": "compressed-tensors", **kinds}, work)
     num_tensors = sum(len(unit.tensors) for unit in units)
@@ -139,32 +139,34 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     return changed
 
 
-def num_zeros(tensors: Tensors, claims: Claims) -> int:
+def num_zeros(tensors: family.Tensors, claims: family.Claims) -> int:
     """Returns how many values of tensors that the model has a part of belong to nothing that it runs."""
     sizes = {source.tensor: math.prod(tensors[source.tensor][1]) for _, source in owners(claims)}
     return sum(sizes.values()) - sum(source.num_rows * source.num_cols for _, source in owners(claims))
 
 
-class _AllNeurons(PackWeights):
+class _AllNeurons(model.PackWeights):
     """The weights of a pack, of which all neurons run, as in a checkpoint."""
 
     def threshold(self, layer_idx: int, expert: int) -> float:
         return 0.0
 
 
-def compare_export(pack: Pack, folder: Path, ids: list[int], operations: Operations = TORCH) -> LogitsError:
+def compare_export(
+    pack: Pack, folder: Path, ids: list[int], operations: model.Operations = model.TORCH
+) -> verify.LogitsError:
     """Returns the difference of an export's predictions of each next token of `ids` from the pack's with all neurons.
 
     The export is read back by what reads checkpoints.
     """
     weights = _AllNeurons(pack, torch.device("cpu"), operations)
     try:
-        expected = text_logits(weights, ids)
+        expected = verify.text_logits(weights, ids)
     finally:
         weights.close()
     gguf = find_gguf(folder)
     checkpoint = Checkpoint(folder if gguf is None else GgufFiles(gguf))
     try:
-        return logits_error(expected, text_logits(CheckpointWeights(checkpoint), ids))
+        return verify.logits_error(expected, verify.text_logits(model.CheckpointWeights(checkpoint), ids))
     finally:
         checkpoint.close()

@@ -31,9 +31,10 @@ from moe_pack.convert.export.weights import (
     unit_name,
 )
 from moe_pack.convert.plan.tiers import FUSED_GROUPS
-from moe_pack.formats import MATRICES, Matrix, Pack, RunError
-from moe_pack.formats.families.family import WORD_BITS, Claims, Tensors
+from moe_pack.formats import Pack, RunError
+from moe_pack.formats.families import family
 from moe_pack.formats.pack.safetensors import StoredTensor
+from moe_pack.formats.parts import specs
 from moe_pack.runtime.model.matrices import TORCH_DTYPES
 
 Width = Literal[4, 8]
@@ -71,7 +72,7 @@ def usual_formats(pack: Pack, model: SourceModel, width: Width | None, group: in
         )
     formats = {}
     for layer, experts in zip(model.spec.moe_layers, pack.index.experts, strict=True):
-        parts = [part for expert in experts for m in MATRICES if (part := expert.of(m))]
+        parts = [part for expert in experts for m in specs.MATRICES if (part := expert.of(m))]
         own = {part.group for part in parts}
         usual = own.pop() if len(own) == 1 and own <= set(fitting) else fitting[0]
         formats[layer] = CodeFormat(width or (4 if max(part.bits for part in parts) <= 4 else 8), group or usual)
@@ -121,7 +122,7 @@ def coded_tensors(name: str, dtype: str, shape: tuple[int, ...], code: CodeForma
     """Returns the tensors that a plain matrix `[out, in]` becomes; scales have its dtype."""
     rows, cols = shape
     return (
-        (f"{name}_packed", "I32", (rows, cols * code.width // WORD_BITS)),
+        (f"{name}_packed", "I32", (rows, cols * code.width // family.WORD_BITS)),
         (f"{name}_scale", dtype, (rows, cols // code.group)),
         (f"{name}_shape", "I64", (2,)),
     )
@@ -159,7 +160,7 @@ def packed_words(codes: Tensor, width: Width) -> Tensor:
     return values.contiguous().view(torch.int32)
 
 
-def carried_scales(plain: PlainExpert, matrix: Matrix, code: CodeFormat, num_cols: int) -> Tensor | None:
+def carried_scales(plain: PlainExpert, matrix: specs.Matrix, code: CodeFormat, num_cols: int) -> Tensor | None:
     """Returns the scales of a pack's own codes for groups of `code`, float32 [f, groups]; None if they cannot be kept.
 
     They are kept if zeros are whole numbers, and every value relative to its zero fits `code`'s width.
@@ -203,7 +204,7 @@ class MatrixCodes:
 class CodesReport:
     """What became of the experts' matrices in this run; experts that an earlier run has written are not counted."""
 
-    matrices: dict[Matrix, MatrixCodes] = field(default_factory=dict)
+    matrices: dict[specs.Matrix, MatrixCodes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,11 +233,11 @@ class _CodedUnit:
                     for first, values in piece.blocks(plain.rows, dtype):
                         put_rows(put, piece.tensor, first, values)
                     continue
-                matrix = next(m for m in MATRICES if m == owner.name)
+                matrix = next(m for m in specs.MATRICES if m == owner.name)
                 self._put_matrix(put, piece.tensor, matrix, plain, source.neurons == "columns", dtype)
 
     def _put_matrix(
-        self, put: Put, tensor: str, matrix: Matrix, plain: PlainExpert, is_turned: bool, dtype: torch.dtype
+        self, put: Put, tensor: str, matrix: specs.Matrix, plain: PlainExpert, is_turned: bool, dtype: torch.dtype
     ) -> None:
         weights, code = plain.matrices[matrix], self.code
         weights = weights.T if is_turned else weights
@@ -262,7 +263,11 @@ class _CodedUnit:
 
 
 def coded_units(
-    source: PackSource, claims: Claims, tensors: Tensors, formats: Mapping[int, CodeFormat], report: CodesReport
+    source: PackSource,
+    claims: family.Claims,
+    tensors: family.Tensors,
+    formats: Mapping[int, CodeFormat],
+    report: CodesReport,
 ) -> Iterator[ExportUnit]:
     """Yields the units of a checkpoint whose experts are coded.
 

@@ -15,12 +15,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_pack import formats
+from moe_pack.convert.export import weights
 from moe_pack.convert.export.source import CONFIG_FILE
-from moe_pack.convert.export.weights import ExportUnit, tensor_bytes
-from moe_pack.formats import NO_PROGRESS, ConversionError, Progress, RangeReader, size_text
 from moe_pack.formats.base.commands import Stage
-from moe_pack.formats.pack.safetensors import StoredTensor, TensorFileLayout, lay_out_plain
-from moe_pack.formats.pack.writer import Step, SteppedFolder, pass_step
+from moe_pack.formats.pack import safetensors, writer
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 MARK_FILE = "export.json"
@@ -33,10 +32,10 @@ class Shard:
     """A file of an export before it is written."""
 
     name: str
-    units: tuple[ExportUnit, ...]
-    layout: TensorFileLayout
+    units: tuple[weights.ExportUnit, ...]
+    layout: safetensors.TensorFileLayout
 
-    def tensors(self) -> list[StoredTensor]:
+    def tensors(self) -> list[safetensors.StoredTensor]:
         """Returns name, type and shape of each tensor, in the order of the units."""
         return [tensor for unit in self.units for tensor in unit.tensors]
 
@@ -44,11 +43,11 @@ class Shard:
 class ShardFormat(Protocol):
     """The format of an export's files."""
 
-    def num_bytes(self, tensors: tuple[StoredTensor, ...]) -> int:
+    def num_bytes(self, tensors: tuple[safetensors.StoredTensor, ...]) -> int:
         """Returns the bytes of some tensors."""
         ...
 
-    def shards(self, groups: Sequence[tuple[ExportUnit, ...]]) -> list[Shard]:
+    def shards(self, groups: Sequence[tuple[weights.ExportUnit, ...]]) -> list[Shard]:
         """Returns the files with these groups of units, in the order in which they are written."""
         ...
 
@@ -58,14 +57,14 @@ class ShardFormat(Protocol):
 
 
 class _Safetensors:
-    def num_bytes(self, tensors: tuple[StoredTensor, ...]) -> int:
-        return tensor_bytes(tensors)
+    def num_bytes(self, tensors: tuple[safetensors.StoredTensor, ...]) -> int:
+        return weights.tensor_bytes(tensors)
 
-    def shards(self, groups: Sequence[tuple[ExportUnit, ...]]) -> list[Shard]:
+    def shards(self, groups: Sequence[tuple[weights.ExportUnit, ...]]) -> list[Shard]:
         names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
         shards = []
         for name, group in zip(names if len(groups) > 1 else [SINGLE_FILE], groups, strict=True):
-            layout = lay_out_plain((tensor for unit in group for tensor in unit.tensors), _FORMAT)
+            layout = safetensors.lay_out_plain((tensor for unit in group for tensor in unit.tensors), _FORMAT)
             shards.append(Shard(name, group, layout))
         return shards
 
@@ -76,9 +75,9 @@ class _Safetensors:
 SAFETENSORS: ShardFormat = _Safetensors()
 
 
-def shards_of(units: Sequence[ExportUnit], shard_bytes: int, form: ShardFormat) -> list[Shard]:
+def shards_of(units: Sequence[weights.ExportUnit], shard_bytes: int, form: ShardFormat) -> list[Shard]:
     """Returns the shards of some units: each as large as `shard_bytes` allows, but for a unit that is larger alone."""
-    groups, size = list[list[ExportUnit]](), 0
+    groups, size = list[list[weights.ExportUnit]](), 0
     for unit in units:
         num_bytes = form.num_bytes(unit.tensors)
         if not groups or size + num_bytes > shard_bytes:
@@ -99,12 +98,12 @@ class Written:
 
 def write_folder(
     folder: Path,
-    units: Sequence[ExportUnit],
+    units: Sequence[weights.ExportUnit],
     files: Mapping[str, bytes],
     decisions: Mapping[str, str],
     shard_bytes: int = SHARD_BYTES,
-    progress: Progress = NO_PROGRESS,
-    on_step: Callable[[Step], None] = pass_step,
+    progress: formats.Progress = formats.NO_PROGRESS,
+    on_step: Callable[[writer.Step], None] = writer.pass_step,
     form: ShardFormat = SAFETENSORS,
 ) -> Written:
     """Writes a checkpoint folder; continues where a killed run stopped.
@@ -113,7 +112,7 @@ def write_folder(
              the bytes; a run that continues must have the same.   on_step: called before each change of the disk.
     Raises:  ConversionError if the folder has other files or lacks space, or if a write fails.
     """
-    shards, disk = shards_of(units, shard_bytes, form), SteppedFolder(folder, on_step)
+    shards, disk = shards_of(units, shard_bytes, form), writer.SteppedFolder(folder, on_step)
     files = {**form.small_files(shards), **files}
     mark = json.dumps(dict(decisions), indent=1, sort_keys=True).encode() + b"\n"
     try:
@@ -123,8 +122,9 @@ def write_folder(
         total = sum(shard.layout.num_bytes for shard in shards)
         left = sum(shard.layout.num_bytes for shard in missing)
         if left > disk.free_bytes():
-            raise ConversionError(
-                f"{folder}: needs {size_text(left)}, but only {size_text(disk.free_bytes())} are free; free some "
+            raise formats.ConversionError(
+                f"{folder}: needs {formats.size_text(left)}, but only {formats.size_text(disk.free_bytes())} are "
+                "free; free some "
                 "space, or give a folder on another disk"
             )
         progress.begin(Stage("exporting", total, "B", total - left))
@@ -141,16 +141,16 @@ def write_folder(
 
 
 def _begin(
-    disk: SteppedFolder, folder: Path, shards: list[Shard], files: Mapping[str, bytes], mark: bytes
+    disk: writer.SteppedFolder, folder: Path, shards: list[Shard], files: Mapping[str, bytes], mark: bytes
 ) -> list[Shard]:
     """Checks what is in the folder, marks it as an unfinished export, and returns the shards that it lacks."""
     found = {path.name for path in folder.iterdir()} - {f"{MARK_FILE}.tmp"}
     ours = {MARK_FILE, *files, *(shard.name for shard in shards)}
     ours |= {f"{name}{ending}" for name in ours for ending in (".part", ".tmp")}
     if found and MARK_FILE not in found:
-        raise ConversionError(f"{folder}: is not empty; give a new folder")
+        raise formats.ConversionError(f"{folder}: is not empty; give a new folder")
     if found and ((folder / MARK_FILE).read_bytes() != mark or found - ours):
-        raise ConversionError(
+        raise formats.ConversionError(
             f"{folder}: has an unfinished export of another pack or with other options; remove the folder, or give "
             "another"
         )
@@ -161,12 +161,12 @@ def _begin(
 
 def _is_complete(folder: Path, shard: Shard) -> bool:
     """Returns whether a file has the size and the header of a shard; a file under a shard's name was flushed before."""
-    with RangeReader(folder / shard.name, ConversionError) as reader:
+    with formats.RangeReader(folder / shard.name, formats.ConversionError) as reader:
         header = shard.layout.header
         return reader.num_bytes == shard.layout.num_bytes and reader.read(0, len(header)).tobytes() == header
 
 
-def _write_shard(disk: SteppedFolder, shard: Shard, progress: Progress, form: ShardFormat) -> None:
+def _write_shard(disk: writer.SteppedFolder, shard: Shard, progress: formats.Progress, form: ShardFormat) -> None:
     part, places = f"{shard.name}.part", shard.layout.by_name()
     disk.open(part)
     disk.truncate(part, 0)
@@ -189,6 +189,6 @@ def _write_shard(disk: SteppedFolder, shard: Shard, progress: Progress, form: Sh
 def _index(shards: Sequence[Shard]) -> bytes:
     """Returns the bytes of the index: the shard of each tensor."""
     weight_map = {name: shard.name for shard in shards for name, _, _ in shard.tensors()}
-    total = sum(tensor_bytes(unit.tensors) for shard in shards for unit in shard.units)
+    total = sum(weights.tensor_bytes(unit.tensors) for shard in shards for unit in shard.units)
     values = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(values, indent=2).encode() + b"\n"

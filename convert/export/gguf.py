@@ -14,24 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.convert.export.checkpoints import ExportResult, ExportWork
+from moe_pack.convert.export import checkpoints, weights
 from moe_pack.convert.export.folder import Shard, write_folder
-from moe_pack.convert.export.weights import ExportUnit, PackSource, Put, Rows, dense_rows
 from moe_pack.convert.options import GgufType
-from moe_pack.formats import Pack
-from moe_pack.formats.gguf import (
-    AnyPlacement,
-    ConstantPlacement,
-    ExpertPlacement,
-    Placement,
-    block_values,
-    encode_rows,
-    gguf_model,
-    lay_out_parts,
-    tensor_bytes,
-    vocabulary_fields,
-    vocabulary_notes,
-)
+from moe_pack.formats import Pack, gguf
 from moe_pack.formats.pack.manifests import COPIED_FILES
 from moe_pack.formats.pack.safetensors import StoredTensor
 from moe_pack.formats.parts import DenseRole
@@ -44,14 +30,16 @@ _QUANTIZATION_VERSION = 2
 _BLOCK_BYTES = 16 << 20  # of a tensor in float32, computed at once
 
 
-def export_gguf(pack: Pack, folder: Path, kind: GgufType | None, work: ExportWork) -> ExportResult:
+def export_gguf(
+    pack: Pack, folder: Path, kind: GgufType | None, work: checkpoints.ExportWork
+) -> checkpoints.ExportResult:
     """Writes a pack as a GGUF file, or as several.
 
     Args:    kind: the type of matrices; None: as `usual_type` says.   work: its `shard_bytes` is the most in a file.
     Raises:  RunError if GGUF cannot have the model or its tokenizer; ConversionError if the folder cannot be written.
     """
-    source = PackSource.of(pack, work.operations)
-    model = gguf_model(source.model.spec)
+    source = weights.PackSource.of(pack, work.operations)
+    model = gguf.gguf_model(source.model.spec)
     kind = kind or usual_type(pack)
     files = {name: pack.read_file(name).tobytes() for name in COPIED_FILES if pack.has(name)}
     metadata = {
@@ -59,7 +47,7 @@ def export_gguf(pack: Pack, folder: Path, kind: GgufType | None, work: ExportWor
         "general.name": _name(source.model.config, pack),
         "general.file_type": _FILE_TYPES[kind],
         "general.quantization_version": _QUANTIZATION_VERSION,
-        **vocabulary_fields(files, pack.spec.vocab_size),
+        **gguf.vocabulary_fields(files, pack.spec.vocab_size),
     }
     units = list(_units(source, model.placements, kind))
     decisions = {
@@ -67,11 +55,13 @@ def export_gguf(pack: Pack, folder: Path, kind: GgufType | None, work: ExportWor
     }  # fmt: skip
     form = _GgufFormat(metadata, kind)
     found = write_folder(folder, units, {}, decisions, work.shard_bytes, work.progress, work.on_step, form)
-    notes = vocabulary_notes(files)
+    notes = gguf.vocabulary_notes(files)
     if kept := len(source.model.claims.unused):
         notes.append(f"not in the file: {kept} tensors of prediction layers, or that nothing runs; the pack keeps them")
     lost = source.model.lost()
-    return ExportResult(found.num_bytes, found.resumed_bytes, len(model.placements), lost, 0, notes=tuple(notes))
+    return checkpoints.ExportResult(
+        found.num_bytes, found.resumed_bytes, len(model.placements), lost, 0, notes=tuple(notes)
+    )
 
 
 def usual_type(pack: Pack) -> GgufType:
@@ -94,11 +84,11 @@ class _GgufFormat:
         self._metadata, self._stem = dict(metadata), f"model-{kind.upper()}"
 
     def num_bytes(self, tensors: tuple[StoredTensor, ...]) -> int:
-        return sum(tensor_bytes(kind, shape) for _, kind, shape in tensors)
+        return sum(gguf.tensor_bytes(kind, shape) for _, kind, shape in tensors)
 
-    def shards(self, groups: Sequence[tuple[ExportUnit, ...]]) -> list[Shard]:
+    def shards(self, groups: Sequence[tuple[weights.ExportUnit, ...]]) -> list[Shard]:
         parts = [[tensor for unit in group for tensor in unit.tensors] for group in groups]
-        layouts = lay_out_parts(self._metadata, parts)
+        layouts = gguf.lay_out_parts(self._metadata, parts)
         count = len(groups)
         names = [f"{self._stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
         named = zip(names if count > 1 else [f"{self._stem}.gguf"], groups, layouts, strict=True)
@@ -113,16 +103,18 @@ def _type_of(is_matrix: bool, is_expert: bool, num_cols: int, kind: GgufType) ->
     if not is_matrix:
         return "F32"
     wanted = "Q8_0" if kind == "mxfp4" and not is_expert else kind.upper()
-    return wanted if num_cols % block_values(wanted) == 0 else "F16"
+    return wanted if num_cols % gguf.block_values(wanted) == 0 else "F16"
 
 
-def _units(source: PackSource, places: Sequence[AnyPlacement], kind: GgufType) -> Iterator[ExportUnit]:
+def _units(
+    source: weights.PackSource, places: Sequence[gguf.AnyPlacement], kind: GgufType
+) -> Iterator[weights.ExportUnit]:
     """Yields the units of all tensors: one tensor, or those of all experts of a layer."""
-    by_layer: dict[int, list[ExpertPlacement]] = {}
+    by_layer: dict[int, list[gguf.ExpertPlacement]] = {}
     for place in places:
-        if isinstance(place, ExpertPlacement):
+        if isinstance(place, gguf.ExpertPlacement):
             by_layer.setdefault(place.layer, []).append(place)
-        elif isinstance(place, ConstantPlacement):
+        elif isinstance(place, gguf.ConstantPlacement):
             yield _ConstantUnit(place, ((place.name, "F32", place.shape),))
         else:
             stored = place.name, _type_of(place.is_matrix, False, place.shape[-1], kind), place.shape
@@ -136,42 +128,42 @@ def _units(source: PackSource, places: Sequence[AnyPlacement], kind: GgufType) -
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ConstantUnit:
-    place: ConstantPlacement
+    place: gguf.ConstantPlacement
     tensors: tuple[StoredTensor, ...]
 
     @property
     def name(self) -> str:
         return self.place.name
 
-    def write(self, put: Put) -> None:
-        put(self.name, 0, encode_rows(self.place.values[None], "F32").reshape(-1))
+    def write(self, put: weights.Put) -> None:
+        put(self.name, 0, gguf.encode_rows(self.place.values[None], "F32").reshape(-1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DenseUnit:
-    source: PackSource
-    place: Placement
+    source: weights.PackSource
+    place: gguf.Placement
     tensors: tuple[StoredTensor, ...]
 
     @property
     def name(self) -> str:
         return self.place.name
 
-    def write(self, put: Put) -> None:
+    def write(self, put: weights.Put) -> None:
         place, ((name, kind, shape),) = self.place, self.tensors
         num_cols, num_rows = shape[-1], int(np.prod(shape[:-1], dtype=np.int64))
         rows = _reordered(self._rows(), place)
-        step, row_bytes = max(_BLOCK_BYTES // (4 * num_cols), 1), tensor_bytes(kind, shape[-1:])
+        step, row_bytes = max(_BLOCK_BYTES // (4 * num_cols), 1), gguf.tensor_bytes(kind, shape[-1:])
         for start in range(0, num_rows, step):
             stop = min(start + step, num_rows)
             values = _changed(rows(start, stop).float().numpy(), place)
-            put(name, start * row_bytes, encode_rows(values, kind).reshape(-1))
+            put(name, start * row_bytes, gguf.encode_rows(values, kind).reshape(-1))
 
-    def _rows(self) -> Rows:
+    def _rows(self) -> weights.Rows:
         """Returns what gives rows of the roles as matrices with the tensor's columns."""
         dense = {each.role.name: each for each in self.source.pack.layout.dense}
         pack, operations = self.source.pack, self.source.operations
-        parts = [(role, dense_rows(pack, dense[role.name], operations)) for role in self.place.roles]
+        parts = [(role, weights.dense_rows(pack, dense[role.name], operations)) for role in self.place.roles]
         if len(parts) == 1 and len(parts[0][0].shape) == 2:
             return parts[0][1]
         num_cols = self.place.shape[-1]
@@ -179,11 +171,11 @@ class _DenseUnit:
         return lambda start, stop: whole[start:stop]
 
 
-def _whole(role: DenseRole, rows: Rows) -> Tensor:
+def _whole(role: DenseRole, rows: weights.Rows) -> Tensor:
     return rows(0, role.shape[0]).float()
 
 
-def _reordered(rows: Rows, place: Placement) -> Rows:
+def _reordered(rows: weights.Rows, place: gguf.Placement) -> weights.Rows:
     """Returns what gives the rows of the tensor, from what gives those of its roles."""
     (role, *others) = place.roles
     if place.keys is not None or place.values is not None:
@@ -199,7 +191,7 @@ def _reordered(rows: Rows, place: Placement) -> Rows:
     return lambda start, stop: whole[start:stop]
 
 
-def _of_heads(whole: Tensor, place: Placement) -> Rows:
+def _of_heads(whole: Tensor, place: gguf.Placement) -> weights.Rows:
     """Returns what gives rows of the keys, transposed, or of the values of latent attention."""
     heads = whole.view(place.shape[0], -1, whole.shape[1])
     part = heads[:, : place.keys].transpose(1, 2) if place.keys is not None else heads[:, -(place.values or 0) :]
@@ -207,7 +199,7 @@ def _of_heads(whole: Tensor, place: Placement) -> Rows:
     return lambda start, stop: flat[start:stop]
 
 
-def _changed(values: NDArray[np.float32], place: Placement) -> NDArray[np.float32]:
+def _changed(values: NDArray[np.float32], place: gguf.Placement) -> NDArray[np.float32]:
     if place.change == "plus_one":
         return values + np.float32(1)
     if place.change == "exp":
@@ -219,16 +211,16 @@ def _changed(values: NDArray[np.float32], place: Placement) -> NDArray[np.float3
 class _LayerUnit:
     """All experts of a layer."""
 
-    source: PackSource
+    source: weights.PackSource
     layer: int
-    places: tuple[ExpertPlacement, ...]
+    places: tuple[gguf.ExpertPlacement, ...]
     tensors: tuple[StoredTensor, ...]
 
     @property
     def name(self) -> str:
         return f"layer {self.layer}, all experts"
 
-    def write(self, put: Put) -> None:
+    def write(self, put: weights.Put) -> None:
         for expert in range(self.source.model.spec.router.num_experts):
             plain = self.source.expert(self.layer, expert, torch.float32)
             for place, (name, kind, _) in zip(self.places, self.tensors, strict=True):
@@ -237,5 +229,5 @@ class _LayerUnit:
                 else:
                     values = torch.cat([plain.matrices[matrix] for matrix in place.matrices])
                     values = values.T if place.matrices == ("down",) else values
-                raw = encode_rows(values.contiguous().numpy(), kind).reshape(-1)
+                raw = gguf.encode_rows(values.contiguous().numpy(), kind).reshape(-1)
                 put(name, expert * len(raw), raw)

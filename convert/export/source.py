@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from moe_pack import formats
 from moe_pack.convert.options import Dtype
-from moe_pack.formats import ModelSpec, Pack, PackError, RunError, parse
 from moe_pack.formats.families import SourceMatrix
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import (
@@ -28,7 +28,7 @@ from moe_pack.formats.families.family import (
     spec_of_tensors,
 )
 from moe_pack.formats.families.registry import read_spec
-from moe_pack.formats.pack.manifests import SOURCE_FILE, SourceTensor, read_account
+from moe_pack.formats.pack import manifests
 from moe_pack.formats.parts.specs import with_repeats
 
 CONFIG_FILE = "config.json"
@@ -43,30 +43,39 @@ class SourceModel:
 
     config: dict[str, Any]
     family: Family
-    spec: ModelSpec
-    tensors: Mapping[str, SourceTensor]
+    spec: formats.ModelSpec
+    tensors: Mapping[str, manifests.SourceTensor]
     claims: Claims
 
     @classmethod
-    def of(cls, pack: Pack) -> "SourceModel":
+    def of(cls, pack: formats.Pack) -> "SourceModel":
         """Reads the checkpoint of a pack from what the pack has of it.
 
         Raises:  RunError for a synthetic pack; PackError if config and account do not describe the pack's model.
         """
         if pack.is_synthetic:
-            raise RunError(f"{pack.folder}: is synthetic; its weights are random, so there is nothing to export")
+            raise formats.RunError(
+                f"{pack.folder}: is synthetic; its weights are random, so there is nothing to export"
+            )
         if not pack.has(CONFIG_FILE):
-            raise PackError(f"{pack.folder}: has no {CONFIG_FILE}, which an export needs; convert the model again")
+            raise formats.PackError(
+                f"{pack.folder}: has no {CONFIG_FILE}, which an export needs; convert the model again"
+            )
         raw = pack.read_file(CONFIG_FILE).tobytes()
-        values = parse(raw, CONFIG_FILE, PackError, is_foreign=True)
+        values = formats.parse(raw, CONFIG_FILE, formats.PackError, is_foreign=True)
         family, spec, quantization = read_spec(Config(values, CONFIG_FILE))
-        account = {tensor.name: tensor for tensor in read_account(pack.read_file(SOURCE_FILE).tobytes()).tensors}
+        account = {
+            tensor.name: tensor
+            for tensor in manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes()).tensors
+        }
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in account.items()}
         spec = spec_of_tensors(family, spec, shapes)
         if (head := second_head(family, spec, shapes)) is not None and account[head].fate != "dropped":
             spec = replace(spec, tied_head=False)  # the checkpoint's tensors, and not its config, said so
         if with_repeats(spec, pack.spec.expert.repeats) != pack.spec:
-            raise PackError(f"{CONFIG_FILE}: describes another model than the pack's manifest; convert the model again")
+            raise formats.PackError(
+                f"{CONFIG_FILE}: describes another model than the pack's manifest; convert the model again"
+            )
         claims = claim_tensors(family, spec, shapes, quantization)
         return cls(json.loads(raw), family, spec, account, claims)
 
@@ -104,7 +113,9 @@ def _untied(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, **inner, **({_TIED: False} if _TIED in values else {})}
 
 
-def exported_tensors(pack: Pack, model: SourceModel, dtype: Dtype | None, *, by_expert: bool = False) -> Tensors:
+def exported_tensors(
+    pack: formats.Pack, model: SourceModel, dtype: Dtype | None, *, by_expert: bool = False
+) -> Tensors:
     """Returns dtype and shape of each tensor of the plain checkpoint, by name.
 
     Meaning: matrices that the pack may quantize get `dtype`; without one, 16 bits: the source's dtype, or bfloat16 for
@@ -132,7 +143,7 @@ def _as_it_was(model: SourceModel, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _dense_tensors(
-    pack: Pack, model: SourceModel, dtype: Dtype | None
+    pack: formats.Pack, model: SourceModel, dtype: Dtype | None
 ) -> dict[str, tuple[str, tuple[int, ...], SourceMatrix]]:
     """Returns for each tensor of dense roles its dtype, and the shape and a place that it had in the source."""
     tensors: dict[str, tuple[str, tuple[int, ...], SourceMatrix]] = {}
@@ -189,11 +200,13 @@ def _plain_spelling(model: SourceModel, layer: int, by_expert: bool) -> ExpertNa
             return names
     family = model.family.model_type
     if by_expert:
-        raise RunError(
+        raise formats.RunError(
             f"checkpoints of family {family!r} have no names for each expert's matrices, which vLLM's codes need; use "
             "--to safetensors"
         )
-    raise RunError(f"checkpoints of family {family!r} have no names for experts in 16 bit; this cannot be exported")
+    raise formats.RunError(
+        f"checkpoints of family {family!r} have no names for experts in 16 bit; this cannot be exported"
+    )
 
 
 def _is_by_expert(names: ExpertNames) -> bool:

@@ -14,17 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_pack import formats
 from moe_pack.calib.quantize import LayerRotation
 from moe_pack.convert.export.source import Owner, SourceModel, owners
-from moe_pack.formats import Matrix, Pack
-from moe_pack.formats.families import SourceMatrix
-from moe_pack.formats.families.family import Claims, Tensors
+from moe_pack.formats.families import family
+from moe_pack.formats.pack import safetensors
 from moe_pack.formats.pack.codecs import affine
 from moe_pack.formats.pack.layouts import DenseLayout
-from moe_pack.formats.pack.safetensors import DTYPE_BYTES, StoredTensor, split_bytes
-from moe_pack.runtime.model import NeuronBlock, Operations, PackedExpert
+from moe_pack.runtime.model import NeuronBlock, Operations, pack_weights
 from moe_pack.runtime.model.matrices import TORCH_DTYPES
-from moe_pack.runtime.model.pack_weights import stored_matrix
 
 _BLOCK_BYTES = 16 << 20  # of an export's tensor, computed at once
 Put = Callable[[str, int, NDArray[np.uint8]], None]  # writes bytes into a tensor, from a byte of it on
@@ -39,19 +37,21 @@ class PlainExpert:
     """
 
     def __init__(
-        self, pack: Pack, place: tuple[int, int], order: Tensor, dtype: torch.dtype, operations: Operations
+        self, pack: formats.Pack, place: tuple[int, int], order: Tensor, dtype: torch.dtype, operations: Operations
     ) -> None:
         (layer_idx, expert), spec = place, pack.spec.expert
         layout, rotation = pack.layout.experts[layer_idx][expert], LayerRotation.of(pack.rotation, layer_idx)
         is_first = torch.ones(len(order), dtype=torch.bool)
         is_first[1:] = order[1:] != order[:-1]
         f, d = spec.source_size, pack.spec.hidden_size
-        self.matrices: dict[Matrix, Tensor] = {matrix: torch.empty((f, d), dtype=dtype) for matrix in spec.matrices}
-        self.biases: dict[Matrix, Tensor] = {m: torch.empty(f) for m in spec.bias if m != "down"}
+        self.matrices: dict[formats.Matrix, Tensor] = {
+            matrix: torch.empty((f, d), dtype=dtype) for matrix in spec.matrices
+        }
+        self.biases: dict[formats.Matrix, Tensor] = {m: torch.empty(f) for m in spec.bias if m != "down"}
         down = torch.zeros((f, d)) if spec.repeats else None
         self._extent, self._layout = torch.from_numpy(pack.read_extent(layer_idx, expert)), layout
         self._first, self._order, self._is_rotated = is_first, order, rotation.vectors is not None
-        packed, start = PackedExpert(layout, self._extent, operations), 0
+        packed, start = pack_weights.PackedExpert(layout, self._extent, operations), 0
         for block in packed.blocks():
             some = slice(start, start + len(block.up))
             rows, first, start = order[some], is_first[some], some.stop
@@ -65,13 +65,13 @@ class PlainExpert:
             else:
                 down.index_add_(0, rows, block.down)
         if down is not None:
-            for first_row, size in split_bytes(0, f, max(_BLOCK_BYTES // (4 * d), 1)):
+            for first_row, size in safetensors.split_bytes(0, f, max(_BLOCK_BYTES // (4 * d), 1)):
                 some = slice(first_row, first_row + size)
                 self.matrices["down"][some] = rotation.source_rows("down", down[some]).to(dtype)
         if (bias := packed.down_bias()) is not None:
             self.biases["down"] = rotation.source_rows("down", bias[None])[0]
 
-    def scales(self, matrix: Matrix) -> tuple[Tensor, Tensor] | None:
+    def scales(self, matrix: formats.Matrix) -> tuple[Tensor, Tensor] | None:
         """Returns scales and zeros of the rows of a matrix, float32 [f, groups] each, in the source's order.
 
         Returns: None if the stored rows are not affine codes in the source's coordinates.
@@ -89,7 +89,7 @@ class PlainExpert:
         scale, zero = (torch.empty_like(each).index_copy_(0, self._order[self._first], each) for each in pair)
         return scale, zero
 
-    def rows(self, owner: Owner, source: SourceMatrix) -> Rows:
+    def rows(self, owner: Owner, source: family.SourceMatrix) -> Rows:
         """Returns what gives the rows of a matrix or a bias as a checkpoint has them."""
         if owner.kind == "bias":
             values = self.biases[owner.name][:, None]  # type: ignore[index]  # an owner's name is a matrix
@@ -99,18 +99,18 @@ class PlainExpert:
         return lambda start, stop: values[start:stop]
 
 
-def _row_parts(block: NeuronBlock) -> tuple[tuple[Matrix, Tensor | None, Tensor | None], ...]:
+def _row_parts(block: NeuronBlock) -> tuple[tuple[formats.Matrix, Tensor | None, Tensor | None], ...]:
     """Returns the matrices of a block whose rows have a bias each, with their rows and biases."""
     return ("gate", block.gate, block.gate_bias), ("up", block.up, block.up_bias)
 
 
-def dense_rows(pack: Pack, dense: DenseLayout, operations: Operations) -> Rows:
+def dense_rows(pack: formats.Pack, dense: DenseLayout, operations: Operations) -> Rows:
     """Returns what gives rows of a dense tensor: the values of its stored bytes, float32 if it is quantized."""
 
     def rows(start: int, stop: int) -> Tensor:
         raw = torch.from_numpy(pack.read_dense(dense.entry, start, stop))
         if dense.rows is not None:
-            return stored_matrix(dense, raw, operations).rows(0, stop - start)
+            return pack_weights.stored_matrix(dense, raw, operations).rows(0, stop - start)
         return raw.view(TORCH_DTYPES[dense.dtype]).view(stop - start, -1)
 
     return rows
@@ -124,22 +124,22 @@ class Piece:
     first_row: int
     num_rows: int
     row_size: int
-    places: tuple[tuple[Owner, SourceMatrix], ...]
+    places: tuple[tuple[Owner, family.SourceMatrix], ...]
 
     def blocks(
-        self, rows_of: Callable[[Owner, SourceMatrix], Rows], dtype: torch.dtype
+        self, rows_of: Callable[[Owner, family.SourceMatrix], Rows], dtype: torch.dtype
     ) -> Iterator[tuple[int, Tensor]]:
         """Yields row by row of the tensor: the first row's number, and the values of some, in `dtype`."""
         given = [(source, rows_of(owner, source)) for owner, source in self.places]
         step = max(_BLOCK_BYTES // (self.row_size * dtype.itemsize), 1)
-        for start, size in split_bytes(self.first_row, self.num_rows, step):
+        for start, size in safetensors.split_bytes(self.first_row, self.num_rows, step):
             out = torch.zeros((size, self.row_size), dtype=dtype)
             for source, rows in given:
                 _fill(out, start, source, rows)
             yield start, out
 
 
-def _fill(out: Tensor, start: int, source: SourceMatrix, rows: Rows) -> None:
+def _fill(out: Tensor, start: int, source: family.SourceMatrix, rows: Rows) -> None:
     """Puts the rows of a matrix that lie in rows `start`, ... of its tensor into `out` [rows, row_size]."""
     stop = start + len(out)
     if source.transposed:
@@ -156,9 +156,9 @@ def _fill(out: Tensor, start: int, source: SourceMatrix, rows: Rows) -> None:
     out[first::step][: high - low, source.first_col : last_col : source.col_step] = values
 
 
-def pieces_of(claims: Claims) -> dict[str, list[Piece]]:
+def pieces_of(claims: family.Claims) -> dict[str, list[Piece]]:
     """Returns the pieces of each tensor that has values of the model, rising; matrices that interlock share one."""
-    spans: dict[str, list[tuple[int, int, int, Owner, SourceMatrix]]] = {}
+    spans: dict[str, list[tuple[int, int, int, Owner, family.SourceMatrix]]] = {}
     for owner, source in owners(claims):
         first, size = (0, source.num_rows) if source.transposed else (source.first_row, source.row_size)
         count = source.num_cols if source.transposed else (source.num_rows - 1) * source.row_step + 1
@@ -166,7 +166,7 @@ def pieces_of(claims: Claims) -> dict[str, list[Piece]]:
     pieces: dict[str, list[Piece]] = {}
     for tensor, found in spans.items():
         found.sort(key=lambda span: span[:2])
-        groups, end = list[list[tuple[int, int, int, Owner, SourceMatrix]]](), -1
+        groups, end = list[list[tuple[int, int, int, Owner, family.SourceMatrix]]](), -1
         for span in found:
             if span[0] < end:
                 groups[-1].append(span)
@@ -192,7 +192,7 @@ class ExportUnit(Protocol):
         ...
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
+    def tensors(self) -> tuple[safetensors.StoredTensor, ...]:
         """Name, dtype and shape of each; values of a tensor that nothing is put into are zero."""
         ...
 
@@ -211,13 +211,13 @@ def put_rows(put: Put, tensor: str, first_row: int, values: Tensor) -> None:
 class PackSource:
     """What the units of an export read: an open pack with its order of neurons, and how to compute with it."""
 
-    pack: Pack
+    pack: formats.Pack
     model: SourceModel
     order: NDArray[np.uint32]
     operations: Operations
 
     @classmethod
-    def of(cls, pack: Pack, operations: Operations) -> "PackSource":
+    def of(cls, pack: formats.Pack, operations: Operations) -> "PackSource":
         """Reads what a pack says of its checkpoint.
 
         Raises:  as `SourceModel.of`.
@@ -234,7 +234,7 @@ class PackSource:
 @dataclass(frozen=True, slots=True, eq=False)
 class _DenseUnit:
     source: PackSource
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[safetensors.StoredTensor, ...]
     pieces: tuple[Piece, ...]
 
     @property
@@ -245,7 +245,7 @@ class _DenseUnit:
         dense = {each.role.name: each for each in self.source.pack.layout.dense}
         dtype = TORCH_DTYPES[self.tensors[0][1]]
 
-        def rows_of(owner: Owner, place: SourceMatrix) -> Rows:
+        def rows_of(owner: Owner, place: family.SourceMatrix) -> Rows:
             return dense_rows(self.source.pack, dense[owner.name], self.source.operations)
 
         for piece in self.pieces:
@@ -259,7 +259,7 @@ class _ExpertsUnit:
 
     source: PackSource
     layer: int
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[safetensors.StoredTensor, ...]
     pieces: Mapping[int, list[Piece]]
 
     @property
@@ -286,8 +286,8 @@ def unit_name(layer: int, experts: Mapping[int, object]) -> str:
 class _KeptUnit:
     """A tensor whose bytes the pack keeps although it does not run it."""
 
-    pack: Pack
-    tensors: tuple[StoredTensor, ...]
+    pack: formats.Pack
+    tensors: tuple[safetensors.StoredTensor, ...]
 
     @property
     def name(self) -> str:
@@ -303,7 +303,7 @@ class _KeptUnit:
 class _NumbersUnit:
     """A tensor of numbers that follow from the config."""
 
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[safetensors.StoredTensor, ...]
     numbers: tuple[int, ...]
 
     @property
@@ -318,10 +318,10 @@ class _NumbersUnit:
 class _TableUnit:
     """A tensor with rows of the n-gram table of a decoder layer, from its row `start` on."""
 
-    pack: Pack
+    pack: formats.Pack
     layer: int
     start: int
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[safetensors.StoredTensor, ...]
 
     @property
     def name(self) -> str:
@@ -330,7 +330,7 @@ class _TableUnit:
     def write(self, put: Put) -> None:
         table = next(table for table in self.pack.layout.ngrams if table.layer == self.layer)
         num_rows, row_bytes = self.tensors[0][2][0], table.rows.crc_offset
-        for first, count in split_bytes(0, num_rows, max(_BLOCK_BYTES // table.rows.row_bytes, 1)):
+        for first, count in safetensors.split_bytes(0, num_rows, max(_BLOCK_BYTES // table.rows.row_bytes, 1)):
             rows = self.pack.read_ngrams(table, self.start + first, self.start + first + count)
             put(self.name, first * row_bytes, np.ascontiguousarray(rows[:, :row_bytes]).reshape(-1))
 
@@ -344,10 +344,10 @@ class ExpertTensors:
 
     layer: int
     pieces: Mapping[int, list[Piece]]
-    tensors: tuple[StoredTensor, ...] = field(default=())
+    tensors: tuple[safetensors.StoredTensor, ...] = field(default=())
 
 
-def expert_groups(model: SourceModel, claims: Claims, tensors: Tensors) -> Iterator[ExpertTensors]:
+def expert_groups(model: SourceModel, claims: family.Claims, tensors: family.Tensors) -> Iterator[ExpertTensors]:
     """Yields the tensors of experts in groups that can be written one after the other."""
     by_expert: dict[tuple[int, int], list[Piece]] = {}
     for pieces in pieces_of(claims).values():
@@ -365,7 +365,7 @@ def expert_groups(model: SourceModel, claims: Claims, tensors: Tensors) -> Itera
             yield ExpertTensors(layer, group, tuple((name, *tensors[name]) for name in used))
 
 
-def dense_units(source: PackSource, claims: Claims, tensors: Tensors) -> Iterator[ExportUnit]:
+def dense_units(source: PackSource, claims: family.Claims, tensors: family.Tensors) -> Iterator[ExportUnit]:
     """Yields the units of all tensors but those of experts."""
     for name, pieces in pieces_of(claims).items():
         if pieces[0].places[0][0].kind == "dense":
@@ -381,13 +381,13 @@ def dense_units(source: PackSource, claims: Claims, tensors: Tensors) -> Iterato
         yield _KeptUnit(source.pack, ((name, *tensors[name]),))
 
 
-def plain_units(source: PackSource, claims: Claims, tensors: Tensors) -> Iterator[ExportUnit]:
+def plain_units(source: PackSource, claims: family.Claims, tensors: family.Tensors) -> Iterator[ExportUnit]:
     """Yields the units of a checkpoint whose weights are all plain."""
     yield from dense_units(source, claims, tensors)
     for group in expert_groups(source.model, claims, tensors):
         yield _ExpertsUnit(source, group.layer, group.tensors, group.pieces)
 
 
-def tensor_bytes(tensors: tuple[StoredTensor, ...]) -> int:
+def tensor_bytes(tensors: tuple[safetensors.StoredTensor, ...]) -> int:
     """Returns the bytes of some tensors."""
-    return sum(DTYPE_BYTES[dtype] * int(np.prod(shape, dtype=np.int64)) for _, dtype, shape in tensors)
+    return sum(safetensors.DTYPE_BYTES[dtype] * int(np.prod(shape, dtype=np.int64)) for _, dtype, shape in tensors)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.convert.plan.options import LossLimit, Target
+    from moe_pack.convert.plan.options import Target
     from moe_pack.convert.plan.papers import preset_decision
     from moe_pack.convert.plan.plan_file import Decision, plan_bytes, read_plan
     from moe_pack.convert.plan.planned import (
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         option_lines,
         share_lines,
         speed_note,
-        two_digits,
     )
     from moe_pack.convert.plan.planner import Planner
     from moe_pack.convert.plan.target import (

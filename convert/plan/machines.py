@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
-from moe_pack.formats import PartFormat, RunError
+from moe_pack import formats, runtime
 from moe_pack.formats.base.commands import did_you_mean
-from moe_pack.runtime import USUAL_DISK, DiskFacts, FixedCosts, MachineFacts, WidthRate
 
 if TYPE_CHECKING:
     import torch
@@ -39,19 +38,19 @@ class Machine:
 
     kind: Literal["cpu", "cuda"]
     name: str
-    expert_rates: tuple[WidthRate, ...]
-    dense_rates: tuple[WidthRate, ...]
+    expert_rates: tuple[runtime.WidthRate, ...]
+    dense_rates: tuple[runtime.WidthRate, ...]
     row_s: float
     memory_rate: float
-    fixed: FixedCosts
-    disk: DiskFacts
+    fixed: runtime.FixedCosts
+    disk: runtime.DiskFacts
     link_rate: float | None = None
     ram_bytes: int | None = None
-    trellis_rates: tuple[WidthRate, ...] = ()
+    trellis_rates: tuple[runtime.WidthRate, ...] = ()
     cores: int = 1
     host: "Machine | None" = None
 
-    def expert_rate(self, part: PartFormat) -> float:
+    def expert_rate(self, part: formats.PartFormat) -> float:
         """Returns the rate of an expert's matrix in a format, bytes a second.
 
         If no trellis was measured, a trellis counts as affine codes of as many bits, rounded up.
@@ -63,14 +62,14 @@ class Machine:
         return rate_of(self.expert_rates, ceil(part.bits))
 
 
-def machine_of_cpu(facts: MachineFacts) -> Machine:
+def machine_of_cpu(facts: runtime.MachineFacts) -> Machine:
     """Returns this machine's CPU and disk as `doctor` measured them.
 
     Raises:  RunError if the native kernels or the fixed costs were not measured.
     """
     cpu = facts.cpu
     if not cpu.experts or cpu.read_all is None or cpu.row_s is None or facts.fixed is None:
-        raise RunError(
+        raise formats.RunError(
             "doctor: the speed of experts was not measured; build the native kernels and run moe-pack doctor"
         )
     name = f"CPU, {cpu.cores} cores, {cpu.instruction_set}"
@@ -93,9 +92,11 @@ def assumed_cpu() -> Machine:
 
     Rates: docs/benchmarks/cpu.md, "Experts against memory" (machine A, two threads), rounded.
     """
-    rates = tuple(WidthRate(width, 1e9 * rate) for width, rate in ((2, 30), (3, 31), (4, 33), (8, 36), (16, 38)))
-    fixed = FixedCosts(token_s=3e-4, layer_s=1.5e-4, expert_s=1e-5, miss_s=5e-5, rows_s=1e-4)
-    return Machine("cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, USUAL_DISK, cores=2)
+    rates = tuple(
+        runtime.WidthRate(width, 1e9 * rate) for width, rate in ((2, 30), (3, 31), (4, 33), (8, 36), (16, 38))
+    )
+    fixed = runtime.FixedCosts(token_s=3e-4, layer_s=1.5e-4, expert_s=1e-5, miss_s=5e-5, rows_s=1e-4)
+    return Machine("cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, runtime.USUAL_DISK, cores=2)
 
 
 def assumed_host() -> Machine:
@@ -103,12 +104,12 @@ def assumed_host() -> Machine:
 
     Rates: two thirds of two channels of DDR5-5600 (89.6 GB/s), as in docs/benchmarks/gpu.md.
     """
-    rates = (WidthRate(4, HOST_RATE),)
+    rates = (runtime.WidthRate(4, HOST_RATE),)
     name = f"a CPU that computes experts at {HOST_RATE / 1e9:.0f} GB/s, assumed"
     return replace(assumed_cpu(), name=name, expert_rates=rates, dense_rates=rates, memory_rate=HOST_RATE)
 
 
-def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:
+def rate_of(rates: tuple[runtime.WidthRate, ...], width: int) -> float:
     """Returns the rate at a width, or at the nearest measured width; of two equally near ones, at the wider."""
     return min(rates, key=lambda measured: (abs(measured.width - width), -measured.width)).rate
 
@@ -118,7 +119,7 @@ MEASURE = "measure"
 HOST_RATE = 60e9
 # A layer has some ten launches, and three copies to the host before a call (docs/benchmarks/gpu.md).
 GPU_TOKEN_S, LAUNCH_S, CALL_S = 50e-6, 1e-6, 15e-6
-_GPU_FIXED = FixedCosts(GPU_TOKEN_S, 10 * LAUNCH_S, expert_s=0.0, miss_s=CALL_S + 3 * LAUNCH_S, rows_s=0.0)
+_GPU_FIXED = runtime.FixedCosts(GPU_TOKEN_S, 10 * LAUNCH_S, expert_s=0.0, miss_s=CALL_S + 3 * LAUNCH_S, rows_s=0.0)
 _WIDTHS = (1, 2, 3, 4, 8, 16)
 _LANE_RATES = {
     3: 0.985e9,
@@ -174,7 +175,7 @@ def find_gpu(name: str) -> Gpu:
     if gpu is not None:
         return gpu
     names = f"{', '.join(GPUS)}, or {MEASURE} for this machine's GPU"
-    raise RunError(f"--gpu: {name!r} is not known; give one of {names}{did_you_mean(name, GPUS)}")
+    raise formats.RunError(f"--gpu: {name!r} is not known; give one of {names}{did_you_mean(name, GPUS)}")
 
 
 def known_gpu(name: str) -> Gpu | None:
@@ -194,7 +195,7 @@ def machine_of_gpu(gpu: Gpu, link_rate: float | None, ram_bytes: int | None, hos
     host = host or assumed_host()
     read = BANDWIDTH_SHARE * gpu.memory_rate
     # A weight takes two operations; they limit narrow weights first.
-    rates = tuple(WidthRate(width, min(read, gpu.flops / 2 * width / 8)) for width in _WIDTHS)
+    rates = tuple(runtime.WidthRate(width, min(read, gpu.flops / 2 * width / 8)) for width in _WIDTHS)
     return Machine(
         "cuda",
         gpu.name,
@@ -220,7 +221,7 @@ def measure_gpu() -> Gpu:
     import torch
 
     if not torch.cuda.is_available():
-        raise RunError(f"--gpu {MEASURE}: torch finds no GPU in this machine; name one of {', '.join(GPUS)}")
+        raise formats.RunError(f"--gpu {MEASURE}: torch finds no GPU in this machine; name one of {', '.join(GPUS)}")
     properties = torch.cuda.get_device_properties(0)
     host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     source, target = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))

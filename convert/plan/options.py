@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from moe_pack.convert.plan.machines import GPUS, MEASURE
-from moe_pack.formats import Selector, UsageError, option
-from moe_pack.formats.base.commands import given, read_size
+from moe_pack import formats
+from moe_pack.convert.plan import machines
+from moe_pack.formats.base import commands
 from moe_pack.formats.base.json_files import ADDED
 from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.model.caches import KvDtype
@@ -89,16 +89,16 @@ class Target:
     """
 
     budget_bytes: int | None = field(
-        metadata=option(
+        metadata=formats.option(
             "--target-vram",
-            parse=read_size,
+            parse=commands.read_size,
             metavar="SIZE",
             help="Memory in which the pack will run, such as 11G: of the GPU, or of this machine if --device is cpu.",
         )
     )
     device: Device = field(
         default="auto",
-        metadata=option(
+        metadata=formats.option(
             "--device",
             mark="memory",
             help="Where the pack will run. auto is cuda if this machine has a GPU that can run the model in "
@@ -108,7 +108,7 @@ class Target:
     )
     limit: LossLimit | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--max-loss",
             parse=_read_limit,
             metavar="P%|KL",
@@ -118,7 +118,7 @@ class Target:
     )
     context_tokens: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--context",
             least=1,
             metavar="N",
@@ -128,18 +128,18 @@ class Target:
     )
     gpu: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--gpu",
             metavar="NAME",
             mark="gpu",
-            help=f"The GPU: {', '.join(GPUS)}, or {MEASURE} for this machine's.",
+            help=f"The GPU: {', '.join(machines.GPUS)}, or {machines.MEASURE} for this machine's.",
         ),
     )
     link_rate: float | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--link",
-            parse=read_size,
+            parse=commands.read_size,
             metavar="SIZE",
             mark="gpu",
             help="Bytes a second from host memory to the GPU, such as 25G.  [default: what moe-pack doctor measured, "
@@ -148,9 +148,9 @@ class Target:
     )
     ram_bytes: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--ram",
-            parse=read_size,
+            parse=commands.read_size,
             metavar="SIZE",
             mark="gpu",
             help="Host memory for experts; if not all of them fit, the CPU reads those that GPU memory lacks from the "
@@ -159,7 +159,7 @@ class Target:
     )
     search: SearchName = field(
         default="knapsack",
-        metadata=option(
+        metadata=formats.option(
             "--search",
             help="How formats are chosen. knapsack: for each expert by itself, with a bound on what a better choice "
             "could gain. edgemoe: as that paper does. uniform: all experts alike.",
@@ -167,7 +167,7 @@ class Target:
     )
     preset: PresetName | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--preset",
             begins=True,
             instead=_POLICIES_ALONE,
@@ -178,7 +178,7 @@ class Target:
     purpose: Purpose = field(
         default="moe-run",
         metadata={
-            **option(
+            **formats.option(
                 "--for",
                 help="vllm: a pack that moe-pack export --to compressed-tensors can take to vLLM: all experts of a "
                 "layer in one format of 4 or 8 bits, no rotation, no neurons stored twice, all neurons run.",
@@ -186,11 +186,11 @@ class Target:
             **ADDED,
         },
     )
-    selectors: tuple[Selector, ...] = SELECTORS
+    selectors: tuple[formats.Selector, ...] = SELECTORS
     sparsity: float | None = None
     kv_dtype: KvDtype | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--kv-dtype",
             mark="cpu",
             help="On the CPU: how moe-run will store keys and values.  [default: f32; q8 if no pack runs with f32]",
@@ -230,23 +230,25 @@ class Target:
 
         Raises:  UsageError.
         """
-        if self.budget_bytes is None and (wrong := given(self, "memory") + given(self, "gpu") + given(self, "cpu")):
-            raise UsageError(f"{wrong[0]} needs --target-vram; add it, or remove {wrong[0]}")
-        if self.device == "cpu" and (wrong := given(self, "gpu")):
-            raise UsageError(f"{wrong[0]} needs --device cuda; remove it or add --device cuda")
-        if self.device == "cuda" and (wrong := given(self, "cpu")):
-            raise UsageError(f"{wrong[0]} needs --device cpu; remove it or add --device cpu")
-        if (wrong := given(self, "gpu")) and (others := given(self, "cpu")):
-            raise UsageError(f"{wrong[0]} is for GPUs and {others[0]} for the CPU; remove one of the two")
+        if self.budget_bytes is None and (
+            wrong := commands.given(self, "memory") + commands.given(self, "gpu") + commands.given(self, "cpu")
+        ):
+            raise formats.UsageError(f"{wrong[0]} needs --target-vram; add it, or remove {wrong[0]}")
+        if self.device == "cpu" and (wrong := commands.given(self, "gpu")):
+            raise formats.UsageError(f"{wrong[0]} needs --device cuda; remove it or add --device cuda")
+        if self.device == "cuda" and (wrong := commands.given(self, "cpu")):
+            raise formats.UsageError(f"{wrong[0]} needs --device cpu; remove it or add --device cpu")
+        if (wrong := commands.given(self, "gpu")) and (others := commands.given(self, "cpu")):
+            raise formats.UsageError(f"{wrong[0]} is for GPUs and {others[0]} for the CPU; remove one of the two")
         if self.purpose == "vllm" and (self.preset is not None or self.search != "knapsack"):
             wrong_name = "--search" if self.preset is None else "--preset"
-            raise UsageError(
+            raise formats.UsageError(
                 f"{wrong_name} does not apply to --for vllm, which restricts the search; remove one of the two"
             )
         if self.preset is not None and self.search != "knapsack":
-            raise UsageError(f"--search does not apply to --preset {self.preset}; remove one of the two")
+            raise formats.UsageError(f"--search does not apply to --preset {self.preset}; remove one of the two")
         if self.preset is not None and self.limit is not None and self.preset not in PAPERS_LIMITS:
-            raise UsageError(
+            raise formats.UsageError(
                 f"--max-loss does not apply to --preset {self.preset}, whose formats the paper has fixed; remove it: "
                 "the loss is measured, and moe-pack check says whether a pack is within a limit"
             )

@@ -35,22 +35,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.sensitivity import ABSMAX_FORMATS
-from moe_pack.convert.plan.options import PAPERS_LIMITS, PresetName
+from moe_pack.convert.plan import options
 from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.planned import PlanningModel
-from moe_pack.formats import (
-    BF16,
-    ROW_GROUP,
-    ExpertFormat,
-    ModelSpec,
-    PartFormat,
-    Plan,
-    PlanError,
-    Selector,
-    part_format,
-    uniform_plan,
-)
-from moe_pack.formats.pack.plans import format_fault, uniform_dense
+from moe_pack.formats import PlanError
+from moe_pack.formats.pack import plans
+from moe_pack.formats.parts import specs
 
 EDGEMOE_WIDTHS = (2, 4, 8, 16)  # INT2, INT4, INT8, and not quantized
 
@@ -100,16 +90,16 @@ def widths_for_bytes(importance: NDArray[np.floating], expert_bytes: Mapping[int
     return np.full(importance.shape, choices[-1], np.int64)
 
 
-def edgemoe_plan(spec: ModelSpec, widths: Widths, selector: Selector) -> Plan:
+def edgemoe_plan(spec: specs.ModelSpec, widths: Widths, selector: specs.Selector) -> plans.Plan:
     """Returns the plan that stores experts at these widths as the paper does: linear, with one scale a row."""
-    parts = {width: part_format(width, ROW_GROUP) for width in EDGEMOE_WIDTHS}
+    parts = {width: plans.part_format(width, plans.ROW_GROUP) for width in EDGEMOE_WIDTHS}
     has_gate = "gate" in spec.expert.matrices
-    formats = {width: ExpertFormat(part if has_gate else None, part, part) for width, part in parts.items()}
+    formats = {width: plans.ExpertFormat(part if has_gate else None, part, part) for width, part in parts.items()}
     experts = tuple(tuple(formats[width] for width in layer) for layer in widths.tolist())
-    return Plan(selector, "absmax", experts, uniform_dense(spec, None))
+    return plans.Plan(selector, "absmax", experts, plans.uniform_dense(spec, None))
 
 
-def edgemoe_decision(model: PlanningModel, max_loss: float, selector: Selector) -> Decision:
+def edgemoe_decision(model: PlanningModel, max_loss: float, selector: specs.Selector) -> Decision:
     """Returns the smallest pack, by the paper's steps, that is estimated to lose at most `max_loss` nats.
 
     The paper measures the loss of a model; here it is estimated from a profile. Every neuron runs, and dense matrices
@@ -117,7 +107,7 @@ def edgemoe_decision(model: PlanningModel, max_loss: float, selector: Selector) 
     Raises:  PlanError if the model's rows cannot have these formats.
     """
     importance = model.losses.importance
-    if fault := format_fault(part_format(EDGEMOE_WIDTHS[0], ROW_GROUP), model.spec.hidden_size):
+    if fault := plans.format_fault(plans.part_format(EDGEMOE_WIDTHS[0], plans.ROW_GROUP), model.spec.hidden_size):
         raise PlanError(f"--search edgemoe: {fault}; give --search knapsack")
 
     def decision(widths: Widths) -> Decision:
@@ -141,13 +131,13 @@ def _mixed(order: NDArray[np.intp], num_lowered: int, lower: int, upper: int, sh
 FLOE_SPARSITY = 0.9  # §3.2 has 80 and 90%; 90% is the one with a compression of 9.3 times
 CORM_THETA = 0.25  # Fig. 10
 CORM_POPULAR_SHARE = 0.5  # our reading: the paper says "less frequently used experts" and no number
-_INT2, _INT2_FINE, _INT4 = part_format(2, 64), part_format(2, 16, 8), part_format(4, 64, 8)
+_INT2, _INT2_FINE, _INT4 = plans.part_format(2, 64), plans.part_format(2, 16, 8), plans.part_format(4, 64, 8)
 
 Shares = NDArray[np.float64]  # [L, E]
 
 
 def preset_decision(
-    name: PresetName, model: PlanningModel, sparsity: float | None = None, max_loss: float | None = None
+    name: options.PresetName, model: PlanningModel, sparsity: float | None = None, max_loss: float | None = None
 ) -> Decision:
     """Returns what a paper would store.
 
@@ -166,7 +156,7 @@ def preset_decision(
 def _floe(model: PlanningModel, sparsity: float | None, max_loss: float | None) -> Decision:
     """Returns FloE's pack (§3.2): `up` in HQQ's INT2 decides what runs; gate columns and down rows have 16 bits."""
     _check_rows("floe", model.spec, _INT2)
-    plan = uniform_plan(model.spec, "up", _INT2, BF16)
+    plan = plans.uniform_plan(model.spec, "up", _INT2, plans.BF16)
     return Decision(plan, np.full(model.losses.popularity.shape, FLOE_SPARSITY if sparsity is None else sparsity))
 
 
@@ -181,27 +171,30 @@ def _corm(model: PlanningModel, sparsity: float | None, max_loss: float | None) 
         raise PlanError("--preset corm: this model's experts have no gate matrix; give floe, fiddler or edgemoe")
     _check_rows("corm", spec, _INT4, _INT2_FINE)
     popular = _most_popular(losses.popularity, CORM_POPULAR_SHARE)
-    formats = {True: ExpertFormat(_INT4, _INT4, _INT4), False: ExpertFormat(_INT2_FINE, _INT2_FINE, _INT2_FINE)}
+    formats = {
+        True: plans.ExpertFormat(_INT4, _INT4, _INT4),
+        False: plans.ExpertFormat(_INT2_FINE, _INT2_FINE, _INT2_FINE),
+    }
     experts = tuple(tuple(formats[is_popular] for is_popular in layer) for layer in popular.tolist())
     is_known = losses.quantiles is not None
     sparsities = losses.sparsity_at(CORM_THETA, "gate") if is_known else np.zeros(losses.popularity.shape)
-    return Decision(Plan("gate", "hqq", experts, uniform_dense(spec, None)), sparsities, CORM_THETA)
+    return Decision(plans.Plan("gate", "hqq", experts, plans.uniform_dense(spec, None)), sparsities, CORM_THETA)
 
 
 def _fiddler(model: PlanningModel, sparsity: float | None, max_loss: float | None) -> Decision:
     """Returns Fiddler's pack (§4.1): the original's 16 bits. The paper's placement is `moe-run --policy fiddler`."""
-    plan = uniform_plan(model.spec, "none", BF16, BF16)
+    plan = plans.uniform_plan(model.spec, "none", plans.BF16, plans.BF16)
     return Decision(plan, np.zeros(model.losses.popularity.shape))
 
 
 def _edgemoe(model: PlanningModel, sparsity: float | None, max_loss: float | None) -> Decision:
     """Returns EdgeMoE's pack (§III-B): INT2, INT4 or INT8 by importance, within 2% of loss; experts are read whole."""
     _check_rows("edgemoe", model.spec, *ABSMAX_FORMATS)
-    papers_loss = PAPERS_LIMITS["edgemoe"].nats(model.losses.nll_per_kl)
+    papers_loss = options.PAPERS_LIMITS["edgemoe"].nats(model.losses.nll_per_kl)
     return edgemoe_decision(model, papers_loss if max_loss is None else max_loss, "none")
 
 
-_PRESETS: dict[PresetName, Callable[[PlanningModel, float | None, float | None], Decision]] = {
+_PRESETS: dict[options.PresetName, Callable[[PlanningModel, float | None, float | None], Decision]] = {
     "floe": _floe,
     "corm": _corm,
     "fiddler": _fiddler,
@@ -209,8 +202,8 @@ _PRESETS: dict[PresetName, Callable[[PlanningModel, float | None, float | None],
 }
 
 
-def _check_rows(name: PresetName, spec: ModelSpec, *parts: PartFormat) -> None:
-    fault = next(filter(None, (format_fault(part, spec.hidden_size) for part in parts)), None)
+def _check_rows(name: options.PresetName, spec: specs.ModelSpec, *parts: plans.PartFormat) -> None:
+    fault = next(filter(None, (plans.format_fault(part, spec.hidden_size) for part in parts)), None)
     if fault:
         raise PlanError(f"--preset {name}: {fault}; give --preset fiddler, which stores 16 bits")
 

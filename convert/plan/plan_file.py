@@ -12,23 +12,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import (
-    ExpertFormat,
-    ModelSpec,
-    PartFormat,
-    Plan,
-    PlanError,
-    Quantizer,
-    Selector,
-    canonical,
-    dense_roles,
-    dump,
-    load,
-    parse,
-)
-from moe_pack.formats.base.json_files import added
-from moe_pack.formats.pack.plans import dense_quantizer, plan_fault, quantizer_fault
+from moe_pack.formats import PlanError
+from moe_pack.formats.base import json_files
+from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.safetensors import read_small
+from moe_pack.formats.parts import specs
 
 MAX_PLAN_BYTES = 1 << 30
 VERSION = 1
@@ -40,7 +28,7 @@ class DenseChoice:
     """The format of the rows of one dense matrix, which is named by its role."""
 
     name: str
-    format: PartFormat
+    format: plans.PartFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +42,15 @@ class PlanFile:
 
     format: Literal["moe-pack plan"]
     version: int
-    selector: Selector
-    quantizer: Quantizer
-    formats: tuple[ExpertFormat, ...]
+    selector: specs.Selector
+    quantizer: plans.Quantizer
+    formats: tuple[plans.ExpertFormat, ...]
     experts: tuple[tuple[int, ...], ...]
     dense: tuple[DenseChoice, ...]
     sparsity: tuple[tuple[float, ...], ...]
     theta: float | None
-    repeats: int = added(0)
-    is_plain: bool = added(False)
+    repeats: int = json_files.added(0)
+    is_plain: bool = json_files.added(False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,18 +62,18 @@ class Decision:
     `is_plain`: whether layers are rotated only if `--rotate on` asks for it: in a paper's pack, and in one for vLLM.
     """
 
-    plan: Plan
+    plan: plans.Plan
     sparsity: NDArray[np.float64]
     theta: float | None = None
     is_plain: bool = False
 
 
-def plan_bytes(decision: Decision, spec: ModelSpec) -> bytes:
+def plan_bytes(decision: Decision, spec: specs.ModelSpec) -> bytes:
     """Returns the content of a decision's `plan.json`."""
     plan = decision.plan
     formats = list(dict.fromkeys(expert for layer in plan.experts for expert in layer))
     numbers = {expert: number for number, expert in enumerate(formats)}
-    roles = dense_roles(spec)
+    roles = specs.dense_roles(spec)
     dense = tuple(DenseChoice(role.name, part) for role, part in zip(roles, plan.dense, strict=True) if part)
     sparsity = tuple(map(tuple, decision.sparsity.tolist())) if decision.sparsity.any() else ()
     experts = tuple(tuple(numbers[expert] for expert in layer) for layer in plan.experts)
@@ -102,21 +90,21 @@ def plan_bytes(decision: Decision, spec: ModelSpec) -> bytes:
         plan.repeats,
         decision.is_plain,
     )
-    return canonical(dump(file))
+    return json_files.canonical(json_files.dump(file))
 
 
-def read_plan(path: Path, spec: ModelSpec) -> Decision:
+def read_plan(path: Path, spec: specs.ModelSpec) -> Decision:
     """Reads the decision in a `plan.json` and checks it against the model.
 
     Raises:  PlanError if the file is not a plan, or not one for this model.
     """
     raw = read_small(path, MAX_PLAN_BYTES, PlanError).tobytes()
-    values = parse(raw, str(path), PlanError)
+    values = json_files.parse(raw, str(path), PlanError)
     if not isinstance(values, dict) or (values.get("format"), values.get("version")) != (FORMAT, VERSION):
         raise PlanError(f"{path}: expected format {FORMAT!r}, version {VERSION}; make it with moe-pack plan -o")
-    file = load(PlanFile, values, str(path), PlanError)
+    file = json_files.load(PlanFile, values, str(path), PlanError)
     plan = _plan(file, spec, str(path))
-    fault = plan_fault(plan, spec)
+    fault = plans.plan_fault(plan, spec)
     if fault:
         raise PlanError(f"{path}: {fault}")
     if file.theta is not None and not 0 <= file.theta < 1e30:
@@ -124,13 +112,13 @@ def read_plan(path: Path, spec: ModelSpec) -> Decision:
     return Decision(plan, _sparsity(file, spec, str(path)), file.theta, file.is_plain)
 
 
-def _plan(file: PlanFile, spec: ModelSpec, place: str) -> Plan:
+def _plan(file: PlanFile, spec: specs.ModelSpec, place: str) -> plans.Plan:
     wrong = next((n for layer in file.experts for n in layer if not 0 <= n < len(file.formats)), None)
     if wrong is not None:
         raise PlanError(f"{place}: experts: found format {wrong}, expected a number from 0 to {len(file.formats) - 1}")
     _check_quantizer(file, place)
     named = {choice.name: choice.format for choice in file.dense}
-    roles = dense_roles(spec)
+    roles = specs.dense_roles(spec)
     unknown = named.keys() - {role.name for role in roles}
     if unknown:
         raise PlanError(f"{place}: dense: the model has no matrix {min(unknown)!r}")
@@ -139,19 +127,19 @@ def _plan(file: PlanFile, spec: ModelSpec, place: str) -> Plan:
         raise PlanError(f"{place}: dense: {twice!r} is listed twice")
     experts = tuple(tuple(file.formats[number] for number in layer) for layer in file.experts)
     dense = tuple(named.get(role.name) for role in roles)
-    return Plan(file.selector, file.quantizer, experts, dense, file.repeats)
+    return plans.Plan(file.selector, file.quantizer, experts, dense, file.repeats)
 
 
 def _check_quantizer(file: PlanFile, place: str) -> None:
     experts = [(f"formats[{n}]", part) for n, e in enumerate(file.formats) for part in (e.gate, e.up, e.down)]
     dense = [(f"dense[{n}]", choice.format) for n, choice in enumerate(file.dense)]
-    for parts, quantizer in ((experts, file.quantizer), (dense, dense_quantizer(file.quantizer))):
+    for parts, quantizer in ((experts, file.quantizer), (dense, plans.dense_quantizer(file.quantizer))):
         for where, part in parts:
-            if part is not None and (fault := quantizer_fault(part, quantizer)):
+            if part is not None and (fault := plans.quantizer_fault(part, quantizer)):
                 raise PlanError(f"{place}: {where}: {fault}")
 
 
-def _sparsity(file: PlanFile, spec: ModelSpec, place: str) -> NDArray[np.float64]:
+def _sparsity(file: PlanFile, spec: specs.ModelSpec, place: str) -> NDArray[np.float64]:
     shape = (len(spec.moe_layers), spec.router.num_experts)
     if not file.sparsity:
         return np.zeros(shape)

@@ -16,10 +16,9 @@ from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.rotation import PlanRotation, with_rotation
 from moe_pack.convert.plan.tiers import SpeedEstimate
-from moe_pack.formats import BF16, MATRICES, ExpertFormat, ModelSpec, PackLayout, Plan, size_text
-from moe_pack.formats.pack.layouts import pack_layout
-from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, format_text
-from moe_pack.formats.parts.specs import num_parameters
+from moe_pack.formats import size_text
+from moe_pack.formats.pack import layouts, plans
+from moe_pack.formats.parts import specs
 from moe_pack.runtime.offload.budgets import expert_compression
 
 Kind = Literal["cpu", "cuda"]
@@ -33,14 +32,14 @@ class PlanningModel:
     `rotation`: of the layers of packs made by the plans.
     """
 
-    spec: ModelSpec
+    spec: specs.ModelSpec
     dense_dtypes: tuple[str, ...]
     losses: Losses
     rotation: PlanRotation = field(default_factory=PlanRotation)
 
-    def layout(self, plan: Plan) -> PackLayout:
+    def layout(self, plan: plans.Plan) -> layouts.PackLayout:
         """Returns the layout of a plan's pack."""
-        return with_rotation(pack_layout(self.spec, plan, self.dense_dtypes), self.rotation.of(plan))
+        return with_rotation(layouts.pack_layout(self.spec, plan, self.dense_dtypes), self.rotation.of(plan))
 
     def loss(self, decision: Decision) -> float:
         """Estimates the loss of a decision in nats of KL divergence a token.
@@ -57,12 +56,12 @@ class PlanningModel:
                 total += float("nan") if width_idx is None else float(losses.dense[role_idx, width_idx])
         return total
 
-    def _quantized_loss(self, plan: Plan) -> float:
+    def _quantized_loss(self, plan: plans.Plan) -> float:
         """Returns the loss of all experts' matrices."""
         formats, quantized = self.losses.of(plan.quantizer)
         numbers = {part: number for number, part in enumerate(formats)}
         # Formats that keep the source's codes lose nothing, like bfloat16.
-        numbers |= dict.fromkeys((FP8, E5M2, MXFP4), numbers[BF16])
+        numbers |= dict.fromkeys((plans.FP8, plans.E5M2, plans.MXFP4), numbers[plans.BF16])
         kinds = {expert for layer in plan.experts for expert in layer}  # few, even for thousands of experts
         if any(part is not None and part not in numbers for kind in kinds for part in (kind.gate, kind.up, kind.down)):
             return float("nan")
@@ -70,7 +69,7 @@ class PlanningModel:
         known = {kind: [numbers[part] if part else 0 for part in (kind.gate, kind.up, kind.down)] for kind in kinds}
         places = np.array([[known[expert] for expert in layer] for layer in plan.experts])  # [L, E, 3]
         lost = np.take_along_axis(quantized, places[..., None], axis=3)[..., 0]
-        has_matrix = [matrix in self.spec.expert.matrices for matrix in MATRICES]
+        has_matrix = [matrix in self.spec.expert.matrices for matrix in specs.MATRICES]
         return float(lost[:, :, has_matrix].sum())
 
     def _sparse_loss(self, decision: Decision) -> float:
@@ -95,7 +94,7 @@ class EstimatedPlan:
     """
 
     decision: Decision
-    layout: PackLayout
+    layout: layouts.PackLayout
     loss: float
     gap: float | None
     speed: SpeedEstimate
@@ -131,9 +130,9 @@ class PlanOption:
     fault: str | None = None
 
 
-def model_text(spec: ModelSpec, name: str) -> str:
+def model_text(spec: specs.ModelSpec, name: str) -> str:
     """Returns a line that describes the model."""
-    parameters = num_parameters(spec)
+    parameters = specs.num_parameters(spec)
     experts = f"{len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
     return (
         f"{name}: {spec.family}, {experts}, {parameters / 1e9:.2f} B parameters, {size_text(2 * parameters)} in 16 bits"
@@ -245,10 +244,10 @@ def decision_lines(planned: EstimatedPlan) -> Iterator[str]:
     yield f"dense matrices: {dense_text(planned)}"
 
 
-def expert_text(formats: ExpertFormat) -> str:
+def expert_text(formats: plans.ExpertFormat) -> str:
     """Returns the formats of an expert's matrices: `3 bit g64 / 2 bit g64 / 4 bit g64`."""
-    parts = (formats.of(matrix) for matrix in MATRICES)
-    return " / ".join("-" if part is None else format_text(part) for part in parts)
+    parts = (formats.of(matrix) for matrix in specs.MATRICES)
+    return " / ".join("-" if part is None else plans.format_text(part) for part in parts)
 
 
 def dense_text(planned: EstimatedPlan) -> str:
@@ -257,7 +256,7 @@ def dense_text(planned: EstimatedPlan) -> str:
     sizes: Counter[str] = Counter()
     for dense, part in zip(planned.layout.dense, planned.decision.plan.dense, strict=True):
         if dense.role.quantizable:
-            name = "the source's format" if part is None else format_text(part)
+            name = "the source's format" if part is None else plans.format_text(part)
             numbers[name] += 1
             sizes[name] += dense.entry.num_bytes
     return ", ".join(f"{numbers[name]} in {name} ({size_text(num_bytes)})" for name, num_bytes in sizes.most_common())

@@ -20,21 +20,10 @@ from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
 from moe_pack.convert.plan.search import CostedFormats, costed_formats, least_time, price
 from moe_pack.convert.plan.tiers import MemoryTier
-from moe_pack.formats import (
-    NO_PROGRESS,
-    PackLayout,
-    PartFormat,
-    PlanError,
-    Progress,
-    RunError,
-    Selector,
-    part_format,
-    size_text,
-    uniform_plan,
-)
-from moe_pack.formats.base.commands import Stage
+from moe_pack.formats import PackLayout, PartFormat, part_format, uniform_plan
+from moe_pack.formats.base import commands, errors
 from moe_pack.formats.pack.plans import format_fault
-from moe_pack.formats.parts.specs import SELECTORS
+from moe_pack.formats.parts import specs
 
 SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
 
@@ -59,15 +48,17 @@ class Planner:
         model: PlanningModel,
         tier: MemoryTier,
         search: SearchName = "knapsack",
-        selectors: Sequence[Selector] = SELECTORS,
-        progress: Progress = NO_PROGRESS,
+        selectors: Sequence[specs.Selector] = specs.SELECTORS,
+        progress: commands.Progress = commands.NO_PROGRESS,
         *,
         is_fused: bool = False,
     ) -> None:
         has_gate = "gate" in model.spec.expert.matrices
-        self._selectors: list[Selector] = [kind for kind in selectors if has_gate or kind in ("up", "none")]
+        self._selectors: list[specs.Selector] = [kind for kind in selectors if has_gate or kind in ("up", "none")]
         if not self._selectors:
-            raise PlanError(f"--selector {selectors[0]}: this model's experts have no gate matrix; use up or none")
+            raise errors.PlanError(
+                f"--selector {selectors[0]}: this model's experts have no gate matrix; use up or none"
+            )
         self._model = model
         self._tier = tier
         self._is_fused = is_fused
@@ -78,7 +69,7 @@ class Planner:
             "uniform": _UNIFORM_TRIED,
         }[search]
         self._search = {"knapsack": self._by_knapsack, "edgemoe": self._by_edgemoe, "uniform": self._uniform}[search]
-        self._formats: dict[Selector, CostedFormats] = {}
+        self._formats: dict[specs.Selector, CostedFormats] = {}
         self._refused: list[PackLayout] = []  # layouts of plans within the loss that do not fit the budget
 
     def plan(self, max_loss: float) -> EstimatedPlan:
@@ -89,7 +80,7 @@ class Planner:
                  if no plan is within the loss.
         """
         self._refused.clear()
-        self._progress.begin(Stage("planning", self._most_tried, "plans"))
+        self._progress.begin(commands.Stage("planning", self._most_tried, "plans"))
         plans = []
         for planned in self._search(max_loss):
             plans.append(planned)
@@ -100,8 +91,8 @@ class Planner:
             self._progress.end()
             return found
         if not self._refused:
-            raise PlanError(f"--max-loss: every plan loses more than {max_loss:.2g} nats; allow more")
-        raise RunError(self._too_small())
+            raise errors.PlanError(f"--max-loss: every plan loses more than {max_loss:.2g} nats; allow more")
+        raise errors.RunError(self._too_small())
 
     def estimate(self, decision: Decision, gap: float | None = None, is_rough: bool = False) -> EstimatedPlan:
         """Estimates loss and speed of a decision.
@@ -118,7 +109,7 @@ class Planner:
         """Estimates a decision roughly; None if it does not fit the budget."""
         try:
             return self.estimate(decision, gap, is_rough=True)
-        except RunError:
+        except errors.RunError:
             self._refused.append(self._model.layout(decision.plan))
             return None
 
@@ -132,7 +123,7 @@ class Planner:
             yield from self._turns(best.decision.plan.selector, max_loss, best, _MORE_TURNS)
 
     def _turns(
-        self, selector: Selector, max_loss: float, last: EstimatedPlan | None, num_turns: int
+        self, selector: specs.Selector, max_loss: float, last: EstimatedPlan | None, num_turns: int
     ) -> Iterator[EstimatedPlan]:
         """Yields plans with one selector, each decided at the prices of the one before."""
         model, formats = self._model, self._formats_of(selector)
@@ -150,7 +141,7 @@ class Planner:
             turns, last = turns + 1, planned
             yield planned
 
-    def _formats_of(self, selector: Selector) -> CostedFormats:
+    def _formats_of(self, selector: specs.Selector) -> CostedFormats:
         if selector not in self._formats:
             self._formats[selector] = costed_formats(self._tier, self._model, selector, is_fused=self._is_fused)
         return self._formats[selector]
@@ -177,7 +168,7 @@ class Planner:
                 yield planned
 
     def _alike(
-        self, selector: Selector, part: PartFormat, dense: PartFormat | None, sparsity: float
+        self, selector: specs.Selector, part: PartFormat, dense: PartFormat | None, sparsity: float
     ) -> Decision | None:
         spec = self._model.spec
         if dense is not None and format_fault(dense, spec.hidden_size):
@@ -195,7 +186,11 @@ class Planner:
         plan = uniform_plan(spec, self._selectors[0], smallest, smallest, narrow, losses.quantizer)
         any_loss = tier.least_bytes(self._model.layout(plan))
         # Sizes are rounded for people: if both read alike, the message has all digits.
-        text = size_text if size_text(least) != size_text(tier.budget_bytes) else "{:,} bytes".format
+        text = (
+            commands.size_text
+            if commands.size_text(least) != commands.size_text(tier.budget_bytes)
+            else "{:,} bytes".format
+        )
         return (
             f"--target-vram: {text(tier.budget_bytes)} is too small; a pack within this loss needs {text(least)}, one "
             f"of any loss {text(any_loss)}; give more memory, a larger --max-loss, or a shorter --context"

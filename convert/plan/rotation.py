@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moe_pack import formats
+from moe_pack.calib import quantize
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.quantize import RotateChoice, measured_rotation, needs_inputs
-from moe_pack.formats import MATRICES, ExpertFormat, ModelSpec, PackLayout, Plan, PlanError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifests import RotationVectors, rotation_bytes, rotation_fault
+from moe_pack.formats.pack import manifests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,34 +23,34 @@ class PlanRotation:
     nothing from it, or keep the checkpoint's codes, stay as they are.
     """
 
-    vectors: RotationVectors | None = None
+    vectors: manifests.RotationVectors | None = None
     is_fitted: bool = True
 
     @staticmethod
-    def choice(rotate: RotateChoice, is_plain: bool) -> RotateChoice:
+    def choice(rotate: quantize.RotateChoice, is_plain: bool) -> quantize.RotateChoice:
         """Returns what `--rotate` means for a plan: `auto` is `off` for one that is plain (`Decision`)."""
         return "off" if rotate == "auto" and is_plain else rotate
 
     @classmethod
-    def chosen(cls, rotate: RotateChoice, checkpoint: Checkpoint, profile: Profile | None) -> "PlanRotation":
+    def chosen(cls, rotate: quantize.RotateChoice, checkpoint: Checkpoint, profile: Profile | None) -> "PlanRotation":
         """Returns what `--rotate` says for a checkpoint and its profile."""
         if rotate == "on":
-            return cls(measured_rotation(checkpoint), is_fitted=False)
+            return cls(quantize.measured_rotation(checkpoint), is_fitted=False)
         return cls(None if rotate == "off" or profile is None else profile.rotation())
 
-    def of(self, plan: Plan) -> RotationVectors | None:
+    def of(self, plan: formats.Plan) -> manifests.RotationVectors | None:
         """Returns the vectors of a plan's pack; None if none of its layers is rotated."""
         if self.vectors is None or not self.is_fitted:
             return self.vectors
         fits = np.array([_may_rotate(layer) for layer in plan.experts])[:, None]
-        vectors = RotationVectors(
+        vectors = manifests.RotationVectors(
             *(np.where(fits, v, np.float32(0)) for v in (self.vectors.input, self.vectors.output))
         )
         return vectors if vectors.input.any() else None
 
     def digest(self) -> str:
         """Returns a digest of the vectors and of whether they are fitted."""
-        raw = b"" if self.vectors is None else rotation_bytes(self.vectors)
+        raw = b"" if self.vectors is None else manifests.rotation_bytes(self.vectors)
         return hashlib.sha256(b"fitted" * self.is_fitted + raw).hexdigest()
 
     def note(self, profile: Profile) -> str | None:
@@ -66,13 +66,13 @@ class PlanRotation:
         )
 
 
-def _may_rotate(experts: tuple[ExpertFormat, ...]) -> bool:
+def _may_rotate(experts: tuple[formats.ExpertFormat, ...]) -> bool:
     """Returns whether some matrix of these experts has few bits, and none keeps the checkpoint's codes."""
-    parts = [part for expert in experts for matrix in MATRICES if (part := expert.of(matrix)) is not None]
-    return any(map(needs_inputs, parts)) and not any(part.keeps_source for part in parts)
+    parts = [part for expert in experts for matrix in formats.MATRICES if (part := expert.of(matrix)) is not None]
+    return any(map(quantize.needs_inputs, parts)) and not any(part.keeps_source for part in parts)
 
 
-def check_rotation(vectors: RotationVectors, plan: Plan, spec: ModelSpec) -> None:
+def check_rotation(vectors: manifests.RotationVectors, plan: formats.Plan, spec: formats.ModelSpec) -> None:
     """Checks that vectors fit a model, and that the experts of rotated layers are not kept in the source's codes.
 
     Raises:  PlanError.
@@ -80,24 +80,28 @@ def check_rotation(vectors: RotationVectors, plan: Plan, spec: ModelSpec) -> Non
     shape = (len(spec.moe_layers), spec.hidden_size)
     for name, array in (("input", vectors.input), ("output", vectors.output)):
         if array.shape != shape:
-            raise PlanError(f"rotation: {name} has shape {list(array.shape)}, expected {list(shape)}: layers, values")
-    if fault := rotation_fault(vectors):
-        raise PlanError(f"rotation: {fault}")
+            raise formats.PlanError(
+                f"rotation: {name} has shape {list(array.shape)}, expected {list(shape)}: layers, values"
+            )
+    if fault := manifests.rotation_fault(vectors):
+        raise formats.PlanError(f"rotation: {fault}")
     for layer_idx, layer in enumerate(plan.experts):
         if not vectors.is_rotated(layer_idx):
             continue
         for e, expert in enumerate(layer):
-            for matrix in MATRICES:
+            for matrix in formats.MATRICES:
                 part = expert.of(matrix)
                 if part is not None and part.keeps_source:
-                    raise PlanError(
+                    raise formats.PlanError(
                         f"--rotate on: {matrix} of layer {spec.moe_layers[layer_idx]} expert {e} keeps the "
                         f"checkpoint's {part.codec} codes, which cannot be rotated; use --rotate off, or give "
                         "--selector-bits and --record-bits below the codes' bits"
                     )
 
 
-def same_rotation(one: RotationVectors | None, other: RotationVectors | None, layer_idx: int) -> bool:
+def same_rotation(
+    one: manifests.RotationVectors | None, other: manifests.RotationVectors | None, layer_idx: int
+) -> bool:
     """Returns whether a MoE layer has the same coordinates in both."""
     rows = [
         (np.zeros(1), np.zeros(1)) if vectors is None else (vectors.input[layer_idx], vectors.output[layer_idx])
@@ -108,6 +112,6 @@ def same_rotation(one: RotationVectors | None, other: RotationVectors | None, la
     )
 
 
-def with_rotation(layout: PackLayout, vectors: RotationVectors | None) -> PackLayout:
+def with_rotation(layout: formats.PackLayout, vectors: manifests.RotationVectors | None) -> formats.PackLayout:
     """Returns the layout with the size of the file of these vectors."""
-    return layout if vectors is None else replace(layout, rotation_bytes=len(rotation_bytes(vectors)))
+    return layout if vectors is None else replace(layout, rotation_bytes=len(manifests.rotation_bytes(vectors)))

@@ -21,14 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Losses
+from moe_pack.convert.plan import planned, tiers
 from moe_pack.convert.plan.plan_file import Decision
-from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
-from moe_pack.convert.plan.tiers import FormatChoices, Ints, MemoryTier, expert_choices, fused_choices
-from moe_pack.formats import ExpertFormat, ModelSpec, PartFormat, Plan, RunError, Selector, dense_roles, part_format
+from moe_pack.formats import RunError
+from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.layouts import expert_layout, row_layout
-from moe_pack.formats.pack.plans import FP8, planned_repeats, uniform_dense
 from moe_pack.formats.pack.safetensors import DTYPE_BYTES
-from moe_pack.formats.parts import DenseRole
+from moe_pack.formats.parts import DenseRole, specs
 
 Floats = NDArray[np.float64]
 KnapsackChoices = NDArray[np.int64]
@@ -230,11 +229,11 @@ class Allocation:
 
 
 def least_loss(
-    spec: ModelSpec,
-    selector: Selector,
+    spec: specs.ModelSpec,
+    selector: specs.Selector,
     losses: Losses,
     max_expert_bytes: int,
-    allowed: tuple[PartFormat, ...] | None = None,
+    allowed: tuple[plans.PartFormat, ...] | None = None,
 ) -> Allocation | None:
     """Returns the formats that lose least within a number of bytes for all experts; dense matrices keep the source's.
 
@@ -242,19 +241,19 @@ def least_loss(
              for all.
     Returns: None if even the smallest formats need more bytes.
     """
-    choices = expert_choices(spec, selector, losses, allowed)
+    choices = tiers.expert_choices(spec, selector, losses, allowed)
     lost = choices.losses(losses)
     weights = np.broadcast_to(choices.extent_bytes.astype(np.float64), lost.shape)
     solution = solve(KnapsackProblem(lost, weights), max_expert_bytes, search=True)
     if solution is None:
         return None
-    experts, repeats = _experts(choices, solution.choice, spec), planned_repeats(spec, choices.quantizer)
-    plan = Plan(selector, choices.quantizer, experts, uniform_dense(spec, None), repeats)
+    experts, repeats = _experts(choices, solution.choice, spec), plans.planned_repeats(spec, choices.quantizer)
+    plan = plans.Plan(selector, choices.quantizer, experts, plans.uniform_dense(spec, None), repeats)
     return Allocation(Decision(plan, np.zeros(losses.popularity.shape)), solution.cost, solution)
 
 
 def least_time(
-    spec: ModelSpec, losses: Losses, max_loss: float, prices: StorageCosts, choices: FormatChoices
+    spec: specs.ModelSpec, losses: Losses, max_loss: float, prices: StorageCosts, choices: tiers.FormatChoices
 ) -> Allocation | None:
     """Returns the formats, sparsities and dense widths that cost least and lose at most `max_loss` nats.
 
@@ -272,18 +271,18 @@ def least_time(
     num_items, num_sparsities = len(experts[0]), len(losses.sparsities)
     taken = np.repeat(solution.choice[:num_items], losses.popularity.size // num_items)
     expert_choice, sparsity_idx = np.divmod(taken, num_sparsities)
-    plan = Plan(
+    plan = plans.Plan(
         choices.selector,
         choices.quantizer,
         _experts(choices, expert_choice, spec),
         _dense_formats(spec, losses, solution.choice[num_items:].tolist()),
-        planned_repeats(spec, choices.quantizer),
+        plans.planned_repeats(spec, choices.quantizer),
     )
     sparsity = np.array(losses.sparsities)[sparsity_idx].reshape(losses.popularity.shape)
     return Allocation(Decision(plan, sparsity), solution.weight, solution)
 
 
-def _expert_table(losses: Losses, prices: StorageCosts, choices: FormatChoices) -> tuple[Floats, Floats]:
+def _expert_table(losses: Losses, prices: StorageCosts, choices: tiers.FormatChoices) -> tuple[Floats, Floats]:
     """Returns the cost and the loss of each choice with each sparsity: [L * E, C * sparsities] each."""
     kind_idx = losses.kinds.index("both" if choices.selector == "none" else choices.selector)
     memory = np.repeat(prices.expert_byte * choices.extent_bytes, len(losses.sparsities))
@@ -307,13 +306,15 @@ def _dense_table(losses: Losses, prices: StorageCosts) -> tuple[Floats, Floats]:
     return np.where(possible, prices.dense, np.inf), np.where(possible, losses.dense, 0.0)
 
 
-def _dense_formats(spec: ModelSpec, losses: Losses, width_idx: list[int]) -> tuple[PartFormat | None, ...]:
+def _dense_formats(spec: specs.ModelSpec, losses: Losses, width_idx: list[int]) -> tuple[plans.PartFormat | None, ...]:
     widths = [losses.dense_widths[idx] for idx in width_idx]
-    assert len(widths) == len(dense_roles(spec)), "a width for each role"
-    return tuple(None if width == 16 else part_format(width, DENSE_GROUP) for width in widths)
+    assert len(widths) == len(specs.dense_roles(spec)), "a width for each role"
+    return tuple(None if width == 16 else plans.part_format(width, DENSE_GROUP) for width in widths)
 
 
-def _experts(choices: FormatChoices, choice: Ints, spec: ModelSpec) -> tuple[tuple[ExpertFormat, ...], ...]:
+def _experts(
+    choices: tiers.FormatChoices, choice: tiers.Ints, spec: specs.ModelSpec
+) -> tuple[tuple[plans.ExpertFormat, ...], ...]:
     E = spec.router.num_experts
     numbers = choice.tolist()
     return tuple(tuple(choices.formats[n] for n in numbers[at : at + E]) for at in range(0, len(numbers), E))
@@ -335,20 +336,20 @@ class CostedFormats:
     `run`, `fetch`: float64 [C, sparsities], seconds to run an expert and to fetch it.
     """
 
-    choices: FormatChoices
+    choices: tiers.FormatChoices
     run: Floats
     fetch: Floats
 
 
 def costed_formats(
-    tier: MemoryTier, model: PlanningModel, selector: Selector, *, is_fused: bool = False
+    tier: tiers.MemoryTier, model: planned.PlanningModel, selector: specs.Selector, *, is_fused: bool = False
 ) -> CostedFormats:
     """Returns the format choices of experts with a selector, and their seconds on a tier.
 
     Args:    is_fused: whether they are those of `fused_choices`.
     """
     spec, losses = model.spec, model.losses
-    choices = (fused_choices if is_fused else expert_choices)(spec, selector, losses)
+    choices = (tiers.fused_choices if is_fused else tiers.expert_choices)(spec, selector, losses)
     layouts = [expert_layout(formats, selector, spec.expert, spec.hidden_size) for formats in choices.formats]
     run, fetch = (
         np.array([[seconds(layout, sparsity) for sparsity in losses.sparsities] for layout in layouts])
@@ -358,10 +359,10 @@ def costed_formats(
 
 
 def price(
-    tier: MemoryTier,
-    model: PlanningModel,
+    tier: tiers.MemoryTier,
+    model: planned.PlanningModel,
     formats: CostedFormats,
-    last: EstimatedPlan | None,
+    last: planned.EstimatedPlan | None,
     dearer: tuple[float, float] = (1.0, 1.0),
 ) -> StorageCosts:
     """Returns the prices at a plan's estimate; without a plan, those of a cache in which half of the experts miss.
@@ -385,7 +386,7 @@ def price(
     )
 
 
-def _byte_price(tier: MemoryTier, last: EstimatedPlan | None) -> float:
+def _byte_price(tier: tiers.MemoryTier, last: planned.EstimatedPlan | None) -> float:
     """Returns the price of a byte of fast memory in seconds a token: the cost of a slightly smaller budget."""
     if last is None:
         return 0.0
@@ -397,19 +398,19 @@ def _byte_price(tier: MemoryTier, last: EstimatedPlan | None) -> float:
     return max(smaller.seconds - last.speed.seconds, 0.0) / less
 
 
-def _resident_share(tier: MemoryTier, last: EstimatedPlan | None) -> float:
+def _resident_share(tier: tiers.MemoryTier, last: planned.EstimatedPlan | None) -> float:
     """Returns the share of the experts' bytes that is resident: 1 if all fit."""
     return 1.0 if last is None else min(1.0, tier.budget_bytes / max(last.expert_bytes, 1))
 
 
-def _dense_prices(tier: MemoryTier, model: PlanningModel, byte_price: float) -> Floats:
+def _dense_prices(tier: tiers.MemoryTier, model: planned.PlanningModel, byte_price: float) -> Floats:
     """Returns the cost of each dense tensor at each width: [roles, widths].
 
     Of the embedding one row is read, unless it is the head too.
     """
     spec, losses = model.spec, model.losses
     prices = np.zeros(losses.dense.shape)
-    for role_idx, (role, dtype) in enumerate(zip(dense_roles(spec), model.dense_dtypes, strict=True)):
+    for role_idx, (role, dtype) in enumerate(zip(specs.dense_roles(spec), model.dense_dtypes, strict=True)):
         for width_idx, width in enumerate(losses.dense_widths):
             if np.isfinite(losses.dense[role_idx, width_idx]):
                 num_bytes = dense_bytes(role, dtype, width)
@@ -422,7 +423,9 @@ def _dense_prices(tier: MemoryTier, model: PlanningModel, byte_price: float) -> 
 def dense_bytes(role: DenseRole, dtype: str, width: int) -> int:
     """Returns the bytes of a dense tensor at a width; at width 16 it keeps the source's dtype."""
     if width == 16 and dtype == "F8_E4M3":
-        return role.shape[0] * row_layout([("weight", FP8, False)], role.shape[1]).row_bytes
+        return role.shape[0] * row_layout([("weight", plans.FP8, False)], role.shape[1]).row_bytes
     if width == 16:
         return int(np.prod(role.shape)) * DTYPE_BYTES[dtype]
-    return role.shape[0] * row_layout([("weight", part_format(width, DENSE_GROUP), False)], role.shape[1]).row_bytes
+    return (
+        role.shape[0] * row_layout([("weight", plans.part_format(width, DENSE_GROUP), False)], role.shape[1]).row_bytes
+    )

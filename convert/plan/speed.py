@@ -18,34 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.convert.plan.machines import Machine, rate_of
-from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
+from moe_pack import formats
+from moe_pack.convert.plan import machines
 from moe_pack.formats.pack.layouts import whole_blocks
 from moe_pack.formats.parts.specs import first_moe_layers
-from moe_pack.runtime import DiskFacts
+from moe_pack.runtime import DiskFacts, offload
 from moe_pack.runtime.choices import auto_preset
 from moe_pack.runtime.cpu.reads import MAX_READ_BYTES
-from moe_pack.runtime.gpu.placements import NUM_TURNS, GpuPlacement, work_of_whole
+from moe_pack.runtime.gpu import placements
 from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload import (
-    BudgetPlan,
-    CacheFacts,
-    ExpertCache,
-    Passes,
-    PolicyName,
-    Preset,
-    expert_cache_for,
-    expert_pages,
-)
-from moe_pack.runtime.offload.budgets import (
-    begin_block,
-    cache_bytes,
-    extent_bytes,
-    resident_selectors,
-    selector_heat,
-)
-from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
+from moe_pack.runtime.offload import budgets, cache
 
 Array = NDArray[Any]
 
@@ -72,7 +55,9 @@ class Visits:
         return float((self.ages > 0).mean()) if len(self.ages) else 1.0
 
 
-def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_filled: bool = False) -> Visits:
+def visits(
+    passes: offload.Passes, facts: offload.CacheFacts, preset: offload.Preset, num_warm: int, is_filled: bool = False
+) -> Visits:
     """Replays tokens that are decoded one by one, without prefetch, and returns the visits after `num_warm` tokens.
 
     The first `num_warm` tokens fill the cache. If all experts fit, every visit has age MAX_AGE.
@@ -85,7 +70,7 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
         steps = np.repeat(np.arange(len(warm) * L), routes.shape[2])
         keys = (warm + E * np.arange(L)[:, None]).ravel()
         return Visits(len(warm), steps, keys, np.full(len(keys), MAX_AGE))
-    expert_cache = expert_cache_for(preset, facts)
+    expert_cache = offload.expert_cache_for(preset, facts)
     ages = expert_cache.is_resident.astype(np.int64)  # experts that are there before the run were fetched before
     if is_filled:
         _fill(expert_cache, facts)
@@ -94,9 +79,9 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
     for token, layers in enumerate(routes.tolist()):
         for l, experts in enumerate(layers):
             for event in expert_cache.schedule(l, experts):
-                if isinstance(event, FetchEvent):
+                if isinstance(event, cache.FetchEvent):
                     ages[event.key] = 0
-                elif isinstance(event, ComputeEvent):
+                elif isinstance(event, cache.ComputeEvent):
                     if token >= num_warm:
                         visited.append(((token - num_warm) * L + l, l * E + event.key.expert, int(ages[event.key])))
                     ages[event.key] += 1
@@ -104,7 +89,7 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
     return Visits(max(len(routes) - num_warm, 0), columns[0], columns[1], np.minimum(columns[2], MAX_AGE))
 
 
-def _fill(expert_cache: ExpertCache, facts: CacheFacts) -> None:
+def _fill(expert_cache: offload.ExpertCache, facts: offload.CacheFacts) -> None:
     """Fetches experts by falling popularity while they fit, as if they had been predicted."""
     order = np.argsort(-facts.popularity, axis=None, kind="stable").tolist()
     for layer_idx, expert in (divmod(place, facts.pages.shape[1]) for place in order):
@@ -127,7 +112,7 @@ def expected_misses(visited: Visits, runs: Array) -> Array:
     return expected
 
 
-def drawn_passes(popularity: Array, num_active: int, num_tokens: int, seed: int = 0) -> Passes:
+def drawn_passes(popularity: Array, num_active: int, num_tokens: int, seed: int = 0) -> offload.Passes:
     """Draws routes independently: for each token and layer, k different experts by the layer's popularity [L, E]."""
     shares = popularity / popularity.sum(axis=1, keepdims=True)
     generator = np.random.default_rng(seed)
@@ -136,7 +121,7 @@ def drawn_passes(popularity: Array, num_active: int, num_tokens: int, seed: int 
     with np.errstate(divide="ignore"):
         scores = np.log(shares) + noise
     routes = np.argsort(-scores, axis=2, kind="stable")[:, :, :num_active].astype("<u2")
-    return Passes(routes, np.ones(num_tokens, np.uint32), None, shares.astype("<f4"))
+    return offload.Passes(routes, np.ones(num_tokens, np.uint32), None, shares.astype("<f4"))
 
 
 USUAL_RECALL = 0.75  # of the next layer's experts if no profile says it: the lowest of CORM's figures
@@ -173,7 +158,7 @@ class TokenEstimate:
     `read_bytes`: of weights in fast memory.
     """
 
-    policy: PolicyName
+    policy: offload.PolicyName
     hit_rate: float
     misses: Array
     fetched_bytes: float
@@ -201,12 +186,12 @@ class FetchCosts:
 
 
 def estimate_on_cpu(
-    layout: PackLayout,
-    plan: BudgetPlan,
-    machine: Machine,
+    layout: formats.PackLayout,
+    plan: offload.BudgetPlan,
+    machine: machines.Machine,
     popularity: Array,
     sparsity: Array,
-    passes: Passes | None = None,
+    passes: offload.Passes | None = None,
     recall: float | None = None,
     seen_tokens: int = 0,
     is_rough: bool = False,
@@ -224,9 +209,9 @@ def estimate_on_cpu(
     assert machine.kind == "cpu", "a GPU has `estimate_on_gpu`"
     k = layout.spec.router.num_experts_per_tok
     heat = planned_heat(layout, popularity, sparsity, machine.disk)
-    has_selector = resident_selectors(layout, heat, plan.num_selectors)
-    facts = CacheFacts(
-        expert_pages(layout, plan.page_bytes, has_selector),
+    has_selector = budgets.resident_selectors(layout, heat, plan.num_selectors)
+    facts = offload.CacheFacts(
+        offload.expert_pages(layout, plan.page_bytes, has_selector),
         plan.num_pages,
         k,
         (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
@@ -248,16 +233,18 @@ def estimate_on_cpu(
     return _token_estimate(layout, machine, running, popularity, visited, fetching, predicted, preset.name, dense)
 
 
-def planned_heat(layout: PackLayout, popularity: Array, sparsity: Array, disk: DiskFacts) -> Array | None:
+def planned_heat(layout: formats.PackLayout, popularity: Array, sparsity: Array, disk: DiskFacts) -> Array | None:
     """Returns `selector_heat` of a pack that need not exist yet; None if no single rows are read.
 
     Args:    popularity, sparsity: [L, E].
     """
     reads_rows = layout.experts[0][0].selector is not None and sparsity.any() and disk_cutover(layout, disk) > 0
-    return selector_heat(popularity, sparsity > 0) if reads_rows else None
+    return budgets.selector_heat(popularity, sparsity > 0) if reads_rows else None
 
 
-def _routed(layout: PackLayout, popularity: Array, passes: Passes | None, is_rough: bool) -> tuple[Passes, bool]:
+def _routed(
+    layout: formats.PackLayout, popularity: Array, passes: offload.Passes | None, is_rough: bool
+) -> tuple[offload.Passes, bool]:
     """Returns the routes to replay, not more than are worth their time, and whether they were drawn."""
     k = layout.spec.router.num_experts_per_tok
     most_visits, least = (_ROUGH_VISITS, _LEAST_ROUGH_TOKENS) if is_rough else (_MOST_VISITS, _LEAST_TOKENS)
@@ -265,16 +252,16 @@ def _routed(layout: PackLayout, popularity: Array, passes: Passes | None, is_rou
     if passes is None:
         return drawn_passes(popularity, k, num_tokens), True
     routes = passes.routes[:num_tokens]
-    return Passes(routes, np.ones(len(routes), np.uint32), None, passes.popularity), False
+    return offload.Passes(routes, np.ones(len(routes), np.uint32), None, passes.popularity), False
 
 
 def estimate_on_gpu(
-    layout: PackLayout,
-    placement: GpuPlacement,
-    machine: Machine,
+    layout: formats.PackLayout,
+    placement: placements.GpuPlacement,
+    machine: machines.Machine,
     popularity: Array,
     heat: Array,
-    passes: Passes | None = None,
+    passes: offload.Passes | None = None,
     seen_tokens: int = 0,
 ) -> TokenEstimate:
     """Estimates how fast a pack of this layout decodes on a GPU with `--misses auto`.
@@ -306,7 +293,9 @@ def estimate_on_gpu(
     missing, needed, fixed = shares.missing_bytes, shares.needed_bytes, machine.fixed
     is_split = ((placement.first_dynamic < placement.num_rows) | ~placement.has_selector).any(axis=1)
     chosen = (layers[:, None], routes)
-    pulled = pulled_records(placement, shares.lacking, routes, shares.pulled_share, work_of_whole(layout, heat))
+    pulled = pulled_records(
+        placement, shares.lacking, routes, shares.pulled_share, placements.work_of_whole(layout, heat)
+    )
     cpu_s = by_layer(shares.cpu_s) - (pulled * shares.cpu_row_s[chosen]).sum(axis=2) + fixed.miss_s * is_split
     longest = np.maximum(cpu_s, (pulled * shares.link_row_s[chosen]).sum(axis=2))
     waiting = np.maximum(longest - by_layer(shares.gpu_s), 0.0).sum(axis=1).mean()
@@ -347,7 +336,9 @@ class _GpuShares:
     needed_bytes: Array
 
 
-def _gpu_shares(layout: PackLayout, placement: GpuPlacement, machine: Machine, heat: Array) -> _GpuShares:
+def _gpu_shares(
+    layout: formats.PackLayout, placement: placements.GpuPlacement, machine: machines.Machine, heat: Array
+) -> _GpuShares:
     assert machine.host is not None and machine.link_rate is not None, "a GPU has a host and a link"
     host, link_rate, running = machine.host, machine.link_rate, heat.mean(axis=2)
     rows, is_left = running_rows(placement, heat), ~placement.has_selector  # left to the CPU as a whole
@@ -358,7 +349,7 @@ def _gpu_shares(layout: PackLayout, placement: GpuPlacement, machine: Machine, h
     )
     cpu_s = rows.missing * host_row_s + is_left * host_select_s
     if placement.misses == "disk":
-        on_disk = disk_share(int(extent_bytes(layout)[is_left].sum()), machine)
+        on_disk = disk_share(int(budgets.extent_bytes(layout)[is_left].sum()), machine)
         reads = _expert_table(layout, running, lambda e, share: (disk_seconds(e, share, machine.disk),))[0]
         cpu_s += on_disk * is_left * reads
     return _GpuShares(
@@ -375,7 +366,7 @@ def _gpu_shares(layout: PackLayout, placement: GpuPlacement, machine: Machine, h
 
 
 def pulled_records(
-    placement: GpuPlacement, lacking: Array, routes: Array, pulled_share: Array | float, work: Array
+    placement: placements.GpuPlacement, lacking: Array, routes: Array, pulled_share: Array | float, work: Array
 ) -> Array:
     """Returns how many records the link brings for each of a token's experts, as `compact` decides: [T, L, k].
 
@@ -399,7 +390,7 @@ class RunningRows(NamedTuple):
     missing: Array
 
 
-def running_rows(placement: GpuPlacement, heat: Array, needs_selector: bool = True) -> RunningRows:
+def running_rows(placement: placements.GpuPlacement, heat: Array, needs_selector: bool = True) -> RunningRows:
     """Returns how many of an expert's records run for a token that chooses it.
 
     Slots have a random part of their layer's missing records. Those that wait for pulled records have none, and the
@@ -410,7 +401,7 @@ def running_rows(placement: GpuPlacement, heat: Array, needs_selector: bool = Tr
     static = _rows_before(heat, before, num_rows)
     missing = _rows_before(heat, np.full_like(before, num_rows), num_rows) - static
     has_slots = placement.has_selector | (not needs_selector)
-    num_free = np.maximum(placement.num_slots - NUM_TURNS * placement.num_active * placement.num_landing, 0)
+    num_free = np.maximum(placement.num_slots - placements.NUM_TURNS * placement.num_active * placement.num_landing, 0)
     num_missing = ((num_rows - before) * has_slots).sum(axis=1)
     in_slots = np.minimum(num_free / np.maximum(num_missing, 1), 1.0)[:, None] * missing * has_slots
     return RunningRows(static + in_slots, missing - in_slots)
@@ -427,12 +418,12 @@ def _rows_before(heat: Array, number: Array, num_rows: int) -> Array:
     return expected
 
 
-def disk_share(num_bytes: int, machine: Machine) -> float:
+def disk_share(num_bytes: int, machine: machines.Machine) -> float:
     """Returns the share of so many bytes of experts that does not fit in host memory."""
     return 0.0 if machine.ram_bytes is None else max(0.0, 1 - machine.ram_bytes / max(num_bytes, 1))
 
 
-def disk_seconds(expert: ExpertLayout, running: float, disk: DiskFacts) -> float:
+def disk_seconds(expert: formats.ExpertLayout, running: float, disk: DiskFacts) -> float:
     """Returns the seconds to read an expert whole, or its selector and running rows if that is faster.
 
     Args:    running: the share of neurons that run.
@@ -444,7 +435,7 @@ def disk_seconds(expert: ExpertLayout, running: float, disk: DiskFacts) -> float
     return min(whole, disk.seconds(1, expert.selector_bytes) + rows)
 
 
-def expert_seconds(expert: ExpertLayout, running: float, machine: Machine) -> tuple[float, float]:
+def expert_seconds(expert: formats.ExpertLayout, running: float, machine: machines.Machine) -> tuple[float, float]:
     """Returns the seconds to compute an expert for one token, and the bytes that this reads from fast memory.
 
     Args:    running: the share of neurons that run. Without a selector all of the record is read.
@@ -455,13 +446,13 @@ def expert_seconds(expert: ExpertLayout, running: float, machine: Machine) -> tu
     return seconds, expert.selector_bytes + running * expert.records_bytes
 
 
-def _row_seconds(expert: ExpertLayout, machine: Machine) -> tuple[float, float]:
+def _row_seconds(expert: formats.ExpertLayout, machine: machines.Machine) -> tuple[float, float]:
     """Returns the seconds for an expert's whole selector, 0 without one, and for one record.
 
     Each of a row's parts has its share of the row's CRC and padding.
     """
 
-    def seconds(rows: RowLayout) -> float:
+    def seconds(rows: formats.RowLayout) -> float:
         scale = rows.row_bytes / sum(part.num_bytes for part in rows.parts)
         return sum(scale * part.num_bytes / machine.expert_rate(part.format) + machine.row_s for part in rows.parts)
 
@@ -469,7 +460,7 @@ def _row_seconds(expert: ExpertLayout, machine: Machine) -> tuple[float, float]:
 
 
 def dense_seconds(
-    layout: PackLayout, machine: Machine, seen_tokens: int, kv_dtype: KvDtype | None = None
+    layout: formats.PackLayout, machine: machines.Machine, seen_tokens: int, kv_dtype: KvDtype | None = None
 ) -> tuple[float, float]:
     """Returns the seconds of the dense part for one token, and the bytes that it reads.
 
@@ -482,17 +473,17 @@ def dense_seconds(
         if dense.role.integers or (dense.role.name == "embed" and not layout.spec.tied_head):
             continue
         width = dense.rows.parts[0].format.width if dense.rows else {"F32": 32}.get(dense.dtype, 16)
-        rate = machine.memory_rate if width == 32 else rate_of(machine.dense_rates, width)
+        rate = machine.memory_rate if width == 32 else machines.rate_of(machine.dense_rates, width)
         seconds += dense.entry.num_bytes / rate
         num_bytes += dense.entry.num_bytes
-    cached = cache_bytes(layout.spec, seen_tokens, 1, kv_dtype or ("f32" if machine.kind == "cpu" else "bf16"))
+    cached = budgets.cache_bytes(layout.spec, seen_tokens, 1, kv_dtype or ("f32" if machine.kind == "cpu" else "bf16"))
     return seconds + cached / machine.memory_rate, num_bytes + cached
 
 
 def fetched_from_disk(
-    layout: PackLayout,
+    layout: formats.PackLayout,
     running: Array,
-    machine: Machine,
+    machine: machines.Machine,
     page_bytes: int,
     has_selector: NDArray[np.bool_],
     predicted: Array | None = None,
@@ -528,13 +519,13 @@ def _tables(fetching: FetchCosts) -> tuple[Array, Array, Array, Array]:
     return fetching.num_bytes, fetching.seconds, fetching.alone, fetching.handling
 
 
-def _whole(expert: ExpertLayout, machine: Machine, page_bytes: int, stays: bool) -> Array:
+def _whole(expert: formats.ExpertLayout, machine: machines.Machine, page_bytes: int, stays: bool) -> Array:
     """Returns the values of `FetchCosts` at each age, [4, ages], of an expert that is read whole.
 
     Args:    stays: whether its selector stays in memory, and is not read.
     """
     disk = machine.disk
-    num_bytes = whole_blocks(expert.num_bytes - stays * begin_block(expert) * DISK_BLOCK_BYTES)
+    num_bytes = whole_blocks(expert.num_bytes - stays * budgets.begin_block(expert) * formats.DISK_BLOCK_BYTES)
     size = min(num_bytes, page_bytes)
     table = np.zeros((4, MAX_AGE + 1))
     table[:3, 0] = num_bytes, disk.seconds(num_bytes / size, size), disk.seconds_for_few(num_bytes / size, size)
@@ -543,7 +534,9 @@ def _whole(expert: ExpertLayout, machine: Machine, page_bytes: int, stays: bool)
     return table
 
 
-def _by_rows(expert: ExpertLayout, share: float, machine: Machine, stays: bool, predicted: float) -> Array:
+def _by_rows(
+    expert: formats.ExpertLayout, share: float, machine: machines.Machine, stays: bool, predicted: float
+) -> Array:
     """Returns the same for an expert whose selector is read first, then at each visit the missing rows that run.
 
     Meaning: neurons run independently; n visits need 1 - (1 - share)^n of all rows.
@@ -555,7 +548,10 @@ def _by_rows(expert: ExpertLayout, share: float, machine: Machine, stays: bool, 
         size = float(expert.selector_bytes)
         table[:3, 0] = size, disk.seconds(1, size), disk.seconds_for_few(1, size)
         table[3, 0] = disk.cpu_seconds(1, size) / machine.cores
-    num_blocks, gap_blocks = expert.records_bytes / DISK_BLOCK_BYTES, disk.gap_bytes() // DISK_BLOCK_BYTES
+    num_blocks, gap_blocks = (
+        expert.records_bytes / formats.DISK_BLOCK_BYTES,
+        disk.gap_bytes() // formats.DISK_BLOCK_BYTES,
+    )
     read = _share_read(share, row_bytes, gap_blocks)
     select_s, _ = _row_seconds(expert, machine)
     for age in range(MAX_AGE + 1):
@@ -581,7 +577,7 @@ def _unneeded(share: float, row_bytes: int, num_blocks: int) -> float:
 
     Args:    share: the probability of each row to run.
     """
-    return float((1 - share) ** ((num_blocks * DISK_BLOCK_BYTES + row_bytes) / row_bytes))
+    return float((1 - share) ** ((num_blocks * formats.DISK_BLOCK_BYTES + row_bytes) / row_bytes))
 
 
 def _share_read(share: float, row_bytes: int, gap_blocks: int) -> float:
@@ -607,14 +603,14 @@ def _num_reads(share: float, row_bytes: int, num_blocks: float, gap_blocks: int)
 
 
 def _token_estimate(
-    layout: PackLayout,
-    machine: Machine,
+    layout: formats.PackLayout,
+    machine: machines.Machine,
     running: Array,
     popularity: Array,
     visited: Visits,
     fetching: FetchCosts,
     predicted: Array,
-    policy: PolicyName,
+    policy: offload.PolicyName,
     dense: tuple[float, float],
 ) -> TokenEstimate:
     L = len(layout.experts)
@@ -644,7 +640,7 @@ def _token_estimate(
 
 
 def _expert_table(
-    layout: PackLayout, running: Array, values: Callable[[ExpertLayout, float], Sequence[float]]
+    layout: formats.PackLayout, running: Array, values: Callable[[formats.ExpertLayout, float], Sequence[float]]
 ) -> Array:
     """Returns some values of each expert, float64 [values, L, E].
 
@@ -652,7 +648,7 @@ def _expert_table(
     """
     known: dict[tuple[int, float], Sequence[float]] = {}  # by layout object, as in `fetched_from_disk`
 
-    def of(expert: ExpertLayout, share: float) -> Sequence[float]:
+    def of(expert: formats.ExpertLayout, share: float) -> Sequence[float]:
         key = (id(expert), share)
         if key not in known:
             known[key] = values(expert, share)

@@ -18,37 +18,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
+from moe_pack.calib import forward
 from moe_pack.calib.profile import Losses, Profile
-from moe_pack.convert.plan.machines import Machine, rate_of
-from moe_pack.convert.plan.speed import (
-    TokenEstimate,
-    disk_seconds,
-    disk_share,
-    estimate_on_cpu,
-    estimate_on_gpu,
-    expert_seconds,
-    planned_heat,
-)
-from moe_pack.formats import (
-    MATRICES,
-    ExpertFormat,
-    ExpertLayout,
-    Matrix,
-    ModelSpec,
-    PackLayout,
-    PartFormat,
-    PlanError,
-    Quantizer,
-    Selector,
-)
-from moe_pack.formats.pack.layouts import CRC_BYTES, ROW_ALIGN, extra_layout
-from moe_pack.formats.parts.specs import record_matrices, selector_matrices
-from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
-from moe_pack.runtime.gpu.placements import GpuPlacement, offset_bytes_for, place_experts, usual_heat
+from moe_pack.convert.plan import machines, speed
+from moe_pack.formats import PlanError
+from moe_pack.formats.pack import layouts, plans
+from moe_pack.formats.parts import specs
+from moe_pack.runtime import offload
+from moe_pack.runtime.gpu import fit, placements
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload import Passes, Sequences, divide_budget, least_budget
-from moe_pack.runtime.offload.budgets import AS_TARGET, Division, MemoryPart, extent_bytes
+from moe_pack.runtime.offload import budgets
+from moe_pack.runtime.offload.budgets import extent_bytes
 
 MAX_CHOICES, LEAST_CHOICES = 320, 64
 _MOST_CELLS = 600_000  # of all experts: with more experts each needs fewer choices, because different ones can be mixed
@@ -67,9 +47,9 @@ class FormatChoices:
     a layer have the same choice, and all of their neurons run.
     """
 
-    selector: Selector
-    quantizer: Quantizer
-    formats: tuple[ExpertFormat, ...]
+    selector: specs.Selector
+    quantizer: plans.Quantizer
+    formats: tuple[plans.ExpertFormat, ...]
     parts: Ints
     selector_bytes: Ints
     record_bytes: Ints
@@ -86,7 +66,7 @@ class FormatChoices:
 
 
 def expert_choices(
-    spec: ModelSpec, selector: Selector, losses: Losses, allowed: tuple[PartFormat, ...] | None = None
+    spec: specs.ModelSpec, selector: specs.Selector, losses: Losses, allowed: tuple[plans.PartFormat, ...] | None = None
 ) -> FormatChoices:
     """Returns the combinations of formats that a planner compares, for the quantizer of the losses.
 
@@ -98,7 +78,7 @@ def expert_choices(
     sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])
     by_matrix = [
         _undominated(sizes[usable], mean[m, usable]) if matrix in spec.expert.matrices else np.zeros(1, np.int64)
-        for m, matrix in enumerate(MATRICES)
+        for m, matrix in enumerate(specs.MATRICES)
     ]
     parts = np.stack(np.meshgrid(*(np.array(usable)[kept] for kept in by_matrix), indexing="ij"), axis=-1).reshape(
         -1, 3
@@ -116,7 +96,7 @@ def expert_choices(
 FUSED_WIDTHS, FUSED_GROUPS = (4, 8), (128, 64, 32)  # that vLLM's kernels for layers of experts have
 
 
-def fused_choices(spec: ModelSpec, selector: Selector, losses: Losses) -> FormatChoices:
+def fused_choices(spec: specs.ModelSpec, selector: specs.Selector, losses: Losses) -> FormatChoices:
     """Returns the formats in which all matrices of a layer's experts may be stored for vLLM's fused layers.
 
     Raises:  PlanError if no such format fits the model's rows.
@@ -130,41 +110,43 @@ def fused_choices(spec: ModelSpec, selector: Selector, losses: Losses) -> Format
             f"{sizes[1]}, as this model's experts have; remove --for"
         )
     usable.sort(key=lambda number: known[number].part_bytes(spec.hidden_size))
-    parts = np.array([[number if m in spec.expert.matrices else 0 for m in MATRICES] for number in usable])
+    parts = np.array([[number if m in spec.expert.matrices else 0 for m in specs.MATRICES] for number in usable])
     formats = tuple(_format(row, spec, known) for row in parts.tolist())
     return FormatChoices(
         selector, losses.quantizer, formats, parts, *_sizes(parts, spec, selector, known), is_fused=True
     )
 
 
-def is_fused_format(part: PartFormat, sizes: tuple[int, int]) -> bool:
+def is_fused_format(part: plans.PartFormat, sizes: tuple[int, int]) -> bool:
     """Returns whether codes of this format, for rows of both sizes, are such as vLLM's fused layers have."""
     is_known = part.codec == "affine" and part.width in FUSED_WIDTHS and part.group in FUSED_GROUPS
     return is_known and all(size % part.group == 0 for size in sizes)
 
 
-def _sizes(parts: Ints, spec: ModelSpec, selector: Selector, known: tuple[PartFormat, ...]) -> tuple[Ints, Ints, Ints]:
+def _sizes(
+    parts: Ints, spec: specs.ModelSpec, selector: specs.Selector, known: tuple[plans.PartFormat, ...]
+) -> tuple[Ints, Ints, Ints]:
     """Returns the bytes of selectors, records and extents for combinations [C, 3], as `expert_layout` has them."""
-    expert, extra = spec.expert, extra_layout(spec.expert.extra_floats)
+    expert, extra = spec.expert, layouts.extra_layout(spec.expert.extra_floats)
     codes = np.array([part.code_bytes(spec.hidden_size) for part in known])[parts]  # [C, 3]
     sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])[parts]
-    sizes += 4 * np.array([matrix in expert.row_bias for matrix in MATRICES])
+    sizes += 4 * np.array([matrix in expert.row_bias for matrix in specs.MATRICES])
 
-    def all_rows(matrices: tuple[Matrix, ...]) -> Ints:
-        idx = [MATRICES.index(matrix) for matrix in matrices]
-        gaps = (-codes[:, idx[:-1]] % ROW_ALIGN).sum(axis=1)  # between codes: all but the last are padded
-        row_bytes = -(-(sizes[:, idx].sum(axis=1) + gaps + CRC_BYTES) // ROW_ALIGN) * ROW_ALIGN
+    def all_rows(matrices: tuple[specs.Matrix, ...]) -> Ints:
+        idx = [specs.MATRICES.index(matrix) for matrix in matrices]
+        gaps = (-codes[:, idx[:-1]] % layouts.ROW_ALIGN).sum(axis=1)  # between codes: all but the last are padded
+        row_bytes = -(-(sizes[:, idx].sum(axis=1) + gaps + layouts.CRC_BYTES) // layouts.ROW_ALIGN) * layouts.ROW_ALIGN
         num_bytes: Ints = expert.intermediate_size * row_bytes * bool(idx)
         return num_bytes
 
-    selectors = all_rows(selector_matrices(selector, expert.matrices))
-    records = all_rows(record_matrices(selector, expert.matrices))
+    selectors = all_rows(specs.selector_matrices(selector, expert.matrices))
+    records = all_rows(specs.record_matrices(selector, expert.matrices))
     return selectors, records, selectors + records + (extra.row_bytes if extra else 0)
 
 
-def _format(parts: list[int], spec: ModelSpec, known: tuple[PartFormat, ...]) -> ExpertFormat:
+def _format(parts: list[int], spec: specs.ModelSpec, known: tuple[plans.PartFormat, ...]) -> plans.ExpertFormat:
     gate, up, down = (known[number] for number in parts)
-    return ExpertFormat(gate if "gate" in spec.expert.matrices else None, up, down)
+    return plans.ExpertFormat(gate if "gate" in spec.expert.matrices else None, up, down)
 
 
 def _undominated(sizes: Ints, lost: Floats) -> Ints:
@@ -204,7 +186,7 @@ class RowHeat:
         self._profile = profile
         self._known: dict[int, Floats] = {}
 
-    def at(self, selector: Selector, sparsity: Floats) -> Floats:
+    def at(self, selector: specs.Selector, sparsity: Floats) -> Floats:
         """Returns the share of an expert's tokens for which a row of each slice is read: float64 [L, E, slices].
 
         Meaning: interpolated between the counted sparsities, then scaled so that the mean is 1 - sparsity. Without a
@@ -216,8 +198,8 @@ class RowHeat:
         running = 1 - sparsity[:, :, None]
         if self._profile is None:
             return running
-        levels = np.array((0.0, *HOT_SPARSITIES))
-        counted = self._counted(KINDS.index(selector), self._profile)  # [L, E, levels, slices]
+        levels = np.array((0.0, *forward.HOT_SPARSITIES))
+        counted = self._counted(forward.KINDS.index(selector), self._profile)  # [L, E, levels, slices]
         above = np.clip(np.searchsorted(levels, sparsity, side="right"), 1, len(levels) - 1)
         part = np.clip((sparsity - levels[above - 1]) / (levels[above] - levels[above - 1]), 0, 1)[:, :, None]
         low, high = (np.take_along_axis(counted, n[:, :, None, None], axis=2)[:, :, 0] for n in (above - 1, above))
@@ -232,7 +214,9 @@ class RowHeat:
             layers = []
             for layer_idx in range(len(profile.spec.moe_layers)):
                 statistics = profile.statistics(layer_idx)
-                shares = np.stack([statistics.hot_share(kind_idx, sparsity) for sparsity in HOT_SPARSITIES], axis=1)
+                shares = np.stack(
+                    [statistics.hot_share(kind_idx, sparsity) for sparsity in forward.HOT_SPARSITIES], axis=1
+                )
                 ordered = -np.sort(-shares.astype(np.float64), axis=2)  # [E, levels, f]
                 ends = np.linspace(0, ordered.shape[2], min(NUM_SLICES, ordered.shape[2]) + 1).astype(np.int64)
                 sums = np.concatenate([np.zeros((*ordered.shape[:2], 1)), np.cumsum(ordered, axis=2)], axis=2)
@@ -251,7 +235,7 @@ class SpeedEstimate:
     float64 [L, E], how often the expert is missing for a token.   `policy`: of the runtime.
     """
 
-    shares: tuple[MemoryPart, ...]
+    shares: tuple[budgets.MemoryPart, ...]
     seconds: float
     fetched_bytes: float
     read_bytes: float
@@ -271,7 +255,7 @@ class MemoryTier(Protocol):
     budget_bytes: int
 
     def estimate(
-        self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
+        self, layout: layouts.PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> SpeedEstimate:
         """Estimates the speed of a pack of this layout.
 
@@ -281,15 +265,15 @@ class MemoryTier(Protocol):
         """
         ...
 
-    def least_bytes(self, layout: PackLayout) -> int:
+    def least_bytes(self, layout: layouts.PackLayout) -> int:
         """Returns the smallest budget in which a pack of this layout runs."""
         ...
 
-    def run_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
+    def run_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
         """Returns the seconds to run a resident expert for one token."""
         ...
 
-    def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
+    def fetch_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
         """Returns the seconds for which a token waits while an expert is fetched."""
         ...
 
@@ -308,7 +292,7 @@ class RoutingFacts:
     """
 
     popularity: Floats
-    passes: Passes | None = None
+    passes: offload.Passes | None = None
     recall: float | None = None
     predictor_bytes: int = 0
 
@@ -319,23 +303,25 @@ _SEEN_TOKENS = 512  # tokens in the key-value cache, or half of the context if t
 class MachineTier:
     """The part of a `MemoryTier` that does not depend on the slower memory."""
 
-    def __init__(self, machine: Machine, routing: RoutingFacts, budget_bytes: int, context_tokens: int) -> None:
+    def __init__(
+        self, machine: machines.Machine, routing: RoutingFacts, budget_bytes: int, context_tokens: int
+    ) -> None:
         self.budget_bytes = budget_bytes
         self._machine = machine
         self._routing = routing
         self._context_tokens = context_tokens
         self._seen_tokens = min(context_tokens // 2, _SEEN_TOKENS)
 
-    def run_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
+    def run_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
         """Returns the seconds to run a resident expert for one token."""
-        return expert_seconds(expert, 1 - sparsity, self._machine)[0]
+        return speed.expert_seconds(expert, 1 - sparsity, self._machine)[0]
 
     def dense_seconds(self, num_bytes: int, width: int) -> float:
         """Returns the seconds to read a dense matrix of this size and width, for each token."""
-        return num_bytes / rate_of(self._machine.dense_rates, width)
+        return num_bytes / machines.rate_of(self._machine.dense_rates, width)
 
 
-def speed_estimate(shares: tuple[MemoryPart, ...], token: TokenEstimate) -> SpeedEstimate:
+def speed_estimate(shares: tuple[budgets.MemoryPart, ...], token: speed.TokenEstimate) -> SpeedEstimate:
     """Returns the estimate of a token together with the budget's parts."""
     return SpeedEstimate(
         shares, token.seconds.total, token.fetched_bytes, token.read_bytes, token.hit_rate, token.misses, token.policy
@@ -350,31 +336,31 @@ class CpuTier(MachineTier):
 
     def __init__(
         self,
-        machine: Machine,
+        machine: machines.Machine,
         routing: RoutingFacts,
         budget_bytes: int,
         context_tokens: int,
         kv_dtype: KvDtype = "f32",
     ) -> None:
         super().__init__(machine, routing, budget_bytes, context_tokens)
-        self._sequences = Sequences(kv_dtype=kv_dtype)
+        self._sequences = offload.Sequences(kv_dtype=kv_dtype)
 
     def estimate(
-        self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
+        self, layout: layouts.PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> SpeedEstimate:
         """Estimates the speed of a pack of this layout on the CPU; arguments and errors as `MemoryTier.estimate`."""
         routing = self._routing
-        heat = planned_heat(layout, routing.popularity, sparsity, self._machine.disk)
-        plan = divide_budget(
+        heat = speed.planned_heat(layout, routing.popularity, sparsity, self._machine.disk)
+        plan = offload.divide_budget(
             layout,
             self.budget_bytes - less_bytes,
             self._context_tokens,
             routing.predictor_bytes,
-            AS_TARGET,
+            budgets.AS_TARGET,
             heat,
             self._sequences,
         )
-        token = estimate_on_cpu(
+        token = speed.estimate_on_cpu(
             layout,
             plan,
             self._machine,
@@ -388,80 +374,84 @@ class CpuTier(MachineTier):
         )
         return speed_estimate(plan.parts, token)
 
-    def least_bytes(self, layout: PackLayout) -> int:
+    def least_bytes(self, layout: layouts.PackLayout) -> int:
         """Returns the smallest budget in which a pack of this layout runs."""
-        return least_budget(layout, self._context_tokens, self._routing.predictor_bytes, self._sequences)
+        return offload.least_budget(layout, self._context_tokens, self._routing.predictor_bytes, self._sequences)
 
-    def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
+    def fetch_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
         """Returns the seconds to read an expert whole, or its selector and running rows if that is faster."""
-        return disk_seconds(expert, 1 - sparsity, self._machine.disk)
+        return speed.disk_seconds(expert, 1 - sparsity, self._machine.disk)
 
 
 class GpuTier(MachineTier):
     """GPU memory over host memory, and that over the disk: the tier of `--device cuda`."""
 
     def __init__(
-        self, machine: Machine, routing: RoutingFacts, heats: RowHeat, budget_bytes: int, context_tokens: int
+        self, machine: machines.Machine, routing: RoutingFacts, heats: RowHeat, budget_bytes: int, context_tokens: int
     ) -> None:
         super().__init__(machine, routing, budget_bytes, context_tokens)
         self._heats = heats
 
     def estimate(
-        self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
+        self, layout: layouts.PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> SpeedEstimate:
         """Estimates the speed of a pack of this layout on the GPU; arguments and errors as `MemoryTier.estimate`.
 
         Rows are placed as in a run, which does not know how often each runs (`usual_heat`). All estimates are exact.
         """
         routing, machine = self._routing, self._machine
-        needs = gpu_needs(layout, self._context_tokens)
-        division = divide_gpu(needs, self.budget_bytes - less_bytes, self._context_tokens)
-        fits_host = disk_share(int(extent_bytes(layout).sum()), machine) == 0
-        placement = place_experts(
+        needs = fit.gpu_needs(layout, self._context_tokens)
+        division = fit.divide_gpu(needs, self.budget_bytes - less_bytes, self._context_tokens)
+        fits_host = speed.disk_share(int(extent_bytes(layout).sum()), machine) == 0
+        placement = placements.place_experts(
             layout,
             division.experts,
             "split" if fits_host else "disk",
             routing.popularity,
-            usual_heat(layout, sparsity),
+            placements.usual_heat(layout, sparsity),
             is_pulled=fits_host,
-            offset_bytes=offset_bytes_for(layout, self.budget_bytes),
+            offset_bytes=placements.offset_bytes_for(layout, self.budget_bytes),
         )
         heat = self._heats.at(_selector_of(layout), sparsity)
-        token = estimate_on_gpu(layout, placement, machine, routing.popularity, heat, routing.passes, self._seen_tokens)
+        token = speed.estimate_on_gpu(
+            layout, placement, machine, routing.popularity, heat, routing.passes, self._seen_tokens
+        )
         return speed_estimate(_gpu_parts(division, placement), token)
 
-    def least_bytes(self, layout: PackLayout) -> int:
+    def least_bytes(self, layout: layouts.PackLayout) -> int:
         """Returns the smallest budget in which a pack of this layout runs."""
-        return least_gpu_budget(layout, self._context_tokens)
+        return fit.least_gpu_budget(layout, self._context_tokens)
 
-    def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
+    def fetch_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
         """Returns the seconds in which the CPU computes an expert that is not resident, and reads it from the disk.
 
         A part is from the disk if experts do not fit in host memory. The link's share does not count: it brings
         nothing of an expert whose selector is not resident.
         """
         assert self._machine.host is not None, "a GPU has a host"
-        on_disk = disk_share(expert.num_bytes * self._routing.popularity.size, self._machine)  # if all were like this
-        computing = expert_seconds(expert, 1 - sparsity, self._machine.host)[0]
-        return computing + on_disk * disk_seconds(expert, 1 - sparsity, self._machine.disk)
+        on_disk = speed.disk_share(
+            expert.num_bytes * self._routing.popularity.size, self._machine
+        )  # if all were like this
+        computing = speed.expert_seconds(expert, 1 - sparsity, self._machine.host)[0]
+        return computing + on_disk * speed.disk_seconds(expert, 1 - sparsity, self._machine.disk)
 
 
-def _gpu_parts(division: Division, placement: GpuPlacement) -> tuple[MemoryPart, ...]:
+def _gpu_parts(division: budgets.Division, placement: placements.GpuPlacement) -> tuple[budgets.MemoryPart, ...]:
     """Returns the parts of a GPU's memory with their names; their sum is the budget."""
     fixed = division.fixed
     return (
-        MemoryPart("dense weights", fixed.dense),
-        MemoryPart("key-value cache", fixed.cache),
-        MemoryPart("workspace", fixed.workspace),
-        MemoryPart("overhead", fixed.overhead),
-        MemoryPart("static rows", int(placement.static_bytes.sum())),
-        MemoryPart("slots", placement.dynamic_bytes),
-        MemoryPart("tables of rows", placement.other_bytes),
-        MemoryPart("left over", division.experts - placement.num_bytes),
+        budgets.MemoryPart("dense weights", fixed.dense),
+        budgets.MemoryPart("key-value cache", fixed.cache),
+        budgets.MemoryPart("workspace", fixed.workspace),
+        budgets.MemoryPart("overhead", fixed.overhead),
+        budgets.MemoryPart("static rows", int(placement.static_bytes.sum())),
+        budgets.MemoryPart("slots", placement.dynamic_bytes),
+        budgets.MemoryPart("tables of rows", placement.other_bytes),
+        budgets.MemoryPart("left over", division.experts - placement.num_bytes),
     )
 
 
-def _selector_of(layout: PackLayout) -> Selector:
+def _selector_of(layout: layouts.PackLayout) -> specs.Selector:
     selected = layout.experts[0][0].selector
     if selected is None:
         return "none"

@@ -24,8 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeVar, Union, get_
 import click
 from click.core import ParameterSource
 
-from moe_pack.formats.base.commands import Kind, Option, Stage, did_you_mean, option_of, size_text, time_text
-from moe_pack.formats.base.errors import MoePackError, UsageError
+from moe_pack.formats.base import commands, errors
 from moe_pack.formats.base.version import VERSION
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def failure_of(fault: MoePackError, exit_code: int = 1) -> Exception:
+def failure_of(fault: errors.MoePackError, exit_code: int = 1) -> Exception:
     """Returns the exception with which a command ends by an error of ours: itself with --debug, or else one line."""
     root = click.get_current_context().find_root()
     return fault if root.params.get("debug") else _Failure(root.info_name or "moe-pack", str(fault), exit_code)
@@ -151,7 +150,7 @@ def environment_text(name: str) -> str:
     """
     text = os.environ.get(name, "")
     if (fault := text_fault(text)) is not None:
-        raise UsageError(f"{name} {fault}; set another value")
+        raise errors.UsageError(f"{name} {fault}; set another value")
     return text
 
 
@@ -171,9 +170,9 @@ def command_errors(interrupted: str, exit_code: int = 1) -> Callable[[C], C]:
             try:
                 with _ended_by_sigterm():
                     return body(*args, **options)
-            except UsageError as fault:
+            except errors.UsageError as fault:
                 raise click.UsageError(str(fault)) from fault
-            except MoePackError as fault:
+            except errors.MoePackError as fault:
                 raise failure_of(fault, exit_code) from fault
             except OSError as fault:
                 # Errors of our own files are MoePackErrors. If the reader of a pipe ends, click ends quietly.
@@ -232,7 +231,7 @@ def options_from(kind: type[Any]) -> Callable[[C], C]:
             own = {one.place: values.pop(one.place) for one in command_options}
             try:
                 options = _gathered(kind, own)
-            except UsageError as fault:
+            except errors.UsageError as fault:
                 raise click.UsageError(str(fault)) from fault
             return body(*args, options=options, **values)
 
@@ -253,7 +252,9 @@ class _Choice(click.Choice[str]):
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         if str(value) in self._instead:
             return self._instead[str(value)]
-        return super().get_invalid_choice_message(value, ctx).removesuffix(".") + did_you_mean(str(value), self.choices)
+        return super().get_invalid_choice_message(value, ctx).removesuffix(".") + commands.did_you_mean(
+            str(value), self.choices
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,7 @@ class _CommandOption:
     """
 
     place: str
-    option: Option
+    option: commands.Option
     hint: Any
     default: Any
     is_grouped: bool
@@ -336,7 +337,7 @@ def _command_options(kind: type[Any], before: str = "", is_grouped: bool = False
     hints = get_type_hints(kind)
     for field in fields(kind):
         hint, may_be_none = _without_none(hints[field.name])
-        option, place = option_of(field), f"{before}{field.name}"
+        option, place = commands.option_of(field), f"{before}{field.name}"
         if option is not None:
             yield _CommandOption(place, option, hint, field.default, is_grouped)
         elif is_dataclass(hint) and isinstance(hint, type):
@@ -349,7 +350,7 @@ def _gathered(kind: type[Any], values: dict[str, Any], before: str = "") -> Any:
     for field in fields(kind):
         hint, may_be_none = _without_none(hints[field.name])
         place = f"{before}{field.name}"
-        if option_of(field) is not None:
+        if commands.option_of(field) is not None:
             chosen[field.name] = values[place]
         elif is_dataclass(hint) and isinstance(hint, type):
             group = list(_command_options(hint, f"{place}_of_"))
@@ -374,7 +375,7 @@ def _is_left_out(group: list[_CommandOption], values: dict[str, Any]) -> bool:
     source = click.get_current_context().get_parameter_source
     for one in group:
         if source(one.place) is ParameterSource.COMMANDLINE:
-            raise UsageError(f"{one.option.name} needs {needed}; add {needed} or remove {one.option.name}")
+            raise errors.UsageError(f"{one.option.name} needs {needed}; add {needed} or remove {one.option.name}")
     return True
 
 
@@ -406,7 +407,7 @@ _ENOUGH_SHARE = 0.01  # of a kind's units that this run has to do: fewer say lit
 class _KindTime:
     """What is known of the time of one kind of work."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: commands.Kind) -> None:
         self.cost, self.total, self.earlier, self.left = kind.cost, kind.total, kind.done, kind.total - kind.done
         self._enough = _ENOUGH_SHARE * self.left
         self._number, self._units = 0, 0
@@ -446,8 +447,8 @@ class StageTime:
     counts as if it had been done at the same rates.
     """
 
-    def __init__(self, stage: Stage, now: float) -> None:
-        kinds = stage.kinds or (Kind("", stage.total, stage.done),)
+    def __init__(self, stage: commands.Stage, now: float) -> None:
+        kinds = stage.kinds or (commands.Kind("", stage.total, stage.done),)
         self._kinds = {kind.name: _KindTime(kind) for kind in kinds}
         self._expected, self._begin, self._last = stage.seconds, now, now
         self._all = sum(kind.cost * kind.left for kind in self._kinds.values())
@@ -514,8 +515,8 @@ class TerminalProgress:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of all that follows
-        self._stage: Stage | None = None
-        self._time = StageTime(Stage("", 0), 0.0)
+        self._stage: commands.Stage | None = None
+        self._time = StageTime(commands.Stage("", 0), 0.0)
         self._begin = 0.0
         self._what = ""
         self._bar: tqdm[None] | None = None
@@ -528,7 +529,7 @@ class TerminalProgress:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, stage: commands.Stage) -> None:
         """Announces the stage and, on a terminal, shows its bar."""
         self._stop()
         now, is_terminal = time.monotonic(), sys.stderr.isatty()
@@ -554,7 +555,7 @@ class TerminalProgress:
     def end(self) -> None:
         """Removes the bar; where there is no terminal, says how long the stage took."""
         if (stage := self._stage) is not None and self._bar is None:
-            click.echo(f"{stage.name}: done in {time_text(time.monotonic() - self._begin)}", err=True)
+            click.echo(f"{stage.name}: done in {commands.time_text(time.monotonic() - self._begin)}", err=True)
         self._stop()
 
     def say(self, line: str) -> None:
@@ -583,9 +584,9 @@ class TerminalProgress:
         stage, now = self._stage, time.monotonic()
         assert stage is not None, "its thread ends before the stage"
         elapsed, share, left = now - self._begin, self._time.share(now), self._time.left(now)
-        words = [time_text(elapsed)]
+        words = [commands.time_text(elapsed)]
         if stage.total and left is not None:
-            words.append(f"about {time_text(left)} left")
+            words.append(f"about {commands.time_text(left)} left")
         if self._what:
             words.append(self._what)
         if self._bar is None:
@@ -597,10 +598,10 @@ class TerminalProgress:
         self._bar.refresh()
 
 
-def _size_of(stage: Stage) -> str:
+def _size_of(stage: commands.Stage) -> str:
     """Returns the line that announces a stage, without its name."""
     if stage.note or not stage.total:
         return stage.note or "begins"
-    total, done = (size_text(n) if stage.unit == "B" else f"{n:,}" for n in (stage.total, stage.done))
+    total, done = (commands.size_text(n) if stage.unit == "B" else f"{n:,}" for n in (stage.total, stage.done))
     unit = f" {stage.unit}" if stage.unit not in ("", "B") else ""
     return f"{total}{unit}" + (f", {done} of it by an earlier run" if stage.done else "")

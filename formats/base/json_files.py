@@ -15,7 +15,7 @@ import typing
 from collections import Counter
 from typing import Any, TypeVar, cast
 
-from moe_pack.formats.base.errors import MoePackError, PackError, shortened
+from moe_pack.formats.base import errors
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def _is_added(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("added"))
 
 
-def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool = False) -> Any:
+def parse(raw: bytes, place: str, error: type[errors.MoePackError], *, is_foreign: bool = False) -> Any:
     """Returns the JSON value in `raw`. Refuses duplicate keys, NaN, infinities, deep nesting and halves of surrogates.
 
     Args:    place: the file's name, for messages.   error: the class of the errors.   is_foreign: `Infinity`, which
@@ -72,7 +72,7 @@ def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool
         values = dict(pairs)
         if len(values) != len(pairs):
             twice = next(key for key, number in Counter(key for key, _ in pairs).items() if number > 1)
-            raise error(f"{place}: key {shortened(twice)} appears twice")
+            raise error(f"{place}: key {errors.shortened(twice)} appears twice")
         return values
 
     try:
@@ -88,7 +88,7 @@ def parse(raw: bytes, place: str, error: type[MoePackError], *, is_foreign: bool
         raise error(f"{place}: not valid JSON ({_first_line(fault)})") from fault
 
 
-def load(kind: type[T], value: Any, place: str, error: type[MoePackError]) -> T:
+def load(kind: type[T], value: Any, place: str, error: type[errors.MoePackError]) -> T:
     """Returns the dataclass `kind` with the values of the parsed JSON `value`.
 
     Fields may be str, int (of 64 bits), bool, float, Literal, another dataclass, `tuple[X, ...]`, a number `Within` a
@@ -112,7 +112,7 @@ def canonical(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
 
 
-def _load(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
+def _load(kind: Any, value: Any, place: str, error: type[errors.MoePackError]) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return _load_union(arguments, value, place, error)
@@ -120,55 +120,55 @@ def _load(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
         return _load_within(arguments[0], arguments[1], value, place, error)
     if origin is typing.Literal:
         if type(value) is not str or value not in arguments:
-            raise error(f"{place}: found {shortened(value)}, expected one of {', '.join(arguments)}")
+            raise error(f"{place}: found {errors.shortened(value)}, expected one of {', '.join(arguments)}")
         return value
     if origin is tuple:
         if not isinstance(value, list):
-            raise error(f"{place}: found {shortened(value)}, expected a list")
+            raise error(f"{place}: found {errors.shortened(value)}, expected a list")
         return tuple(_load(arguments[0], item, f"{place}[{i}]", error) for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _load_record(kind, value, place, error)
     if kind is float and type(value) is int and abs(value) < 2**1000:
         return float(value)
     if type(value) is not kind:
-        raise error(f"{place}: found {shortened(value)}, expected {kind.__name__}")
+        raise error(f"{place}: found {errors.shortened(value)}, expected {kind.__name__}")
     if kind is int and not _LEAST_INT <= value <= _MOST_INT:
-        raise error(f"{place}: found {shortened(value)}, expected a number of 64 bits")
+        raise error(f"{place}: found {errors.shortened(value)}, expected a number of 64 bits")
     return value
 
 
-def _load_within(kind: Any, range_: Within, value: Any, place: str, error: type[MoePackError]) -> Any:
+def _load_within(kind: Any, range_: Within, value: Any, place: str, error: type[errors.MoePackError]) -> Any:
     number = _load(kind, value, place, error)
     if not range_.least <= number <= range_.most:
         expected = f"at least {range_.least:g}" + (f" and at most {range_.most:g}" if range_.most < math.inf else "")
-        raise error(f"{place}: found {shortened(number)}, expected {expected}")
+        raise error(f"{place}: found {errors.shortened(number)}, expected {expected}")
     return number
 
 
-def _load_union(members: tuple[Any, ...], value: Any, place: str, error: type[MoePackError]) -> Any:
+def _load_union(members: tuple[Any, ...], value: Any, place: str, error: type[errors.MoePackError]) -> Any:
     if value is None and type(None) in members:
         return None
     known = [member for member in members if member is not type(None)]
     if len(known) == 1:
         return _load(known[0], value, place, error)
     if not isinstance(value, dict):
-        raise error(f"{place}: found {shortened(value)}, expected an object")
+        raise error(f"{place}: found {errors.shortened(value)}, expected an object")
     if "kind" not in value:
         raise error(f"{place}: key 'kind' is missing")
     by_kind = {typing.get_args(_hint(member, "kind"))[0]: member for member in known}
     member = by_kind.get(value["kind"]) if isinstance(value["kind"], str) else None
     if member is None:
-        raise error(f"{place}: kind: found {shortened(value['kind'])}, expected one of {', '.join(by_kind)}")
+        raise error(f"{place}: kind: found {errors.shortened(value['kind'])}, expected one of {', '.join(by_kind)}")
     return _load_record(member, value, place, error)
 
 
-def _load_record(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
+def _load_record(kind: Any, value: Any, place: str, error: type[errors.MoePackError]) -> Any:
     if not isinstance(value, dict):
-        raise error(f"{place}: found {shortened(value)}, expected an object")
+        raise error(f"{place}: found {errors.shortened(value)}, expected an object")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in value:
         if key not in fields:
-            raise error(f"{place}: unknown key {shortened(key)}")
+            raise error(f"{place}: unknown key {errors.shortened(key)}")
     for key, field in fields.items():
         if key not in value and not _is_added(field):
             raise error(f"{place}: key {key!r} is missing")
@@ -212,6 +212,6 @@ def check_seal(raw: bytes, place: str) -> None:
     length = len(_tail(_ZERO_DIGEST))
     match = re.fullmatch(r',\n "sha256": "([0-9a-f]{64})"\n}\n', raw[-length:].decode("ascii", "replace"))
     if match is None:
-        raise PackError(f"{place}: does not end with its own digest; the file is cut or damaged")
+        raise errors.PackError(f"{place}: does not end with its own digest; the file is cut or damaged")
     if hashlib.sha256(raw[:-length] + _tail(_ZERO_DIGEST)).hexdigest() != match[1]:
-        raise PackError(f"{place}: SHA-256 does not match its bytes; the file is damaged")
+        raise errors.PackError(f"{place}: SHA-256 does not match its bytes; the file is damaged")

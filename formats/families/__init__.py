@@ -10,6 +10,5 @@ if TYPE_CHECKING:
     from moe_pack.formats.families.prediction import PredictionLayer
     from moe_pack.formats.families.registry import short_names
     from moe_pack.formats.families.source_reader import SourceReader
-    from moe_pack.formats.families.text_files import text_config
 else:
     __getattr__ = face(__name__)

@@ -2,38 +2,29 @@
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    attention_bias,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope,
-)
-from moe_pack.formats.parts import GroupedQuerySpec, NormedResidualSpec, OutputGateSpec
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     for key, value in (("score_func", "sigmoid"), ("route_norm", True)):
         config.only(key, value)
     for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
         config.only(key, 1)
     attention = _read_attention(config)
-    rope = read_rope(config, attention.head_dim)
+    rope = readers.read_rope(config, attention.head_dim)
     expert_size, num_layers = config.whole("moe_intermediate_size"), config.num_layers()
     hidden_size = config.whole("hidden_size")
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "afmoe",
         attention,
         rope if attention.sliding_window is not None else None,
-        RouterSpec(
+        formats.RouterSpec(
             "sigmoid_topk",
             config.whole("num_experts", 64),
             config.whole("num_experts_per_tok", 6),
@@ -43,20 +34,22 @@ def _read_config(config: Config) -> ModelSpec:
         ),
         expert_size,
         moe_layers=tuple(range(num_layers))[config.count("num_dense_layers", 1) :],
-        shared_expert=SharedExpertSpec(expert_size * config.whole("num_shared_experts", 2), gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("num_shared_experts", 2), gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         embedding_multiplier=hidden_size**0.5 if config.flag("mup_enabled", False) else 1.0,
     )
-    return replace(spec, residual=NormedResidualSpec("normed", True, ("attention", "mlp"), apart=False, scaled=False))
+    return replace(
+        spec, residual=parts.NormedResidualSpec("normed", True, ("attention", "mlp"), apart=False, scaled=False)
+    )
 
 
-def _read_attention(config: Config) -> GroupedQuerySpec:
+def _read_attention(config: Config) -> parts.GroupedQuerySpec:
     """Reads attention: layers with a window rotate, the others do not, and without a window no layer does."""
     config.require("head_dim")  # missing, transformers takes 128
-    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head", own_keys=True)
-    attention = replace(attention, gate=OutputGateSpec("value", "sigmoid"))
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", own_keys=True)
+    attention = replace(attention, gate=parts.OutputGateSpec("value", "sigmoid"))
     num_layers, period = config.num_layers(), config.whole("global_attn_every_n_layers", 4)
-    kinds = read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
+    kinds = readers.read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
     if kinds:
         windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
     else:
@@ -78,7 +71,7 @@ AFMOE = Family(
     },
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention.gate": _LAYER + "self_attn.gate_proj.weight",
         "layers.{i}.attention_post_norm": _LAYER + "post_attention_layernorm.weight",
         "layers.{i}.mlp_norm": _LAYER + "pre_mlp_layernorm.weight",
@@ -86,6 +79,6 @@ AFMOE = Family(
         "layers.{i}.router": _LAYER + "mlp.router.gate.weight",
         "layers.{i}.router_bias": _LAYER + "mlp.expert_bias",
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"load_balance_coeff", "use_grouped_mm"}),
 )

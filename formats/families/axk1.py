@@ -2,63 +2,51 @@
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, LeftOut
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    LATENT_NAMES,
-    PREDICTION_LAYER,
-    layers_after_dense_by_step,
-    read_decoder,
-    read_latent,
-    read_rope,
-    read_sigmoid_router,
-)
 from moe_pack.formats.parts import NormedResidualSpec
 
 _POST_NORM = "post_mlp_layernorm.weight"
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("scoring_func", "sigmoid")
     # Missing, transformers takes those of A.X K1.
     for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"):
         config.require(key)
-    router = read_sigmoid_router(config, num_experts_per_tok=8, normalize=True)
+    router = readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True)
     if router.n_group > 1:
         config.only("topk_method", "noaux_tc")
     config.ignore("topk_method")  # without groups, all methods choose the largest
     expert_size = config.whole("moe_intermediate_size")
     config.whole("q_lora_rank")  # queries always have a latent
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "axk1",
-        read_latent(config),
-        read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        readers.read_latent(config),
+        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
         router,
         expert_size,
-        moe_layers=layers_after_dense_by_step(config),
-        shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
+        moe_layers=readers.layers_after_dense_by_step(config),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
     )
     return replace(spec, residual=NormedResidualSpec("normed", True, ("experts",), apart=False, scaled=False))
 
 
-AXK1 = Family(
+AXK1 = family.Family(
     model_type="axk1",
     short_names={"a.x-k1": "skt/A.X-K1"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
-        **LATENT_NAMES,
+        **readers.DENSE_NAMES,
+        **readers.LATENT_NAMES,
         "layers.{i}.mlp_post_norm": (f"model.layers.{{i}}.{_POST_NORM}", f"model.layers.{{i}}.mlp.{_POST_NORM}"),
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
-    dropped=(LeftOut(f"model.layers.*.{_POST_NORM}", "the norm after experts, in a layer without experts"),),
-    unused=(PREDICTION_LAYER,),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
+    dropped=(family.LeftOut(f"model.layers.*.{_POST_NORM}", "the norm after experts, in a layer without experts"),),
+    unused=(readers.PREDICTION_LAYER,),
     ignored_keys=frozenset(
         {"aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "pretraining_tp", "seq_aux"}
     ),

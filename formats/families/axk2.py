@@ -5,18 +5,11 @@ Source: transformers, models/axk2; SK Telecom (2026).
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
-from moe_pack.formats.families.readers import (
-    layers_after_dense_by_step,
-    read_decoder,
-    read_kinds,
-    read_latent,
-    read_rope,
-    read_sigmoid_router,
-)
-from moe_pack.formats.parts import GatedNormsSpec, IndexerSpec
 
 # Written by the authors' own classes, read by no code of transformers: other values would be another model.
 _ONLY = {
@@ -30,34 +23,36 @@ _ONLY = {
 }
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     for key, value in _ONLY.items():
         config.only(key, value)
-    read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
+    readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of A.X K2 Light.
     for key in ("routed_scaling_factor", "num_key_value_heads", "index_topk"):
         config.require(key)
     if config.has("n_group") != config.has("topk_group"):
-        raise CheckpointError(f"{config.place}: n_group and topk_group must both be there, or neither")
-    router = read_sigmoid_router(config, num_experts_per_tok=8, normalize=True)
+        raise formats.CheckpointError(f"{config.place}: n_group and topk_group must both be there, or neither")
+    router = readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True)
     expert_size = config.whole("moe_intermediate_size")
     config.whole("q_lora_rank")  # queries, their gates and the indexer's queries come from the latent
     attention = replace(
-        read_latent(config, reads_head_dim=False),
-        indexer=IndexerSpec(config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk")),
+        readers.read_latent(config, reads_head_dim=False),
+        indexer=parts.IndexerSpec(
+            config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk")
+        ),
         gated=True,
     )
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "axk2",
         attention,
-        read_rope(config, attention.qk_rope_head_dim, interleaved=True),
+        readers.read_rope(config, attention.qk_rope_head_dim, interleaved=True),
         replace(router, zero_outside=router.n_group > 1),
         expert_size,
-        moe_layers=layers_after_dense_by_step(config),
-        shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
+        moe_layers=readers.layers_after_dense_by_step(config),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
     )
-    return replace(spec, residual=GatedNormsSpec("gated_norms", config.whole("gated_norm_rank", 16)))
+    return replace(spec, residual=parts.GatedNormsSpec("gated_norms", config.whole("gated_norm_rank", 16)))
 
 
 _LAYER = "model.layers.{i}."

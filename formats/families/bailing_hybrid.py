@@ -6,24 +6,10 @@ authors' servers apply them (vLLM and sglang, bailing_moe_v3.py), transformers 5
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Stored
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    LATENT_NAMES,
-    PREDICTION_LAYER,
-    layers_by_kind,
-    layers_without_attention,
-    limits_of,
-    read_decoder,
-    read_latent,
-    read_rope,
-    rope_group,
-)
-from moe_pack.formats.parts import KimiDeltaSpec, OutputGateSpec, RopeSpec
 from moe_pack.formats.parts.specs import LimitSpec
 
 _BASE = 6e6  # of rotary positions
@@ -54,7 +40,7 @@ _ONLY = {
 }
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     for key, value in _ONLY.items():
         config.only(key, value)
     config.only("tie_word_embeddings", False)  # the class ties nothing, whatever the key says
@@ -72,7 +58,7 @@ def _read_config(config: Config) -> ModelSpec:
     # Missing, transformers takes those of Ling-3.0-Flash.
     for key in (names["n_group"], "topk_group", "routed_scaling_factor", "num_key_value_heads"):
         config.require(key)
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole(names["num_local_experts"]),
         config.whole(names["num_experts_per_tok"]),
@@ -85,19 +71,20 @@ def _read_config(config: Config) -> ModelSpec:
     expert_size = config.whole("moe_intermediate_size")
     config.only("moe_shared_expert_intermediate_size", expert_size)
     attention = replace(
-        read_latent(config, reads_head_dim=False, may_lack_rank=True), gate=OutputGateSpec("head", "sigmoid")
+        readers.read_latent(config, reads_head_dim=False, may_lack_rank=True),
+        gate=parts.OutputGateSpec("head", "sigmoid"),
     )
     mixer = _read_mixer(config)
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "bailing_hybrid",
         attention,
         _read_rope(config, mixer.head_dim),
         router,
         expert_size,
-        moe_layers=layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 2)),
-        shared_expert=SharedExpertSpec(expert_size * config.whole(names["n_shared_experts"], 1), gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
+        moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 2)),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole(names["n_shared_experts"], 1), gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
         mixer=mixer,
         positions_key=config.either("model_max_length", "max_position_embeddings"),
     )
@@ -106,16 +93,16 @@ def _read_config(config: Config) -> ModelSpec:
     return replace(spec, expert=replace(spec.expert, function="capped_silu", limits=limits)) if limits else spec
 
 
-def _read_mixer(config: Config) -> KimiDeltaSpec:
+def _read_mixer(config: Config) -> parts.KimiDeltaSpec:
     """Reads Kimi delta attention, whose sizes transformers writes under keys of their own, where they win."""
     num_layers, period = config.num_layers(), config.whole("layer_group_size", 6)
     if config.has("layer_types"):
-        layers = layers_without_attention(config, {"linear_attention": True, "full_attention": False})
+        layers = readers.layers_without_attention(config, {"linear_attention": True, "full_attention": False})
     else:
         layers = tuple(layer for layer in range(num_layers) if (layer + 1) % period)
     head_dim, kernel = config.whole("head_dim", 128), config.whole("short_conv_kernel_size", 4)
     bound = config.number("kda_lower_bound", -5.0)
-    return KimiDeltaSpec(
+    return parts.KimiDeltaSpec(
         "kimi_delta_attention",
         layers,
         num_heads=config.whole("linear_num_heads", config.whole("num_attention_heads")),
@@ -126,20 +113,20 @@ def _read_mixer(config: Config) -> KimiDeltaSpec:
     )
 
 
-def _read_rope(config: Config, head_dim: int) -> RopeSpec:
+def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     """Reads the rotary positions of latent attention; a rotated share is one of the other layers' heads."""
-    size, group = config.whole("qk_rope_head_dim"), rope_group(config)
+    size, group = config.whole("qk_rope_head_dim"), readers.rope_group(config)
     config.only("rotary_dim", size)
     if group is not None and group.has("rope_theta"):
         config.respell("rope_theta", _BASE, group.number("rope_theta"))  # transformers always writes its default too
     is_proportional = group is not None and group.is_text("rope_type", "proportional")
     has_share = any(place is not None and place.has("partial_rotary_factor") for place in (config, group))
     if not has_share or is_proportional:  # which has a share of the rotated part
-        return read_rope(config, size, _BASE, interleaved=True)
+        return readers.read_rope(config, size, _BASE, interleaved=True)
     # Where positions are scaled, transformers rotates this share of the rotated part, which cannot run.
-    rope = read_rope(config, head_dim, _BASE, interleaved=True, partial_rotary_factor=1.0, scalings=())
+    rope = readers.read_rope(config, head_dim, _BASE, interleaved=True, partial_rotary_factor=1.0, scalings=())
     if rope.rotary_dim != size:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{config.place}: partial_rotary_factor rotates {rope.rotary_dim} of {head_dim} values, but "
             f"qk_rope_head_dim is {size}"
         )
@@ -152,11 +139,13 @@ def _read_limits(config: Config, moe_layers: tuple[int, ...]) -> tuple[LimitSpec
     for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
         limits = config.limits(key) or (None,) * num_layers
         if len(limits) != num_layers:
-            raise CheckpointError(f"{config.place}: {key} lists {len(limits)} layers, but the model has {num_layers}")
+            raise formats.CheckpointError(
+                f"{config.place}: {key} lists {len(limits)} layers, but the model has {num_layers}"
+            )
         if dense := [layer for layer, limit in enumerate(limits) if limit is not None and layer not in moe_layers]:
-            raise CheckpointError(f"{config.place}: {key} limits layer {dense[0]}, which has no experts")
+            raise formats.CheckpointError(f"{config.place}: {key} limits layer {dense[0]}, which has no experts")
         lists.append(limits)
-    return limits_of(list(zip(*lists, strict=True)))
+    return readers.limits_of(list(zip(*lists, strict=True)))
 
 
 _OWN, _USUAL = "model.layers.{i}.attention.", "model.layers.{i}.self_attn."
@@ -168,20 +157,20 @@ def _both(name: str) -> tuple[str, str]:
     return _OWN + name, _USUAL + name
 
 
-BAILING_HYBRID = Family(
+BAILING_HYBRID = family.Family(
     model_type="bailing_hybrid",
     short_names={"ling-3.0-flash": "inclusionAI/Ling-3.0-flash"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "embed": ("model.word_embeddings.weight", "model.embed_tokens.weight"),
         "layers.{i}.attention.q": _both("q_proj.weight"),
-        **{role: _both(name.removeprefix(_USUAL)) for role, name in LATENT_NAMES.items() if ".kv_" in role},
+        **{role: _both(name.removeprefix(_USUAL)) for role, name in readers.LATENT_NAMES.items() if ".kv_" in role},
         "layers.{i}.attention.gate": _both("g_proj.weight"),
         "layers.{i}.attention.o": (_OWN + "dense.weight", _USUAL + "o_proj.weight"),
         **{f"layers.{{i}}.mixer.{name}": _both(f"{name}_proj.weight") for name in "qkvb"},
         **{
-            role: (f"{_OWN}{name}_conv1d.weight", Stored(_USUAL + "conv1d.weight", roles=_CONVS))
+            role: (f"{_OWN}{name}_conv1d.weight", family.Stored(_USUAL + "conv1d.weight", roles=_CONVS))
             for role, name in zip(_CONVS, "qkv", strict=True)
         },
         "layers.{i}.mixer.decay": (_OWN + "f_proj.weight", _USUAL + "forget_gate.f_proj.weight"),
@@ -195,8 +184,8 @@ BAILING_HYBRID = Family(
             "model.layers.{i}.mlp.gate.e_score_correction_bias",
         ),
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
-    unused=(PREDICTION_LAYER,),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
+    unused=(readers.PREDICTION_LAYER,),
     ignored_keys=frozenset(
         {
             "max_window_layers",

@@ -6,41 +6,29 @@ Source: transformers, models/beam.
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    ATTENTION_KINDS,
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    LayerAttention,
-    attention_bias,
-    layers_by_kind,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope_by_kind,
-)
-from moe_pack.formats.parts import GroupedQuerySpec, NormedResidualSpec, OutputGateSpec, RopeSpec, TemperatureSpec
 
-_SHARPER = TemperatureSpec(0.1, 2048, is_from_one=True, is_unrotated=False, is_power=True)
+_SHARPER = parts.TemperatureSpec(0.1, 2048, is_from_one=True, is_unrotated=False, is_power=True)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Missing, transformers takes those of Beam 1.0; null is no number of groups, but no softcap.
     for key in ("head_dim", "num_key_value_heads", "n_group", "topk_group", "final_logit_softcapping"):
         config.require(key)
     for key in ("n_group", "topk_group"):
         if not config.has(key):
-            raise CheckpointError(f"{config.place}: {key} is null, expected a whole number")
+            raise formats.CheckpointError(f"{config.place}: {key} is null, expected a whole number")
     layers = _read_attention(config)
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "beam",
         layers.attention,
         layers.rope,
-        RouterSpec(
+        formats.RouterSpec(
             "sigmoid_topk",
             config.whole("num_experts"),
             config.whole("num_experts_per_tok", 8),
@@ -51,42 +39,44 @@ def _read_config(config: Config) -> ModelSpec:
             scaling_factor=config.number("routed_scaling_factor", 2.5),
         ),
         config.whole("moe_intermediate_size"),
-        moe_layers=layers_by_kind(config, num_dense=3),
+        moe_layers=readers.layers_by_kind(config, num_dense=3),
         others=layers.others,
     )
     return replace(
         spec,
         logits_softcap=config.number("final_logit_softcapping") if config.has("final_logit_softcapping") else None,
-        residual=NormedResidualSpec("normed", True, ("attention", "mlp"), apart=False, scaled=False, by_depth=True),
+        residual=parts.NormedResidualSpec(
+            "normed", True, ("attention", "mlp"), apart=False, scaled=False, by_depth=True
+        ),
     )
 
 
-def _read_attention(config: Config) -> LayerAttention:
+def _read_attention(config: Config) -> readers.LayerAttention:
     """Reads attention and rotary positions of each layer; a kind of layer whose positions are null does not rotate."""
-    own = read_grouped_query(config, bias=attention_bias(config), qk_norm="head")
-    own = replace(own, gate=OutputGateSpec("value", "sigmoid", bias=True))
+    own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
+    own = replace(own, gate=parts.OutputGateSpec("value", "sigmoid", bias=True))
     kinds = _kinds(config)
     rotating, group = {"sliding_attention"}, config.group("rope_parameters")
     if group is not None:
         for kind in sorted(set(kinds)):
             group.require(kind)
         rotating = set(filter(group.has, kinds))
-    plain = RopeSpec(1e4, own.head_dim, interleaved=False, scaling=None)
-    ropes = read_rope_by_kind(config, own.head_dim, dict.fromkeys(rotating & set(kinds), plain))
+    plain = parts.RopeSpec(1e4, own.head_dim, interleaved=False, scaling=None)
+    ropes = readers.read_rope_by_kind(config, own.head_dim, dict.fromkeys(rotating & set(kinds), plain))
     config.ignore("sliding_window")  # without layers that have it
     window = config.whole("sliding_window") if "sliding_attention" in kinds else None
 
-    def of(kind: str) -> tuple[GroupedQuerySpec, RopeSpec | None]:
+    def of(kind: str) -> tuple[parts.GroupedQuerySpec, parts.RopeSpec | None]:
         attention = replace(own, sliding_window=window) if kind == "sliding_attention" else own
         return (attention, ropes[kind]) if kind in ropes else (replace(attention, temperature=_SHARPER), None)
 
-    return LayerAttention.of(of(kind) for kind in kinds)
+    return readers.LayerAttention.of(of(kind) for kind in kinds)
 
 
 def _kinds(config: Config) -> tuple[str, ...]:
     """Reads the kind of each layer: of `layer_types`, else every sixth and the last without a window."""
     num_layers = config.num_layers()
-    return read_kinds(config, "layer_types", ATTENTION_KINDS) or tuple(
+    return readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS) or tuple(
         "sliding_attention" if (i + 1) % 6 and i + 1 < num_layers else "full_attention" for i in range(num_layers)
     )
 
@@ -97,12 +87,12 @@ BEAM = Family(
     short_names={"beam-1.0": "reflection/Beam-1.0-501B-A23B"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention.gate": f"{_LAYER}.self_attn.gate_proj.weight",
         "layers.{i}.attention.gate_bias": f"{_LAYER}.self_attn.gate_bias",
         "layers.{i}.attention_post_norm": f"{_LAYER}.post_attention_layernorm.weight",
         "layers.{i}.mlp_norm": f"{_LAYER}.pre_feedforward_layernorm.weight",
         "layers.{i}.mlp_post_norm": f"{_LAYER}.post_feedforward_layernorm.weight",
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import CheckpointError, Matrix, ModelSpec
-from moe_pack.formats.families.checkpoint_files import CheckpointFiles, FolderFiles, SafetensorsFiles, read_json
+from moe_pack import formats
+from moe_pack.formats.families import checkpoint_files, published, registry
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import (
     Claims,
@@ -27,11 +27,8 @@ from moe_pack.formats.families.family import (
     stored_ways,
 )
 from moe_pack.formats.families.given_names import given_names
-from moe_pack.formats.families.published import published_config, published_name
-from moe_pack.formats.families.registry import family_of, read_spec
 from moe_pack.formats.families.source_reader import SourceReader
-from moe_pack.formats.pack.manifests import Fate, SourceFile, SourceTensor
-from moe_pack.formats.pack.safetensors import StoredTensor, TensorEntry, split_bytes
+from moe_pack.formats.pack import manifests, safetensors
 
 _COMPARED_BYTES = 4 << 20
 
@@ -43,12 +40,12 @@ class Checkpoint(SourceReader):
     Raises:  CheckpointError if files are missing or damaged, the architecture is unknown, or tensors do not fit it.
     """
 
-    def __init__(self, source: Path | CheckpointFiles) -> None:
-        self.files = SafetensorsFiles(source) if isinstance(source, Path) else source
+    def __init__(self, source: Path | checkpoint_files.CheckpointFiles) -> None:
+        self.files = checkpoint_files.SafetensorsFiles(source) if isinstance(source, Path) else source
         self._notes: list[str] = []
         try:
             config = Config(self.files.config(), "config.json")
-            self.family, self.spec, quantization = read_spec(config)
+            self.family, self.spec, quantization = registry.read_spec(config)
             self._entries = self._named_entries()
             shapes = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
             self.spec = self._with_own_head(spec_of_tensors(self.family, self.spec, shapes))
@@ -57,7 +54,7 @@ class Checkpoint(SourceReader):
                 self._check_copy(name, original)
             for name, numbers in self.claims.constants.items():
                 self._check_constants(name, numbers)
-        except CheckpointError:
+        except formats.CheckpointError:
             self.close()
             raise
 
@@ -74,15 +71,15 @@ class Checkpoint(SourceReader):
         """Returns the place of the dense tensor with this role."""
         return self.claims.dense[role]
 
-    def expert_source(self, layer_idx: int, expert: int, matrix: Matrix) -> SourceMatrix:
+    def expert_source(self, layer_idx: int, expert: int, matrix: formats.Matrix) -> SourceMatrix:
         """Returns the place of a matrix of an expert in the `layer_idx`-th MoE layer."""
         return self.claims.experts[self.spec.moe_layers[layer_idx], expert, matrix]
 
-    def bias_source(self, layer_idx: int, expert: int, matrix: Matrix) -> SourceMatrix:
+    def bias_source(self, layer_idx: int, expert: int, matrix: formats.Matrix) -> SourceMatrix:
         """Returns the place of the bias, a vector, of an expert's matrix that has one by the spec."""
         return self.claims.expert_biases[self.spec.moe_layers[layer_idx], expert, matrix]
 
-    def entry(self, tensor: str) -> TensorEntry:
+    def entry(self, tensor: str) -> safetensors.TensorEntry:
         """Returns what its file says about a tensor."""
         return self._entries[tensor]
 
@@ -127,7 +124,7 @@ class Checkpoint(SourceReader):
         rows = f", rows {source.first_row} to {last}" if is_part and not source.transposed else ""
         return f"{self.files.file_of(source.tensor)}: tensor {source.tensor!r}{rows}"
 
-    def unused(self) -> list[StoredTensor]:
+    def unused(self) -> list[safetensors.StoredTensor]:
         """Returns the tensors that a pack keeps although they are not run, sorted by name."""
         entries = [self._entries[name] for name in sorted(self.claims.unused)]
         return [(entry.name, entry.dtype, entry.shape) for entry in entries]
@@ -139,7 +136,7 @@ class Checkpoint(SourceReader):
         """
         return self.files.read(tensor, start, num_bytes)
 
-    def account(self) -> tuple[list[SourceFile], list[SourceTensor]]:
+    def account(self) -> tuple[list[manifests.SourceFile], list[manifests.SourceTensor]]:
         """Returns every file with tensors and the fate of every tensor."""
         experts = (*self.claims.experts.values(), *self.claims.expert_biases.values())
         packed = {source.tensor for source in experts}
@@ -151,7 +148,7 @@ class Checkpoint(SourceReader):
         tables = {source.tensor for pieces in self.claims.tables.values() for source in pieces}
         tensors = []
         for name, entry in self._entries.items():
-            fate: Fate = "packed" if name in packed else "scales" if name in scales else "resident"
+            fate: manifests.Fate = "packed" if name in packed else "scales" if name in scales else "resident"
             reason = ""
             if name in tables:
                 fate = "table"
@@ -159,7 +156,7 @@ class Checkpoint(SourceReader):
                 fate, reason = "unused", self.claims.unused[name]
             elif name in self.claims.dropped:
                 fate, reason = "dropped", self.claims.dropped[name]
-            usual = SourceTensor(
+            usual = manifests.SourceTensor(
                 name, entry.dtype, entry.shape, fate, reason, decoded_from=self.files.decoded_from(name)
             )
             is_usual = name not in weights or usual.num_weights == weights[name]
@@ -174,14 +171,14 @@ class Checkpoint(SourceReader):
         """Returns a digest which shows that a source has changed, without reading all of it."""
         return self.files.stamp()
 
-    def _named_entries(self) -> Mapping[str, TensorEntry]:
+    def _named_entries(self) -> Mapping[str, safetensors.TensorEntry]:
         """Returns all tensors by the names that the family knows."""
         given = given_names(self.family, self.spec, self.files.entries())
         self.files.rename(given.known)
         self._notes += given.notes
         return self.files.entries()
 
-    def _with_own_head(self, spec: ModelSpec) -> ModelSpec:
+    def _with_own_head(self, spec: formats.ModelSpec) -> formats.ModelSpec:
         """Returns the spec; with a head of its own if the config says that it is the embedding, and it is not."""
         head = second_head(self.family, spec, self._entries)
         embeds = (way.name for way in stored_ways(self.family, spec, "embed"))
@@ -202,12 +199,12 @@ class Checkpoint(SourceReader):
         one, two = self._entries[name], self._entries[other]
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
-        pieces = split_bytes(0, two.num_bytes, _COMPARED_BYTES)
+        pieces = safetensors.split_bytes(0, two.num_bytes, _COMPARED_BYTES)
         return all(np.array_equal(self.raw(name, *piece), self.raw(other, *piece)) for piece in pieces)
 
     def _check_copy(self, name: str, original: str) -> None:
         if not self._are_equal(name, original):
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{self.files.file_of(name)}: tensor {name!r} differs from {original!r}, but must be a copy "
                 "of it; models where the two differ are not supported"
             )
@@ -215,13 +212,13 @@ class Checkpoint(SourceReader):
     def _check_constants(self, name: str, expected: tuple[int, ...]) -> None:
         numbers = self.raw(name, 0, self._entries[name].num_bytes).view("<i8").tolist()
         if numbers != list(expected):
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{self.files.file_of(name)}: tensor {name!r} has numbers that do not follow from config.json; models "
                 "with other n-gram hashes are not supported"
             )
 
 
-def model_spec(source: str, num_layers: int | None = None, vocab_size: int | None = None) -> ModelSpec:
+def model_spec(source: str, num_layers: int | None = None, vocab_size: int | None = None) -> formats.ModelSpec:
     """Returns the spec of the model that `source` names, with fewer layers or tokens if these are given.
 
     Args:    source: a `config.json`, a folder with one, or the name of a published model; files come first.
@@ -235,14 +232,14 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
         _cut_layers(text, num_layers)
         _cut(text, "vocab_size", vocab_size, "--vocab")
     try:
-        return read_spec(Config(values, place))[1]
-    except CheckpointError as fault:
+        return registry.read_spec(Config(values, place))[1]
+    except formats.CheckpointError as fault:
         sizes = {"--layers": num_layers, "--vocab": vocab_size}
         given = [f"{option} {size}" for option, size in sizes.items() if size is not None]
         if not given:
             raise
         hint = "" if num_layers is None else "; the model's first layers may have no experts"
-        raise CheckpointError(f"{fault} (with {' and '.join(given)}{hint})") from fault
+        raise formats.CheckpointError(f"{fault} (with {' and '.join(given)}{hint})") from fault
 
 
 def _text_values(values: Any) -> Any:
@@ -266,7 +263,7 @@ def _renamed(values: Any) -> Any:
 
 def _family(values: Any) -> Family | None:
     model_type = values.get("model_type") if isinstance(values, dict) else None
-    return family_of(model_type) if isinstance(model_type, str) else None
+    return registry.family_of(model_type) if isinstance(model_type, str) else None
 
 
 # Keys with the number of layers that predict further tokens: some lists of values for layers go on with theirs.
@@ -278,7 +275,7 @@ def _cut_layers(values: dict[str, Any], wanted: int | None) -> None:
     if wanted is None:
         return
     if "num_decoder_layers" in values:
-        raise CheckpointError("--layers does not support models with an encoder; leave the option out")
+        raise formats.CheckpointError("--layers does not support models with an encoder; leave the option out")
     size = values.get("num_hidden_layers")
     _cut(values, "num_hidden_layers", wanted, "--layers")
     if type(size) is int:
@@ -300,7 +297,9 @@ def _cut(values: dict[str, Any], key: str, wanted: int | None, option: str) -> N
         return
     size = values.get(key)
     if type(size) is int and not 0 < wanted <= size:
-        raise CheckpointError(f"{option} is {wanted}, but this model's {key} is {size}; give a number from 1 to {size}")
+        raise formats.CheckpointError(
+            f"{option} is {wanted}, but this model's {key} is {size}; give a number from 1 to {size}"
+        )
     values[key] = wanted
 
 
@@ -308,10 +307,12 @@ def _config(source: str) -> tuple[Any, str]:
     """Returns the values of a config, and their file's name for messages."""
     path = Path(source)
     if path.is_dir():
-        return read_json(FolderFiles(path), "config.json"), "config.json"
+        return checkpoint_files.read_json(checkpoint_files.FolderFiles(path), "config.json"), "config.json"
     if path.suffix == ".gguf" and path.is_file():
-        raise CheckpointError(f"{source}: is a GGUF file; give a config.json, a folder with one, or a model's name")
+        raise formats.CheckpointError(
+            f"{source}: is a GGUF file; give a config.json, a folder with one, or a model's name"
+        )
     if path.exists():
-        return read_json(FolderFiles(path.parent), path.name), path.name
-    name = published_name(source)
-    return published_config(name), f"{name}'s config.json"
+        return checkpoint_files.read_json(checkpoint_files.FolderFiles(path.parent), path.name), path.name
+    name = published.published_name(source)
+    return published.published_config(name), f"{name}'s config.json"

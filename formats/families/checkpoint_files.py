@@ -14,19 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import CheckpointError, RangeReader
+from moe_pack import formats
 from moe_pack.formats.base import json_files
-from moe_pack.formats.families.weight_files import (
-    INDEX,
-    JoinedShards,
-    WeightFiles,
-    file_names,
-    find_weights,
-    join_shards,
-    refuse_adapters,
-)
+from moe_pack.formats.families import weight_files
+from moe_pack.formats.pack import safetensors
 from moe_pack.formats.pack.manifests import SourceFile
-from moe_pack.formats.pack.safetensors import CONTENT_BYTES, TensorEntry, check_content, read_header
 
 _CONFIG = "config.json"
 MAX_FILE_BYTES = 64 << 20  # the largest published tokenizer.json has 33 MB
@@ -40,7 +32,7 @@ class FolderFiles:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no such folder")
+            raise formats.CheckpointError(f"{folder}: no such folder")
         self.folder = folder
 
     def has(self, name: str) -> bool:
@@ -52,9 +44,9 @@ class FolderFiles:
 
         Raises:  CheckpointError if it is larger than `most_bytes`, cannot be read, or is something else in its place.
         """
-        with RangeReader(self.folder / name, CheckpointError) as reader:
+        with formats.RangeReader(self.folder / name, formats.CheckpointError) as reader:
             if reader.num_bytes > most_bytes:
-                raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {most_bytes}")
+                raise formats.CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {most_bytes}")
             raw = reader.read(0, reader.num_bytes)
         check_small_file(raw, name)
         return raw
@@ -66,7 +58,7 @@ def check_small_file(raw: NDArray[np.uint8], name: str) -> None:
     Raises:  CheckpointError as `check_content`.
     """
     if len(raw) or name.endswith(".json"):
-        check_content(raw[:CONTENT_BYTES].tobytes(), name, CheckpointError)
+        safetensors.check_content(raw[: safetensors.CONTENT_BYTES].tobytes(), name, formats.CheckpointError)
 
 
 class CheckpointFiles(ABC):
@@ -96,7 +88,7 @@ class CheckpointFiles(ABC):
         return read_json(self, _CONFIG)
 
     @abstractmethod
-    def entries(self) -> Mapping[str, TensorEntry]:
+    def entries(self) -> Mapping[str, safetensors.TensorEntry]:
         """Returns what is known of each tensor, by name; an entry's offset has a meaning in its file alone."""
 
     @abstractmethod
@@ -147,7 +139,7 @@ class ShardFiles(CheckpointFiles):
     """A checkpoint with `model.safetensors`, or with shards and their index."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, TensorEntry] = {}
+        self._entries: dict[str, safetensors.TensorEntry] = {}
         self._shards: dict[str, str] = {}  # of each tensor
         self._notes: tuple[str, ...] = ()
 
@@ -156,7 +148,7 @@ class ShardFiles(CheckpointFiles):
         """Returns the names of all files, and of those in folders as `folder/name`."""
 
     @abstractmethod
-    def _open(self, weights: WeightFiles) -> JoinedShards:
+    def _open(self, weights: weight_files.WeightFiles) -> weight_files.JoinedShards:
         """Opens the shards and returns what their headers say."""
 
     def config(self) -> object:
@@ -165,10 +157,10 @@ class ShardFiles(CheckpointFiles):
         Raises:  CheckpointError if it is missing, too long or not JSON.
         """
         if not self.has(_CONFIG):
-            refuse_adapters(str(self.folder), self.names())  # which has none: its base has
+            weight_files.refuse_adapters(str(self.folder), self.names())  # which has none: its base has
         return super().config()
 
-    def entries(self) -> Mapping[str, TensorEntry]:
+    def entries(self) -> Mapping[str, safetensors.TensorEntry]:
         """Returns what the shards' headers say of each tensor, by name."""
         if not self._entries:
             weights = self.weights()
@@ -177,12 +169,12 @@ class ShardFiles(CheckpointFiles):
             self._notes = (*weights.notes, *joined.notes)
         return self._entries
 
-    def weights(self) -> WeightFiles:
+    def weights(self) -> weight_files.WeightFiles:
         """Returns which of the files have the weights.
 
         Raises:  CheckpointError as `find_weights`.
         """
-        return find_weights(str(self.folder), self.names(), lambda: read_json(self, INDEX))
+        return weight_files.find_weights(str(self.folder), self.names(), lambda: read_json(self, weight_files.INDEX))
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Gives tensors other names: those of the keys become the values."""
@@ -210,11 +202,11 @@ class SafetensorsFiles(FolderFiles, ShardFiles):
     def __init__(self, folder: Path) -> None:
         FolderFiles.__init__(self, folder)
         ShardFiles.__init__(self)
-        self._readers: dict[str, RangeReader] = {}
+        self._readers: dict[str, formats.RangeReader] = {}
 
     def names(self) -> Collection[str]:
         """Returns the names of the files in the folder and in its folders."""
-        return file_names(self.folder)
+        return weight_files.file_names(self.folder)
 
     def read(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
         """Reads a range of a tensor: u8, own memory.
@@ -254,10 +246,12 @@ class SafetensorsFiles(FolderFiles, ShardFiles):
             reader.close()
         self._readers.clear()
 
-    def _open(self, weights: WeightFiles) -> JoinedShards:
+    def _open(self, weights: weight_files.WeightFiles) -> weight_files.JoinedShards:
         paths = {shard: self.folder / shard for shard in weights.shards}
-        joined = join_shards(weights, {shard: read_header(path, CheckpointError) for shard, path in paths.items()})
-        self._readers = {shard: RangeReader(path, CheckpointError) for shard, path in paths.items()}
+        joined = weight_files.join_shards(
+            weights, {shard: safetensors.read_header(path, formats.CheckpointError) for shard, path in paths.items()}
+        )
+        self._readers = {shard: formats.RangeReader(path, formats.CheckpointError) for shard, path in paths.items()}
         return joined
 
 
@@ -267,5 +261,5 @@ def read_json(files: FolderFiles | CheckpointFiles, name: str) -> object:
     Raises:  CheckpointError if it is missing, too long or not JSON.
     """
     if not files.has(name):
-        raise CheckpointError(f"{files.folder}: {name} is missing; a checkpoint folder has one")
-    return json_files.parse(files.read_file(name).tobytes(), name, CheckpointError, is_foreign=True)
+        raise formats.CheckpointError(f"{files.folder}: {name} is missing; a checkpoint folder has one")
+    return json_files.parse(files.read_file(name).tobytes(), name, formats.CheckpointError, is_foreign=True)

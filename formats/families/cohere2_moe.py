@@ -7,24 +7,15 @@ Source: transformers, models/cohere2_moe and models/cohere2_vision.
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.multimodal import within
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    attention_bias,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope,
-)
-from moe_pack.formats.parts import GroupedQuerySpec, ParallelResidualSpec, RopeSpec
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("use_parallel_block", True)
     config.only("use_gated_activation", True)
@@ -33,15 +24,15 @@ def _read_config(config: Config) -> ModelSpec:
     config.only("rotary_pct", 1.0)
     config.require("head_dim")  # missing, transformers takes 128
     num_dense = config.count("first_k_dense_replace", 0)
-    kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
+    kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     moe_layers = tuple(i for i in range(config.num_layers()) if (kinds[i] == "sparse" if kinds else i >= num_dense))
     attention = _read_attention(config, num_dense, moe_layers)
-    rope: RopeSpec | None = read_rope(config, attention.head_dim, interleaved=True)
+    rope: parts.RopeSpec | None = readers.read_rope(config, attention.head_dim, interleaved=True)
     if attention.rotated_layers == ():
         attention, rope = replace(attention, rotated_layers=None), None
     expert_size, num_shared = config.whole("intermediate_size"), config.count("num_shared_experts", 0)
     dense_size, combination = "prefix_dense_intermediate_size", "shared_expert_combination_strategy"
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "cohere2_moe",
         attention,
@@ -50,37 +41,37 @@ def _read_config(config: Config) -> ModelSpec:
         expert_size,
         moe_layers=moe_layers,
         dense_size_key=dense_size if config.has(dense_size) else "intermediate_size",
-        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
         norm=_read_norm(config),
         tied_head=config.flag("tie_word_embeddings", True),
         logits_scaling=1 / _logit_scale(config),
     )
     is_averaged = config.choice(combination, ("average", "sum")) == "average" and num_shared > 0
-    return replace(spec, residual=ParallelResidualSpec("parallel", averaged=is_averaged))
+    return replace(spec, residual=parts.ParallelResidualSpec("parallel", averaged=is_averaged))
 
 
 def _logit_scale(config: Config) -> float:
     config.require("logit_scale")  # missing, transformers takes 0.0625
     scale = config.number("logit_scale")
     if not 1e-6 < scale < 1e6:
-        raise CheckpointError(f"{config.place}: logit_scale is {scale}, expected between 1e-6 and 1e6")
+        raise formats.CheckpointError(f"{config.place}: logit_scale is {scale}, expected between 1e-6 and 1e6")
     return scale
 
 
-def _read_norm(config: Config) -> NormSpec:
+def _read_norm(config: Config) -> formats.NormSpec:
     """Reads norms: rms if there is an eps of these, else layer norms without a bias."""
     eps = config.number("layer_norm_eps", 1e-5)
     if config.has("rms_norm_eps"):
-        return NormSpec("rms", config.number("rms_norm_eps"))
+        return formats.NormSpec("rms", config.number("rms_norm_eps"))
     config.ignore("rms_norm_eps")
-    return NormSpec("layer", eps, unbiased=True)
+    return formats.NormSpec("layer", eps, unbiased=True)
 
 
-def _read_router(config: Config) -> RouterSpec:
+def _read_router(config: Config) -> formats.RouterSpec:
     """Reads a router that chooses the largest logits, and takes a softmax over these or their sigmoids."""
     is_softmax = config.choice("expert_selection_fn", ("softmax", "sigmoid")) == "softmax"
     normalize = config.flag("norm_topk_prob", True)  # a softmax is normal already
-    return RouterSpec(
+    return formats.RouterSpec(
         "topk_softmax" if is_softmax else "topk_sigmoid",
         config.whole(config.either("num_experts", "num_local_experts")),
         config.whole("num_experts_per_tok", 2),
@@ -88,9 +79,9 @@ def _read_router(config: Config) -> RouterSpec:
     )
 
 
-def _read_attention(config: Config, num_dense: int, moe_layers: tuple[int, ...]) -> GroupedQuerySpec:
+def _read_attention(config: Config, num_dense: int, moe_layers: tuple[int, ...]) -> parts.GroupedQuerySpec:
     """Reads attention; if no layer rotates, `rotated_layers` is empty."""
-    attention = read_grouped_query(config, bias=attention_bias(config), own_keys=True)
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True)
     num_layers, windowed = config.num_layers(), _windowed_layers(config, num_dense)
     window = config.whole("sliding_window")  # missing, transformers takes 4096, with null it fails
     dense_rotate = config.whole("prefix_dense_sliding_window_pattern", 1) == 1
@@ -105,7 +96,7 @@ def _read_attention(config: Config, num_dense: int, moe_layers: tuple[int, ...])
 
 def _windowed_layers(config: Config, num_dense: int) -> tuple[int, ...]:
     """Reads the layers with a window: as `layer_types` says, else by steps, among the dense layers and after them."""
-    kinds = read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
+    kinds = readers.read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
     if kinds:
         config.ignore("sliding_window_pattern")
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -122,12 +113,12 @@ COHERE2_MOE = Family(
     model_type="cohere2_moe",
     short_names={"north-mini-code-1.0": "CohereLabs/North-Mini-Code-1.0"},
     read_config=_read_config,
-    dense_names=DENSE_NAMES,
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    dense_names=readers.DENSE_NAMES,
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )
 
 
-def _read_text_config(config: Config) -> ModelSpec:
+def _read_text_config(config: Config) -> formats.ModelSpec:
     """Reads the text model inside a multimodal config, whose class in transformers does not scale logits."""
     config.only("logit_scale", 1.0)
     return _read_config(config)

@@ -7,10 +7,9 @@ unless `rope_parameters` has one; a config with two different bases is refused.
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, Stored
-from moe_pack.formats.families.readers import EXPERT_NAMES, read_decoder, read_grouped_query, read_rope
 
 # Each of the two objects is a config of its own, with the keys that all of them have.
 _NOT_READ = frozenset({"tie_word_embeddings"})
@@ -19,14 +18,14 @@ _NOT_READ = frozenset({"tie_word_embeddings"})
 def _object(config: Config, key: str) -> Config:
     group = config.group(key)
     if group is None:
-        raise CheckpointError(f"{config.place}: key {key!r} is missing, expected an object")
+        raise formats.CheckpointError(f"{config.place}: key {key!r} is missing, expected an object")
     return group
 
 
-def _read_router(ffn: Config) -> RouterSpec:
+def _read_router(ffn: Config) -> formats.RouterSpec:
     ffn.require("moe_normalize_expert_weights")  # null says that weights are not normalized; missing, it is 1
     ffn.only("moe_normalize_expert_weights", 1)
-    return RouterSpec(
+    return formats.RouterSpec(
         "softmax_topk",
         ffn.whole("moe_num_experts"),
         ffn.whole("moe_top_k"),
@@ -34,19 +33,19 @@ def _read_router(ffn: Config) -> RouterSpec:
     )
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     attn, ffn = _object(config, "attn_config"), _object(config, "ffn_config")
     num_kv_heads, theta = attn.whole("kv_n_heads"), attn.number("rope_theta")
     config.only("num_key_value_heads", num_kv_heads)
     config.only("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
     attention = replace(
-        read_grouped_query(config, own_keys=True),
+        readers.read_grouped_query(config, own_keys=True),
         num_kv_heads=num_kv_heads,
         clip=attn.number("clip_qkv"),  # without it, no code runs
     )
-    rope = read_rope(config, attention.head_dim, default_theta=theta)
+    rope = readers.read_rope(config, attention.head_dim, default_theta=theta)
     if rope.theta != theta:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{attn.place}: rope_theta is {theta}, {config.place} has {rope.theta}; these keys must be equal"
         )
     activation = ffn.group("ffn_act_fn")
@@ -57,7 +56,7 @@ def _read_config(config: Config) -> ModelSpec:
     ffn.only("uniform_expert_assignment", False)
     ffn.ignore("moe_jitter_eps", "moe_loss_weight")
     attn.ignore("attn_pdrop")
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "dbrx",
         attention,
@@ -65,7 +64,7 @@ def _read_config(config: Config) -> ModelSpec:
         _read_router(ffn),
         ffn.whole("ffn_hidden_size"),
         dense_size_key=None,
-        norm=NormSpec("layer", 1e-5, unbiased=True),
+        norm=formats.NormSpec("layer", 1e-5, unbiased=True),
     )
     config.only("tie_word_embeddings", False)
     for group in (attn, ffn):
@@ -75,8 +74,8 @@ def _read_config(config: Config) -> ModelSpec:
 
 _BLOCK = "transformer.blocks.{i}"
 _ATTENTION = f"{_BLOCK}.norm_attn_norm"
-_QKV = Stored(f"{_ATTENTION}.attn.Wqkv.weight", roles=tuple(f"layers.{{i}}.attention.{name}" for name in "qkv"))
-DBRX = Family(
+_QKV = family.Stored(f"{_ATTENTION}.attn.Wqkv.weight", roles=tuple(f"layers.{{i}}.attention.{name}" for name in "qkv"))
+DBRX = family.Family(
     model_type="dbrx",
     short_names={"dbrx": "databricks/dbrx-base", "dbrx-instruct": "databricks/dbrx-instruct"},
     read_config=_read_config,
@@ -91,7 +90,7 @@ DBRX = Family(
         "head": "lm_head.weight",
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": f"{_BLOCK}.ffn.experts.mlp.w1",
                 "up": f"{_BLOCK}.ffn.experts.mlp.v1",
@@ -100,7 +99,7 @@ DBRX = Family(
             transposed="down",
             one_matrix=True,
         ),
-        replace(EXPERT_NAMES, of_gguf=True),
+        replace(readers.EXPERT_NAMES, of_gguf=True),
     ),
     ignored_keys=frozenset({"emb_pdrop", "resid_pdrop"}),
     old_keys={

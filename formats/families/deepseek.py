@@ -3,38 +3,29 @@
 transformers has no class for it; tests/support/references/deepseek.py stands in for one.
 """
 
-from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    attention_bias,
-    layers_after_dense,
-    read_decoder,
-    read_expert_count,
-    read_llama_attention,
-    read_llama_rope,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
-    num_experts, chosen = read_expert_count(config, "n_routed_experts"), config.whole("num_experts_per_tok")
+def _read_config(config: Config) -> formats.ModelSpec:
+    num_experts, chosen = readers.read_expert_count(config, "n_routed_experts"), config.whole("num_experts_per_tok")
     config.only("scoring_func", "softmax")
     config.require("num_key_value_heads")  # null says that each head has keys of its own; missing, 32 do
-    attention = read_llama_attention(config, attention_bias(config))
+    attention = readers.read_llama_attention(config, readers.attention_bias(config))
     expert_size, freq = config.whole("moe_intermediate_size"), config.whole("moe_layer_freq", 1)
     num_shared = config.whole("n_shared_experts") if config.has("n_shared_experts") else 0
     normalize = config.flag("norm_topk_prob", False) and chosen > 1  # the weight of one alone stays as it is
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "deepseek",
         attention,
-        read_llama_rope(config, attention.head_dim),
-        RouterSpec("softmax_topk", num_experts, chosen, normalize),
+        readers.read_llama_rope(config, attention.head_dim),
+        formats.RouterSpec("softmax_topk", num_experts, chosen, normalize),
         expert_size,
-        moe_layers=tuple(layer for layer in layers_after_dense(config, default=0) if layer % freq == 0),
-        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+        moe_layers=tuple(layer for layer in readers.layers_after_dense(config, default=0) if layer % freq == 0),
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
     )
 
 
@@ -46,7 +37,7 @@ DEEPSEEK = Family(
         "deepseek-moe-16b-chat": "deepseek-ai/deepseek-moe-16b-chat",
     },
     read_config=_read_config,
-    dense_names=DENSE_NAMES,
-    expert_names=(EXPERT_NAMES,),
+    dense_names=readers.DENSE_NAMES,
+    expert_names=(readers.EXPERT_NAMES,),
     ignored_keys=frozenset({"aux_loss_alpha", "pretraining_tp", "seq_aux"}),
 )

@@ -1,37 +1,27 @@
 """DeepSeek-OCR 2 as transformers has it, without what reads pages. Source: transformers, models/deepseek_ocr2."""
 
-from moe_pack.formats import ModelSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import multimodal, readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v2 import read_router
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.multimodal import PARTS, within
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    attention_bias,
-    read_decoder,
-    read_kinds,
-    read_llama_attention,
-    read_rope,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     config.only("mlp_bias", False)
     config.require("mlp_layer_types")  # the class has no default that works
-    kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
+    kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     expert_size = config.whole("moe_intermediate_size")
-    attention = read_llama_attention(config, attention_bias(config))
-    return read_decoder(
+    attention = readers.read_llama_attention(config, readers.attention_bias(config))
+    return readers.read_decoder(
         config,
         "deepseek_ocr2",
         attention,
-        read_rope(config, attention.head_dim),
+        readers.read_rope(config, attention.head_dim),
         read_router(config),
         expert_size,
         moe_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"),
-        shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts", 2), gated=False),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 2), gated=False),
     )
 
 
@@ -39,16 +29,16 @@ _TEXT = Family(
     model_type="deepseek_ocr2_text",
     short_names={},
     read_config=_read_config,
-    dense_names=DENSE_NAMES,
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    dense_names=readers.DENSE_NAMES,
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"pretraining_tp"}),
 )
-DEEPSEEK_OCR2 = within(
+DEEPSEEK_OCR2 = multimodal.within(
     _TEXT,
     "deepseek_ocr2",
     moves=({}, {"model.": "model.language_model."}),
     parts={
-        **PARTS,
+        **multimodal.PARTS,
         "model.sam_model.*": "the vision part",
         "model.qwen2_model.*": "the vision part",
         "model.projector.*": "what maps vision to the text model",

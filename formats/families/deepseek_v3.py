@@ -5,26 +5,13 @@ Source: transformers, models/deepseek_v3, models/kimi_k25; DeepSeek-V3 (2412.194
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import multimodal, readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.multimodal import LANGUAGE_MODEL, PARTS, within
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    LATENT_NAMES,
-    PREDICTION_LAYER,
-    PREDICTION_NAMES,
-    layers_after_dense,
-    read_decoder,
-    read_latent,
-    read_rope,
-    read_sigmoid_router,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
@@ -32,15 +19,15 @@ def _read_config(config: Config) -> ModelSpec:
     for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"):
         config.require(key)  # missing, transformers takes V3's own: 8, 4, 2.5 and 128
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
-    return read_decoder(
+    return readers.read_decoder(
         config,
         config.text("model_type"),
-        read_latent(config),
-        read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
-        read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        readers.read_latent(config),
+        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
-        moe_layers=layers_after_dense(config, default=3),
-        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False),
+        moe_layers=readers.layers_after_dense(config, default=3),
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
     )
 
 
@@ -57,10 +44,10 @@ DEEPSEEK_V3 = Family(
         "moonlight-16b-a3b-instruct": "moonshotai/Moonlight-16B-A3B-Instruct",
     },
     read_config=_read_config,
-    dense_names={**DENSE_NAMES, **LATENT_NAMES},
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
-    unused=(PREDICTION_LAYER,),
-    prediction=(PREDICTION_NAMES,),
+    dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
+    unused=(readers.PREDICTION_LAYER,),
+    prediction=(readers.PREDICTION_NAMES,),
     ignored_keys=frozenset(
         {"aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "pretraining_tp", "seq_aux"}
     ),
@@ -76,13 +63,13 @@ KIMI_K2 = replace(
         "kimi-k2-thinking": "moonshotai/Kimi-K2-Thinking",
     },
 )
-KIMI_K25 = within(
+KIMI_K25 = multimodal.within(
     DEEPSEEK_V3,
     "kimi_k25",
     text_types=("kimi_k2",),
     # Published checkpoints have the names of LANGUAGE_MODEL; save_pretrained of transformers 5.23 calls layers blocks.
     moves=(
-        *LANGUAGE_MODEL,
+        *multimodal.LANGUAGE_MODEL,
         {
             "model.layers.": "language_model.model.blocks.",
             "model.": "language_model.model.",
@@ -90,7 +77,7 @@ KIMI_K25 = within(
         },
     ),
     parts={
-        **PARTS,
+        **multimodal.PARTS,
         "mm_projector.*": "what maps vision to the text model",
         "model.mm_projector.*": "what maps vision to the text model",
     },

@@ -6,42 +6,35 @@ and rounds them to FP8, which we, like transformers, do not.
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3
-from moe_pack.formats.families.readers import (
-    layers_by_kind,
-    read_decoder,
-    read_kinds,
-    read_latent,
-    read_rope,
-    read_sigmoid_router,
-)
 from moe_pack.formats.parts import IndexerSpec
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
     config.only("moe_layer_freq", 1)
     config.only("mlp_bias", False)
     config.only("rope_interleave", True)
-    read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
+    readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads", "index_topk"):
         config.require(key)  # missing, transformers takes V3.2's own: 8, 4, 2.5, 128 and 2048
     indexer = IndexerSpec(config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk"))
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
     config.whole("q_lora_rank")  # the indexer's queries come from the latent
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "deepseek_v32",
-        replace(read_latent(config), indexer=indexer),
-        read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
-        read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        replace(readers.read_latent(config), indexer=indexer),
+        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
+        readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
-        moe_layers=layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 3)),
-        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False),
+        moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 3)),
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
     )
 
 

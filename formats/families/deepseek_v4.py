@@ -12,25 +12,10 @@ Source: transformers, models/deepseek_v4.
 from collections import Counter
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, LeftOut
-from moe_pack.formats.families.readers import (
-    FUSED_EXPERT_NAMES,
-    read_decoder,
-    read_kinds,
-    read_rope,
-    read_rope_by_kind,
-    rope_group,
-)
-from moe_pack.formats.parts import (
-    CompressedSpec,
-    CompressionSpec,
-    EntryIndexerSpec,
-    MixedStreamsSpec,
-    OtherAttentionSpec,
-    RopeSpec,
-)
 from moe_pack.formats.parts.positions import YarnSpec
 from moe_pack.formats.parts.specs import LimitSpec
 
@@ -40,7 +25,7 @@ _DEFAULT_RATES = {_SPARSE: 4, _HEAVY: 128}
 _ROTATED = 64 / 512  # of a head, if the config does not say
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Read by no code of transformers: other values would be another model.
     config.only("scoring_func", "sqrtsoftplus")
     config.only("topk_method", "noaux_tc")
@@ -54,11 +39,11 @@ def _read_config(config: Config) -> ModelSpec:
     most, *rest = [kind for kind, _ in Counter(kinds).most_common()]
     own = {kind: _read_attention(config, kind) for kind in (most, *rest)}
     others = tuple(
-        OtherAttentionSpec(tuple(i for i, each in enumerate(kinds) if each == kind), own[kind], ropes[kind])
+        parts.OtherAttentionSpec(tuple(i for i, each in enumerate(kinds) if each == kind), own[kind], ropes[kind])
         for kind in rest
     )
     size = config.whole(config.either("moe_intermediate_size", "intermediate_size"))
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "deepseek_v4",
         own[most],
@@ -66,12 +51,12 @@ def _read_config(config: Config) -> ModelSpec:
         _read_router(config),
         size,
         dense_size_key=None,
-        shared_expert=SharedExpertSpec(size, gated=False),
+        shared_expert=formats.SharedExpertSpec(size, gated=False),
         others=others,
     )
     limit = config.number("swiglu_limit")
     expert = replace(spec.expert, function="clipped_silu", limits=(LimitSpec(None, limit, limit),))
-    residual = MixedStreamsSpec(
+    residual = parts.MixedStreamsSpec(
         "mixed_streams",
         config.whole("hc_mult"),
         mixing=config.whole("hc_sinkhorn_iters", 20),
@@ -81,14 +66,14 @@ def _read_config(config: Config) -> ModelSpec:
     return replace(spec, expert=expert, residual=residual)
 
 
-def _read_router(config: Config) -> RouterSpec:
-    kinds = read_kinds(config, "mlp_layer_types", ("hash_moe", "moe"))
+def _read_router(config: Config) -> formats.RouterSpec:
+    kinds = readers.read_kinds(config, "mlp_layer_types", ("hash_moe", "moe"))
     if kinds:
         config.ignore("num_hash_layers")
         table_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "hash_moe")
     else:
         table_layers = tuple(range(min(config.count("num_hash_layers", 3), config.num_layers())))
-    return RouterSpec(
+    return formats.RouterSpec(
         "sqrtsoftplus_topk",
         config.whole(config.either("n_routed_experts", "num_local_experts")),
         config.whole("num_experts_per_tok"),
@@ -102,14 +87,14 @@ def _read_router(config: Config) -> RouterSpec:
 def _read_layer_kinds(config: Config) -> tuple[str, ...]:
     """Reads the kind of attention of each layer: a list, else a number for each, else that of DeepSeek-V4-Pro."""
     num_layers = config.num_layers()
-    kinds = read_kinds(config, "layer_types", (_SLIDING, _SPARSE, _HEAVY))
+    kinds = readers.read_kinds(config, "layer_types", (_SLIDING, _SPARSE, _HEAVY))
     if kinds:
         config.ignore("compress_ratios")
         return kinds
     if config.has("compress_ratios"):  # which goes on with those of prediction layers
         ratios = config.counts("compress_ratios")[:num_layers]
         if len(ratios) < num_layers or set(ratios) - set(_KIND_OF_RATIO):
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{config.place}: compress_ratios is {list(ratios)}, expected 0, 4 or 128 for each of "
                 f"{num_layers} layers"
             )
@@ -117,19 +102,19 @@ def _read_layer_kinds(config: Config) -> tuple[str, ...]:
     return tuple(_SPARSE if layer > 1 and layer % 2 else _HEAVY for layer in range(num_layers))
 
 
-def _read_attention(config: Config, kind: str) -> CompressedSpec:
+def _read_attention(config: Config, kind: str) -> parts.CompressedSpec:
     """Reads the attention of the layers of a kind."""
     head_dim = config.whole("head_dim")
-    indexer = EntryIndexerSpec(
+    indexer = parts.EntryIndexerSpec(
         config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk")
     )
     rates = _read_rates(config)
-    compression: CompressionSpec | None = None
+    compression: parts.CompressionSpec | None = None
     if kind == _SPARSE:
-        compression = CompressionSpec(rates[_SPARSE], overlap=True, indexer=indexer)
+        compression = parts.CompressionSpec(rates[_SPARSE], overlap=True, indexer=indexer)
     elif kind == _HEAVY:
-        compression = CompressionSpec(rates[_HEAVY], overlap=False, indexer=None)
-    return CompressedSpec(
+        compression = parts.CompressionSpec(rates[_HEAVY], overlap=False, indexer=None)
+    return parts.CompressedSpec(
         "compressed",
         num_heads=config.whole("num_attention_heads"),
         head_dim=head_dim,
@@ -153,23 +138,23 @@ def _read_rates(config: Config) -> dict[str, int]:
     return rates
 
 
-def _read_ropes(config: Config, head_dim: int) -> dict[str, RopeSpec]:
+def _read_ropes(config: Config, head_dim: int) -> dict[str, parts.RopeSpec]:
     """Reads the rotary positions of layers of each kind: those with entries have a base and a scaling of their own."""
     theta, compress_theta = config.number("rope_theta", 1e4), config.number("compress_rope_theta", 1.6e5)
-    group = rope_group(config)
+    group = readers.rope_group(config)
     if group is not None and group.has("main") and group.has("compress"):
-        labels = {label: RopeSpec(theta, head_dim, True, None) for label in ("main", "compress")}
-        found = read_rope_by_kind(config, head_dim, labels, partial_rotary_factor=1.0)
+        labels = {label: parts.RopeSpec(theta, head_dim, True, None) for label in ("main", "compress")}
+        found = readers.read_rope_by_kind(config, head_dim, labels, partial_rotary_factor=1.0)
         main, compress = (replace(found[label], interleaved=True) for label in ("main", "compress"))
         config.ignore("partial_rotary_factor", "qk_rope_head_dim")  # rope_parameters has the shares that are rotated
     else:
         share = config.whole("qk_rope_head_dim", int(_ROTATED * head_dim)) / head_dim
         share = config.number("partial_rotary_factor", share)
         config.only("qk_rope_head_dim", int(head_dim * share))
-        main = RopeSpec(theta, int(head_dim * share), True, None)
-        scaled = read_rope(config, head_dim, theta, interleaved=True, partial_rotary_factor=share)
+        main = parts.RopeSpec(theta, int(head_dim * share), True, None)
+        scaled = readers.read_rope(config, head_dim, theta, interleaved=True, partial_rotary_factor=share)
         if scaled.rotary_dim != main.rotary_dim:
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{config.place}: partial_rotary_factor rotates {scaled.rotary_dim} values in one place and "
                 f"{main.rotary_dim} in another; these must be equal"
             )
@@ -191,7 +176,7 @@ def _in_layer(published: str, newer: str) -> tuple[str, ...]:
 
 _COMPRESSOR, _INDEXER = "self_attn.compressor", "self_attn.compressor.indexer"
 
-DEEPSEEK_V4 = Family(
+DEEPSEEK_V4 = family.Family(
     model_type="deepseek_v4",
     short_names={
         "deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash",
@@ -249,7 +234,7 @@ DEEPSEEK_V4 = Family(
     },
     expert_names=(
         *(
-            ExpertNames(
+            family.ExpertNames(
                 {
                     "gate": f"{prefix}layers.{{i}}.ffn.experts.{{e}}.w1.weight",
                     "up": f"{prefix}layers.{{i}}.ffn.experts.{{e}}.w3.weight",
@@ -258,7 +243,7 @@ DEEPSEEK_V4 = Family(
             )
             for prefix in ("model.", "")
         ),
-        FUSED_EXPERT_NAMES,
+        readers.FUSED_EXPERT_NAMES,
     ),
-    unused=(LeftOut("mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
+    unused=(family.LeftOut("mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
 )

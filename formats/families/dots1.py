@@ -1,46 +1,35 @@
 """dots.llm1. Source: transformers, models/dots1; dots.llm1 technical report (2506.05767)."""
 
-from moe_pack.formats import ModelSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    attention_bias,
-    layers_after_dense,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-    read_sigmoid_router,
-    refuse_mixed_layers,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     _refuse_windows(config)
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
     config.only("moe_layer_freq", 1)
-    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head")
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     expert_size = config.whole("moe_intermediate_size")
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "dots1",
         attention,
-        read_rope(config, attention.head_dim),
-        read_sigmoid_router(config, num_experts_per_tok=None, normalize=False),
+        readers.read_rope(config, attention.head_dim),
+        readers.read_sigmoid_router(config, num_experts_per_tok=None, normalize=False),
         expert_size,
-        moe_layers=layers_after_dense(config, default=0),
-        shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts"), gated=False),
+        moe_layers=readers.layers_after_dense(config, default=0),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts"), gated=False),
     )
 
 
 def _refuse_windows(config: Config) -> None:
     """Refuses a sliding window: in layers `layer_types` names; without it, in those from `max_window_layers` on."""
     config.only("use_sliding_window", False)
-    refuse_mixed_layers(config)
+    readers.refuse_mixed_layers(config)
     if not config.has("layer_types") and config.count("max_window_layers", 62) < config.num_layers():
         config.require("sliding_window")  # null says that no layer has one; missing, transformers takes 4096
         config.only("sliding_window", None)
@@ -51,7 +40,7 @@ DOTS1 = Family(
     model_type="dots1",
     short_names={"dots.llm1.base": "rednote-hilab/dots.llm1.base", "dots.llm1.inst": "rednote-hilab/dots.llm1.inst"},
     read_config=_read_config,
-    dense_names=DENSE_NAMES,
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    dense_names=readers.DENSE_NAMES,
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"pretraining_tp"}),
 )

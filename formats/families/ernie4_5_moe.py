@@ -1,23 +1,14 @@
 """ERNIE 4.5 with experts, 21B-A3B and 300B-A47B. Source: transformers, models/ernie4_5_moe; Baidu (2025)."""
 
-from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, LeftOut
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    MROPE_KEYS,
-    SCALINGS,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 
 _LEAST_SUM = 1e-12
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     return read_ernie(
         config,
         "ernie4_5_moe",
@@ -34,7 +25,7 @@ def read_ernie(
     expert_size: int,
     moe_layers: tuple[int, ...],
     has_images: bool = False,
-) -> ModelSpec:
+) -> formats.ModelSpec:
     """Reads the keys of ERNIE 4.5 that are the same with and without images.
 
     Args:    has_images: rotary positions have three numbers, and no scaling.
@@ -46,10 +37,10 @@ def read_ernie(
     # The sum of weights is at least this. We add it instead: in float32 that is the same for any sum above 1e-5.
     if config.number("moe_norm_min", _LEAST_SUM) != _LEAST_SUM:
         config.only("moe_norm_min", _LEAST_SUM)
-    attention = read_grouped_query(config)
+    attention = readers.read_grouped_query(config)
     config.require("moe_num_shared_experts")  # missing, transformers takes 2
     num_shared = config.count("moe_num_shared_experts", 0)
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "softmax_topk",
         num_experts,
         config.whole(config.either("moe_k", "num_experts_per_tok"), 6),
@@ -57,23 +48,23 @@ def read_ernie(
         bias=True,
         least_sum=_LEAST_SUM,
     )
-    return read_decoder(
+    return readers.read_decoder(
         config,
         family,
         attention,
-        read_rope(
+        readers.read_rope(
             config,
             attention.head_dim,
             default_theta=5e5,
             interleaved=True,
-            scalings=() if has_images else SCALINGS,
-            ignored=MROPE_KEYS if has_images else frozenset(),
+            scalings=() if has_images else readers.SCALINGS,
+            ignored=readers.MROPE_KEYS if has_images else frozenset(),
         ),
         router,
         expert_size,
         moe_layers=moe_layers,
-        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         tied_head=config.flag("tie_word_embeddings", True),
     )
 
@@ -84,7 +75,7 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
     first, last = config.count("moe_layer_start_index", 1), config.integer("moe_layer_end_index", -1)
     last = num_layers - 1 if last == -1 else last
     if last < 0:
-        raise CheckpointError(f"{config.place}: moe_layer_end_index is {last}, expected -1 or a layer")
+        raise formats.CheckpointError(f"{config.place}: moe_layer_end_index is {last}, expected -1 or a layer")
     return tuple(i for i in range(num_layers) if (i + 1) % step == 0 and first <= i <= last)
 
 
@@ -97,13 +88,13 @@ ERNIE4_5_MOE = Family(
     },
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.router_bias": (
             "model.layers.{i}.mlp.moe_statics.e_score_correction_bias",
             "model.layers.{i}.mlp.gate.moe_statics.e_score_correction_bias",
         ),
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(LeftOut("model.mtp_*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"_attn_implementation", "moe_capacity", "num_nextn_predict_layers"}),
 )

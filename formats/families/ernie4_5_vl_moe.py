@@ -8,72 +8,71 @@ Baidu's checkpoints have one flat config, of another type, in which pairs of num
 from collections.abc import Mapping
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec
+from moe_pack import formats
+from moe_pack.formats.families import ernie4_5_moe, family, multimodal, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.ernie4_5_moe import ERNIE4_5_MOE, read_ernie
-from moe_pack.formats.families.family import ExpertNames, Family, LeftOut, Stored
-from moe_pack.formats.families.multimodal import PARTS, within
-from moe_pack.formats.families.readers import EXPERT_NAMES, layers_by_kind
 
 
 def _pair(config: Config, key: str) -> tuple[int, int]:
     """Reads a list of two whole numbers above 0: for text, and for images."""
     found = config.counts(key)
     if len(found) != 2 or 0 in found:
-        raise CheckpointError(f"{config.place}: {key} is {list(found)}, expected two whole numbers above 0")
+        raise formats.CheckpointError(f"{config.place}: {key} is {list(found)}, expected two whole numbers above 0")
     return found[0], found[1]
 
 
-def _read_text(config: Config) -> ModelSpec:
-    return read_ernie(
+def _read_text(config: Config) -> formats.ModelSpec:
+    return ernie4_5_moe.read_ernie(
         config,
         "ernie4_5_vl_moe",
         config.whole(config.either("moe_num_experts", "num_experts")),
         _pair(config, "moe_intermediate_size")[0],
-        layers_by_kind(config, num_dense=1),
+        readers.layers_by_kind(config, num_dense=1),
         has_images=True,
     )
 
 
-def _read_flat(config: Config) -> ModelSpec:
+def _read_flat(config: Config) -> formats.ModelSpec:
     config.only("rope_3d", True)
     config.only("use_rmsnorm", True)
     config.only("moe_layer_interval", 1)
     num_layers, (first, of_images) = config.num_layers(), _pair(config, "moe_layer_start_index")
     if first != of_images or min(_pair(config, "moe_layer_end_index")) < num_layers - 1:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{config.place}: moe_layer_start_index and moe_layer_end_index give text and images experts in different "
             "layers, or leave out the last layer; that is not supported"
         )
     for key in ("moe_k", "moe_num_shared_experts", "rms_norm_eps", "rope_theta", "tie_word_embeddings"):
         config.require(key)
     experts, sizes = _pair(config, "moe_num_experts"), _pair(config, "moe_intermediate_size")
-    return read_ernie(config, "ernie4_5_moe_vl", experts[0], sizes[0], tuple(range(first, num_layers)), has_images=True)
+    return ernie4_5_moe.read_ernie(
+        config, "ernie4_5_moe_vl", experts[0], sizes[0], tuple(range(first, num_layers)), has_images=True
+    )
 
 
 _OF_IMAGES = "experts for tokens of images, which a text model does not run"
 _PARTS: Mapping[str, str] = {
-    **PARTS,
+    **multimodal.PARTS,
     "model.resampler_model.*": "what maps vision to the text model",
 }
-_TEXT = Family(
+_TEXT = family.Family(
     model_type="ernie4_5_vl_moe_text",
     short_names={},
     read_config=_read_text,
     dense_names={
-        **ERNIE4_5_MOE.dense_names,
+        **ernie4_5_moe.ERNIE4_5_MOE.dense_names,
         "layers.{i}.router": (
-            Stored("model.layers.{i}.mlp.gate.weight", transposed=True),
+            family.Stored("model.layers.{i}.mlp.gate.weight", transposed=True),
             "model.layers.{i}.mlp.text_moe.gate.weight",
         ),
         "layers.{i}.router_bias": (
-            Stored("model.layers.{i}.mlp.moe_statics.e_score_correction_bias", parts=2),
+            family.Stored("model.layers.{i}.mlp.moe_statics.e_score_correction_bias", parts=2),
             "model.layers.{i}.mlp.text_moe.gate.moe_statics.e_score_correction_bias",
         ),
     },
     expert_names=(
-        EXPERT_NAMES,
-        ExpertNames(
+        readers.EXPERT_NAMES,
+        family.ExpertNames(
             {
                 "gate": "model.layers.{i}.mlp.text_moe.experts.gate_up_proj",
                 "up": "model.layers.{i}.mlp.text_moe.experts.gate_up_proj",
@@ -82,13 +81,13 @@ _TEXT = Family(
         ),
     ),
     dropped=(
-        LeftOut("model.layers.*.mlp.experts.{e}.*_proj.weight", _OF_IMAGES),
-        LeftOut("model.layers.*.mlp.gate.weight_1", _OF_IMAGES),
-        LeftOut("model.layers.*.mlp.vision_moe.*", _OF_IMAGES),
+        family.LeftOut("model.layers.*.mlp.experts.{e}.*_proj.weight", _OF_IMAGES),
+        family.LeftOut("model.layers.*.mlp.gate.weight_1", _OF_IMAGES),
+        family.LeftOut("model.layers.*.mlp.vision_moe.*", _OF_IMAGES),
     ),
     ignored_keys=frozenset({"_attn_implementation"}),
 )
-ERNIE4_5_VL_MOE = within(
+ERNIE4_5_VL_MOE = multimodal.within(
     _TEXT,
     "ernie4_5_vl_moe",
     parts=_PARTS,
@@ -107,7 +106,7 @@ ERNIE4_5_MOE_VL = replace(
     read_config=_read_flat,
     dropped=(
         *_TEXT.dropped,
-        *(LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in _PARTS.items()),
+        *(family.LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in _PARTS.items()),
     ),
     ignored_keys=frozenset(
         {

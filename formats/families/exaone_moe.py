@@ -2,34 +2,24 @@
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, LeftOut
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    layers_by_kind,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope,
-)
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
     expert_size = config.whole("moe_intermediate_size")
     num_dense = config.count("first_k_dense_replace", 1)
     config.only("first_last_k_dense_replace", num_dense)
-    moe_layers = layers_by_kind(config, num_dense)
+    moe_layers = readers.layers_by_kind(config, num_dense)
     config.only("is_moe_layer", [layer in moe_layers for layer in range(config.num_layers())])
     config.require("num_key_value_heads")  # missing, transformers takes 32
     attention = _read_attention(config)
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole("num_experts"),
         config.whole("num_experts_per_tok", 8),
@@ -39,22 +29,22 @@ def _read_config(config: Config) -> ModelSpec:
         topk_group=config.whole("topk_group", 1),
         scaling_factor=config.number("routed_scaling_factor", 2.5),
     )
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "exaone_moe",
         attention,
-        read_rope(config, attention.head_dim),
+        readers.read_rope(config, attention.head_dim),
         router,
         expert_size,
         moe_layers=moe_layers,
-        shared_expert=SharedExpertSpec(expert_size * config.whole("num_shared_experts", 1), gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("num_shared_experts", 1), gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
 
 
 def _read_attention(config: Config) -> GroupedQuerySpec:
     """Reads attention whose layers with a window rotate, and whose other layers do not."""
-    attention = read_grouped_query(config, qk_norm="head")
+    attention = readers.read_grouped_query(config, qk_norm="head")
     config.require("sliding_window")  # missing, transformers takes 4096; it cannot be null
     attention, windowed = replace(attention, sliding_window=config.whole("sliding_window")), _windowed_layers(config)
     if len(windowed) == config.num_layers():
@@ -64,7 +54,7 @@ def _read_attention(config: Config) -> GroupedQuerySpec:
 
 def _windowed_layers(config: Config) -> tuple[int, ...]:
     """The layers with a window: as `layer_types` says, else all but every `sliding_window_pattern`-th."""
-    kinds = read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
+    kinds = readers.read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
     if kinds:
         config.ignore("sliding_window_pattern")
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -75,18 +65,18 @@ def _windowed_layers(config: Config) -> tuple[int, ...]:
 
 _MTP = "a multi-token-prediction layer, which plain decoding does not run"
 
-EXAONE_MOE = Family(
+EXAONE_MOE = family.Family(
     model_type="exaone_moe",
     short_names={"k-exaone-236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.router_bias": (
             "model.layers.{i}.mlp.e_score_correction_bias",
             "model.layers.{i}.mlp.gate.e_score_correction_bias",
         ),
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
-    unused=(LeftOut("mtp.*", _MTP),),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
+    unused=(family.LeftOut("mtp.*", _MTP),),
     ignored_keys=frozenset({"num_nextn_predict_layers"}),
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from moe_pack.formats import CheckpointError, Matrix, ModelSpec, dense_roles
+from moe_pack import formats
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import DenseRole
 from moe_pack.formats.parts.roles import FLOAT_DTYPES, INTEGER_DTYPES
@@ -63,12 +63,12 @@ class ExpertNames:
     what our reader of GGUF files calls the matrices, where no checkpoint has one tensor for each.
     """
 
-    matrices: Mapping[Matrix, str]
-    biases: Mapping[Matrix, str] = field(default_factory=dict)
+    matrices: Mapping[formats.Matrix, str]
+    biases: Mapping[formats.Matrix, str] = field(default_factory=dict)
     interleaved: bool = False
     transposed: bool | Literal["down"] = False
     one_matrix: bool = False
-    scales: Mapping[Matrix, str] = field(default_factory=dict)
+    scales: Mapping[formats.Matrix, str] = field(default_factory=dict)
     of_gguf: bool = False
 
 
@@ -129,7 +129,7 @@ class Family:
 
     model_type: str
     short_names: Mapping[str, str]
-    read_config: Callable[[Config], ModelSpec]
+    read_config: Callable[[Config], formats.ModelSpec]
     dense_names: Mapping[str, DenseName | tuple[DenseName, ...]]
     expert_names: tuple[ExpertNames, ...]
     dropped: tuple[LeftOut, ...] = ()
@@ -222,7 +222,7 @@ class SourceMatrix:
         return self.first_row + row * self.row_step, self.first_col + col * self.col_step
 
 
-ExpertSources = dict[tuple[int, int, Matrix], SourceMatrix]
+ExpertSources = dict[tuple[int, int, formats.Matrix], SourceMatrix]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +236,8 @@ class Claims:
     """
 
     dense: Mapping[str, SourceMatrix]
-    experts: Mapping[tuple[int, int, Matrix], SourceMatrix]
-    expert_biases: Mapping[tuple[int, int, Matrix], SourceMatrix]
+    experts: Mapping[tuple[int, int, formats.Matrix], SourceMatrix]
+    expert_biases: Mapping[tuple[int, int, formats.Matrix], SourceMatrix]
     unused: Mapping[str, str]
     dropped: Mapping[str, str]
     copies: Mapping[str, str]
@@ -245,7 +245,7 @@ class Claims:
     constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def spec_of_tensors(family: Family, spec: ModelSpec, tensors: Tensors) -> ModelSpec:
+def spec_of_tensors(family: Family, spec: formats.ModelSpec, tensors: Tensors) -> formats.ModelSpec:
     """Returns the spec of a checkpoint with these tensors: that of its config, or without the routers' bias."""
     roles = [f"layers.{layer}.router_bias" for layer in spec.moe_layers if family.may_lack_router_bias]
     if not roles or any(way.name in tensors for role in roles for way in stored_ways(family, spec, role)):
@@ -253,7 +253,7 @@ def spec_of_tensors(family: Family, spec: ModelSpec, tensors: Tensors) -> ModelS
     return replace(spec, router=replace(spec.router, bias=False))
 
 
-def second_head(family: Family, spec: ModelSpec, tensors: Collection[str]) -> str | None:
+def second_head(family: Family, spec: formats.ModelSpec, tensors: Collection[str]) -> str | None:
     """Returns the name of the head's tensor in a checkpoint whose config says that the embedding is the head; or None.
 
     It is a copy of the embedding, or else the config is wrong.
@@ -262,13 +262,15 @@ def second_head(family: Family, spec: ModelSpec, tensors: Collection[str]) -> st
     return next((name for way in ways for name in (way.name, f"{way.name}_packed") if name in tensors), None)
 
 
-def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, quantization: Quantization = PLAIN) -> Claims:
+def claim_tensors(
+    family: Family, spec: formats.ModelSpec, tensors: Tensors, quantization: Quantization = PLAIN
+) -> Claims:
     """Accounts for every source tensor.
 
     Args:    tensors: dtype and shape by name.   quantization: the encoding of some of them by the config.
     Raises:  CheckpointError for a tensor that is missing, has another shape or an unknown dtype, or has no role.
     """
-    dense = _claim_dense(family, spec, dense_roles(spec), tensors, quantization)
+    dense = _claim_dense(family, spec, formats.dense_roles(spec), tensors, quantization)
     experts, biases = _claim_experts(family, spec, tensors, quantization)
     tables, constants = _claim_tables(family, spec, tensors)
     sources = itertools.chain(dense.values(), experts.values(), biases.values(), *tables.values())
@@ -295,7 +297,11 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, quantizatio
 
 
 def claim_parts(
-    family: Family, spec: ModelSpec, roles: Sequence[DenseRole], tensors: Tensors, quantization: Quantization = PLAIN
+    family: Family,
+    spec: formats.ModelSpec,
+    roles: Sequence[DenseRole],
+    tensors: Tensors,
+    quantization: Quantization = PLAIN,
 ) -> tuple[dict[str, SourceMatrix], ExpertSources]:
     """Returns the places of some dense roles and of all experts, whatever other tensors there are.
 
@@ -306,7 +312,7 @@ def claim_parts(
 
 
 def _claim_dense(
-    family: Family, spec: ModelSpec, wanted: Sequence[DenseRole], tensors: Tensors, quantization: Quantization
+    family: Family, spec: formats.ModelSpec, wanted: Sequence[DenseRole], tensors: Tensors, quantization: Quantization
 ) -> dict[str, SourceMatrix]:
     """Returns the place of each role's tensor."""
     dense, roles = {}, {role.name: role for role in wanted}
@@ -324,7 +330,7 @@ def _claim_dense(
         shape = _shape_of(role, shape, tensors[name][1]) if name in tensors else shape
         kind = "integers" if role.integers else source.codec
         if role.name == "head" and source.tensor not in tensors:
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"checkpoint: tensor {source.tensor!r} is missing: the model was saved without its head; save it again "
                 "with transformers' AutoModelForCausalLM"
             )
@@ -340,7 +346,7 @@ def _shape_of(role: DenseRole, shape: tuple[int, ...], found: tuple[int, ...]) -
     return found if is_vector and (found == (1, *shape) or is_shaped) else shape
 
 
-def role_key(spec: ModelSpec, role: str) -> tuple[str, int]:
+def role_key(spec: formats.ModelSpec, role: str) -> tuple[str, int]:
     """Returns a role's key in `dense_names`, and its layer in its stack (0 if it is of none)."""
     first, _, rest = role.partition(".")
     if first != "layers":
@@ -350,13 +356,13 @@ def role_key(spec: ModelSpec, role: str) -> tuple[str, int]:
     return f"{'encoder' if is_encoding else 'layers'}.{{i}}.{name}", layer
 
 
-def _in_stack(spec: ModelSpec, layer: int) -> tuple[bool, int]:
+def _in_stack(spec: formats.ModelSpec, layer: int) -> tuple[bool, int]:
     """Returns whether a layer is the encoder's, and its number in its stack."""
     num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
     return layer < num_encoding, layer if layer < num_encoding else layer - num_encoding
 
 
-def stored_ways(family: Family, spec: ModelSpec, role: str) -> tuple[Stored, ...]:
+def stored_ways(family: Family, spec: formats.ModelSpec, role: str) -> tuple[Stored, ...]:
     """Returns the ways in which the dense tensor with this role may be stored in the source."""
     key, layer = role_key(spec, role)
     assert key in family.dense_names, f"dense_names of family {family.model_type!r} has no role {key!r}"
@@ -385,7 +391,7 @@ def _is_present(name: str, tensors: Tensors) -> bool:
 
 
 def _claim_tables(
-    family: Family, spec: ModelSpec, tensors: Tensors
+    family: Family, spec: formats.ModelSpec, tensors: Tensors
 ) -> tuple[dict[int, tuple[SourceMatrix, ...]], dict[str, tuple[int, ...]]]:
     """Returns the pieces of each n-gram table, and the numbers of each tensor of constants that there is."""
     tables, constants = dict[int, tuple[SourceMatrix, ...]](), dict[str, tuple[int, ...]]()
@@ -405,7 +411,7 @@ def _claim_tables(
                 constants[name] = values
                 if tensors[name] != ("I64", (len(values),)):
                     dtype, shape = tensors[name]
-                    raise CheckpointError(
+                    raise formats.CheckpointError(
                         f"checkpoint: tensor {name!r} is {dtype} {list(shape)}, expected I64 {[len(values)]}"
                     )
     return tables, constants
@@ -423,12 +429,12 @@ def _claim_table(template: str, shape: tuple[int, int], tensors: Tensors) -> tup
         rows = found[0] if found else 0
         _check_tensor(name, (rows, num_cols), tensors)
         if dtype != tensors[names[0]][0]:
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"checkpoint: tensor {name!r} is {dtype}, expected {tensors[names[0]][0]} as {names[0]!r}"
             )
         pieces.append(SourceMatrix(name, 0, rows, num_cols, num_cols))
     if sum(piece.num_rows for piece in pieces) != num_rows:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"checkpoint: {len(names)} tensors from {names[0]!r} on have {sum(p.num_rows for p in pieces)} rows, "
             f"expected {num_rows}"
         )
@@ -436,7 +442,7 @@ def _claim_table(template: str, shape: tuple[int, int], tensors: Tensors) -> tup
 
 
 def _claim_experts(
-    family: Family, spec: ModelSpec, tensors: Tensors, quantization: Quantization
+    family: Family, spec: formats.ModelSpec, tensors: Tensors, quantization: Quantization
 ) -> tuple[ExpertSources, ExpertSources]:
     """Returns the places of the experts' matrices, and of their biases."""
     matrices: ExpertSources = {}
@@ -450,7 +456,7 @@ def _claim_experts(
     return matrices, biases
 
 
-def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
+def _spelling(family: Family, spec: formats.ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
     """Returns the names of experts in a layer's stack, found by the stack's first layer with experts.
 
     If some spellings have the same names, the shape decides: one may transpose what another does not.
@@ -469,7 +475,12 @@ def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> 
 
 
 def _claim_matrix(
-    spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int, quantization: Quantization
+    spec: formats.ModelSpec,
+    tensors: Tensors,
+    spelling: ExpertNames,
+    matrix: formats.Matrix,
+    layer: int,
+    quantization: Quantization,
 ) -> ExpertSources:
     """Returns the places of a matrix of all experts of a layer."""
     template, claims = spelling.matrices[matrix], ExpertSources()
@@ -488,7 +499,7 @@ def _claim_matrix(
     return claims
 
 
-def expert_tensors(spec: ModelSpec, spelling: ExpertNames, layer: int) -> dict[str, tuple[int, ...]]:
+def expert_tensors(spec: formats.ModelSpec, spelling: ExpertNames, layer: int) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the tensors that have the experts of a layer, and their biases, in a spelling."""
     (_, number), shapes = _in_stack(spec, layer), dict[str, tuple[int, ...]]()
     for expert in range(spec.router.num_experts):
@@ -504,18 +515,18 @@ def expert_tensors(spec: ModelSpec, spelling: ExpertNames, layer: int) -> dict[s
     return shapes
 
 
-def expert_spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
+def expert_spelling(family: Family, spec: formats.ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
     """Returns the names that a checkpoint with these tensors has for the experts of a layer."""
     return _spelling(family, spec, tensors, layer)
 
 
-def known_spellings(family: Family, spec: ModelSpec, layer: int) -> tuple[ExpertNames, ...]:
+def known_spellings(family: Family, spec: formats.ModelSpec, layer: int) -> tuple[ExpertNames, ...]:
     """Returns the ways in which checkpoints of a family name and store the experts of a layer."""
     return family.encoder_expert_names if _in_stack(spec, layer)[0] else family.expert_names
 
 
 def _fused_shape(
-    spec: ModelSpec, spelling: ExpertNames, tensors: Tensors, name: str, shape: tuple[int, int]
+    spec: formats.ModelSpec, spelling: ExpertNames, tensors: Tensors, name: str, shape: tuple[int, int]
 ) -> tuple[int, ...]:
     """Returns the shape of a tensor of all experts, each of whose matrices has `shape`."""
     if spelling.one_matrix:
@@ -523,13 +534,15 @@ def _fused_shape(
     return _num_fused(spec, tensors, name), *shape
 
 
-def _num_fused(spec: ModelSpec, tensors: Tensors, name: str) -> int:
+def _num_fused(spec: formats.ModelSpec, tensors: Tensors, name: str) -> int:
     """Returns how many experts a fused tensor has; those that return their input may have rows that mean nothing."""
     is_with_identity = name in tensors and tensors[name][1][:1] == (spec.router.num_outputs,)
     return spec.router.num_outputs if is_with_identity else spec.router.num_experts
 
 
-def _claim_bias(spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int) -> ExpertSources:
+def _claim_bias(
+    spec: formats.ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: formats.Matrix, layer: int
+) -> ExpertSources:
     """Returns the places of the bias of a matrix of all experts of a layer."""
     template, claims = spelling.biases[matrix], ExpertSources()
     fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
@@ -543,7 +556,7 @@ def _claim_bias(spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix
 
 
 def _matrix_place(
-    spec: ModelSpec, spelling: ExpertNames, matrix: Matrix, name: str, slot: int
+    spec: formats.ModelSpec, spelling: ExpertNames, matrix: formats.Matrix, name: str, slot: int
 ) -> tuple[SourceMatrix, tuple[int, int]]:
     """Returns the place of an expert's matrix, the `slot`-th of a tensor, and the shape of each of these matrices."""
     d, f = spec.hidden_size, spec.expert.intermediate_size
@@ -555,7 +568,7 @@ def _matrix_place(
 
 
 def _bias_place(
-    spec: ModelSpec, spelling: ExpertNames, matrix: Matrix, name: str, slot: int
+    spec: formats.ModelSpec, spelling: ExpertNames, matrix: formats.Matrix, name: str, slot: int
 ) -> tuple[SourceMatrix, tuple[int]]:
     """Returns the place of an expert's bias, and its shape, as `_matrix_place` does for a matrix."""
     num_values = spec.hidden_size if matrix == "down" else spec.expert.intermediate_size
@@ -564,7 +577,11 @@ def _bias_place(
 
 
 def _turn(
-    spec: ModelSpec, spelling: ExpertNames, names: Mapping[Matrix, str], matrix: Matrix, count: int
+    spec: formats.ModelSpec,
+    spelling: ExpertNames,
+    names: Mapping[formats.Matrix, str],
+    matrix: formats.Matrix,
+    count: int,
 ) -> tuple[int, int, int]:
     """Returns first and step of a matrix's `count` neurons among those of its tensor, and the number of these."""
     sharing = [other for other in spec.expert.matrices if names.get(other) == names[matrix]]
@@ -573,7 +590,7 @@ def _turn(
     return first, step, num_sharing * count
 
 
-def _why_dropped(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -> LeftOut:
+def _why_dropped(family: Family, spec: formats.ModelSpec, name: str, tensors: Tensors) -> LeftOut:
     """Returns why a tensor without a role is not packed.
 
     Raises:  CheckpointError if there is no reason.
@@ -582,13 +599,13 @@ def _why_dropped(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -
         return _TIED
     left_out = _first((_CONSTANT, *family.dropped), spec, name, tensors)
     if left_out is None:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"checkpoint: tensor {name!r} has no role in the model that config.json describes; the pack would lose it"
         )
     return left_out
 
 
-def _first(left_out: tuple[LeftOut, ...], spec: ModelSpec, name: str, tensors: Tensors) -> LeftOut | None:
+def _first(left_out: tuple[LeftOut, ...], spec: formats.ModelSpec, name: str, tensors: Tensors) -> LeftOut | None:
     """Returns the first whose pattern a name follows, or None."""
     for candidate in left_out:
         n = spec.num_hidden_layers + candidate.after
@@ -615,7 +632,7 @@ def _with_scales(source: SourceMatrix, tensors: Tensors, quantization: Quantizat
         return source
     scales, other = f"{source.tensor}_scale_inv", f"{source.tensor.removesuffix('weight')}scale"
     if scales not in tensors and other in tensors:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"checkpoint: tensor {other!r} has the scales of {source.tensor!r}, which are not supported under this "
             "name; use a 16-bit copy"
         )
@@ -635,7 +652,7 @@ def _with_packed(source: SourceMatrix, tensors: Tensors, quantization: Quantizat
     fitting = [each for each in known if found == [(num_cols * each[0] // WORD_BITS,), (num_cols // each[1],)]]
     num_bits, group_size = (fitting or known)[0]
     if num_cols % group_size or num_cols * num_bits % WORD_BITS:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"checkpoint: tensor {packed!r}: config.json gives it rows of {num_cols} values, expected whole groups of "
             f"{group_size} and whole words of {WORD_BITS // num_bits}"
         )
@@ -654,12 +671,12 @@ def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors
         _check_tensor(source.tensor, _stored_shape(source, shape), tensors, source.codec)
         return
     if quantization.codec != "mxfp4":
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"checkpoint: tensor {source.tensor!r} is in MXFP4 blocks, but config.json has no "
             "quantization_config for them"
         )
     if shape[-1] % MXFP4_BLOCK:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"checkpoint: tensor {source.tensor!r}: config.json gives it rows of {shape[-1]} values, expected a "
             "multiple "
             f"of {MXFP4_BLOCK}"
@@ -674,10 +691,12 @@ def _check_tensor(
     name: str, expected: tuple[int, ...], tensors: Tensors, codec: SourceCodec | Literal["integers"] = "plain"
 ) -> None:
     if name not in tensors:
-        raise CheckpointError(f"checkpoint: tensor {name!r} is missing")
+        raise formats.CheckpointError(f"checkpoint: tensor {name!r} is missing")
     dtype, shape = tensors[name]
     if shape != expected:
-        raise CheckpointError(f"checkpoint: tensor {name!r} has shape {list(shape)}, expected {list(expected)}")
+        raise formats.CheckpointError(f"checkpoint: tensor {name!r} has shape {list(shape)}, expected {list(expected)}")
     if dtype not in _DTYPES[codec]:
         one_of = "one of " if len(_DTYPES[codec]) > 1 else ""
-        raise CheckpointError(f"checkpoint: tensor {name!r} is {dtype}, expected {one_of}{', '.join(_DTYPES[codec])}")
+        raise formats.CheckpointError(
+            f"checkpoint: tensor {name!r} is {dtype}, expected {one_of}{', '.join(_DTYPES[codec])}"
+        )

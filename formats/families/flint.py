@@ -5,34 +5,24 @@ Layers with a window rotate, and the others do not. The router has sigmoids with
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    attention_bias,
-    layers_by_step,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope,
-)
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     attention = _read_attention(config)
-    rope = read_rope(config, attention.head_dim)
-    router = RouterSpec(
+    rope = readers.read_rope(config, attention.head_dim)
+    router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole("num_experts"),
         config.whole("num_experts_per_tok", 6),
         config.flag("norm_topk_prob", True),
     )
     config.require("shared_expert_intermediate_size")  # missing, transformers takes 1024
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "flint",
         attention,
@@ -40,14 +30,16 @@ def _read_config(config: Config) -> ModelSpec:
         router,
         config.whole("moe_intermediate_size"),
         moe_layers=_moe_layers(config),
-        shared_expert=SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=False),
+        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=False),
     )
 
 
 def _read_attention(config: Config) -> GroupedQuerySpec:
     """Reads attention with sinks, whose layers with a window rotate, and whose other layers do not."""
     config.require("head_dim")  # missing, transformers takes 128
-    attention = replace(read_grouped_query(config, bias=attention_bias(config), qk_norm="head"), sinks=True)
+    attention = replace(
+        readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head"), sinks=True
+    )
     windowed = _windowed_layers(config)
     if not windowed:
         config.ignore("sliding_window")
@@ -61,7 +53,10 @@ def _read_attention(config: Config) -> GroupedQuerySpec:
 
 def _windowed_layers(config: Config) -> tuple[int, ...]:
     """The layers with a window: as `layer_types` says, else all but the first two, every fourth and the last."""
-    num_layers, kinds = config.num_layers(), read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
+    num_layers, kinds = (
+        config.num_layers(),
+        readers.read_kinds(config, "layer_types", ("full_attention", "sliding_attention")),
+    )
     if kinds:
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     return tuple(layer for layer in range(2, num_layers - 1) if layer % 4 != 1)
@@ -69,7 +64,7 @@ def _windowed_layers(config: Config) -> tuple[int, ...]:
 
 def _moe_layers(config: Config) -> tuple[int, ...]:
     """The MoE layers: by `decoder_sparse_step` and `mlp_only_layers`, which without the key are the first two."""
-    layers = layers_by_step(config)
+    layers = readers.layers_by_step(config)
     return layers if config.has("mlp_only_layers") else tuple(layer for layer in layers if layer > 1)
 
 
@@ -79,7 +74,7 @@ FLINT = Family(
     short_names={"flint": "RecursiveSI/flint"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention.sinks": (
             "model.layers.{i}.self_attn.softmax_offset",
             "model.layers.{i}.self_attn.sinks",
@@ -88,5 +83,5 @@ FLINT = Family(
         "layers.{i}.shared.up": _SHARED + "up_proj.weight",
         "layers.{i}.shared.down": _SHARED + "down_proj.weight",
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

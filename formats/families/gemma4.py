@@ -7,30 +7,18 @@ Source: transformers, models/gemma4.
 
 from dataclasses import replace
 
-from moe_pack.formats import MATRICES, CheckpointError, ExpertSpec, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family, multimodal, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.multimodal import PARTS, within
-from moe_pack.formats.families.readers import (
-    ATTENTION_KINDS,
-    DENSE_NAMES,
-    LayerAttention,
-    attention_bias,
-    dense_model,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope_by_kind,
-)
-from moe_pack.formats.parts import GroupedQuerySpec, NormedResidualSpec, RopeSpec
 from moe_pack.formats.parts.positions import ProportionalSpec
 
-_FULL, _SLIDING = ATTENTION_KINDS
+_FULL, _SLIDING = readers.ATTENTION_KINDS
 
 
-def _read_text(config: Config) -> ModelSpec:
+def _read_text(config: Config) -> formats.ModelSpec:
     if not config.flag("enable_moe_block", False):
-        raise dense_model(config)
+        raise readers.dense_model(config)
     config.only("hidden_activation", "gelu_pytorch_tanh")
     config.require("hidden_size_per_layer_input")  # missing, transformers takes 256
     config.only("hidden_size_per_layer_input", 0)
@@ -39,45 +27,49 @@ def _read_text(config: Config) -> ModelSpec:
     config.ignore("use_double_wide_mlp", "vocab_size_per_layer_input")  # of layers that share keys, and of their inputs
     attention = _read_attention(config)
     experts, chosen = config.whole("num_experts"), config.whole("top_k_experts")
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "gemma4_text",
         attention.attention,
         attention.rope,
-        RouterSpec("softmax_topk", experts, chosen, normalize=True, input_scale=True, expert_scale=True),
+        formats.RouterSpec("softmax_topk", experts, chosen, normalize=True, input_scale=True, expert_scale=True),
         config.whole("moe_intermediate_size"),
         dense_size_key=None,
-        shared_expert=SharedExpertSpec(config.whole("intermediate_size"), gated=False),
+        shared_expert=formats.SharedExpertSpec(config.whole("intermediate_size"), gated=False),
         tied_head=config.flag("tie_word_embeddings", True),
         embedding_multiplier=config.whole("hidden_size") ** 0.5,
         others=attention.others,
     )
     return replace(
         spec,
-        expert=ExpertSpec("gelu_tanh", spec.expert.intermediate_size, MATRICES, bias=(), extra_floats=0),
-        residual=NormedResidualSpec("normed", True, ("attention", "mlp"), apart=True, scaled=True),
+        expert=formats.ExpertSpec(
+            "gelu_tanh", spec.expert.intermediate_size, formats.MATRICES, bias=(), extra_floats=0
+        ),
+        residual=parts.NormedResidualSpec("normed", True, ("attention", "mlp"), apart=True, scaled=True),
         logits_softcap=config.number("final_logit_softcapping") if config.has("final_logit_softcapping") else None,
     )
 
 
-def _read_attention(config: Config) -> LayerAttention:
+def _read_attention(config: Config) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 256
-    own = read_grouped_query(config, bias=attention_bias(config), qk_norm="head", scale=1.0)
+    own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", scale=1.0)
     own = replace(own, v_norm=True)
     num_layers, from_keys = config.num_layers(), config.flag("attention_k_eq_v", False)
-    kinds = read_kinds(config, "layer_types", ATTENTION_KINDS)
+    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS)
     kinds = kinds or tuple(_SLIDING if (i + 1) % 6 else _FULL for i in range(num_layers))
     kinds = (*kinds[:-1], _FULL)  # as transformers makes of any last layer
     heads = [_heads(config, own, layer, kind, from_keys) for layer, kind in enumerate(kinds)]
     window = config.whole("sliding_window", 512)
     ropes = _read_ropes(config, dict(zip(kinds, heads, strict=True)))
-    return LayerAttention.of(
+    return readers.LayerAttention.of(
         (replace(each, sliding_window=window) if kind == _SLIDING else each, ropes[kind])
         for kind, each in zip(kinds, heads, strict=True)
     )
 
 
-def _heads(config: Config, own: GroupedQuerySpec, layer: int, kind: str, from_keys: bool) -> GroupedQuerySpec:
+def _heads(
+    config: Config, own: parts.GroupedQuerySpec, layer: int, kind: str, from_keys: bool
+) -> parts.GroupedQuerySpec:
     """Reads the heads of a layer: as `per_layer_config` says, else those without a window have keys of their own."""
     head_dim, num_kv_heads = own.head_dim, own.num_kv_heads
     overrides = config.group("per_layer_config")
@@ -97,15 +89,15 @@ def _heads(config: Config, own: GroupedQuerySpec, layer: int, kind: str, from_ke
     return replace(own, head_dim=head_dim, num_kv_heads=num_kv_heads)
 
 
-def _read_ropes(config: Config, heads: dict[str, GroupedQuerySpec]) -> dict[str, RopeSpec]:
+def _read_ropes(config: Config, heads: dict[str, parts.GroupedQuerySpec]) -> dict[str, parts.RopeSpec]:
     defaults = {
-        _SLIDING: RopeSpec(1e4, 0, interleaved=False, scaling=None),
-        _FULL: RopeSpec(1e6, 0, interleaved=False, scaling=ProportionalSpec("proportional", 0, 1.0)),
+        _SLIDING: parts.RopeSpec(1e4, 0, interleaved=False, scaling=None),
+        _FULL: parts.RopeSpec(1e6, 0, interleaved=False, scaling=ProportionalSpec("proportional", 0, 1.0)),
     }
     for kind, each in heads.items():
         quarter = ProportionalSpec("proportional", each.head_dim // 8, 1.0) if kind == _FULL else None
         defaults[kind] = replace(defaults[kind], rotary_dim=each.head_dim, scaling=quarter)
-    ropes = read_rope_by_kind(
+    ropes = readers.read_rope_by_kind(
         config,
         {kind: each.head_dim for kind, each in heads.items()},
         {kind: defaults[kind] for kind in heads},
@@ -113,19 +105,19 @@ def _read_ropes(config: Config, heads: dict[str, GroupedQuerySpec]) -> dict[str,
     )
     for kind, rope in ropes.items():
         if rope.rotary_dim != heads[kind].head_dim:
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{config.place}: rope_parameters: {kind}: partial_rotary_factor needs rope_type 'proportional'"
             )
     return ropes
 
 
 _LAYER = "model.layers.{i}."
-GEMMA4_TEXT = Family(
+GEMMA4_TEXT = family.Family(
     model_type="gemma4_text",
     short_names={},
     read_config=_read_text,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention_post_norm": _LAYER + "post_attention_layernorm.weight",
         "layers.{i}.shared_norm": _LAYER + "pre_feedforward_layernorm.weight",
         "layers.{i}.experts_norm": _LAYER + "pre_feedforward_layernorm_2.weight",
@@ -136,10 +128,10 @@ GEMMA4_TEXT = Family(
         "layers.{i}.router": _LAYER + "router.proj.weight",
         "layers.{i}.router_scale": _LAYER + "router.scale",
         "layers.{i}.router_expert_scale": _LAYER + "router.per_expert_scale",
-        **{f"layers.{{i}}.shared.{matrix}": f"{_LAYER}mlp.{matrix}_proj.weight" for matrix in MATRICES},
+        **{f"layers.{{i}}.shared.{matrix}": f"{_LAYER}mlp.{matrix}_proj.weight" for matrix in formats.MATRICES},
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": _LAYER + "experts.gate_up_proj",
                 "up": _LAYER + "experts.gate_up_proj",
@@ -148,11 +140,11 @@ GEMMA4_TEXT = Family(
         ),
     ),
 )
-GEMMA4 = within(
+GEMMA4 = multimodal.within(
     GEMMA4_TEXT,
     "gemma4",
     parts={
-        **PARTS,
+        **multimodal.PARTS,
         "model.embed_vision.*": "what maps vision to the text model",
         "model.audio_tower.*": "the audio part",
         "model.embed_audio.*": "what maps sounds to the text model",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from moe_pack.formats import CheckpointError, ModelSpec, dense_roles
+from moe_pack import formats
 from moe_pack.formats.families.family import Family, stored_ways
 
 # Wrappers in any place: of torch.compile, of sharded training, and of recomputed activations.
@@ -25,7 +25,7 @@ class GivenNames:
     notes: tuple[str, ...]
 
 
-def given_names(family: Family, spec: ModelSpec, names: Collection[str]) -> GivenNames:
+def given_names(family: Family, spec: formats.ModelSpec, names: Collection[str]) -> GivenNames:
     """Returns which tensors of a checkpoint have other names than their family knows.
 
     Args:    names: of all tensors.
@@ -33,7 +33,7 @@ def given_names(family: Family, spec: ModelSpec, names: Collection[str]) -> Give
     """
     adapter = next((name for name in names if _ADAPTER.search(name)), None)
     if adapter is not None:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"checkpoint: tensor {adapter!r} is of an adapter that is not merged into the weights; merge it first with "
             "peft: model.merge_and_unload().save_pretrained(OUT)"
         )
@@ -55,12 +55,12 @@ def given_names(family: Family, spec: ModelSpec, names: Collection[str]) -> Give
     return GivenNames({name: new for name, new in known.items() if name != new}, tuple(notes))
 
 
-def _headed(family: Family, spec: ModelSpec, names: Collection[str]) -> dict[str, str]:
+def _headed(family: Family, spec: formats.ModelSpec, names: Collection[str]) -> dict[str, str]:
     """Returns the names that begin in another way than the family's, and what they are with the family's beginning."""
     anchors = [way.name for role in _ANCHORS for way in stored_ways(family, spec, role)]
     if any(anchor in names for anchor in anchors):
         return {}
-    ways = (way.name for role in dense_roles(spec) for way in stored_ways(family, spec, role.name))
+    ways = (way.name for role in formats.dense_roles(spec) for way in stored_ways(family, spec, role.name))
     expected = frozenset(name for way in ways for name in (way, f"{way}_packed"))
     best: dict[str, str] = {}
     for given, head in dict.fromkeys(_heads(names, anchors)):
@@ -87,7 +87,7 @@ def _with_head(names: Collection[str], expected: Collection[str], given: str, he
     return {name: head + name.removeprefix(given) for name in names if name.startswith(given) and name not in expected}
 
 
-def _shared(family: Family, spec: ModelSpec, names: Collection[str]) -> Iterator[tuple[str, str]]:
+def _shared(family: Family, spec: formats.ModelSpec, names: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yields copies whose original is missing, and the original's name: some programs save equal tensors once."""
     for left_out in family.dropped:
         if left_out.copy_of is not None and left_out.copy_of not in names and left_out.pattern in names:

@@ -1,24 +1,12 @@
 """GLM-4.7-Flash: the experts of GLM-4.5 under DeepSeek's attention. Source: transformers, models/glm4_moe_lite."""
 
-from moe_pack.formats import ModelSpec, NormSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    LATENT_NAMES,
-    PREDICTION_LAYER,
-    PREDICTION_NAMES,
-    layers_by_kind,
-    read_decoder,
-    read_latent,
-    read_rope,
-    read_sigmoid_router,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
@@ -30,16 +18,16 @@ def _read_config(config: Config) -> ModelSpec:
     for key in ("num_key_value_heads", "routed_scaling_factor"):
         config.require(key)
     expert_size = config.whole("moe_intermediate_size")
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "glm4_moe_lite",
-        read_latent(config),
-        read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
-        read_sigmoid_router(config, num_experts_per_tok=4, normalize=True),
+        readers.read_latent(config),
+        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        readers.read_sigmoid_router(config, num_experts_per_tok=4, normalize=True),
         expert_size,
-        moe_layers=layers_by_kind(config, num_dense=1),
-        shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        moe_layers=readers.layers_by_kind(config, num_dense=1),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
 
 
@@ -47,9 +35,9 @@ GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
     short_names={"glm-4.7-flash": "zai-org/GLM-4.7-Flash"},
     read_config=_read_config,
-    dense_names={**DENSE_NAMES, **LATENT_NAMES},
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
-    unused=(PREDICTION_LAYER,),
-    prediction=(PREDICTION_NAMES,),
+    dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
+    unused=(readers.PREDICTION_LAYER,),
+    prediction=(readers.PREDICTION_NAMES,),
     ignored_keys=frozenset({"num_nextn_predict_layers", "pretraining_tp"}),
 )

@@ -2,37 +2,29 @@
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, NormSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
 from moe_pack.formats.families.multimodal import within
-from moe_pack.formats.families.readers import (
-    MROPE_KEYS,
-    attention_bias,
-    layers_after_dense,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-    read_sigmoid_router,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     config.only("use_qk_norm", False)
     config.require("attention_bias")  # missing, transformers takes true
     config.require("num_key_value_heads")  # missing, transformers takes 8
-    attention = read_grouped_query(config, bias=attention_bias(config, ("q", "k", "v")))
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config, ("q", "k", "v")))
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "glm4v_moe",
         attention,
-        read_rope(config, attention.head_dim, partial_rotary_factor=0.5, ignored=MROPE_KEYS),
-        read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.5, ignored=readers.MROPE_KEYS),
+        readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
-        moe_layers=layers_after_dense(config, default=1),
-        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        moe_layers=readers.layers_after_dense(config, default=1),
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
 
 

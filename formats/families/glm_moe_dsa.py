@@ -5,21 +5,14 @@ Source: transformers, models/glm_moe_dsa; IndexCache (2603.12201) for shared cho
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
-from moe_pack.formats.families.readers import (
-    layers_by_kind,
-    read_decoder,
-    read_kinds,
-    read_latent,
-    read_rope,
-    read_sigmoid_router,
-)
-from moe_pack.formats.parts import IndexerSpec, OtherAttentionSpec
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("scoring_func", "sigmoid")
     config.only("topk_method", "noaux_tc")
@@ -28,46 +21,48 @@ def _read_config(config: Config) -> ModelSpec:
     config.only("rope_interleave", True)
     config.only("indexer_rope_interleave", True)
     config.only("moe_router_dtype", "float32")
-    read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
+    readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of GLM-5.
     for key in ("routed_scaling_factor", "num_key_value_heads", "index_topk"):
         config.require(key)
-    indexer = IndexerSpec(
+    indexer = parts.IndexerSpec(
         config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk"), interleaved=True
     )
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
     config.whole("q_lora_rank")  # the indexer's queries come from the latent
     # Published configs have 192 as head_dim, which transformers replaces.
-    attention = replace(read_latent(config, reads_head_dim=False), indexer=indexer)
-    rope = read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True)
-    spec = read_decoder(
+    attention = replace(readers.read_latent(config, reads_head_dim=False), indexer=indexer)
+    rope = readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True)
+    spec = readers.read_decoder(
         config,
         "glm_moe_dsa",
         attention,
         rope,
-        read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
-        moe_layers=layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 3)),
-        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 3)),
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
     shared = tuple(layer for layer, kind in enumerate(_indexer_kinds(config)) if kind == "shared")
     if 0 in shared:
-        raise CheckpointError(f"{config.place}: layer 0 shares an indexer's choice, but there is no layer before it")
+        raise formats.CheckpointError(
+            f"{config.place}: layer 0 shares an indexer's choice, but there is no layer before it"
+        )
     sharing = replace(attention, indexer=replace(indexer, shared=True))
-    return replace(spec, others=(OtherAttentionSpec(shared, sharing, rope),) if shared else ())
+    return replace(spec, others=(parts.OtherAttentionSpec(shared, sharing, rope),) if shared else ())
 
 
 def _indexer_kinds(config: Config) -> tuple[str, ...]:
     """Reads which layers have an indexer and which share a choice: a list, else a letter for each, else a period."""
     config.ignore("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
     if config.has("indexer_types"):
-        return read_kinds(config, "indexer_types", ("full", "shared"))
+        return readers.read_kinds(config, "indexer_types", ("full", "shared"))
     num_layers = config.num_layers()
     if config.has("index_topk_pattern"):
         letters = config.text("index_topk_pattern")
         if len(letters) != num_layers or set(letters) - set("FS"):
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{config.place}: index_topk_pattern is {letters!r}, expected F or S for each of {num_layers} layers"
             )
         return tuple("full" if letter == "F" else "shared" for letter in letters)

@@ -2,17 +2,16 @@
 
 from dataclasses import replace
 
-from moe_pack.formats import MATRICES, CheckpointError, ExpertSpec, Matrix, ModelSpec, NormSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.readers import DENSE_NAMES, read_decoder, read_grouped_query, read_kinds, read_rope
-from moe_pack.formats.parts import PROJECTIONS, GroupedQuerySpec, RopeSpec
 from moe_pack.formats.parts.positions import YarnSpec
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     attention, rope = _read_attention(config), _read_rope(config)
     config.only("swiglu_alpha", 1.702)
     config.only("swiglu_limit", 7.0)
@@ -20,79 +19,84 @@ def _read_config(config: Config) -> ModelSpec:
     config.only("experts_per_token", chosen)  # the same by its first name; nobody reads it
     if isinstance(rope.scaling, YarnSpec):
         config.only("initial_context_length", rope.scaling.original_max_position_embeddings)  # likewise
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "gpt_oss",
         attention,
         rope,
-        RouterSpec("topk_softmax", experts, chosen, normalize=False, logit_bias=True),
+        formats.RouterSpec("topk_softmax", experts, chosen, normalize=False, logit_bias=True),
         config.whole("intermediate_size"),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         dense_size_key=None,
     )
     size = spec.expert.intermediate_size
     return replace(
-        spec, expert=ExpertSpec("clamped_swiglu", size, MATRICES, bias=MATRICES, extra_floats=spec.hidden_size)
+        spec,
+        expert=formats.ExpertSpec(
+            "clamped_swiglu", size, formats.MATRICES, bias=formats.MATRICES, extra_floats=spec.hidden_size
+        ),
     )
 
 
-def _read_attention(config: Config) -> GroupedQuerySpec:
+def _read_attention(config: Config) -> parts.GroupedQuerySpec:
     config.require("head_dim")  # without it transformers takes 64
-    bias = PROJECTIONS if config.flag("attention_bias", True) else ()
+    bias = parts.PROJECTIONS if config.flag("attention_bias", True) else ()
     windowed = _windowed_layers(config)
     if not windowed:
         config.ignore("sliding_window")
-        return replace(read_grouped_query(config, bias=bias), sinks=True)
+        return replace(readers.read_grouped_query(config, bias=bias), sinks=True)
     config.require("sliding_window")  # without it transformers takes 128, with null it fails
-    attention = read_grouped_query(config, bias=bias, sliding_window=config.whole("sliding_window"))
+    attention = readers.read_grouped_query(config, bias=bias, sliding_window=config.whole("sliding_window"))
     some = windowed if len(windowed) < config.num_layers() else None
     return replace(attention, windowed_layers=some, sinks=True)
 
 
 def _windowed_layers(config: Config) -> tuple[int, ...]:
     """The layers with a window: as `layer_types` says, else every second from the first on."""
-    kinds = read_kinds(config, "layer_types", (_FULL, _SLIDING))
+    kinds = readers.read_kinds(config, "layer_types", (_FULL, _SLIDING))
     if not kinds:
         return tuple(range(0, config.num_layers(), 2))
     return tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
 
 
-def _read_rope(config: Config) -> RopeSpec:
+def _read_rope(config: Config) -> parts.RopeSpec:
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
         # There transformers takes a yarn of its own, whatever rope_theta says.
-        raise CheckpointError(f"{config.place}: rope_parameters and rope_scaling are missing, expected one of them")
-    return read_rope(config, config.whole("head_dim"), default_theta=150000.0)
+        raise formats.CheckpointError(
+            f"{config.place}: rope_parameters and rope_scaling are missing, expected one of them"
+        )
+    return readers.read_rope(config, config.whole("head_dim"), default_theta=150000.0)
 
 
 _EXPERTS = "model.layers.{i}.mlp.experts."
-_BIASES: dict[Matrix, str] = {
+_BIASES: dict[formats.Matrix, str] = {
     "gate": _EXPERTS + "gate_up_proj_bias",
     "up": _EXPERTS + "gate_up_proj_bias",
     "down": _EXPERTS + "down_proj_bias",
 }
 
 # In files made of GGUF's, where each matrix of an expert is a tensor of its own.
-_EACH: dict[Matrix, str] = {matrix: _EXPERTS + f"{{e}}.{matrix}_proj" for matrix in MATRICES}
-_EACH_BIAS: dict[Matrix, str] = {matrix: f"{name}.bias" for matrix, name in _EACH.items()}
+_EACH: dict[formats.Matrix, str] = {matrix: _EXPERTS + f"{{e}}.{matrix}_proj" for matrix in formats.MATRICES}
+_EACH_BIAS: dict[formats.Matrix, str] = {matrix: f"{name}.bias" for matrix, name in _EACH.items()}
 
-GPT_OSS = Family(
+GPT_OSS = family.Family(
     model_type="gpt_oss",
     short_names={"gpt-oss-20b": "openai/gpt-oss-20b", "gpt-oss-120b": "openai/gpt-oss-120b"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks",
         "layers.{i}.router": "model.layers.{i}.mlp.router.weight",
         "layers.{i}.router_logit_bias": "model.layers.{i}.mlp.router.bias",
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {"gate": _EXPERTS + "gate_up_proj", "up": _EXPERTS + "gate_up_proj", "down": _EXPERTS + "down_proj"},
             biases=_BIASES,
             interleaved=True,
             transposed=True,
         ),
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": _EXPERTS + "gate_up_proj_blocks",
                 "up": _EXPERTS + "gate_up_proj_blocks",
@@ -106,8 +110,10 @@ GPT_OSS = Family(
                 "down": _EXPERTS + "down_proj_scales",
             },
         ),
-        ExpertNames({matrix: f"{name}.weight" for matrix, name in _EACH.items()}, biases=_EACH_BIAS, of_gguf=True),
-        ExpertNames(
+        family.ExpertNames(
+            {matrix: f"{name}.weight" for matrix, name in _EACH.items()}, biases=_EACH_BIAS, of_gguf=True
+        ),
+        family.ExpertNames(
             {matrix: f"{name}.blocks" for matrix, name in _EACH.items()},
             biases=_EACH_BIAS,
             scales={matrix: f"{name}.scales" for matrix, name in _EACH.items()},

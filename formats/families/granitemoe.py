@@ -6,56 +6,49 @@ Source: transformers, models/granitemoe and models/granitemoeshared; Granite 3.0
 from collections.abc import Mapping
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, Stored
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    LayerAttention,
-    attention_bias,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     return read_granite(config, "granitemoe", _same_in_all_layers(config), None)
 
 
-def _read_shared(config: Config) -> ModelSpec:
+def _read_shared(config: Config) -> formats.ModelSpec:
     return read_granite(config, "granitemoeshared", _same_in_all_layers(config), read_shared_expert(config))
 
 
-def _same_in_all_layers(config: Config) -> LayerAttention:
+def _same_in_all_layers(config: Config) -> readers.LayerAttention:
     attention = read_granite_attention(config)
-    return LayerAttention(attention, read_rope(config, attention.head_dim), others=())
+    return readers.LayerAttention(attention, readers.read_rope(config, attention.head_dim), others=())
 
 
 def read_granite_attention(config: Config) -> GroupedQuerySpec:
     """Reads a Granite model's attention, whose scale is a key."""
     scale = config.number("attention_multiplier", 1)
-    return read_grouped_query(config, bias=attention_bias(config), own_keys=True, scale=scale)
+    return readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True, scale=scale)
 
 
-def read_shared_expert(config: Config) -> SharedExpertSpec | None:
+def read_shared_expert(config: Config) -> formats.SharedExpertSpec | None:
     """Reads the shared expert; None if its size is 0."""
     size = config.count("shared_intermediate_size", 0)
-    return SharedExpertSpec(size, gated=False) if size else None
+    return formats.SharedExpertSpec(size, gated=False) if size else None
 
 
 def read_granite(
-    config: Config, family: str, attention: LayerAttention, shared_expert: SharedExpertSpec | None
-) -> ModelSpec:
+    config: Config, family: str, attention: readers.LayerAttention, shared_expert: formats.SharedExpertSpec | None
+) -> formats.ModelSpec:
     """Reads a Granite model of experts, with this attention and shared expert."""
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok")
-    return read_decoder(
+    return readers.read_decoder(
         config,
         family,
         attention.attention,
         attention.rope,
-        RouterSpec("topk_softmax", experts, chosen, normalize=False),
+        formats.RouterSpec("topk_softmax", experts, chosen, normalize=False),
         config.whole("intermediate_size"),
         shared_expert=shared_expert,
         embedding_multiplier=config.number("embedding_multiplier", 1),
@@ -75,7 +68,7 @@ GRANITEMOE = Family(
     },
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.router": (
             "model.layers.{i}.block_sparse_moe.router.layer.weight",
             "model.layers.{i}.block_sparse_moe.router.weight",

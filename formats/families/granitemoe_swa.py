@@ -5,33 +5,29 @@ Each layer may have a rotary base of its own, or no rotary positions. Source: tr
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec
+from moe_pack import formats
+from moe_pack.formats.families import granitemoe, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.granitemoe import (
-    GRANITEMOESHARED,
-    read_granite,
-    read_granite_attention,
-    read_shared_expert,
-)
-from moe_pack.formats.families.readers import ATTENTION_KINDS, LayerAttention, read_kinds, read_rope
 
 
-def _read_config(config: Config) -> ModelSpec:
-    return read_granite(config, "granitemoe_swa", _read_attention(config), read_shared_expert(config))
+def _read_config(config: Config) -> formats.ModelSpec:
+    return granitemoe.read_granite(
+        config, "granitemoe_swa", _read_attention(config), granitemoe.read_shared_expert(config)
+    )
 
 
-def _read_attention(config: Config) -> LayerAttention:
-    own, num_layers = replace(read_granite_attention(config), sinks=True), config.num_layers()
-    rope = read_rope(config, own.head_dim)
+def _read_attention(config: Config) -> readers.LayerAttention:
+    own, num_layers = replace(granitemoe.read_granite_attention(config), sinks=True), config.num_layers()
+    rope = readers.read_rope(config, own.head_dim)
     thetas = config.numbers("layer_rope_theta") or (rope.theta,) * num_layers
     if len(thetas) != num_layers:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{config.place}: layer_rope_theta lists {len(thetas)} layers, but the model has {num_layers}"
         )
     kinds = _layer_kinds(config)
     config.ignore("sliding_window")  # without layers that have it
     windowed = replace(own, sliding_window=config.whole("sliding_window")) if "sliding_attention" in kinds else own
-    return LayerAttention.of(
+    return readers.LayerAttention.of(
         (windowed if kind == "sliding_attention" else own, replace(rope, theta=theta) if theta else None)
         for kind, theta in zip(kinds, thetas, strict=True)
     )
@@ -39,21 +35,21 @@ def _read_attention(config: Config) -> LayerAttention:
 
 def _layer_kinds(config: Config) -> tuple[str, ...]:
     """The kind of each layer: as `layer_types` says, else every fourth layer from the first has no window."""
-    kinds = read_kinds(config, "layer_types", ATTENTION_KINDS)
+    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS)
     return kinds or tuple("sliding_attention" if i % 4 else "full_attention" for i in range(config.num_layers()))
 
 
 # transformers does not read the older names in this family.
-_ROUTER = GRANITEMOESHARED.dense_names["layers.{i}.router"]
+_ROUTER = granitemoe.GRANITEMOESHARED.dense_names["layers.{i}.router"]
 assert isinstance(_ROUTER, tuple)
 GRANITEMOE_SWA = replace(
-    GRANITEMOESHARED,
+    granitemoe.GRANITEMOESHARED,
     model_type="granitemoe_swa",
     short_names={"granite-swash-3b-a600m": "ibm-granite/granite-swash-3b-a600m"},
     read_config=_read_config,
-    expert_names=GRANITEMOESHARED.expert_names[::-1],
+    expert_names=granitemoe.GRANITEMOESHARED.expert_names[::-1],
     dense_names={
-        **GRANITEMOESHARED.dense_names,
+        **granitemoe.GRANITEMOESHARED.dense_names,
         "layers.{i}.router": _ROUTER[::-1],
         "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks",
     },

@@ -3,25 +3,17 @@
 Source: transformers, models/granitemoehybrid; Granite 4.0 (IBM, 2025).
 """
 
-from moe_pack.formats import CheckpointError, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import granitemoe, readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.granitemoe import GRANITEMOE, SHARED_NAMES
-from moe_pack.formats.families.readers import (
-    attention_bias,
-    dense_model,
-    layers_without_attention,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 from moe_pack.formats.parts import Mamba2Spec
 
 MAMBA_LAYERS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
 
 
 def _read_mixer(config: Config) -> Mamba2Spec | None:
-    layers = layers_without_attention(config, MAMBA_LAYERS)
+    layers = readers.layers_without_attention(config, MAMBA_LAYERS)
     width, num_heads = config.whole("mamba_expand", 2) * config.whole("hidden_size"), config.whole("mamba_n_heads", 128)
     head_dim = (
         width // num_heads
@@ -29,7 +21,7 @@ def _read_mixer(config: Config) -> Mamba2Spec | None:
         else config.whole("mamba_d_head", width // num_heads)
     )
     if head_dim * num_heads != width:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{config.place}: {num_heads} heads of {head_dim} values are not mamba_expand times hidden_size, {width}"
         )
     mixer = Mamba2Spec(
@@ -47,26 +39,28 @@ def _read_mixer(config: Config) -> Mamba2Spec | None:
     return mixer if layers else None
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     if config.has("num_local_experts") and not config.count("num_local_experts"):
-        raise dense_model(config)
+        raise readers.dense_model(config)
     scale = config.number("attention_multiplier", 1)
-    attention = read_grouped_query(config, bias=attention_bias(config), own_keys=True, scale=scale)
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True, scale=scale)
     is_rotary = config.choice("position_embedding_type", ("nope", "rope")) == "rope"
-    rope = read_rope(config, attention.head_dim)
+    rope = readers.read_rope(config, attention.head_dim)
     limits = config.unbounded("time_step_limit")
     if limits not in ((), (0.0, float("inf"))):
-        raise CheckpointError(f"{config.place}: time_step_limit is {list(limits)}; only [0.0, Infinity] is supported")
-    return read_decoder(
+        raise formats.CheckpointError(
+            f"{config.place}: time_step_limit is {list(limits)}; only [0.0, Infinity] is supported"
+        )
+    return readers.read_decoder(
         config,
         "granitemoehybrid",
         attention,
         rope if is_rotary else None,
-        RouterSpec(
+        formats.RouterSpec(
             "topk_softmax", config.whole("num_local_experts"), config.whole("num_experts_per_tok"), normalize=False
         ),
         config.whole("intermediate_size"),
-        shared_expert=SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False),
+        shared_expert=formats.SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False),
         embedding_multiplier=config.number("embedding_multiplier", 1),
         residual_multiplier=config.number("residual_multiplier", 1),
         logits_scaling=config.number("logits_scaling", 1),
@@ -97,10 +91,10 @@ GRANITEMOEHYBRID = Family(
     },
     read_config=_read_config,
     dense_names={
-        **GRANITEMOE.dense_names,
+        **granitemoe.GRANITEMOE.dense_names,
         **{f"layers.{{i}}.mixer.{role}": f"{_MAMBA}.{name}" for role, name in MAMBA2_NAMES.items()},
-        **SHARED_NAMES,
+        **granitemoe.SHARED_NAMES,
     },
-    expert_names=GRANITEMOE.expert_names,
+    expert_names=granitemoe.GRANITEMOE.expert_names,
     ignored_keys=frozenset({"mamba_chunk_size", "rope_scaling"}),
 )

@@ -1,23 +1,14 @@
 """Hunyuan-A13B. Source: transformers, models/hunyuan_v1_moe; Tencent (2025)."""
 
-from moe_pack.formats import MATRICES, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    SCALINGS,
-    attention_bias,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 
 _MLP = "model.layers.{i}.mlp."
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     num_layers = config.num_layers()
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("use_qk_norm", True)
@@ -35,23 +26,25 @@ def _read_config(config: Config) -> ModelSpec:
         "attention_head_dim",
         config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads")),
     )
-    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="rotated_head", own_keys=True)
-    router = RouterSpec(
+    attention = readers.read_grouped_query(
+        config, bias=readers.attention_bias(config), qk_norm="rotated_head", own_keys=True
+    )
+    router = formats.RouterSpec(
         "softmax_topk",
         config.each_whole(config.either("num_experts", "num_local_experts"), num_layers),
         config.each_whole(config.either("moe_topk", "num_experts_per_tok"), num_layers),
         normalize=True,
     )
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "hunyuan_v1_moe",
         attention,
-        read_rope(config, attention.head_dim, scalings=(*SCALINGS, "ntk_alpha")),
+        readers.read_rope(config, attention.head_dim, scalings=(*readers.SCALINGS, "ntk_alpha")),
         router,
         size,
         dense_size_key=None,
-        shared_expert=SharedExpertSpec(size, gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        shared_expert=formats.SharedExpertSpec(size, gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
 
 
@@ -63,13 +56,13 @@ HUNYUAN_V1_MOE = Family(
     },
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.query_layernorm.weight",
         "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.key_layernorm.weight",
         "layers.{i}.router": _MLP + "gate.wg.weight",
-        **{f"layers.{{i}}.shared.{matrix}": f"{_MLP}shared_mlp.{matrix}_proj.weight" for matrix in MATRICES},
+        **{f"layers.{{i}}.shared.{matrix}": f"{_MLP}shared_mlp.{matrix}_proj.weight" for matrix in formats.MATRICES},
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset(
         {"eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "org_vocab_size", "pad_id", "pretraining_tp"}
     ),

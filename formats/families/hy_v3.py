@@ -1,25 +1,14 @@
 """Hy3. Source: transformers, models/hy_v3; Tencent (2026)."""
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    PREDICTION_LAYER,
-    PREDICTION_NAMES,
-    attention_bias,
-    layers_by_kind,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 
 _MLP = "model.layers.{i}.mlp."
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("moe_router_enable_expert_bias", True)
     config.only("moe_router_use_sigmoid", True)
@@ -33,8 +22,8 @@ def _read_config(config: Config) -> ModelSpec:
     config.ignore("first_k_dense_replace")
     config.require("head_dim")  # missing, transformers takes 128
     config.require("num_key_value_heads")  # missing, transformers takes 8
-    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head")
-    router = RouterSpec(
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
+    router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole(config.either("num_experts", "num_local_experts")),
         config.whole("num_experts_per_tok", 8),
@@ -42,16 +31,16 @@ def _read_config(config: Config) -> ModelSpec:
         bias=True,
         scaling_factor=config.number("router_scaling_factor", 2.826),
     )
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "hy_v3",
         attention,
-        read_rope(config, attention.head_dim, default_theta=11_158_840.0),
+        readers.read_rope(config, attention.head_dim, default_theta=11_158_840.0),
         router,
         expert_size,
-        moe_layers=layers_by_kind(config, num_dense=1),
-        shared_expert=SharedExpertSpec(expert_size * config.whole("num_shared_experts", 1), gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        moe_layers=readers.layers_by_kind(config, num_dense=1),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("num_shared_experts", 1), gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
 
 
@@ -60,16 +49,16 @@ HY_V3 = Family(
     short_names={"hy3-preview": "tencent/Hy3-preview", "hy3-preview-base": "tencent/Hy3-preview-Base"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.router": (_MLP + "router.gate.weight", _MLP + "gate.weight"),
         "layers.{i}.router_bias": (_MLP + "expert_bias", _MLP + "e_score_correction_bias"),
         "layers.{i}.shared.gate": (_MLP + "shared_mlp.gate_proj.weight", _MLP + "shared_experts.gate_proj.weight"),
         "layers.{i}.shared.up": (_MLP + "shared_mlp.up_proj.weight", _MLP + "shared_experts.up_proj.weight"),
         "layers.{i}.shared.down": (_MLP + "shared_mlp.down_proj.weight", _MLP + "shared_experts.down_proj.weight"),
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
-    unused=(PREDICTION_LAYER,),
-    prediction=(PREDICTION_NAMES,),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
+    unused=(readers.PREDICTION_LAYER,),
+    prediction=(readers.PREDICTION_NAMES,),
     # Precisions of sums, which are float32 here whatever they say; a kernel; a layer that is not run.
     ignored_keys=frozenset(
         {

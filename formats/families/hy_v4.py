@@ -5,21 +5,11 @@ Source: transformers, models/hy_v4; Tencent (2026).
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
-from moe_pack.formats.families.family import Family, LeftOut
-from moe_pack.formats.families.readers import (
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    layers_by_kind,
-    read_decoder,
-    read_kinds,
-    read_latent,
-    read_rope,
-    read_sigmoid_router,
-)
-from moe_pack.formats.parts import IndexerSpec, MixedStreamsSpec, OtherAttentionSpec, OutputGateSpec
 from moe_pack.formats.parts.specs import LimitSpec
 
 # Written by the authors' own classes, read by no code of transformers: other values would be another model.
@@ -35,16 +25,16 @@ _ONLY = {
 }
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     for key, value in _ONLY.items():
         config.only(key, value)
-    read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
+    readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of a smaller Hy4.
     for key in ("routed_scaling_factor", "index_topk"):
         config.require(key)
     eps = config.number("rms_norm_eps", 1e-5)
     config.whole("q_lora_rank")  # the indexer's queries come from the latent
-    indexer = IndexerSpec(
+    indexer = parts.IndexerSpec(
         config.whole("index_n_heads"),
         config.whole("index_head_dim"),
         config.whole("index_topk"),
@@ -52,23 +42,23 @@ def _read_config(config: Config) -> ModelSpec:
         norm_eps=eps,
     )
     attention = replace(
-        read_latent(config, reads_head_dim=False, reads_kv_heads=False),
+        readers.read_latent(config, reads_head_dim=False, reads_kv_heads=False),
         indexer=indexer,
-        gate=OutputGateSpec("value", "sigmoid"),
+        gate=parts.OutputGateSpec("value", "sigmoid"),
         sinks=True,
     )
-    rope = read_rope(config, attention.qk_rope_head_dim)
+    rope = readers.read_rope(config, attention.qk_rope_head_dim)
     expert_size = config.whole("moe_intermediate_size")
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "hy_v4",
         attention,
         rope,
-        read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
-        moe_layers=layers_by_kind(config, num_dense=1),
-        shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
-        norm=NormSpec("rms", eps),
+        moe_layers=readers.layers_by_kind(config, num_dense=1),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
+        norm=formats.NormSpec("rms", eps),
     )
     shared = _sharing_layers(config)
     sharing = replace(attention, indexer=replace(indexer, shared=True))
@@ -76,8 +66,8 @@ def _read_config(config: Config) -> ModelSpec:
     return replace(
         spec,
         expert=replace(spec.expert, function="clipped_silu", limits=(limit,)),
-        others=(OtherAttentionSpec(shared, sharing, rope),) if shared else (),
-        residual=MixedStreamsSpec(
+        others=(parts.OtherAttentionSpec(shared, sharing, rope),) if shared else (),
+        residual=parts.MixedStreamsSpec(
             "mixed_streams",
             config.whole("hc_mult", 4),
             mixing=0,
@@ -89,11 +79,13 @@ def _read_config(config: Config) -> ModelSpec:
 
 def _sharing_layers(config: Config) -> tuple[int, ...]:
     """Reads the layers that share an indexer's choice; without a list, three of four after the second layer."""
-    kinds = read_kinds(config, "indexer_types", ("full", "shared"))
+    kinds = readers.read_kinds(config, "indexer_types", ("full", "shared"))
     if not kinds:
         return tuple(layer for layer in range(1, config.num_layers()) if (layer - 1) % 4)
     if kinds[0] == "shared":
-        raise CheckpointError(f"{config.place}: layer 0 shares an indexer's choice, but there is no layer before it")
+        raise formats.CheckpointError(
+            f"{config.place}: layer 0 shares an indexer's choice, but there is no layer before it"
+        )
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "shared")
 
 
@@ -106,7 +98,7 @@ def _gate_names(module: str, published: str, other: str) -> tuple[str, str]:
     return f"{_LAYER}{module}.{published}.weight", f"{_LAYER}{module}.{other}.weight"
 
 
-HY_V4 = Family(
+HY_V4 = family.Family(
     model_type="hy_v4",
     short_names={"hy4-preview": "tencent/Hy4-preview"},
     read_config=_read_config,
@@ -134,8 +126,8 @@ HY_V4 = Family(
             for role, name in _STREAMS.items()
         },
     },
-    expert_names=(FUSED_EXPERT_NAMES, EXPERT_NAMES),
-    unused=(LeftOut("model.mtp_layers.*", "a multi-token-prediction layer, which plain decoding does not run"),),
+    expert_names=(readers.FUSED_EXPERT_NAMES, readers.EXPERT_NAMES),
+    unused=(family.LeftOut("model.mtp_layers.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     # What sinks begin with, the loss of a layer that is not run, and the precision of a product, float32 here.
     ignored_keys=frozenset(
         {"enable_lm_head_fp32", "learnable_sink_init", "mtp_loss_factor", "num_nextn_predict_layers"}

@@ -5,10 +5,9 @@ Source: transformers, models/jamba; Jamba (2403.19887).
 
 import math
 
-from moe_pack.formats import CheckpointError, ModelSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.readers import DENSE_NAMES, dense_model, read_decoder, read_grouped_query
 from moe_pack.formats.parts import MambaSpec
 
 
@@ -17,7 +16,7 @@ def _every(config: Config, name: str, period: int, offset: int) -> tuple[int, ..
     period = config.whole(f"{name}_layer_period", period)
     offset = config.count(f"{name}_layer_offset", offset)
     if offset >= period:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{config.place}: {name}_layer_offset is {offset}, expected less than the period, {period}"
         )
     return tuple(i for i in range(config.num_layers()) if i % period == offset)
@@ -40,17 +39,17 @@ def _read_mixer(config: Config) -> MambaSpec | None:
     return mixer if layers else None
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     config.only("sliding_window", None)  # in published configs; no code of transformers reads it
     num_experts = config.whole("num_experts", 16)
     if num_experts == 1:
-        raise dense_model(config)
-    return read_decoder(
+        raise readers.dense_model(config)
+    return readers.read_decoder(
         config,
         "jamba",
-        read_grouped_query(config),
+        readers.read_grouped_query(config),
         None,
-        RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False),
+        formats.RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False),
         config.whole("intermediate_size"),
         moe_layers=_every(config, "expert", 2, 1),
         mixer=_read_mixer(config),
@@ -74,7 +73,7 @@ _MAMBA_NAMES = {
     "o": "out_proj.weight",
     "o_bias": "out_proj.bias",
 }
-JAMBA = Family(
+JAMBA = family.Family(
     model_type="jamba",
     short_names={
         "jamba-v0.1": "ai21labs/Jamba-v0.1",
@@ -83,7 +82,7 @@ JAMBA = Family(
     },
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         **{f"layers.{{i}}.mixer.{role}": f"{_MAMBA}.{name}" for role, name in _MAMBA_NAMES.items()},
         "layers.{i}.mlp_norm": "model.layers.{i}.pre_ff_layernorm.weight",
         **{f"layers.{{i}}.mlp.{name}": f"{_MLP}.{name}_proj.weight" for name in ("gate", "up", "down")},
@@ -91,14 +90,14 @@ JAMBA = Family(
         "norm": "model.final_layernorm.weight",
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": f"{_MLP}.experts.{{e}}.gate_proj.weight",
                 "up": f"{_MLP}.experts.{{e}}.up_proj.weight",
                 "down": f"{_MLP}.experts.{{e}}.down_proj.weight",
             }
         ),
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": f"{_MLP}.experts.gate_up_proj",
                 "up": f"{_MLP}.experts.gate_up_proj",

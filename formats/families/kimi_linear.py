@@ -3,17 +3,9 @@
 Source: transformers, models/kimi_linear; Kimi Linear (2510.26692).
 """
 
-from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    LATENT_NAMES,
-    layers_after_dense,
-    layers_without_attention,
-    read_decoder,
-    read_latent,
-)
 from moe_pack.formats.parts import KimiDeltaSpec
 
 
@@ -21,13 +13,13 @@ def _linear_layers(config: Config, group: Config | None) -> tuple[int, ...]:
     """Reads the layers with Kimi delta attention: of the published config's group, of `layer_types`, or the usual."""
     num_layers = config.num_layers()
     if config.has("layer_types"):
-        return layers_without_attention(config, {"linear_attention": True, "full_attention": False})
+        return readers.layers_without_attention(config, {"linear_attention": True, "full_attention": False})
     if group is None or not (group.has("kda_layers") and group.has("full_attn_layers")):
         return tuple(i for i in range(num_layers) if not i or i % 4)
     # Layers beyond the last are left out, so that the first layers alone can be read.
     linear, full = ([i for i in group.counts(key) if i <= num_layers] for key in ("kda_layers", "full_attn_layers"))
     if sorted((*linear, *full)) != list(range(1, num_layers + 1)):
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{group.place}: kda_layers and full_attn_layers must list each of the layers 1 to {num_layers} once"
         )
     return tuple(sorted(i - 1 for i in linear))
@@ -56,14 +48,16 @@ def _read_mixer(config: Config) -> KimiDeltaSpec:
 def _moe_layers(config: Config) -> tuple[int, ...]:
     kinds, num_layers = config.texts("mlp_layer_types"), config.num_layers()
     if not kinds:
-        return layers_after_dense(config, default=1)
+        return readers.layers_after_dense(config, default=1)
     config.ignore("first_k_dense_replace")
     if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
-        raise CheckpointError(f"{config.place}: mlp_layer_types must list {num_layers} layers, each dense or sparse")
+        raise formats.CheckpointError(
+            f"{config.place}: mlp_layer_types must list {num_layers} layers, each dense or sparse"
+        )
     return tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in the published config, read by no code of transformers.
     config.only("mla_use_nope", True)
     config.only("moe_router_activation_func", "sigmoid")
@@ -71,7 +65,7 @@ def _read_config(config: Config) -> ModelSpec:
     config.only("use_grouped_topk", True)
     config.only("rope_scaling", None)
     config.require("num_key_value_heads")  # missing, transformers takes 32
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole(config.either("num_experts", "num_local_experts")),
         config.whole(config.either("num_experts_per_token", "num_experts_per_tok"), 8),
@@ -84,16 +78,16 @@ def _read_config(config: Config) -> ModelSpec:
     expert_size = config.whole("moe_intermediate_size")
     num_shared = config.whole(config.either("num_shared_experts", "n_shared_experts"), 1)
     config.only("tie_word_embeddings", False)  # the class ties nothing, whatever the key says
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "kimi_linear",
-        read_latent(config, reads_head_dim=False),  # transformers replaces it
+        readers.read_latent(config, reads_head_dim=False),  # transformers replaces it
         None,
         router,
         expert_size,
         moe_layers=_moe_layers(config),
-        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         mixer=_read_mixer(config),
         positions_key=config.either("model_max_length", "max_position_embeddings"),
     )
@@ -101,7 +95,7 @@ def _read_config(config: Config) -> ModelSpec:
 
 _MOE = "model.layers.{i}.block_sparse_moe"
 _MLP = "model.layers.{i}.mlp"
-KIMI_LINEAR = Family(
+KIMI_LINEAR = family.Family(
     model_type="kimi_linear",
     short_names={
         "kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
@@ -110,8 +104,8 @@ KIMI_LINEAR = Family(
     },
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
-        **LATENT_NAMES,
+        **readers.DENSE_NAMES,
+        **readers.LATENT_NAMES,
         **{
             f"layers.{{i}}.mixer.{name}": f"model.layers.{{i}}.self_attn.{name}_proj.weight" for name in ("q", "k", "v")
         },
@@ -137,7 +131,7 @@ KIMI_LINEAR = Family(
         },
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": f"{_MOE}.experts.{{e}}.w1.weight",
                 "up": f"{_MOE}.experts.{{e}}.w3.weight",

@@ -5,22 +5,14 @@ Layers with a window rotate, and the others do not.
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope,
-)
-from moe_pack.formats.parts import GroupedQuerySpec, NormedResidualSpec
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("attention_bias", False)
     config.only("use_sliding_window", True)
@@ -28,13 +20,13 @@ def _read_config(config: Config) -> ModelSpec:
     for key in ("head_dim", "num_key_value_heads"):
         config.require(key)
     attention = _read_attention(config)
-    rope = read_rope(config, attention.head_dim)
-    spec = read_decoder(
+    rope = readers.read_rope(config, attention.head_dim)
+    spec = readers.read_decoder(
         config,
         "kolibri1",
         attention,
         None if attention.sliding_window is None else rope,
-        RouterSpec(
+        formats.RouterSpec(
             "topk_sigmoid",
             config.whole(config.either("num_experts", "num_local_experts")),
             config.whole("num_experts_per_tok", 6),
@@ -42,14 +34,16 @@ def _read_config(config: Config) -> ModelSpec:
             bias=True,
         ),
         config.whole("moe_intermediate_size"),
-        shared_expert=SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=False),
+        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=False),
     )
-    return replace(spec, residual=NormedResidualSpec("normed", True, ("attention", "mlp"), apart=False, scaled=False))
+    return replace(
+        spec, residual=parts.NormedResidualSpec("normed", True, ("attention", "mlp"), apart=False, scaled=False)
+    )
 
 
-def _read_attention(config: Config) -> GroupedQuerySpec:
+def _read_attention(config: Config) -> parts.GroupedQuerySpec:
     """Reads attention in which the layers with a window rotate."""
-    attention, windowed = read_grouped_query(config, qk_norm="head"), _windowed_layers(config)
+    attention, windowed = readers.read_grouped_query(config, qk_norm="head"), _windowed_layers(config)
     window = config.whole("sliding_window")  # missing, transformers takes 513, with null it fails
     if not windowed:
         return attention
@@ -61,7 +55,7 @@ def _read_attention(config: Config) -> GroupedQuerySpec:
 
 def _windowed_layers(config: Config) -> tuple[int, ...]:
     """Reads the layers with a window: as `layer_types` says, else all but every fifth."""
-    kinds = read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
+    kinds = readers.read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
     if kinds:
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
     return tuple(layer for layer in range(config.num_layers()) if (layer + 1) % 5)
@@ -73,7 +67,7 @@ KOLIBRI1 = Family(
     short_names={"kolibri-1": "Aleph-Alpha/Kolibri-1", "kolibri-1-bf16": "Aleph-Alpha/Kolibri-1-BF16"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention_post_norm": (
             f"{_LAYER}.post_attn_norm.weight",
             f"{_LAYER}.post_self_attn_layernorm.weight",
@@ -84,6 +78,6 @@ KOLIBRI1 = Family(
             f"{_LAYER}.mlp.gate.e_score_correction_bias",
         ),
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"head_dtype"}),  # the head is float32 here, whatever it says
 )

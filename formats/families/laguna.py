@@ -5,27 +5,15 @@ Layers with a window have more heads, and rotary positions of their own. A gate 
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    ATTENTION_KINDS,
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    LayerAttention,
-    attention_bias,
-    layers_by_kind,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope_by_kind,
-)
-from moe_pack.formats.parts import OutputGateSpec, RopeSpec
 
 
-def _read_config(config: Config) -> ModelSpec:
-    attention, moe_layers = _read_attention(config), layers_by_kind(config, num_dense=1)
+def _read_config(config: Config) -> formats.ModelSpec:
+    attention, moe_layers = _read_attention(config), readers.layers_by_kind(config, num_dense=1)
     # Published configs have these keys, which transformers does not read: other values would be another model.
     config.only("mlp_only_layers", [layer for layer in range(config.num_layers()) if layer not in moe_layers])
     config.only("decoder_sparse_step", 1)
@@ -34,7 +22,7 @@ def _read_config(config: Config) -> ModelSpec:
     config.only("moe_router_score_func", "sigmoid")
     config.only("moe_apply_router_weight_on_input", False)
     config.only("moe_router_logit_softcapping", 0.0)
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole("num_experts"),
         config.whole("num_experts_per_tok", 8),
@@ -42,7 +30,7 @@ def _read_config(config: Config) -> ModelSpec:
         bias=True,
         scaling_factor=config.number("moe_routed_scaling_factor", 1),
     )
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "laguna",
         attention.attention,
@@ -50,42 +38,44 @@ def _read_config(config: Config) -> ModelSpec:
         router,
         config.whole("moe_intermediate_size"),
         moe_layers=moe_layers,
-        shared_expert=SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=False),
+        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=False),
         others=attention.others,
     )
 
 
-def _read_attention(config: Config) -> LayerAttention:
+def _read_attention(config: Config) -> readers.LayerAttention:
     num_layers = config.num_layers()
     config.require("head_dim")  # missing, transformers takes 128
-    own = read_grouped_query(config, bias=attention_bias(config), qk_norm="head")
+    own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     own = replace(own, gate=_read_gate(config))
-    kinds = read_kinds(config, "layer_types", ATTENTION_KINDS) or ("full_attention",) * num_layers
+    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS) or ("full_attention",) * num_layers
     heads = config.counts("num_attention_heads_per_layer") or (own.num_heads,) * num_layers
     if len(heads) != num_layers:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{config.place}: num_attention_heads_per_layer lists {len(heads)} layers, but the model has {num_layers}"
         )
     config.ignore("sliding_window")  # without layers that have it
     window = config.whole("sliding_window") if "sliding_attention" in kinds else None
     usual = {
-        "full_attention": RopeSpec(5e5, int(own.head_dim * 0.5), interleaved=False, scaling=None),
-        "sliding_attention": RopeSpec(1e4, own.head_dim, interleaved=False, scaling=None),
+        "full_attention": parts.RopeSpec(5e5, int(own.head_dim * 0.5), interleaved=False, scaling=None),
+        "sliding_attention": parts.RopeSpec(1e4, own.head_dim, interleaved=False, scaling=None),
     }
-    ropes = read_rope_by_kind(config, own.head_dim, {kind: usual[kind] for kind in kinds}, partial_rotary_factor=1.0)
+    ropes = readers.read_rope_by_kind(
+        config, own.head_dim, {kind: usual[kind] for kind in kinds}, partial_rotary_factor=1.0
+    )
     windows = {"full_attention": None, "sliding_attention": window}
-    return LayerAttention.of(
+    return readers.LayerAttention.of(
         (replace(own, num_heads=count, sliding_window=windows[kind]), ropes[kind])
         for kind, count in zip(kinds, heads, strict=True)
     )
 
 
-def _read_gate(config: Config) -> OutputGateSpec:
+def _read_gate(config: Config) -> parts.OutputGateSpec:
     if config.is_text("gating", "per-element"):
-        return OutputGateSpec("value", "softplus")
+        return parts.OutputGateSpec("value", "softplus")
     if not config.is_text("gating", "per-head") and not config.flag("gating", True):
-        raise CheckpointError(f"{config.place}: gating is False; supported: True, 'per-head', 'per-element'")
-    return OutputGateSpec("head", "softplus")
+        raise formats.CheckpointError(f"{config.place}: gating is False; supported: True, 'per-head', 'per-element'")
+    return parts.OutputGateSpec("head", "softplus")
 
 
 _BIAS, _SHARED = "e_score_correction_bias", "model.layers.{i}.mlp.shared_expert"
@@ -94,7 +84,7 @@ LAGUNA = Family(
     short_names={"laguna-xs.2": "poolside/Laguna-XS.2", "laguna-xs-2.1": "poolside/Laguna-XS-2.1"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention.gate": "model.layers.{i}.self_attn.g_proj.weight",
         "layers.{i}.router_bias": (f"model.layers.{{i}}.mlp.experts.{_BIAS}", f"model.layers.{{i}}.mlp.gate.{_BIAS}"),
         **{
@@ -102,5 +92,5 @@ LAGUNA = Family(
             for matrix in ("gate", "up", "down")
         },
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

@@ -3,16 +3,15 @@
 Source: transformers, models/lfm2_moe; LFM2 (Liquid AI, 2025).
 """
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.readers import layers_without_attention, read_decoder, read_grouped_query, read_rope
 from moe_pack.formats.parts import ShortConvSpec
 
 
-def _read_config(config: Config) -> ModelSpec:
-    attention = read_grouped_query(config, qk_norm="head")
-    layers = layers_without_attention(config, {"conv": True, "full_attention": False})
+def _read_config(config: Config) -> formats.ModelSpec:
+    attention = readers.read_grouped_query(config, qk_norm="head")
+    layers = readers.layers_without_attention(config, {"conv": True, "full_attention": False})
     conv = ShortConvSpec(
         kind="short_conv",
         layers=layers,
@@ -21,7 +20,7 @@ def _read_config(config: Config) -> ModelSpec:
         bias=config.flag("conv_bias", False),
     )
     normalize = config.flag("norm_topk_prob", True)
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole("num_experts"),
         config.whole("num_experts_per_tok", 4),
@@ -30,15 +29,15 @@ def _read_config(config: Config) -> ModelSpec:
         scaling_factor=config.number("routed_scaling_factor", 1),
         least_sum=1e-6 if normalize else 0.0,
     )
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "lfm2_moe",
         attention,
-        read_rope(config, attention.head_dim, default_theta=1e6),
+        readers.read_rope(config, attention.head_dim, default_theta=1e6),
         router,
         config.whole("moe_intermediate_size"),
         moe_layers=tuple(range(config.num_layers()))[config.count("num_dense_layers", 2) :],
-        norm=NormSpec("rms", config.number("norm_eps", 1e-5)),
+        norm=formats.NormSpec("rms", config.number("norm_eps", 1e-5)),
         tied_head=config.flag(config.either("tie_embedding", "tie_word_embeddings"), True),
         mixer=conv if layers else None,
     )
@@ -46,7 +45,7 @@ def _read_config(config: Config) -> ModelSpec:
 
 _LAYER = "model.layers.{i}"
 _MLP = f"{_LAYER}.feed_forward"
-LFM2_MOE = Family(
+LFM2_MOE = family.Family(
     model_type="lfm2_moe",
     short_names={"lfm2-8b-a1b": "LiquidAI/LFM2-8B-A1B"},
     read_config=_read_config,
@@ -73,14 +72,14 @@ LFM2_MOE = Family(
         "head": "lm_head.weight",
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": f"{_MLP}.experts.{{e}}.w1.weight",
                 "up": f"{_MLP}.experts.{{e}}.w3.weight",
                 "down": f"{_MLP}.experts.{{e}}.w2.weight",
             }
         ),
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": f"{_MLP}.experts.gate_up_proj",
                 "up": f"{_MLP}.experts.gate_up_proj",

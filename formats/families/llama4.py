@@ -6,40 +6,32 @@ see all of it, without positions.
 
 from dataclasses import replace
 
-from moe_pack.formats import MATRICES, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.multimodal import within
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    attention_bias,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope,
-)
-from moe_pack.formats.parts import GroupedQuerySpec, TemperatureSpec
 
 _MLP = "model.layers.{i}.feed_forward."
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     config.only("num_experts_per_tok", 1)  # more of them would each get an input of its own
     config.only("for_llm_compressor", False)
     size = config.whole("intermediate_size")
     attention = _read_attention(config)
-    router = RouterSpec("topk_sigmoid", config.whole("num_local_experts"), 1, normalize=False, on_input=True)
-    return read_decoder(
+    router = formats.RouterSpec("topk_sigmoid", config.whole("num_local_experts"), 1, normalize=False, on_input=True)
+    return readers.read_decoder(
         config,
         "llama4_text",
         attention,
-        read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True),
+        readers.read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True),
         router,
         size,
         moe_layers=_moe_layers(config),
         dense_size_key="intermediate_size_mlp",
-        shared_expert=SharedExpertSpec(size, gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        shared_expert=formats.SharedExpertSpec(size, gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
 
 
@@ -52,16 +44,16 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
     return tuple(range(step - 1, num_layers, step))
 
 
-def _read_attention(config: Config) -> GroupedQuerySpec:
+def _read_attention(config: Config) -> parts.GroupedQuerySpec:
     num_layers = config.num_layers()
     config.require("num_key_value_heads")  # null says that each head has its own; missing, transformers takes 8
     config.require("head_dim")  # null says that heads divide the hidden size; missing, transformers takes 128
     is_normed = config.flag("use_qk_norm", True)
-    attention = read_grouped_query(
-        config, bias=attention_bias(config), qk_norm="unit" if is_normed else "none", own_keys=True
+    attention = readers.read_grouped_query(
+        config, bias=readers.attention_bias(config), qk_norm="unit" if is_normed else "none", own_keys=True
     )
     rotated = _rotated_layers(config)
-    kinds = read_kinds(config, "layer_types", ("full_attention", "chunked_attention"))
+    kinds = readers.read_kinds(config, "layer_types", ("full_attention", "chunked_attention"))
     chunked = tuple(layer for layer, kind in enumerate(kinds) if kind == "chunked_attention") if kinds else rotated
     if chunked:
         config.require("attention_chunk_size")  # missing, transformers takes 8192; with null it fails
@@ -73,7 +65,7 @@ def _read_attention(config: Config) -> GroupedQuerySpec:
         config.ignore("attn_temperature_tuning", "floor_scale", "attn_scale")
         return attention
     tuned = config.truth("attn_temperature_tuning", True)
-    temperature = TemperatureSpec(
+    temperature = parts.TemperatureSpec(
         config.number("attn_scale", 0.1), config.whole("floor_scale", 8192), is_from_one=True, is_unrotated=True
     )
     return replace(attention, rotated_layers=rotated, temperature=temperature if tuned else None)
@@ -88,12 +80,12 @@ def _rotated_layers(config: Config) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if (layer + 1) % step)
 
 
-LLAMA4_TEXT = Family(
+LLAMA4_TEXT = family.Family(
     model_type="llama4_text",
     short_names={},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.mlp.gate": _MLP + "gate_proj.weight",
         "layers.{i}.mlp.up": _MLP + "up_proj.weight",
         "layers.{i}.mlp.down": _MLP + "down_proj.weight",
@@ -103,7 +95,7 @@ LLAMA4_TEXT = Family(
         "layers.{i}.shared.down": _MLP + "shared_expert.down_proj.weight",
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": _MLP + "experts.gate_up_proj",
                 "up": _MLP + "experts.gate_up_proj",
@@ -112,7 +104,7 @@ LLAMA4_TEXT = Family(
             transposed=True,
         ),
         # What vLLM reads of checkpoints in codes; the reader of GGUF files takes it too.
-        ExpertNames({matrix: f"{_MLP}experts.{{e}}.{matrix}_proj.weight" for matrix in MATRICES}),
+        family.ExpertNames({matrix: f"{_MLP}experts.{{e}}.{matrix}_proj.weight" for matrix in formats.MATRICES}),
     ),
 )
 LLAMA4 = within(

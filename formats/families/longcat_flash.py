@@ -7,14 +7,13 @@ Source: transformers, models/longcat_flash; LongCat-Flash (2509.01322).
 
 from dataclasses import replace
 
-from moe_pack.formats import MATRICES, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, LeftOut
-from moe_pack.formats.families.readers import DENSE_NAMES, LATENT_NAMES, read_decoder, read_latent, read_rope
 from moe_pack.formats.parts import ShortcutResidualSpec
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("attention_method", "MLA")
     config.only("zero_expert_type", "identity")
@@ -23,7 +22,7 @@ def _read_config(config: Config) -> ModelSpec:
     config.only("router_bias", False)  # transformers makes such a bias, and computes without it
     num_layers = 2 * config.whole("num_layers")
     config.only("num_hidden_layers", num_layers)
-    attention, d = read_latent(config), config.whole("hidden_size")
+    attention, d = readers.read_latent(config), config.whole("hidden_size")
     if attention.qk_rope_head_dim != 64:
         config.require("head_dim")  # missing, transformers rotates 64 values
     if attention.q_lora_rank is None:
@@ -33,7 +32,7 @@ def _read_config(config: Config) -> ModelSpec:
         q_latent_scale=(d / (attention.q_lora_rank or d)) ** 0.5,
         kv_latent_scale=(d / attention.kv_lora_rank) ** 0.5,
     )
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "softmax_topk",
         config.whole(config.either("n_routed_experts", "num_local_experts"), 512),
         config.whole(config.either("moe_topk", "num_experts_per_tok"), 12),
@@ -43,17 +42,17 @@ def _read_config(config: Config) -> ModelSpec:
         num_identity=config.count("zero_expert_num", 256),
     )
     dense_key = config.either("ffn_hidden_size", "intermediate_size")
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "longcat_flash",
         attention,
-        read_rope(config, attention.qk_rope_head_dim, default_theta=1e7, interleaved=True),
+        readers.read_rope(config, attention.qk_rope_head_dim, default_theta=1e7, interleaved=True),
         router,
         config.whole(config.either("expert_ffn_hidden_size", "moe_intermediate_size"), 2048),
         moe_layers=tuple(range(0, num_layers, 2)),
         dense_size_key=dense_key,
-        shared_expert=SharedExpertSpec(config.whole(dense_key), gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        shared_expert=formats.SharedExpertSpec(config.whole(dense_key), gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         num_layers=num_layers,
     )
     return replace(spec, residual=ShortcutResidualSpec("shortcut", spec.moe_layers))
@@ -70,7 +69,7 @@ def _by_halves(name: str) -> str:
     return f"{_LAYER}{layer}.{{side}}.{rest}" if module else name
 
 
-LONGCAT_FLASH = Family(
+LONGCAT_FLASH = family.Family(
     model_type="longcat_flash",
     short_names={
         "longcat-flash": "meituan-longcat/LongCat-Flash-Chat",
@@ -81,26 +80,26 @@ LONGCAT_FLASH = Family(
     dense_names={
         **{
             role: _by_halves(str(name)) if role.startswith("layers.") else name
-            for role, name in {**DENSE_NAMES, **LATENT_NAMES}.items()
+            for role, name in {**readers.DENSE_NAMES, **readers.LATENT_NAMES}.items()
         },
         **{
             f"layers.{{i}}.{role}.{matrix}": f"{_LAYER}mlps.{side}.{matrix}_proj.weight"
             for side, role in enumerate(("shared", "mlp"))
-            for matrix in MATRICES
+            for matrix in formats.MATRICES
         },
         "layers.{i}.router": _LAYER + "mlp.router.classifier.weight",
         "layers.{i}.router_bias": _LAYER + "mlp.router.e_score_correction_bias",
     },
     expert_names=(
-        ExpertNames({matrix: f"{_EXPERTS}{{e}}.{matrix}_proj.weight" for matrix in MATRICES}),
-        ExpertNames(
+        family.ExpertNames({matrix: f"{_EXPERTS}{{e}}.{matrix}_proj.weight" for matrix in formats.MATRICES}),
+        family.ExpertNames(
             {"gate": _EXPERTS + "gate_up_proj", "up": _EXPERTS + "gate_up_proj", "down": _EXPERTS + "down_proj"}
         ),
     ),
     dropped=(
-        LeftOut("model.layers.*.mlp.experts.*.gate_proj.weight", _IDENTITY),
-        LeftOut("model.layers.*.mlp.experts.*.up_proj.weight", _IDENTITY),
+        family.LeftOut("model.layers.*.mlp.experts.*.gate_proj.weight", _IDENTITY),
+        family.LeftOut("model.layers.*.mlp.experts.*.up_proj.weight", _IDENTITY),
     ),
-    unused=(LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
+    unused=(family.LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"num_nextn_predict_layers"}),
 )

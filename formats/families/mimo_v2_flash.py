@@ -6,31 +6,17 @@ their own.
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, NormSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, LeftOut
-from moe_pack.formats.families.readers import (
-    ATTENTION_KINDS,
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    LayerAttention,
-    attention_bias,
-    layers_by_kind,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope_by_kind,
-    read_sigmoid_router,
-)
 from moe_pack.formats.parts import RopeSpec
 
 _THETAS = {"full_attention": 5e6, "sliding_attention": 1e4}
 _ROTATED = 0.334  # of a head, if the config does not say
 
 
-def _read_config(config: Config) -> ModelSpec:
-    num_layers, moe_layers = config.num_layers(), layers_by_kind(config, num_dense=1)
+def _read_config(config: Config) -> formats.ModelSpec:
+    num_layers, moe_layers = config.num_layers(), readers.layers_by_kind(config, num_dense=1)
     attention = _read_attention(config)
     # Published configs have these keys, which transformers does not read: other values would be another model.
     config.only("moe_layer_freq", [int(layer in moe_layers) for layer in range(num_layers)])
@@ -39,24 +25,24 @@ def _read_config(config: Config) -> ModelSpec:
     config.only("n_shared_experts", None)
     eps = config.number("rms_norm_eps", 1e-5)
     config.only("layernorm_epsilon", eps)
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "mimo_v2_flash",
         attention.attention,
         attention.rope,
-        read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         config.whole("moe_intermediate_size"),
         moe_layers=moe_layers,
-        norm=NormSpec("rms", eps),
+        norm=formats.NormSpec("rms", eps),
         others=attention.others,
     )
 
 
-def _read_attention(config: Config) -> LayerAttention:
+def _read_attention(config: Config) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 192
     config.require("attention_value_scale")  # missing, transformers takes 0.707, and 1 for null
     value_dim = config.whole("v_head_dim")
-    own = read_grouped_query(config, bias=attention_bias(config, ("q", "k", "v")))
+    own = readers.read_grouped_query(config, bias=readers.attention_bias(config, ("q", "k", "v")))
     own = replace(
         own,
         value_head_dim=None if value_dim == own.head_dim else value_dim,
@@ -66,14 +52,14 @@ def _read_attention(config: Config) -> LayerAttention:
     if config.has("sliding_window_size"):  # without the query's own position
         window = config.whole("sliding_window_size") + 1
     windowed = replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True, sliding_window=window)
-    kinds = read_kinds(config, "layer_types", ATTENTION_KINDS) or tuple(
+    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS) or tuple(
         "full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in range(config.num_layers())
     )
     rope = RopeSpec(0.0, int(own.head_dim * _ROTATED), interleaved=False, scaling=None)
     defaults = {kind: replace(rope, theta=_THETAS[kind]) for kind in kinds}
-    ropes = read_rope_by_kind(config, own.head_dim, defaults, _ROTATED)
+    ropes = readers.read_rope_by_kind(config, own.head_dim, defaults, _ROTATED)
     _check_published_keys(config, kinds, ropes)
-    return LayerAttention.of((windowed if kind == "sliding_attention" else own, ropes[kind]) for kind in kinds)
+    return readers.LayerAttention.of((windowed if kind == "sliding_attention" else own, ropes[kind]) for kind in kinds)
 
 
 def _check_published_keys(config: Config, kinds: tuple[str, ...], ropes: dict[str, RopeSpec]) -> None:
@@ -94,17 +80,17 @@ def _check_published_keys(config: Config, kinds: tuple[str, ...], ropes: dict[st
     config.ignore("attention_chunk_size", "hybrid_block_size")
 
 
-MIMO_V2_FLASH = Family(
+MIMO_V2_FLASH = family.Family(
     model_type="mimo_v2_flash",
     short_names={"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention.sinks": (
             "model.layers.{i}.self_attn.attention_sink_bias",
             "model.layers.{i}.self_attn.sinks",
         ),
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
-    unused=(LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
+    unused=(family.LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
 )

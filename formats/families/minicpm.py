@@ -5,29 +5,21 @@ transformers has no class for it; tests/support/references/minicpm.py stands in 
 
 import math
 
-from moe_pack.formats import ModelSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    attention_bias,
-    read_decoder,
-    read_expert_count,
-    read_llama_attention,
-    read_llama_rope,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
-    num_experts, chosen = read_expert_count(config, "num_experts"), config.whole("num_experts_per_tok")
+def _read_config(config: Config) -> formats.ModelSpec:
+    num_experts, chosen = readers.read_expert_count(config, "num_experts"), config.whole("num_experts_per_tok")
     config.only("pretraining_tp", 1)  # in slices, the head is given what is not divided by dim_model_base
-    attention = read_llama_attention(config, attention_bias(config))
-    return read_decoder(
+    attention = readers.read_llama_attention(config, readers.attention_bias(config))
+    return readers.read_decoder(
         config,
         "minicpm",
         attention,
-        read_llama_rope(config, attention.head_dim),
-        RouterSpec("softmax_topk", num_experts, chosen, normalize=True),
+        readers.read_llama_rope(config, attention.head_dim),
+        formats.RouterSpec("softmax_topk", num_experts, chosen, normalize=True),
         config.whole("intermediate_size"),
         dense_size_key=None,
         tied_head=config.flag("tie_word_embeddings", True),
@@ -37,13 +29,13 @@ def _read_config(config: Config) -> ModelSpec:
     )
 
 
-MINICPM = Family(
+MINICPM = family.Family(
     model_type="minicpm",
     short_names={"minicpm-moe-8x2b": "openbmb/MiniCPM-MoE-8x2B"},
     read_config=_read_config,
-    dense_names=DENSE_NAMES,
+    dense_names=readers.DENSE_NAMES,
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": "model.layers.{i}.mlp.experts.{e}.w1.weight",
                 "up": "model.layers.{i}.mlp.experts.{e}.w3.weight",

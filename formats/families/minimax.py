@@ -6,69 +6,71 @@ which rotates so many values of each head; transformers rotates all, whatever th
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, LeftOut
 from moe_pack.formats.families.mixtral import MIXTRAL
-from moe_pack.formats.families.readers import read_decoder, read_grouped_query, read_kinds, read_rope
-from moe_pack.formats.parts import FactorsSpec, LightningSpec, NormedStateSpec, RopeSpec
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("postnorm", True)
     config.only("shared_intermediate_size", 0)
     config.ignore("shared_moe_mode")  # of shared experts, of which there are none
     config.require("num_key_value_heads")  # missing, transformers takes 8
     window = config.whole("sliding_window") if config.has("sliding_window") else None
-    attention = read_grouped_query(config, own_keys=True, sliding_window=window)
+    attention = readers.read_grouped_query(config, own_keys=True, sliding_window=window)
     mixer = _read_mixer(config, attention.num_heads, attention.head_dim)
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "minimax",
         attention,
         _read_rope(config, attention.head_dim),
-        RouterSpec(
+        formats.RouterSpec(
             "softmax_topk",
             config.whole(config.either("num_local_experts", "num_experts")),
             config.whole("num_experts_per_tok", 2),
             normalize=True,
         ),
         config.whole("intermediate_size"),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         mixer=mixer,
     )
     of_attention, of_mixer, of_mlp = (_read_factors(config, half) for half in ("full_attn", "linear_attn", "mlp"))
-    of_layers = NormedStateSpec("normed_state", of_attention, None if mixer is None else of_mixer, of_mlp)
+    of_layers = parts.NormedStateSpec("normed_state", of_attention, None if mixer is None else of_mixer, of_mlp)
     return replace(spec, residual=of_layers)
 
 
-def _read_factors(config: Config, half: str) -> FactorsSpec:
-    return FactorsSpec(config.number(f"{half}_alpha_factor", 1), config.number(f"{half}_beta_factor", 1))
+def _read_factors(config: Config, half: str) -> parts.FactorsSpec:
+    return parts.FactorsSpec(config.number(f"{half}_alpha_factor", 1), config.number(f"{half}_beta_factor", 1))
 
 
-def _read_rope(config: Config, head_dim: int) -> RopeSpec:
+def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     """Reads rotary positions; with a `rotary_dim`, which is that of published models, they have no scaling."""
     if not config.has("rotary_dim"):
         config.ignore("rotary_dim")
-        return read_rope(config, head_dim, default_theta=1e6)
-    rope = read_rope(config, head_dim, default_theta=1e6, scalings=())
+        return readers.read_rope(config, head_dim, default_theta=1e6)
+    rope = readers.read_rope(config, head_dim, default_theta=1e6, scalings=())
     return replace(rope, rotary_dim=config.whole("rotary_dim"))
 
 
-def _read_mixer(config: Config, num_heads: int, head_dim: int) -> LightningSpec | None:
+def _read_mixer(config: Config, num_heads: int, head_dim: int) -> parts.LightningSpec | None:
     """Reads lightning attention, in the layers that `layer_types` names, else in every second; None if in no layer."""
-    kinds, num_layers = read_kinds(config, "layer_types", ("full_attention", "linear_attention")), config.num_layers()
+    kinds, num_layers = (
+        readers.read_kinds(config, "layer_types", ("full_attention", "linear_attention")),
+        config.num_layers(),
+    )
     layers = tuple(i for i in range(num_layers) if (kinds[i] == "linear_attention" if kinds else i % 2 == 1))
     if not layers:
         return None
     factors = tuple(1 - layer / (num_layers - 1 + 1e-5) + 1e-5 for layer in layers)
-    return LightningSpec("lightning_attention", layers, num_heads, head_dim, factors, norm_eps=1e-6)
+    return parts.LightningSpec("lightning_attention", layers, num_heads, head_dim, factors, norm_eps=1e-6)
 
 
 _LAYER = "model.layers.{i}"
 _CONSTANT = "a constant that follows from the number of heads and layers"
-MINIMAX = Family(
+MINIMAX = family.Family(
     model_type="minimax",
     short_names={
         "minimax-text-01": "MiniMaxAI/MiniMax-Text-01-hf",
@@ -85,7 +87,7 @@ MINIMAX = Family(
     },
     expert_names=MIXTRAL.expert_names,
     dropped=tuple(
-        LeftOut(f"model.layers.*.self_attn.{name}", _CONSTANT)
+        family.LeftOut(f"model.layers.*.self_attn.{name}", _CONSTANT)
         for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
     ),
     ignored_keys=frozenset({"block_size"}),  # of tokens that are computed together

@@ -1,20 +1,13 @@
 """MiniMax-M2, M2.1 and M2.7. Source: transformers, models/minimax_m2; its released modeling_minimax_m2.py."""
 
-from moe_pack.formats import ModelSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    FUSED_EXPERT_NAMES,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 
 _MOE = "model.layers.{i}.block_sparse_moe."
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("attn_type_list", [1] * config.num_layers())
     config.only("qk_norm_type", "per_layer")
@@ -26,28 +19,30 @@ def _read_config(config: Config) -> ModelSpec:
     for key in ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"):
         config.only(key, 1.0)
     config.require("head_dim")  # missing, transformers takes 128
-    attention = read_grouped_query(config, qk_norm="projection")
+    attention = readers.read_grouped_query(config, qk_norm="projection")
     # Released configs give the rotated part of a head in values; with a factor too, transformers takes the factor.
     rotary_dim = config.whole("rotary_dim", attention.head_dim)
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole(config.either("num_local_experts", "num_experts")),
         config.whole("num_experts_per_tok", 8),
         normalize=True,
         bias=True,
     )
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "minimax_m2",
         attention,
-        read_rope(config, attention.head_dim, default_theta=5e6, partial_rotary_factor=rotary_dim / attention.head_dim),
+        readers.read_rope(
+            config, attention.head_dim, default_theta=5e6, partial_rotary_factor=rotary_dim / attention.head_dim
+        ),
         router,
         config.whole("intermediate_size"),
         dense_size_key=None,
     )
 
 
-MINIMAX_M2 = Family(
+MINIMAX_M2 = family.Family(
     model_type="minimax_m2",
     short_names={
         "minimax-m2": "MiniMaxAI/MiniMax-M2",
@@ -56,7 +51,7 @@ MINIMAX_M2 = Family(
     },
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.router": (_MOE + "gate.weight", "model.layers.{i}.mlp.gate.weight"),
         "layers.{i}.router_bias": (
             _MOE + "e_score_correction_bias",
@@ -64,14 +59,14 @@ MINIMAX_M2 = Family(
         ),
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": _MOE + "experts.{e}.w1.weight",
                 "up": _MOE + "experts.{e}.w3.weight",
                 "down": _MOE + "experts.{e}.w2.weight",
             }
         ),
-        FUSED_EXPERT_NAMES,
+        readers.FUSED_EXPERT_NAMES,
     ),
     # No released checkpoint has the prediction layers that these announce.
     ignored_keys=frozenset(

@@ -2,25 +2,16 @@
 
 from dataclasses import replace
 
-from moe_pack.formats import MATRICES, CheckpointError, ExpertSpec, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family, multimodal, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import DenseName, ExpertNames, Family, LeftOut, Stored
-from moe_pack.formats.families.multimodal import PARTS, within
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    FUSED_EXPERT_NAMES,
-    read_decoder,
-    read_grouped_query,
-    read_kinds,
-    read_rope,
-)
-from moe_pack.formats.parts import BlockIndexerSpec, OtherAttentionSpec
 from moe_pack.formats.parts.positions import ProportionalSpec
 
 _FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Written in published configs, read by no code of transformers: other values would be another model.
     config.only("scoring_func", "sigmoid")
     config.only("use_routing_bias", True)
@@ -36,13 +27,13 @@ def _read_config(config: Config) -> ModelSpec:
     for key in ("head_dim", "num_key_value_heads", "shared_intermediate_size", "routed_scaling_factor", "rotary_dim"):
         config.require(key)
     num_layers = config.num_layers()
-    plain = read_grouped_query(config, qk_norm="head")
-    rope = read_rope(config, plain.head_dim, default_theta=5e6, partial_rotary_factor=1.0)
+    plain = readers.read_grouped_query(config, qk_norm="head")
+    rope = readers.read_rope(config, plain.head_dim, default_theta=5e6, partial_rotary_factor=1.0)
     pairs = rope.scaling.rotated_pairs if isinstance(rope.scaling, ProportionalSpec) else rope.rotary_dim // 2
     config.only("rotary_dim", 2 * pairs)  # the same, which transformers does not read
     indexer, sparse = _read_indexer(config)
     full = tuple(layer for layer in range(num_layers) if layer not in sparse)
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole(config.either("num_local_experts", "num_experts")),
         config.whole("num_experts_per_tok", 4),
@@ -51,7 +42,7 @@ def _read_config(config: Config) -> ModelSpec:
         scaling_factor=config.number("routed_scaling_factor"),
     )
     size = config.whole("intermediate_size")
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "minimax_m3_vl_text",
         replace(plain, indexer=indexer) if sparse else plain,
@@ -60,16 +51,20 @@ def _read_config(config: Config) -> ModelSpec:
         size,
         moe_layers=_moe_layers(config),
         dense_size_key="dense_intermediate_size",
-        shared_expert=SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
+        shared_expert=formats.SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
     )
-    others = (OtherAttentionSpec(full, plain, rope),) if sparse and full else ()
-    return replace(spec, others=others, expert=ExpertSpec("clamped_swiglu", size, MATRICES, bias=(), extra_floats=0))
+    others = (parts.OtherAttentionSpec(full, plain, rope),) if sparse and full else ()
+    return replace(
+        spec,
+        others=others,
+        expert=formats.ExpertSpec("clamped_swiglu", size, formats.MATRICES, bias=(), extra_floats=0),
+    )
 
 
 def _moe_layers(config: Config) -> tuple[int, ...]:
     """Reads the layers with experts: by `mlp_layer_types`, else by `moe_layer_freq`, else all."""
-    num_layers, kinds = config.num_layers(), read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
+    num_layers, kinds = config.num_layers(), readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     flags = _flags(config, "moe_layer_freq", num_layers)
     return tuple(i for i in range(num_layers) if (kinds[i] == "sparse" if kinds else not flags or flags[i]))
 
@@ -78,18 +73,18 @@ def _flags(config: Config, key: str, num_layers: int) -> tuple[int, ...]:
     """Reads a list of 0 or 1 for each layer; empty if the key is missing or null."""
     flags = config.counts(key)
     if flags and (len(flags) != num_layers or max(flags) > 1):
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{config.place}: {key} is {list(flags)}, expected 0 or 1 for each of {num_layers} layers"
         )
     return flags
 
 
-def _read_indexer(config: Config) -> tuple[BlockIndexerSpec, tuple[int, ...]]:
+def _read_indexer(config: Config) -> tuple[parts.BlockIndexerSpec, tuple[int, ...]]:
     """Reads the indexer, and the layers that have one.
 
     What `sparse_attention_config` says comes before the keys that transformers writes, except for the layers.
     """
-    num_layers, kinds = config.num_layers(), read_kinds(config, "layer_types", (_FULL, _SPARSE))
+    num_layers, kinds = config.num_layers(), readers.read_kinds(config, "layer_types", (_FULL, _SPARSE))
     group = config.group("sparse_attention_config")
     flags: tuple[int, ...] = ()
     if group is not None:
@@ -104,10 +99,10 @@ def _read_indexer(config: Config) -> tuple[BlockIndexerSpec, tuple[int, ...]]:
         found = config.count(key, default)
         found = found if group is None else group.count(legacy, found)
         if found < least:
-            raise CheckpointError(f"{config.place}: {key} is {found}, expected at least {least}")
+            raise formats.CheckpointError(f"{config.place}: {key} is {found}, expected at least {least}")
         return found
 
-    indexer = BlockIndexerSpec(
+    indexer = parts.BlockIndexerSpec(
         "largest",
         size("index_n_heads", "sparse_num_index_heads", 4),
         size("index_head_dim", "sparse_index_dim", 128),
@@ -126,12 +121,12 @@ _LAYER = "model.layers.{i}."
 _MOE = _LAYER + "block_sparse_moe."
 
 
-def _stacked(role: str, name: str) -> Stored:
+def _stacked(role: str, name: str) -> family.Stored:
     roles = f"layers.{{i}}.{role}.gate", f"layers.{{i}}.{role}.up"
-    return Stored(f"{_LAYER}mlp.{name}gate_up_proj.weight", roles=roles)
+    return family.Stored(f"{_LAYER}mlp.{name}gate_up_proj.weight", roles=roles)
 
 
-def _neurons(role: str, moe: str, name: str) -> dict[str, tuple[DenseName, ...]]:
+def _neurons(role: str, moe: str, name: str) -> dict[str, tuple[family.DenseName, ...]]:
     """Returns the names of the matrices of a dense expert; transformers' own fuse gate and up."""
     whole = _stacked(role, name)
     return {
@@ -141,12 +136,12 @@ def _neurons(role: str, moe: str, name: str) -> dict[str, tuple[DenseName, ...]]
     }
 
 
-_TEXT = Family(
+_TEXT = family.Family(
     model_type="minimax_m3_vl_text",
     short_names={},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         **_neurons("mlp", _LAYER + "mlp.", ""),
         **_neurons("shared", _MOE + "shared_experts.", "shared_experts."),
         "layers.{i}.router": (_MOE + "gate.weight", _LAYER + "mlp.gate.weight"),
@@ -163,22 +158,22 @@ _TEXT = Family(
         },
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": _MOE + "experts.{e}.w1.weight",
                 "up": _MOE + "experts.{e}.w3.weight",
                 "down": _MOE + "experts.{e}.w2.weight",
             }
         ),
-        FUSED_EXPERT_NAMES,
+        readers.FUSED_EXPERT_NAMES,
     ),
-    unused=(LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
+    unused=(family.LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"num_mtp_modules", "num_nextn_predict_layers"}),
 )
-MINIMAX_M3_VL = within(
+MINIMAX_M3_VL = multimodal.within(
     _TEXT,
     "minimax_m3_vl",
-    parts={**PARTS, "patch_merge_mlp.*": "what maps vision to the text model"},
+    parts={**multimodal.PARTS, "patch_merge_mlp.*": "what maps vision to the text model"},
     tied_by_text=True,
     short_names={"minimax-m3": "MiniMaxAI/MiniMax-M3"},
     ignored_keys=frozenset(

@@ -5,28 +5,17 @@ The router is DeepSeek-V3's with a softmax in place of sigmoids. Queries far fro
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.multimodal import within
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    LATENT_NAMES,
-    layers_after_dense,
-    read_decoder,
-    read_latent,
-    read_rope,
-    rope_group,
-)
-from moe_pack.formats.parts import TemperatureSpec
-from moe_pack.formats.parts.positions import Llama3Spec, LongRopeSpec, YarnSpec
+from moe_pack.formats.parts import TemperatureSpec, positions
 
 _KEY = "llama_4_scaling_beta"
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     config.only("mlp_bias", False)
     config.require("num_key_value_heads")  # null says that each head has its own; missing, transformers takes 32
     config.only("sliding_window", None)
@@ -34,39 +23,41 @@ def _read_config(config: Config) -> ModelSpec:
     config.only("n_group", 1)
     config.only("topk_group", 1)
     whole = config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")
-    latent, group = read_latent(config, head_dim=whole), rope_group(config)
+    latent, group = readers.read_latent(config, head_dim=whole), readers.rope_group(config)
     share = config.whole("qk_rope_head_dim") / whole
-    rope = read_rope(
+    rope = readers.read_rope(
         config,
         whole,
         interleaved=config.flag("rope_interleave", True),
         partial_rotary_factor=share,
         ignored=frozenset({_KEY, "max_position_embeddings"}),
     )
-    if group is None or not isinstance(rope.scaling, YarnSpec | LongRopeSpec | Llama3Spec):
+    if group is None or not isinstance(
+        rope.scaling, positions.YarnSpec | positions.LongRopeSpec | positions.Llama3Spec
+    ):
         # Without one, transformers takes a yarn of its own; with plain positions its rotation does not fit its heads;
         # the temperature needs an original context.
-        raise CheckpointError(f"{config.place}: rope_type must be yarn, longrope or llama3")
+        raise formats.CheckpointError(f"{config.place}: rope_type must be yarn, longrope or llama3")
     temperature = TemperatureSpec(
         group.number(_KEY), rope.scaling.original_max_position_embeddings, is_from_one=False, is_unrotated=False
     )
     expert_size = config.whole("moe_intermediate_size")
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "softmax_topk",
         config.whole(config.either("n_routed_experts", "num_local_experts")),
         config.whole("num_experts_per_tok", 4),
         config.flag("norm_topk_prob", True),
         scaling_factor=config.number("routed_scaling_factor", 1),
     )
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "mistral4",
         replace(latent, temperature=temperature),
         rope,
         router,
         expert_size,
-        moe_layers=layers_after_dense(config, default=0),
-        shared_expert=SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
+        moe_layers=readers.layers_after_dense(config, default=0),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
     )
 
 
@@ -74,8 +65,8 @@ MISTRAL4 = Family(
     model_type="mistral4",
     short_names={},
     read_config=_read_config,
-    dense_names={**DENSE_NAMES, **LATENT_NAMES},
-    expert_names=(FUSED_EXPERT_NAMES, EXPERT_NAMES),
+    dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
+    expert_names=(readers.FUSED_EXPERT_NAMES, readers.EXPERT_NAMES),
     ignored_keys=frozenset({"pretraining_tp"}),
 )
 MISTRAL3 = within(

@@ -1,33 +1,26 @@
 """Mixtral 8x7B and 8x22B. Source: transformers, models/mixtral; Jiang et al., "Mixtral of Experts" (2401.04088)."""
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    FUSED_EXPERT_NAMES,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     window = config.whole("sliding_window") if config.has("sliding_window") else None
-    attention = read_grouped_query(config, sliding_window=window)
+    attention = readers.read_grouped_query(config, sliding_window=window)
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok", 2)
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "mixtral",
         attention,
-        read_rope(config, attention.head_dim, default_theta=1e6),
-        RouterSpec("softmax_topk", experts, chosen, normalize=True),
+        readers.read_rope(config, attention.head_dim, default_theta=1e6),
+        formats.RouterSpec("softmax_topk", experts, chosen, normalize=True),
         config.whole("intermediate_size"),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
 
 
-MIXTRAL = Family(
+MIXTRAL = family.Family(
     model_type="mixtral",
     short_names={
         "mixtral": "mistralai/Mixtral-8x7B-v0.1",
@@ -38,17 +31,17 @@ MIXTRAL = Family(
     },
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.router": ("model.layers.{i}.block_sparse_moe.gate.weight", "model.layers.{i}.mlp.gate.weight"),
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
                 "up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
                 "down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
             }
         ),
-        FUSED_EXPERT_NAMES,
+        readers.FUSED_EXPERT_NAMES,
     ),
 )

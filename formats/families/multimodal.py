@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from moe_pack.formats import CheckpointError, ModelSpec
+from moe_pack import formats
+from moe_pack.formats.families import family
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import DenseName, ExpertNames, Family, LeftOut, PredictionNames, TableNames
 
 Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
 # Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
@@ -63,7 +63,7 @@ _T = TypeVar("_T")
 
 
 def within(
-    text: Family,
+    text: family.Family,
     model_type: str,
     *,
     parts: Mapping[str, str] = PARTS,
@@ -75,7 +75,7 @@ def within(
     short_names: Mapping[str, str] | None = None,
     ignored_keys: frozenset[str] = frozenset(),
     old_keys: Mapping[str, str] | None = None,
-) -> Family:
+) -> family.Family:
     """Returns the family of multimodal checkpoints whose text model is one of the family `text`.
 
     `tie_word_embeddings` counts where transformers reads it: in the object that the text model's is in.
@@ -88,7 +88,7 @@ def within(
              change nothing for text.   old_keys: older names of its keys, and what they are called now.
     """
 
-    def read_config(config: Config) -> ModelSpec:
+    def read_config(config: Config) -> formats.ModelSpec:
         *outer, values = _objects(config, text_keys)
         is_tied = outer[-1].flag("tie_word_embeddings", tied_head)
         values.choice("model_type", (text.model_type, model_type, *text_types))
@@ -113,7 +113,7 @@ def within(
         table_names=tuple(_moved_tables(names, each) for each in moves for names in text.table_names),
         dropped=(
             *(_moved_left_out(left_out, each) for each in moves for left_out in text.dropped),
-            *(LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in parts.items()),
+            *(family.LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in parts.items()),
         ),
         unused=tuple(_moved_left_out(left_out, each) for each in moves for left_out in text.unused),
         prediction=tuple(_moved_prediction(names, each) for each in moves for names in text.prediction),
@@ -129,7 +129,9 @@ def _objects(config: Config, text_keys: tuple[str, ...]) -> list[Config]:
     for key in text_keys:
         inner = objects[-1].group(key)
         if inner is None:
-            raise CheckpointError(f"{objects[-1].place}: key {key!r} is missing, expected the text model's object")
+            raise formats.CheckpointError(
+                f"{objects[-1].place}: key {key!r} is missing, expected the text model's object"
+            )
         objects.append(inner)
     return objects
 
@@ -139,7 +141,9 @@ def _moved(name: str, moves: Moves) -> str:
     return next((new + name[len(old) :] for old, new in moves.items() if name.startswith(old)), name)
 
 
-def _all_moved(names: DenseName | tuple[DenseName, ...], moves: tuple[Moves, ...]) -> tuple[DenseName, ...]:
+def _all_moved(
+    names: family.DenseName | tuple[family.DenseName, ...], moves: tuple[Moves, ...]
+) -> tuple[family.DenseName, ...]:
     names = names if isinstance(names, tuple) else (names,)
     return tuple(
         dict.fromkeys(
@@ -154,17 +158,17 @@ def _moved_values(names: Mapping[_T, str], moves: Moves) -> dict[_T, str]:
     return {matrix: _moved(name, moves) for matrix, name in names.items()}
 
 
-def _moved_experts(names: ExpertNames, moves: Moves) -> ExpertNames:
+def _moved_experts(names: family.ExpertNames, moves: Moves) -> family.ExpertNames:
     matrices, biases, scales = (_moved_values(each, moves) for each in (names.matrices, names.biases, names.scales))
     return replace(names, matrices=matrices, biases=biases, scales=scales)
 
 
-def _moved_tables(names: TableNames, moves: Moves) -> TableNames:
-    return TableNames(*(_moved(name, moves) for name in names.names()))
+def _moved_tables(names: family.TableNames, moves: Moves) -> family.TableNames:
+    return family.TableNames(*(_moved(name, moves) for name in names.names()))
 
 
-def _moved_prediction(names: PredictionNames, moves: Moves) -> PredictionNames:
-    return PredictionNames(
+def _moved_prediction(names: family.PredictionNames, moves: Moves) -> family.PredictionNames:
+    return family.PredictionNames(
         stack=_moved(names.stack, moves),
         layer=_moved(names.layer, moves),
         project=_moved(names.project, moves),
@@ -176,6 +180,6 @@ def _moved_prediction(names: PredictionNames, moves: Moves) -> PredictionNames:
     )
 
 
-def _moved_left_out(left_out: LeftOut, moves: Moves) -> LeftOut:
+def _moved_left_out(left_out: family.LeftOut, moves: Moves) -> family.LeftOut:
     sign, copy_of = (None if each is None else _moved(each, moves) for each in (left_out.sign, left_out.copy_of))
     return replace(left_out, pattern=_moved(left_out.pattern, moves), sign=sign, copy_of=copy_of)

@@ -7,14 +7,14 @@ Source: transformers, models/nemotron_h, models/nemotron_h_omni; Nemotron 3 (NVI
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ExpertSpec, ModelSpec, NormSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.granitemoehybrid import MAMBA2_NAMES
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_next import MTP_LAYER
-from moe_pack.formats.families.readers import read_decoder, read_grouped_query, read_sigmoid_router
-from moe_pack.formats.parts import HalvesSpec, Mamba2Spec
 from moe_pack.formats.parts.specs import MAX_LAYERS
 
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
@@ -29,17 +29,17 @@ def _kinds(config: Config) -> tuple[str, ...]:
     else:
         found, known = tuple(config.text("hybrid_override_pattern")), _LETTERS
     if unknown := sorted(set(found) - known.keys()):
-        raise CheckpointError(f"{config.place}: layers are {unknown}; supported: {', '.join(sorted(known))}")
+        raise formats.CheckpointError(f"{config.place}: layers are {unknown}; supported: {', '.join(sorted(known))}")
     if len(found) > MAX_LAYERS:
-        raise CheckpointError(f"{config.place}: {len(found)} layers, expected at most {MAX_LAYERS}")
+        raise formats.CheckpointError(f"{config.place}: {len(found)} layers, expected at most {MAX_LAYERS}")
     config.only("num_hidden_layers", len(found))
     return tuple(known[kind] for kind in found)
 
 
-def _read_mixer(config: Config, layers: tuple[int, ...]) -> Mamba2Spec:
+def _read_mixer(config: Config, layers: tuple[int, ...]) -> parts.Mamba2Spec:
     config.only("mamba_hidden_act", "silu")
     config.only("mamba_proj_bias", False)
-    return Mamba2Spec(
+    return parts.Mamba2Spec(
         kind="mamba2",
         layers=layers,
         num_heads=config.whole("mamba_num_heads", 128),
@@ -53,7 +53,7 @@ def _read_mixer(config: Config, layers: tuple[int, ...]) -> Mamba2Spec:
     )
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     for key, only in (
         ("mlp_hidden_act", "relu2"), ("mlp_bias", False), ("attention_bias", False), ("sliding_window", None),
         ("moe_latent_size", None), ("n_shared_experts", 1), ("tie_word_embeddings", False),
@@ -65,17 +65,17 @@ def _read_config(config: Config) -> ModelSpec:
         tuple(i for i, kind in enumerate(kinds) if kind == wanted) for wanted in _LETTERS.values()
     )
     expert_size = config.whole("moe_intermediate_size")
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "nemotron_h",
-        read_grouped_query(config),
+        readers.read_grouped_query(config),
         None,
-        read_sigmoid_router(config, num_experts_per_tok=2, normalize=True),
+        readers.read_sigmoid_router(config, num_experts_per_tok=2, normalize=True),
         expert_size,
         moe_layers=moe,
         dense_size_key=None,
-        shared_expert=SharedExpertSpec(config.whole("moe_shared_expert_intermediate_size"), gated=False),
-        norm=NormSpec("rms", config.number("layer_norm_epsilon", 1e-5)),
+        shared_expert=formats.SharedExpertSpec(config.whole("moe_shared_expert_intermediate_size"), gated=False),
+        norm=formats.NormSpec("rms", config.number("layer_norm_epsilon", 1e-5)),
         mixer=_read_mixer(config, mamba) if mamba else None,
         num_layers=len(kinds),
     )
@@ -83,8 +83,8 @@ def _read_config(config: Config) -> ModelSpec:
     return replace(
         spec,
         dense_intermediate_size=dense_size if dense else None,
-        expert=ExpertSpec("relu2", expert_size, ("up", "down"), bias=(), extra_floats=0),
-        halves=HalvesSpec(first=tuple(sorted(mamba + attention)), second=tuple(sorted(moe + dense))),
+        expert=formats.ExpertSpec("relu2", expert_size, ("up", "down"), bias=(), extra_floats=0),
+        halves=parts.HalvesSpec(first=tuple(sorted(mamba + attention)), second=tuple(sorted(moe + dense))),
     )
 
 
@@ -168,7 +168,7 @@ def _omni(model_type: str) -> Family:
         old_keys={"llm_config": "text_config", "sound_config": "audio_config"},
     )
 
-    def read_config(config: Config) -> ModelSpec:
+    def read_config(config: Config) -> formats.ModelSpec:
         config.only("tie_word_embeddings", False)  # which has no effect in transformers
         return family.read_config(config)
 

@@ -6,8 +6,7 @@ Source: transformers, models/qwen4_exp; conversion_mapping.py for the shards of 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import TableNames
-from moe_pack.formats.parts import NgramSpec
-from moe_pack.formats.parts.ngrams import MAX_HEADS, MAX_NGRAM_SIZE, hashed_ngrams
+from moe_pack.formats.parts import ngrams
 
 _EMBEDDING = "model.layers.{i}.ple.ple_embedding"
 _CONSTANTS = (
@@ -30,7 +29,7 @@ NGRAM_NAMES = {
 }
 
 
-def read_ngrams(config: Config) -> NgramSpec | None:
+def read_ngrams(config: Config) -> ngrams.NgramSpec | None:
     """Reads the n-gram embeddings of a model; None if no layer has them.
 
     Layers count from 1 in `ple_layer_ids`. `split_ngram_parts` says only how many tensors a table is saved in.
@@ -46,12 +45,13 @@ def read_ngrams(config: Config) -> NgramSpec | None:
         raise CheckpointError(f"{config.place}: ple_layer_ids has layer 0, expected layers counted from 1")
     ngram_size, heads = config.whole("ngram_size", 3), config.whole("heads_per_ngram", 8)
     num_heads = (ngram_size - 1) * heads
-    if not 2 <= ngram_size <= MAX_NGRAM_SIZE or len(layers) * num_heads > MAX_HEADS:
+    if not 2 <= ngram_size <= ngrams.MAX_NGRAM_SIZE or len(layers) * num_heads > ngrams.MAX_HEADS:
         raise CheckpointError(
-            f"{config.place}: ngram_size is {ngram_size} and heads_per_ngram {heads}, expected 2 to {MAX_NGRAM_SIZE} "
-            f"and at most {MAX_HEADS} heads in all layers"
+            f"{config.place}: ngram_size is {ngram_size} and heads_per_ngram {heads}, expected 2 to "
+            f"{ngrams.MAX_NGRAM_SIZE} "
+            f"and at most {ngrams.MAX_HEADS} heads in all layers"
         )
-    return hashed_ngrams(
+    return ngrams.hashed_ngrams(
         tuple(layer - 1 for layer in layers),
         config.num_layers(),
         embed_dim=config.whole("ple_embed_dim", config.whole("hidden_size")),

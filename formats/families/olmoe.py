@@ -2,32 +2,26 @@
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    attention_bias,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
-    attention = read_grouped_query(config, bias=attention_bias(config), own_keys=True, qk_norm="projection")
+def _read_config(config: Config) -> formats.ModelSpec:
+    attention = readers.read_grouped_query(
+        config, bias=readers.attention_bias(config), own_keys=True, qk_norm="projection"
+    )
     attention = replace(attention, clip=config.number("clip_qkv") if config.has("clip_qkv") else None)
     experts, chosen = config.whole("num_experts"), config.whole("num_experts_per_tok", 8)
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "olmoe",
         attention,
-        read_rope(config, attention.head_dim),
-        RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),
+        readers.read_rope(config, attention.head_dim),
+        formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),
         config.whole("intermediate_size"),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
 
 
@@ -39,6 +33,6 @@ OLMOE = Family(
         "olmoe-1b-7b-instruct": "allenai/OLMoE-1B-7B-0924-Instruct",
     },
     read_config=_read_config,
-    dense_names=DENSE_NAMES,
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    dense_names=readers.DENSE_NAMES,
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

@@ -1,41 +1,33 @@
 """Phi-3.5-MoE. Source: transformers, models/phimoe; sparsemixer: GRIN (2409.12136); long positions: 2402.13753."""
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    FUSED_EXPERT_NAMES,
-    attention_bias,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     window = config.whole("sliding_window") if config.has("sliding_window") else None
-    attention = read_grouped_query(config, bias=attention_bias(config), sliding_window=window)
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), sliding_window=window)
     config.only("num_experts_per_tok", 2)
     jitter = config.number("router_jitter_noise", 0.01)  # also at inference: it is the width of sparsemixer's band
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "phimoe",
         attention,
-        read_rope(config, attention.head_dim, default_theta=1e6, scalings=("mscales",)),
-        RouterSpec("sparsemixer", config.whole("num_local_experts"), 2, normalize=False, jitter=jitter),
+        readers.read_rope(config, attention.head_dim, default_theta=1e6, scalings=("mscales",)),
+        formats.RouterSpec("sparsemixer", config.whole("num_local_experts"), 2, normalize=False, jitter=jitter),
         config.whole("intermediate_size"),
-        norm=NormSpec("layer", config.number("rms_norm_eps", 1e-5)),
+        norm=formats.NormSpec("layer", config.number("rms_norm_eps", 1e-5)),
         head_bias=config.flag("lm_head_bias", False),
     )
 
 
-PHIMOE = Family(
+PHIMOE = family.Family(
     model_type="phimoe",
     short_names={"phi-3.5-moe": "microsoft/Phi-3.5-MoE-instruct"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention_norm_bias": "model.layers.{i}.input_layernorm.bias",
         "layers.{i}.mlp_norm_bias": "model.layers.{i}.post_attention_layernorm.bias",
         "layers.{i}.router": ("model.layers.{i}.block_sparse_moe.gate.weight", "model.layers.{i}.mlp.router.weight"),
@@ -43,14 +35,14 @@ PHIMOE = Family(
         "head_bias": "lm_head.bias",
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
                 "up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
                 "down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
             }
         ),
-        FUSED_EXPERT_NAMES,
+        readers.FUSED_EXPERT_NAMES,
     ),
     ignored_keys=frozenset({"hidden_dropout", "input_jitter_noise"}),
 )

@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import CheckpointError, Matrix, ModelSpec, Pack, PackError, dense_roles
+from moe_pack import formats
+from moe_pack.formats import parts
 from moe_pack.formats.base import json_files
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import (
@@ -30,7 +31,6 @@ from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.pack.layouts import UNUSED_FILE
 from moe_pack.formats.pack.safetensors import TensorEntry
-from moe_pack.formats.parts import DenseRole, GroupedQuerySpec
 from moe_pack.formats.parts.specs import with_repeats
 
 _CONFIG = "config.json"
@@ -45,7 +45,7 @@ class PredictionLayer(SourceReader):
     has them for this layer too.   `dense`: the place of each. The pack stays the caller's.
     """
 
-    def __init__(self, pack: Pack, family: Family, names: PredictionNames, quantization: Quantization) -> None:
+    def __init__(self, pack: formats.Pack, family: Family, names: PredictionNames, quantization: Quantization) -> None:
         self.pack, self.spec = pack, _layer_spec(pack.spec)
         self._entries = _kept(pack)
         tensors = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
@@ -54,22 +54,22 @@ class PredictionLayer(SourceReader):
         try:
             places = claim_parts(own, self.spec, tuple(self.roles.values()), tensors, quantization)
             self.dense, self._experts = places
-        except CheckpointError as fault:
-            raise PackError(f"{UNUSED_FILE}: the prediction layer cannot run: {fault}") from fault
+        except formats.CheckpointError as fault:
+            raise formats.PackError(f"{UNUSED_FILE}: the prediction layer cannot run: {fault}") from fault
 
     @classmethod
-    def find(cls, pack: Pack) -> "PredictionLayer | None":
+    def find(cls, pack: formats.Pack) -> "PredictionLayer | None":
         """Returns the prediction layer of a pack; None if the pack has none, or none that the runtime can run.
 
         Raises:  PackError if its tensors are not those of a layer of the model, or `config.json` is damaged.
         """
         if not pack.has(UNUSED_FILE) or not pack.has(_CONFIG) or not _is_plain(pack.spec):
             return None
-        values = json_files.parse(pack.read_file(_CONFIG).tobytes(), _CONFIG, PackError, is_foreign=True)
+        values = json_files.parse(pack.read_file(_CONFIG).tobytes(), _CONFIG, formats.PackError, is_foreign=True)
         try:
             family, _, quantization = read_spec(Config(values, _CONFIG))
-        except CheckpointError as fault:
-            raise PackError(str(fault)) from fault
+        except formats.CheckpointError as fault:
+            raise formats.PackError(str(fault)) from fault
         entries, n = _kept(pack), pack.spec.num_hidden_layers
         found = (names for names in family.prediction if names.project.format(n=n) in entries)
         names = next(found, None)
@@ -88,7 +88,7 @@ class PredictionLayer(SourceReader):
         assert 0 <= start <= start + num_bytes <= entry.num_bytes, (tensor, start, num_bytes)
         return self.pack.read_unused(entry.offset + start, num_bytes)
 
-    def expert_source(self, expert: int, matrix: Matrix) -> SourceMatrix:
+    def expert_source(self, expert: int, matrix: formats.Matrix) -> SourceMatrix:
         """Returns the place of a matrix of a routed expert."""
         return self._experts[0, expert, matrix]
 
@@ -100,35 +100,35 @@ class PredictionLayer(SourceReader):
         self.pack.check_file(UNUSED_FILE)
 
 
-def _kept(pack: Pack) -> dict[str, TensorEntry]:
+def _kept(pack: formats.Pack) -> dict[str, TensorEntry]:
     """Returns the tensors that a pack keeps but does not run, by name."""
     file = pack.layout.unused_file
     entries = () if file is None else file.entries
     return {entry.name: entry for entry in entries if not entry.name.startswith("pad.")}
 
 
-def _is_plain(spec: ModelSpec) -> bool:
+def _is_plain(spec: formats.ModelSpec) -> bool:
     """Whether a layer of the model is one that can stand alone: with one residual stream and one kind of attention."""
     attention = spec.attention
-    is_same = not isinstance(attention, GroupedQuerySpec) or attention.windowed_layers is None
+    is_same = not isinstance(attention, parts.GroupedQuerySpec) or attention.windowed_layers is None
     return spec.residual is None and spec.encoder is None and not spec.others and is_same and not spec.needs_ids
 
 
-def _layer_spec(spec: ModelSpec) -> ModelSpec:
+def _layer_spec(spec: formats.ModelSpec) -> formats.ModelSpec:
     """Returns the spec of the layer: one with attention and experts, as those of the model."""
     one = replace(spec, num_hidden_layers=1, moe_layers=(0,), dense_intermediate_size=None, mixer=None, halves=None)
     return with_repeats(one, 0)
 
 
-def _roles(spec: ModelSpec, family: Family) -> Iterator[DenseRole]:
+def _roles(spec: formats.ModelSpec, family: Family) -> Iterator[parts.DenseRole]:
     """Yields the roles of the layer's dense tensors; of embedding and head, those that the family has names for."""
-    for role in dense_roles(spec):
+    for role in formats.dense_roles(spec):
         if role.name not in ("embed", "head") or role.name in family.dense_names:
             yield role
         if role.name == "norm":
             yield replace(role, name=EMBED_NORM)
             yield replace(role, name=HIDDEN_NORM)
-    yield DenseRole(PROJECT, (spec.hidden_size, 2 * spec.hidden_size), True)
+    yield parts.DenseRole(PROJECT, (spec.hidden_size, 2 * spec.hidden_size), True)
 
 
 def _layer_family(family: Family, names: PredictionNames, n: int, tensors: Tensors) -> Family:

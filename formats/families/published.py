@@ -6,7 +6,7 @@ configs/README.md names the source of each.
 from importlib.resources import files
 from typing import Any
 
-from moe_pack.formats import CheckpointError, parse
+from moe_pack import formats
 from moe_pack.formats.base.commands import did_you_mean
 from moe_pack.formats.families.registry import short_names
 
@@ -29,7 +29,7 @@ def published_name(source: str) -> str:
         if name == source.lower() or short_names()[name] == hub_id:
             return name
     similar = did_you_mean(source, names, "moe-pack synth --list prints all names")
-    raise CheckpointError(f"{source}: no such file or folder, and no known model has this name{similar}")
+    raise formats.CheckpointError(f"{source}: no such file or folder, and no known model has this name{similar}")
 
 
 def published_config(name: str) -> dict[str, Any]:
@@ -38,5 +38,5 @@ def published_config(name: str) -> dict[str, Any]:
     Args:    name: one of `published_names`.
     """
     path = files("moe_pack.formats.families").joinpath("configs", f"{name}{_SUFFIX}")
-    values: dict[str, Any] = parse(path.read_bytes(), path.name, CheckpointError)
+    values: dict[str, Any] = formats.parse(path.read_bytes(), path.name, formats.CheckpointError)
     return values

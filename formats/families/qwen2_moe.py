@@ -1,35 +1,26 @@
 """Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B. Source: transformers, models/qwen2_moe; Qwen2 technical report (2407.10671)."""
 
-from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    layers_by_step,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-    refuse_mixed_layers,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     config.only("use_sliding_window", False)
     config.ignore("sliding_window", "max_window_layers")
-    refuse_mixed_layers(config)
-    attention = read_grouped_query(config, bias=("q", "k", "v") if config.flag("qkv_bias", True) else ())
+    readers.refuse_mixed_layers(config)
+    attention = readers.read_grouped_query(config, bias=("q", "k", "v") if config.flag("qkv_bias", True) else ())
     experts, chosen = config.whole("num_experts"), config.whole("num_experts_per_tok")
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "qwen2_moe",
         attention,
-        read_rope(config, attention.head_dim),
-        RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),
+        readers.read_rope(config, attention.head_dim),
+        formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),
         config.whole("moe_intermediate_size"),
-        moe_layers=layers_by_step(config),
-        shared_expert=SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
+        moe_layers=readers.layers_by_step(config),
+        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
     )
 
 
@@ -44,11 +35,11 @@ QWEN2_MOE = Family(
     },
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.shared.gate": "model.layers.{i}.mlp.shared_expert.gate_proj.weight",
         "layers.{i}.shared.up": "model.layers.{i}.mlp.shared_expert.up_proj.weight",
         "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_expert.down_proj.weight",
         "layers.{i}.shared_router": "model.layers.{i}.mlp.shared_expert_gate.weight",
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

@@ -4,47 +4,39 @@ For text, the three sections of a position are equal, so that positions are thos
 Source: transformers, models/qwen3_5_moe.
 """
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import qwen3_next, readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.multimodal import within
-from moe_pack.formats.families.qwen3_next import GATED_DELTA_NAMES, MTP_LAYER, MTP_NAMES, read_gated_delta
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    MROPE_KEYS,
-    attention_bias,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 
 _IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 
 
-def _read_text(config: Config) -> ModelSpec:
+def _read_text(config: Config) -> formats.ModelSpec:
     config.only("attn_output_gate", True)
     config.only("mamba_ssm_dtype", "float32")
     config.require("head_dim")  # missing, transformers takes 256
-    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head", gated=True)
-    return read_decoder(
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
+    return readers.read_decoder(
         config,
         "qwen3_5_moe_text",
         attention,
-        read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=MROPE_KEYS),
-        RouterSpec("softmax_topk", config.whole("num_experts"), config.whole("num_experts_per_tok"), normalize=True),
+        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=readers.MROPE_KEYS),
+        formats.RouterSpec(
+            "softmax_topk", config.whole("num_experts"), config.whole("num_experts_per_tok"), normalize=True
+        ),
         config.whole("moe_intermediate_size"),
         dense_size_key=None,
-        shared_expert=SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
-        mixer=read_gated_delta(config, interleaved=False),
+        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
+        mixer=qwen3_next.read_gated_delta(config, interleaved=False),
     )
 
 
 _NAMES = {
-    **DENSE_NAMES,
-    **GATED_DELTA_NAMES,
+    **readers.DENSE_NAMES,
+    **qwen3_next.GATED_DELTA_NAMES,
     **{
         f"layers.{{i}}.mixer.{name}": f"model.layers.{{i}}.linear_attn.in_proj_{name}.weight"
         for name in ("qkv", "z", "b", "a")
@@ -55,9 +47,9 @@ QWEN3_5_MOE_TEXT = Family(
     short_names={},
     read_config=_read_text,
     dense_names=_NAMES,
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
-    unused=(MTP_LAYER,),
-    prediction=(MTP_NAMES,),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
+    unused=(qwen3_next.MTP_LAYER,),
+    prediction=(qwen3_next.MTP_NAMES,),
     ignored_keys=_IGNORED,
 )
 QWEN3_5_MOE = within(

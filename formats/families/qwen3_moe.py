@@ -1,34 +1,26 @@
 """Qwen3-30B-A3B and Qwen3-235B-A22B. Source: transformers, models/qwen3_moe; Qwen3 technical report (2505.09388)."""
 
-from moe_pack.formats import ModelSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    attention_bias,
-    layers_by_step,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-    window_if_used,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
-    attention = read_grouped_query(
-        config, bias=attention_bias(config), qk_norm="head", sliding_window=window_if_used(config)
+def _read_config(config: Config) -> formats.ModelSpec:
+    attention = readers.read_grouped_query(
+        config, bias=readers.attention_bias(config), qk_norm="head", sliding_window=readers.window_if_used(config)
     )
     experts = config.whole(config.either("num_experts", "num_local_experts"))
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "qwen3_moe",
         attention,
-        read_rope(config, attention.head_dim),
-        RouterSpec("softmax_topk", experts, config.whole("num_experts_per_tok"), config.flag("norm_topk_prob", False)),
+        readers.read_rope(config, attention.head_dim),
+        formats.RouterSpec(
+            "softmax_topk", experts, config.whole("num_experts_per_tok"), config.flag("norm_topk_prob", False)
+        ),
         config.whole("moe_intermediate_size"),
-        moe_layers=layers_by_step(config),
+        moe_layers=readers.layers_by_step(config),
     )
 
 
@@ -41,6 +33,6 @@ QWEN3_MOE = Family(
         "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
     },
     read_config=_read_config,
-    dense_names=DENSE_NAMES,
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    dense_names=readers.DENSE_NAMES,
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

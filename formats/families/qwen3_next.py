@@ -3,20 +3,9 @@
 Source: transformers, models/qwen3_next; Gated Delta Networks (2412.06464).
 """
 
-from moe_pack.formats import ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, LeftOut, PredictionNames
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    attention_bias,
-    layers_by_step,
-    layers_without_attention,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 from moe_pack.formats.parts import GatedDeltaSpec
 
 
@@ -24,7 +13,7 @@ def linear_layers(config: Config) -> tuple[int, ...]:
     """Reads the layers without attention: `layer_types`, or all but every `full_attention_interval`-th."""
     interval = config.whole("full_attention_interval", 4)
     if config.has("layer_types"):
-        return layers_without_attention(config, {"linear_attention": True, "full_attention": False})
+        return readers.layers_without_attention(config, {"linear_attention": True, "full_attention": False})
     return tuple(i for i in range(config.num_layers()) if (i + 1) % interval)
 
 
@@ -42,25 +31,25 @@ def read_gated_delta(config: Config, *, interleaved: bool) -> GatedDeltaSpec:
     )
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     config.only("use_sliding_window", False)  # in published configs; no code of transformers reads it
     config.require("head_dim")  # missing, transformers takes 256
-    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head", gated=True)
-    return read_decoder(
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
+    return readers.read_decoder(
         config,
         "qwen3_next",
         attention,
-        read_rope(config, attention.head_dim, partial_rotary_factor=0.25),
-        RouterSpec(
+        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25),
+        formats.RouterSpec(
             "softmax_topk",
             config.whole(config.either("num_experts", "num_local_experts")),
             config.whole("num_experts_per_tok"),
             config.flag("norm_topk_prob", True),
         ),
         config.whole("moe_intermediate_size"),
-        moe_layers=layers_by_step(config),
-        shared_expert=SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
+        moe_layers=readers.layers_by_step(config),
+        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         mixer=read_gated_delta(config, interleaved=True),
     )
 
@@ -76,9 +65,9 @@ GATED_DELTA_NAMES = {
     "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_expert.down_proj.weight",
     "layers.{i}.shared_router": "model.layers.{i}.mlp.shared_expert_gate.weight",
 }
-MTP_LAYER = LeftOut("mtp.*", "a multi-token-prediction layer, which plain decoding does not run")
+MTP_LAYER = family.LeftOut("mtp.*", "a multi-token-prediction layer, which plain decoding does not run")
 # A layer with attention, whatever the layer before it has; embedding and head are the model's own.
-MTP_NAMES = PredictionNames(
+MTP_NAMES = family.PredictionNames(
     stack="model.layers.{i}.",
     layer="mtp.layers.0.",
     project="mtp.fc.weight",
@@ -87,7 +76,7 @@ MTP_NAMES = PredictionNames(
     norm="mtp.norm.weight",
 )
 
-QWEN3_NEXT = Family(
+QWEN3_NEXT = family.Family(
     model_type="qwen3_next",
     short_names={
         "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
@@ -97,12 +86,12 @@ QWEN3_NEXT = Family(
     },
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         **GATED_DELTA_NAMES,
         "layers.{i}.mixer.qkvz": "model.layers.{i}.linear_attn.in_proj_qkvz.weight",
         "layers.{i}.mixer.ba": "model.layers.{i}.linear_attn.in_proj_ba.weight",
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(MTP_LAYER,),
     prediction=(MTP_NAMES,),
 )

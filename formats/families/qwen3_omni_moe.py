@@ -6,40 +6,33 @@ videos and sounds: a text is rotated as in Qwen3-MoE. Whether the head is tied i
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
-from moe_pack.formats.families.readers import (
-    MROPE_KEYS,
-    attention_bias,
-    layers_by_step,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # The class reads none of these: all layers see everything, q and k have norms, no layer has a shared expert.
     config.only("sliding_window", None)
     config.only("use_sliding_window", False)
     config.only("use_qk_norm", True)
     config.only("shared_expert_intermediate_size", 0)
-    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head")
-    return read_decoder(
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
+    return readers.read_decoder(
         config,
         "qwen3_omni_moe",
         attention,
-        read_rope(config, attention.head_dim, default_theta=1e6, ignored=MROPE_KEYS | {"interleaved"}),
-        RouterSpec(
+        readers.read_rope(config, attention.head_dim, default_theta=1e6, ignored=readers.MROPE_KEYS | {"interleaved"}),
+        formats.RouterSpec(
             "softmax_topk",
             config.whole("num_experts"),
             config.whole("num_experts_per_tok"),
             config.flag("norm_topk_prob", True),
         ),
         config.whole("moe_intermediate_size"),
-        moe_layers=layers_by_step(config),
+        moe_layers=readers.layers_by_step(config),
     )
 
 

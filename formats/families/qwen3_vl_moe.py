@@ -5,38 +5,29 @@ A position has three numbers, which differ only in images and videos: a text is 
 
 from dataclasses import replace
 
-from moe_pack.formats import ModelSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
-from moe_pack.formats.families.readers import (
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    MROPE_KEYS,
-    attention_bias,
-    layers_by_step,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # Neither is read by the class: all layers see everything, and weights are normalized.
     config.only("sliding_window", None)
     config.only("use_sliding_window", False)
     config.only("norm_topk_prob", True)
     config.ignore("max_window_layers")
-    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head")
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     experts = config.whole(config.either("num_experts", "num_local_experts"))
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "qwen3_vl_moe",
         attention,
-        read_rope(config, attention.head_dim, default_theta=5e5, ignored=MROPE_KEYS),
-        RouterSpec("softmax_topk", experts, config.whole("num_experts_per_tok"), normalize=True),
+        readers.read_rope(config, attention.head_dim, default_theta=5e5, ignored=readers.MROPE_KEYS),
+        formats.RouterSpec("softmax_topk", experts, config.whole("num_experts_per_tok"), normalize=True),
         config.whole("moe_intermediate_size"),
-        moe_layers=layers_by_step(config),
+        moe_layers=readers.layers_by_step(config),
     )
 
 
@@ -45,7 +36,11 @@ _TEXT = replace(
     model_type="qwen3_vl_moe_text",
     read_config=_read_config,
     # Published checkpoints fuse and transpose; what save_pretrained(..., save_original_format=False) writes does not.
-    expert_names=(replace(FUSED_EXPERT_NAMES, transposed=True), FUSED_EXPERT_NAMES, EXPERT_NAMES),
+    expert_names=(
+        replace(readers.FUSED_EXPERT_NAMES, transposed=True),
+        readers.FUSED_EXPERT_NAMES,
+        readers.EXPERT_NAMES,
+    ),
 )
 QWEN3_VL_MOE = within(
     _TEXT,

@@ -5,41 +5,27 @@ Source: transformers, models/qwen4_exp.
 
 from dataclasses import replace
 
-from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family, ngrams, qwen3_next, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Stored
 from moe_pack.formats.families.multimodal import within
-from moe_pack.formats.families.ngrams import NGRAM_NAMES, NGRAM_TABLES, read_ngrams
-from moe_pack.formats.families.qwen3_next import GATED_DELTA_NAMES, MTP_LAYER
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    MROPE_KEYS,
-    attention_bias,
-    layers_without_attention,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-    rope_group,
-)
-from moe_pack.formats.parts import BlockIndexerSpec, GatedDeltaSpec, GatedStreamsSpec
 
 _KINDS = {"linear_attention": True, "full_attention": False, "indexed_attention": False}
 
 
-def _read_text(config: Config) -> ModelSpec:
+def _read_text(config: Config) -> formats.ModelSpec:
     config.only("attn_output_gate", True)
     config.only("mamba_ssm_dtype", "float32")
     config.require("head_dim")  # missing, transformers takes 256
-    attention = read_grouped_query(config, bias=attention_bias(config), qk_norm="head", gated=True)
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
     attention = replace(attention, indexer=_read_indexer(config))
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "qwen4_exp_text",
         attention,
-        read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=MROPE_KEYS),
-        RouterSpec(
+        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=readers.MROPE_KEYS),
+        formats.RouterSpec(
             "softmax_topk",
             config.whole("num_experts", 512),
             config.whole("num_experts_per_tok", 10),
@@ -47,37 +33,37 @@ def _read_text(config: Config) -> ModelSpec:
         ),
         config.whole("moe_intermediate_size"),
         dense_size_key=None,
-        shared_expert=SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
+        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         mixer=_read_mixer(config),
     )
-    group = rope_group(config)
+    group = readers.rope_group(config)
     if group is None or not group.has("partial_rotary_factor"):
         config.require("partial_rotary_factor")  # missing, transformers refuses the config
-    residual = GatedStreamsSpec("gated_streams", config.whole("hc_count", 4), config.whole("hc_lowrank", 320))
-    return replace(spec, residual=residual, ngrams=read_ngrams(config))
+    residual = parts.GatedStreamsSpec("gated_streams", config.whole("hc_count", 4), config.whole("hc_lowrank", 320))
+    return replace(spec, residual=residual, ngrams=ngrams.read_ngrams(config))
 
 
-def _read_indexer(config: Config) -> BlockIndexerSpec:
+def _read_indexer(config: Config) -> parts.BlockIndexerSpec:
     """Reads which blocks of positions a query attends to; the config must have all keys."""
     config.only("indexer_kv_heads", 1)
     config.require("indexer_kv_heads")
     budget, size = config.whole("indexer_budget"), config.whole("indexer_compress_ratio")
     if budget % size:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{config.place}: indexer_budget is {budget}, expected a multiple of indexer_compress_ratio, {size}"
         )
     heads, width = config.whole("indexer_n_heads"), config.whole("indexer_head_dim")
-    return BlockIndexerSpec("pooled", heads, width, block_tokens=size, num_blocks=budget // size)
+    return parts.BlockIndexerSpec("pooled", heads, width, block_tokens=size, num_blocks=budget // size)
 
 
-def _read_mixer(config: Config) -> GatedDeltaSpec:
+def _read_mixer(config: Config) -> parts.GatedDeltaSpec:
     interval = config.whole("full_attention_interval", 4)
     if config.has("layer_types"):
-        layers = layers_without_attention(config, _KINDS)
+        layers = readers.layers_without_attention(config, _KINDS)
     else:
         layers = tuple(i for i in range(config.num_layers()) if (i + 1) % interval)
-    return GatedDeltaSpec(
+    return parts.GatedDeltaSpec(
         kind="gated_delta_net",
         layers=layers,
         num_key_heads=config.whole("linear_num_key_heads", 16),
@@ -103,13 +89,13 @@ def _stream_names(role: str, module: str) -> dict[str, str]:
 _LAYER = "model.layers.{i}."
 _INDEXER = _LAYER + "self_attn.indexer."
 _INDEX_ROLES = ("layers.{i}.attention.index_q", "layers.{i}.attention.index_k")
-QWEN4_EXP_TEXT = Family(
+QWEN4_EXP_TEXT = family.Family(
     model_type="qwen4_exp_text",
     short_names={},
     read_config=_read_text,
     dense_names={
-        **DENSE_NAMES,
-        **GATED_DELTA_NAMES,
+        **readers.DENSE_NAMES,
+        **qwen3_next.GATED_DELTA_NAMES,
         **{
             f"layers.{{i}}.mixer.{name}": f"{_LAYER}linear_attn.in_proj_{name}.weight"
             for name in ("qkv", "z", "b", "a")
@@ -117,14 +103,14 @@ QWEN4_EXP_TEXT = Family(
         **_stream_names("layers.{i}.attention_streams", _LAYER + "attn_hyper_connection"),
         **_stream_names("layers.{i}.mlp_streams", _LAYER + "mlp_hyper_connection"),
         **_stream_names("streams", "model.hyper_connection_mixer"),
-        **NGRAM_NAMES,
-        **{role: Stored(_INDEXER + "index_qk_proj.weight", roles=_INDEX_ROLES) for role in _INDEX_ROLES},
+        **ngrams.NGRAM_NAMES,
+        **{role: family.Stored(_INDEXER + "index_qk_proj.weight", roles=_INDEX_ROLES) for role in _INDEX_ROLES},
         "layers.{i}.attention.index_q_norm": _INDEXER + "q_layernorm.weight",
         "layers.{i}.attention.index_k_norm": _INDEXER + "k_layernorm.weight",
     },
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
-    unused=(MTP_LAYER,),
-    table_names=NGRAM_TABLES,
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
+    unused=(qwen3_next.MTP_LAYER,),
+    table_names=ngrams.NGRAM_TABLES,
     ignored_keys=frozenset({"mtp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "number_of_conv_states"}),
 )
 QWEN4_EXP = within(

@@ -15,28 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_pack.formats import MATRICES, CheckpointError, ExpertSpec, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import PLAIN, SCALE_BLOCK, ExpertNames, LeftOut, PredictionNames, Quantization
-from moe_pack.formats.parts import (
-    PROJECTIONS,
-    AttentionSpec,
-    GroupedQuerySpec,
-    LatentSpec,
-    MixerSpec,
-    OtherAttentionSpec,
-    Projection,
-    RopeSpec,
-)
-from moe_pack.formats.parts.positions import (
-    DynamicSpec,
-    LinearSpec,
-    Llama3Spec,
-    LongRopeSpec,
-    ProportionalSpec,
-    ScalingSpec,
-    YarnSpec,
-)
+from moe_pack.formats.parts import positions
 from moe_pack.formats.parts.specs import LimitSpec
 
 # `ntk_alpha` is Hunyuan's fixed alpha, `mscales` is Phi-3.5-MoE's longrope with two of them.
@@ -57,7 +40,7 @@ def read_rope(
     partial_rotary_factor: float | None = None,
     scalings: tuple[Scaling, ...] = SCALINGS,
     ignored: frozenset[str] = frozenset(),
-) -> RopeSpec:
+) -> parts.RopeSpec:
     """Reads the rotary positions of a model whose heads (or their rotated part) have `head_dim` values.
 
     Args:    default_theta, partial_rotary_factor: the family's, if the config has none; a family without a partial
@@ -80,37 +63,37 @@ def _read_rope(
     partial_rotary_factor: float | None,
     scalings: tuple[Scaling, ...],
     ignored: frozenset[str],
-) -> RopeSpec:
+) -> parts.RopeSpec:
     theta = _agreed(config, group, "rope_theta", default_theta)
     factor = _agreed(config, group, "partial_rotary_factor", partial_rotary_factor or 1.0)
     kind = "default" if group is None else group.text(group.either("rope_type", "type"), "default")
     if partial_rotary_factor is None and factor != 1 and kind != "proportional":
-        raise CheckpointError(f"{config.place}: partial_rotary_factor is {factor}; only 1.0 is supported")
+        raise formats.CheckpointError(f"{config.place}: partial_rotary_factor is {factor}; only 1.0 is supported")
     if kind == "dynamic" and "ntk_alpha" in scalings and group is not None and group.number("alpha", 0):
-        return RopeSpec(_ntk_alpha(config, group, theta, head_dim), head_dim, interleaved, None)
+        return parts.RopeSpec(_ntk_alpha(config, group, theta, head_dim), head_dim, interleaved, None)
     own = next((each for each in scalings if _OWN.get(each, each) == kind), None)
     if own in (None, "ntk_alpha") and kind != "default":
         names = ["dynamic with an alpha" if each == "ntk_alpha" else _OWN.get(each, each) for each in scalings]
         known = ", ".join(("default", *names))
-        raise CheckpointError(f"{config.place}: rope_type {kind!r} is not supported; supported: {known}")
-    scaling: ScalingSpec | None = None
+        raise formats.CheckpointError(f"{config.place}: rope_type {kind!r} is not supported; supported: {known}")
+    scaling: positions.ScalingSpec | None = None
     if group is not None and kind == "proportional":
-        scaling = ProportionalSpec("proportional", int(factor * head_dim // 2), group.number("factor", 1.0))
+        scaling = positions.ProportionalSpec("proportional", int(factor * head_dim // 2), group.number("factor", 1.0))
         factor = 1.0
     elif group is not None and own is not None:
         scaling = _READ[own](config, group)
     if group is not None:
         group.refuse_unread(ignored)
-    return RopeSpec(theta, int(head_dim * factor), interleaved, scaling)
+    return parts.RopeSpec(theta, int(head_dim * factor), interleaved, scaling)
 
 
 def read_rope_by_kind(
     config: Config,
     head_dim: int | Mapping[str, int],
-    defaults: Mapping[str, RopeSpec],
+    defaults: Mapping[str, parts.RopeSpec],
     partial_rotary_factor: float | None = None,
     scalings: tuple[Scaling, ...] = SCALINGS,
-) -> dict[str, RopeSpec]:
+) -> dict[str, parts.RopeSpec]:
     """Reads the rotary positions of each kind of layer, for which `rope_parameters` has an object each.
 
     Args:    head_dim: of all kinds, or of each.
@@ -127,7 +110,7 @@ def read_rope_by_kind(
     for kind in sorted(defaults):
         inner = group.group(kind)
         if inner is None:
-            raise CheckpointError(f"{group.place}: key {kind!r} is missing, expected an object")
+            raise formats.CheckpointError(f"{group.place}: key {kind!r} is missing, expected an object")
         theta = inner.number("rope_theta")
         inner.only("truncate", True)  # transformers looks for it next to the kinds
         size = head_dim if isinstance(head_dim, int) else head_dim[kind]
@@ -143,7 +126,9 @@ def _ntk_alpha(config: Config, group: Config, theta: float, head_dim: int) -> fl
     """
     alpha = group.number("alpha")
     if not 1 <= alpha < 1e6 or head_dim <= 2:
-        raise CheckpointError(f"{group.place}: alpha is {alpha}, expected 1 to 1e6, with heads of more than two values")
+        raise formats.CheckpointError(
+            f"{group.place}: alpha is {alpha}, expected 1 to 1e6, with heads of more than two values"
+        )
     group.refuse_unread(frozenset({"beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"}))
     return float(theta * alpha ** (head_dim / (head_dim - 2)))
 
@@ -191,7 +176,7 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _yarn(config: Config, group: Config) -> YarnSpec:
+def _yarn(config: Config, group: Config) -> positions.YarnSpec:
     group.require("factor")
     original = _original(config, group)
     factor, mscale = _factor(config, group, original), group.number("mscale", 0)
@@ -199,11 +184,11 @@ def _yarn(config: Config, group: Config) -> YarnSpec:
     is_consistent = bool(mscale) == bool(all_dim) or (mscale, all_dim) == (1, 0)
     if not is_consistent or not 0 <= mscale < 1e6 or not 0 <= all_dim < 1e6:
         # With only one of them, DeepSeek's code and transformers' use different factors.
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{group.place}: mscale is {mscale} and mscale_all_dim is {all_dim}; both must be above 0, or neither"
         )
     natural = _mscale(factor, mscale) / _mscale(factor, all_dim) if all_dim else None
-    return YarnSpec(
+    return positions.YarnSpec(
         kind="yarn",
         factor=factor,
         original_max_position_embeddings=original,
@@ -219,19 +204,19 @@ def _factor(config: Config, group: Config, original: int) -> float:
     return group.number("factor") if group.has("factor") else _written_positions(config) / original
 
 
-def _longrope(config: Config, group: Config) -> LongRopeSpec:
+def _longrope(config: Config, group: Config) -> positions.LongRopeSpec:
     original = _original(config, group)
     factor = _factor(config, group, original)
     if factor > 1 and original == 1:
-        raise CheckpointError(f"{group.place}: original_max_position_embeddings is 1, expected more")
+        raise formats.CheckpointError(f"{group.place}: original_max_position_embeddings is 1, expected more")
     natural = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     mscale = group.number("attention_factor", natural)
     short, long = group.numbers("short_factor"), group.numbers("long_factor")
-    return LongRopeSpec("longrope", original, short, long, short_mscale=mscale, long_mscale=mscale)
+    return positions.LongRopeSpec("longrope", original, short, long, short_mscale=mscale, long_mscale=mscale)
 
 
-def _longrope_with_mscales(config: Config, group: Config) -> LongRopeSpec:
-    return LongRopeSpec(
+def _longrope_with_mscales(config: Config, group: Config) -> positions.LongRopeSpec:
+    return positions.LongRopeSpec(
         kind="longrope",
         original_max_position_embeddings=_original(config, group),
         short_factor=group.numbers("short_factor"),
@@ -241,18 +226,18 @@ def _longrope_with_mscales(config: Config, group: Config) -> LongRopeSpec:
     )
 
 
-def _llama3(config: Config, group: Config) -> Llama3Spec:
+def _llama3(config: Config, group: Config) -> positions.Llama3Spec:
     low, high = group.number("low_freq_factor"), group.number("high_freq_factor")
-    return Llama3Spec("llama3", group.number("factor"), low, high, _original(config, group))
+    return positions.Llama3Spec("llama3", group.number("factor"), low, high, _original(config, group))
 
 
-def _dynamic(config: Config, group: Config) -> DynamicSpec:
+def _dynamic(config: Config, group: Config) -> positions.DynamicSpec:
     group.ignore("original_max_position_embeddings")  # transformers 4 accepted it, and no version reads it
-    return DynamicSpec("dynamic", group.number("factor"), _written_positions(config))
+    return positions.DynamicSpec("dynamic", group.number("factor"), _written_positions(config))
 
 
-_READ: Mapping[Scaling, Callable[[Config, Config], ScalingSpec]] = {
-    "linear": lambda config, group: LinearSpec("linear", group.number("factor")),
+_READ: Mapping[Scaling, Callable[[Config, Config], positions.ScalingSpec]] = {
+    "linear": lambda config, group: positions.LinearSpec("linear", group.number("factor")),
     "dynamic": _dynamic,
     "yarn": _yarn,
     "longrope": _longrope,
@@ -308,12 +293,12 @@ FUSED_EXPERT_NAMES = ExpertNames(
 class LayerAttention:
     """Attention and rotary positions of most layers, and those of the others, as in `ModelSpec`."""
 
-    attention: GroupedQuerySpec
-    rope: RopeSpec | None
-    others: tuple[OtherAttentionSpec, ...]
+    attention: parts.GroupedQuerySpec
+    rope: parts.RopeSpec | None
+    others: tuple[parts.OtherAttentionSpec, ...]
 
     @classmethod
-    def of(cls, layers: Iterable[tuple[GroupedQuerySpec, RopeSpec | None]]) -> "LayerAttention":
+    def of(cls, layers: Iterable[tuple[parts.GroupedQuerySpec, parts.RopeSpec | None]]) -> "LayerAttention":
         """Returns the attention of a model by that of each of its layers; the windows of layers are their own.
 
         If layers differ only in whether they have a window, there are no others.
@@ -327,7 +312,9 @@ class LayerAttention:
             among = None if len(windowed) == len(each) else windowed
             return cls(replace(attention, sliding_window=window, windowed_layers=among), rope, ())
         (most, *rest) = [kind for kind, _ in Counter(each).most_common()]
-        others = (OtherAttentionSpec(tuple(i for i, own in enumerate(each) if own == kind), *kind) for kind in rest)
+        others = (
+            parts.OtherAttentionSpec(tuple(i for i, own in enumerate(each) if own == kind), *kind) for kind in rest
+        )
         return cls(*most, tuple(others))
 
 
@@ -354,25 +341,25 @@ PREDICTION_NAMES = PredictionNames(
 def read_decoder(
     config: Config,
     family: str,
-    attention: AttentionSpec,
-    rope: RopeSpec | None,
-    router: RouterSpec,
+    attention: parts.AttentionSpec,
+    rope: parts.RopeSpec | None,
+    router: formats.RouterSpec,
     intermediate_size: int,
     *,
     moe_layers: tuple[int, ...] | None = None,
     dense_size_key: str | None = "intermediate_size",
-    shared_expert: SharedExpertSpec | None = None,
-    norm: NormSpec | None = None,
+    shared_expert: formats.SharedExpertSpec | None = None,
+    norm: formats.NormSpec | None = None,
     head_bias: bool = False,
     tied_head: bool | None = None,
     embedding_multiplier: float = 1.0,
     residual_multiplier: float = 1.0,
     logits_scaling: float = 1.0,
-    mixer: MixerSpec | None = None,
-    others: tuple[OtherAttentionSpec, ...] = (),
+    mixer: parts.MixerSpec | None = None,
+    others: tuple[parts.OtherAttentionSpec, ...] = (),
     positions_key: str = "max_position_embeddings",
     num_layers: int | None = None,
-) -> ModelSpec:
+) -> formats.ModelSpec:
     """Reads a decoder of silu-gated experts; values that are not given are read from their usual keys.
 
     Args:    intermediate_size: of an expert.   moe_layers: None for all.
@@ -387,7 +374,7 @@ def read_decoder(
     num_layers = config.num_layers() if num_layers is None else num_layers
     moe_layers = tuple(range(num_layers)) if moe_layers is None else moe_layers
     ropes = (rope, *(each.rope for each in others))
-    return ModelSpec(
+    return formats.ModelSpec(
         family=family,
         hidden_size=config.whole("hidden_size"),
         vocab_size=config.whole("vocab_size"),
@@ -395,7 +382,7 @@ def read_decoder(
         moe_layers=moe_layers,
         dense_intermediate_size=_dense_size(config, dense_size_key, len(moe_layers) < num_layers),
         max_position_embeddings=_num_positions(config.whole(positions_key), ropes),
-        norm=norm or NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
+        norm=norm or formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
         tied_head=config.flag("tie_word_embeddings", False) if tied_head is None else tied_head,
         head_bias=head_bias,
         embedding_multiplier=embedding_multiplier,
@@ -404,17 +391,17 @@ def read_decoder(
         attention=attention,
         rope=rope,
         router=router,
-        expert=ExpertSpec("silu", intermediate_size, MATRICES, bias=(), extra_floats=0),
+        expert=formats.ExpertSpec("silu", intermediate_size, formats.MATRICES, bias=(), extra_floats=0),
         shared_expert=shared_expert,
         mixer=mixer,
         others=others,
     )
 
 
-def _num_positions(written: int, ropes: Iterable[RopeSpec | None]) -> int:
+def _num_positions(written: int, ropes: Iterable[parts.RopeSpec | None]) -> int:
     """Returns the number of positions; `max_position_embeddings` are those that dynamic scaling leaves as they are."""
     scalings = (rope.scaling for rope in ropes if rope is not None)
-    factor = max((each.factor for each in scalings if isinstance(each, DynamicSpec)), default=1.0)
+    factor = max((each.factor for each in scalings if isinstance(each, positions.DynamicSpec)), default=1.0)
     return min(int(written * max(factor, 1.0)), 2**31 - 1)
 
 
@@ -428,13 +415,13 @@ def _dense_size(config: Config, key: str | None, is_used: bool) -> int | None:
 def read_grouped_query(
     config: Config,
     *,
-    bias: tuple[Projection, ...] = (),
+    bias: tuple[parts.Projection, ...] = (),
     qk_norm: Literal["none", "head", "projection", "rotated_head", "unit"] = "none",
     scale: float | None = None,
     sliding_window: int | None = None,
     own_keys: bool = False,
     gated: bool = False,
-) -> GroupedQuerySpec:
+) -> parts.GroupedQuerySpec:
     """Reads grouped-query attention with heads and their size under the usual keys.
 
     Args:    scale: None for 1 / sqrt(head_dim).
@@ -442,7 +429,7 @@ def read_grouped_query(
     """
     num_heads = config.whole("num_attention_heads")
     head_dim = config.whole("head_dim", max(config.whole("hidden_size") // num_heads, 1))
-    return GroupedQuerySpec(
+    return parts.GroupedQuerySpec(
         kind="grouped_query",
         num_heads=num_heads,
         num_kv_heads=config.whole("num_key_value_heads", num_heads if own_keys else None),
@@ -455,7 +442,7 @@ def read_grouped_query(
     )
 
 
-def read_llama_attention(config: Config, bias: tuple[Projection, ...]) -> GroupedQuerySpec:
+def read_llama_attention(config: Config, bias: tuple[parts.Projection, ...]) -> parts.GroupedQuerySpec:
     """Reads the attention of published modeling files that derive from Llama's of transformers 4.3x.
 
     Heads divide the hidden size; these files never read `head_dim`.
@@ -464,7 +451,7 @@ def read_llama_attention(config: Config, bias: tuple[Projection, ...]) -> Groupe
     return read_grouped_query(config, bias=bias, own_keys=True)
 
 
-def read_llama_rope(config: Config, head_dim: int) -> RopeSpec:
+def read_llama_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     """Reads the rotary positions of such a modeling file: `rope_theta` and `rope_scaling`, not `rope_parameters`.
 
     No published model of these uses the scalings that the files know (linear, dynamic), which are refused.
@@ -480,18 +467,20 @@ def read_expert_count(config: Config, key: str) -> int:
     return config.whole(key)
 
 
-def dense_model(config: Config) -> CheckpointError:
+def dense_model(config: Config) -> formats.CheckpointError:
     """Returns the error for a model without experts."""
     model_type = config.text("model_type")
-    return CheckpointError(f"{config.place}: {model_type!r} is a dense model without experts; there is nothing to pack")
+    return formats.CheckpointError(
+        f"{config.place}: {model_type!r} is a dense model without experts; there is nothing to pack"
+    )
 
 
-def read_sigmoid_router(config: Config, num_experts_per_tok: int | None, normalize: bool) -> RouterSpec:
+def read_sigmoid_router(config: Config, num_experts_per_tok: int | None, normalize: bool) -> formats.RouterSpec:
     """Reads a router of DeepSeek-V3's kind: sigmoids, a bias that corrects the choice, groups.
 
     Args:    num_experts_per_tok, normalize: the family's defaults; None if the config must have the key.
     """
-    return RouterSpec(
+    return formats.RouterSpec(
         "sigmoid_topk",
         config.whole(config.either("n_routed_experts", "num_local_experts")),
         config.whole("num_experts_per_tok", num_experts_per_tok),
@@ -503,7 +492,9 @@ def read_sigmoid_router(config: Config, num_experts_per_tok: int | None, normali
     )
 
 
-def attention_bias(config: Config, names: tuple[Projection, ...] = PROJECTIONS) -> tuple[Projection, ...]:
+def attention_bias(
+    config: Config, names: tuple[parts.Projection, ...] = parts.PROJECTIONS
+) -> tuple[parts.Projection, ...]:
     """Reads which projections have a bias: `names` if `attention_bias` is true, else none."""
     return names if config.flag("attention_bias", False) else ()
 
@@ -516,10 +507,12 @@ def layers_without_attention(config: Config, kinds: dict[str, bool]) -> tuple[in
     """
     num_layers, found = config.num_layers(), config.texts("layer_types")
     if len(found) != num_layers:
-        raise CheckpointError(f"{config.place}: layer_types lists {len(found)} layers, but the model has {num_layers}")
+        raise formats.CheckpointError(
+            f"{config.place}: layer_types lists {len(found)} layers, but the model has {num_layers}"
+        )
     if unknown := set(found) - kinds.keys():
         known = ", ".join(sorted(kinds))
-        raise CheckpointError(f"{config.place}: layer_types has {sorted(unknown)}; supported: {known}")
+        raise formats.CheckpointError(f"{config.place}: layer_types has {sorted(unknown)}; supported: {known}")
     return tuple(i for i, kind in enumerate(found) if kinds[kind])
 
 
@@ -537,9 +530,13 @@ def read_kinds(config: Config, key: str, known: tuple[str, ...]) -> tuple[str, .
     if set(kinds) - set(known):
         supported = " and ".join(map(repr, known))
         are = "is" if len(known) == 1 else "are"
-        raise CheckpointError(f"{config.place}: {key} has {sorted(set(kinds))}; only {supported} {are} supported")
+        raise formats.CheckpointError(
+            f"{config.place}: {key} has {sorted(set(kinds))}; only {supported} {are} supported"
+        )
     if kinds and len(kinds) != num_layers:
-        raise CheckpointError(f"{config.place}: {key} lists {len(kinds)} layers, but the model has {num_layers}")
+        raise formats.CheckpointError(
+            f"{config.place}: {key} lists {len(kinds)} layers, but the model has {num_layers}"
+        )
     return kinds
 
 
@@ -586,7 +583,9 @@ def refuse_mixed_layers(config: Config) -> None:
     """Refuses `layer_types` other than full attention everywhere."""
     kinds = set(config.texts("layer_types"))
     if kinds - {"full_attention"}:
-        raise CheckpointError(f"{config.place}: layer_types has {sorted(kinds)}; only 'full_attention' is supported")
+        raise formats.CheckpointError(
+            f"{config.place}: layer_types has {sorted(kinds)}; only 'full_attention' is supported"
+        )
 
 
 LATENT_NAMES: Mapping[str, str] = {
@@ -606,7 +605,7 @@ def read_latent(
     reads_head_dim: bool = True,
     reads_kv_heads: bool = True,
     may_lack_rank: bool = False,
-) -> LatentSpec:
+) -> parts.LatentSpec:
     """Reads latent attention; its scale includes `yarn_scale`.
 
     Args:    head_dim: the value of the key of this name; None for that of the rotated part.   reads_head_dim: whether
@@ -629,7 +628,7 @@ def read_latent(
         config.ignore("head_dim")
     if not may_lack_rank:
         config.require("q_lora_rank")  # null says that queries have no latent; missing, transformers takes 1536
-    return LatentSpec(
+    return parts.LatentSpec(
         kind="latent",
         num_heads=num_heads,
         q_lora_rank=config.whole("q_lora_rank") if config.has("q_lora_rank") else None,
@@ -662,7 +661,7 @@ def read_quantization(config: Config, text_keys: tuple[str, ...] = ()) -> Quanti
             break
         place = inner
     if len(set(found)) > 1:
-        raise CheckpointError(f"{place.place}: {_KEY} differs from that outside; these must be equal")
+        raise formats.CheckpointError(f"{place.place}: {_KEY} differs from that outside; these must be equal")
     return found[0] if found else PLAIN
 
 
@@ -674,14 +673,16 @@ def _quantization(group: Config) -> Quantization:
         group.choice("scale_fmt", ("float", "ue8m0"))  # of activations; those of weights are stored as they are
         size, wanted = group.counts("weight_block_size"), [SCALE_BLOCK, SCALE_BLOCK]
         if list(size) != wanted:
-            raise CheckpointError(f"{group.place}: weight_block_size is {list(size)}; only {wanted} is supported")
+            raise formats.CheckpointError(
+                f"{group.place}: weight_block_size is {list(size)}; only {wanted} is supported"
+            )
         quantization = Quantization("fp8")
     elif method == "mxfp4":
         quantization = Quantization("mxfp4")
     elif method == "compressed-tensors":
         quantization = _compressed(group)
     else:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{group.place}: quant_method is {method!r}, supported: fp8, mxfp4, compressed-tensors; use the 16-bit "
             "original"
         )
@@ -705,7 +706,7 @@ def _compressed(group: Config) -> Quantization:
     group.ignore("ignore", "global_compression_ratio", "version")
     found = tuple(dict.fromkeys(_packed(each) for each in _schemes(group)))
     if not found:
-        raise CheckpointError(f"{group.place}: config_groups has no weights; at least one kind is needed")
+        raise formats.CheckpointError(f"{group.place}: config_groups has no weights; at least one kind is needed")
     return replace(found[0], others=found[1:])
 
 
@@ -715,7 +716,7 @@ def _schemes(group: Config) -> Iterator[Config]:
     for scheme in () if groups is None else groups.groups():
         weights = scheme.group("weights")
         if weights is None:
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{scheme.place}: weights is missing; only groups with quantized weights are supported"
             )
         scheme.ignore("targets", "input_activations")
@@ -729,7 +730,7 @@ def _packed(weights: Config) -> Quantization:
     """Reads how the weights of a group of modules are quantized."""
     num_bits = weights.whole("num_bits")
     if num_bits not in (4, 8):
-        raise CheckpointError(f"{weights.place}: num_bits is {num_bits}; only 4 and 8 are supported")
+        raise formats.CheckpointError(f"{weights.place}: num_bits is {num_bits}; only 4 and 8 are supported")
     weights.only("type", "int")
     weights.only("symmetric", True)
     weights.only("dynamic", False)

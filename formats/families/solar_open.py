@@ -1,39 +1,30 @@
 """Solar Open 100B. Source: transformers, models/solar_open; Upstage (2026)."""
 
-from moe_pack.formats import ModelSpec, NormSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    FUSED_EXPERT_NAMES,
-    attention_bias,
-    read_decoder,
-    read_grouped_query,
-    read_rope,
-    read_sigmoid_router,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     # All layers have experts; published configs say so, and have a size for layers that have none.
     config.only("first_k_dense_replace", 0)
     config.ignore("intermediate_size")
     config.only("use_qk_norm", False)
     config.require("head_dim")  # missing, transformers takes 128
     config.require("num_key_value_heads")  # missing, transformers takes 8
-    attention = read_grouped_query(config, bias=attention_bias(config, ("q", "k", "v")))
+    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config, ("q", "k", "v")))
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "solar_open",
         attention,
-        read_rope(config, attention.head_dim, default_theta=1e6),
-        read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        readers.read_rope(config, attention.head_dim, default_theta=1e6),
+        readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
         dense_size_key=None,
-        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
 
 
@@ -41,6 +32,6 @@ SOLAR_OPEN = Family(
     model_type="solar_open",
     short_names={"solar-open-100b": "upstage/Solar-Open-100B"},
     read_config=_read_config,
-    dense_names=DENSE_NAMES,
-    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    dense_names=readers.DENSE_NAMES,
+    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

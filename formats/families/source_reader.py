@@ -5,15 +5,15 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats.families.family import SCALE_BLOCK, SourceMatrix
-from moe_pack.formats.pack.safetensors import DTYPE_BYTES, TensorEntry
+from moe_pack.formats.families import family
+from moe_pack.formats.pack import safetensors
 
 
 class SourceReader(ABC):
     """Tensors in a publisher's bytes, of which it reads the rows of matrices as their places say."""
 
     @abstractmethod
-    def entry(self, tensor: str) -> TensorEntry:
+    def entry(self, tensor: str) -> safetensors.TensorEntry:
         """Returns what the header of its file says about a tensor."""
 
     @abstractmethod
@@ -23,20 +23,20 @@ class SourceReader(ABC):
         Raises:  as `rows`.
         """
 
-    def dtype(self, source: SourceMatrix) -> str:
+    def dtype(self, source: family.SourceMatrix) -> str:
         """Returns the safetensors dtype of a matrix: BF16, F16, F32; of codes F8_E4M3, U8 (MXFP4), or I32 (packed)."""
         return self.entry(source.tensor).dtype
 
-    def scale_dtype(self, source: SourceMatrix) -> str:
+    def scale_dtype(self, source: family.SourceMatrix) -> str:
         """Returns the safetensors dtype of the scales of a matrix of codes."""
         assert source.scales is not None, f"{source}: has no scales"
         return self.entry(source.scales).dtype
 
-    def num_bytes(self, source: SourceMatrix) -> int:
+    def num_bytes(self, source: family.SourceMatrix) -> int:
         """Returns a matrix's bytes in the source, without its scales."""
         return source.num_rows * source.num_cols * self.value_bits(source) // 8
 
-    def rows(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
+    def rows(self, source: family.SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
         """Reads rows `start` to `stop` of a matrix (or elements of a vector) in the source's bytes: u8, own memory.
 
         Raises:  CheckpointError, or PackError for a pack's file, if it is cut short or cannot be read.
@@ -54,7 +54,7 @@ class SourceReader(ABC):
         values = read.reshape(stop - start, source.row_size, bits // 8)
         return values[:, source.first_col : last_col : source.col_step].reshape(-1)
 
-    def scales(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
+    def scales(self, source: family.SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
         """Reads the scales of rows `start` to `stop` of a matrix of codes: u8 [rows, bytes], own memory.
 
         With `fp8`, a row of scales belongs to 128 rows of codes; all that overlap `start` to `stop` are read.
@@ -62,10 +62,10 @@ class SourceReader(ABC):
         """
         assert source.scales is not None and 0 <= start <= stop <= source.num_rows, f"{source}: rows {start} to {stop}"
         entry = self.entry(source.scales)
-        row_bytes = entry.shape[-1] * DTYPE_BYTES[entry.dtype]
+        row_bytes = entry.shape[-1] * safetensors.DTYPE_BYTES[entry.dtype]
         if source.codec == "fp8":
-            first = start // SCALE_BLOCK
-            return self._strided(source.scales, first, -(-stop // SCALE_BLOCK) - first, 1, row_bytes)
+            first = start // family.SCALE_BLOCK
+            return self._strided(source.scales, first, -(-stop // family.SCALE_BLOCK) - first, 1, row_bytes)
         step = source.row_step
         return self._strided(source.scales, source.first_row + start * step, stop - start, step, row_bytes)
 
@@ -74,8 +74,8 @@ class SourceReader(ABC):
         span = max(0, (count - 1) * step + 1)  # rows of the tensor from the first to the last
         return self.raw(tensor, first * row_bytes, span * row_bytes).reshape(span, row_bytes)[::step]
 
-    def value_bits(self, source: SourceMatrix) -> int:
+    def value_bits(self, source: family.SourceMatrix) -> int:
         """Returns the bits of a value, or of its code, in the source."""
         if source.codec == "packed":
             return source.num_bits
-        return 4 if source.codec == "mxfp4" else 8 * DTYPE_BYTES[self.dtype(source)]
+        return 4 if source.codec == "mxfp4" else 8 * safetensors.DTYPE_BYTES[self.dtype(source)]

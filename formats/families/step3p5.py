@@ -8,37 +8,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from moe_pack.formats import CheckpointError, ModelSpec, NormSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family, multimodal, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.multimodal import PARTS, within
-from moe_pack.formats.families.readers import (
-    ATTENTION_KINDS,
-    DENSE_NAMES,
-    FUSED_EXPERT_NAMES,
-    PREDICTION_LAYER,
-    LayerAttention,
-    attention_bias,
-    limits_of,
-    read_decoder,
-    read_rope_by_kind,
-)
-from moe_pack.formats.parts import GroupedQuerySpec, OutputGateSpec, RopeSpec
 from moe_pack.formats.parts.specs import LimitSpec
 
 _T = TypeVar("_T")
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     predicting = config.count(config.either("num_nextn_predict_layers", "num_mtp_layers"), 0)
     kinds = _of_layers(config, "layer_types", config.texts("layer_types"), predicting)
     kinds = kinds or ("full_attention",) * config.num_layers()
-    if unknown := set(kinds) - set(ATTENTION_KINDS):
-        known = ", ".join(ATTENTION_KINDS)
-        raise CheckpointError(f"{config.place}: layer_types has {sorted(unknown)}; supported: {known}")
+    if unknown := set(kinds) - set(readers.ATTENTION_KINDS):
+        known = ", ".join(readers.ATTENTION_KINDS)
+        raise formats.CheckpointError(f"{config.place}: layer_types has {sorted(unknown)}; supported: {known}")
     attention, moe_layers = _read_attention(config, kinds, predicting), _moe_layers(config, predicting)
     _check_published_keys(config)
-    router = RouterSpec(
+    router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole(config.either("n_routed_experts", "num_local_experts", "moe_num_experts")),
         config.whole(config.either("num_experts_per_tok", "moe_top_k"), 8),
@@ -47,7 +35,7 @@ def _read_config(config: Config) -> ModelSpec:
         scaling_factor=config.number("moe_router_scaling_factor", 1),
     )
     shared_size = config.whole(config.either("share_expert_dim", "share_expert_dims"))
-    spec = read_decoder(
+    spec = readers.read_decoder(
         config,
         "step3p5",
         attention.attention,
@@ -55,8 +43,8 @@ def _read_config(config: Config) -> ModelSpec:
         router,
         config.whole("moe_intermediate_size"),
         moe_layers=moe_layers,
-        shared_expert=SharedExpertSpec(shared_size, gated=False),
-        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5), zero_centered=True),
+        shared_expert=formats.SharedExpertSpec(shared_size, gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5), zero_centered=True),
         others=attention.others,
     )
     limits = _read_limits(config, moe_layers, predicting)
@@ -67,7 +55,9 @@ def _of_layers(config: Config, key: str, values: Sequence[_T], predicting: int) 
     """Returns the values of decoder layers; published lists go on with those of layers that predict further tokens."""
     num_layers = config.num_layers()
     if values and len(values) not in (num_layers, num_layers + predicting):
-        raise CheckpointError(f"{config.place}: {key} lists {len(values)} layers, but the model has {num_layers}")
+        raise formats.CheckpointError(
+            f"{config.place}: {key} lists {len(values)} layers, but the model has {num_layers}"
+        )
     return tuple(values[:num_layers])
 
 
@@ -78,7 +68,9 @@ def _moe_layers(config: Config, predicting: int) -> tuple[int, ...]:
         config.ignore("moe_layers_enum")
         kinds = _of_layers(config, "mlp_layer_types", kinds, predicting)
         if unknown := set(kinds) - {"dense", "sparse"}:
-            raise CheckpointError(f"{config.place}: mlp_layer_types has {sorted(unknown)}; supported: dense, sparse")
+            raise formats.CheckpointError(
+                f"{config.place}: mlp_layer_types has {sorted(unknown)}; supported: dense, sparse"
+            )
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
     if not config.has("moe_layers_enum"):
         return tuple(range(3, num_layers))
@@ -86,35 +78,35 @@ def _moe_layers(config: Config, predicting: int) -> tuple[int, ...]:
     try:
         layers = {int(layer) for layer in listed.split(",") if layer.strip()}
     except ValueError:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{config.place}: moe_layers_enum is {listed!r}, expected numbers with commas between them"
         ) from None
     return tuple(layer for layer in range(num_layers) if layer in layers)
 
 
-def _read_attention(config: Config, kinds: tuple[str, ...], predicting: int) -> LayerAttention:
+def _read_attention(config: Config, kinds: tuple[str, ...], predicting: int) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 128
     num_kv_heads = config.whole(config.either("num_key_value_heads", "num_attention_groups"))
-    own = GroupedQuerySpec(
+    own = parts.GroupedQuerySpec(
         kind="grouped_query",
         num_heads=config.whole("num_attention_heads"),
         num_kv_heads=num_kv_heads,
         head_dim=config.whole("head_dim"),
         sliding_window=None,
         scale=config.whole("head_dim") ** -0.5,
-        bias=attention_bias(config),
+        bias=readers.attention_bias(config),
         qk_norm="head",
-        gate=OutputGateSpec("head", "sigmoid"),
+        gate=parts.OutputGateSpec("head", "sigmoid"),
     )
     config.only("query_pre_attn_scalar", own.head_dim)
     config.ignore("sliding_window")  # without layers that have it
     window = config.whole("sliding_window") if "sliding_attention" in kinds else None
     windowed = replace(own, num_heads=_sliding_heads(config, own, kinds), sliding_window=window)
     ropes = _read_ropes(config, own.head_dim, kinds, predicting)
-    return LayerAttention.of((windowed if kind == "sliding_attention" else own, ropes[kind]) for kind in kinds)
+    return readers.LayerAttention.of((windowed if kind == "sliding_attention" else own, ropes[kind]) for kind in kinds)
 
 
-def _sliding_heads(config: Config, own: GroupedQuerySpec, kinds: tuple[str, ...]) -> int:
+def _sliding_heads(config: Config, own: parts.GroupedQuerySpec, kinds: tuple[str, ...]) -> int:
     """Reads the number of heads of layers with a window."""
     heads, other = own.num_heads, config.group("attention_other_setting")
     if other is not None:
@@ -129,17 +121,17 @@ def _sliding_heads(config: Config, own: GroupedQuerySpec, kinds: tuple[str, ...]
         found = {key.lstrip("0") or "0": value for key, value in config.raw("per_layer_config").items()}
         differing = [i for i, kind in enumerate(kinds) if kind == "sliding_attention" and heads != own.num_heads]
         if found != {str(layer): {"num_attention_heads": heads} for layer in differing}:
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{config.place}: per_layer_config must give layers with a window, and no others, {heads} heads"
             )
     return heads
 
 
-def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predicting: int) -> dict[str, RopeSpec]:
+def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predicting: int) -> dict[str, parts.RopeSpec]:
     """Reads the rotary positions of each kind: an object for each, or lists with a base and a share for each layer."""
-    usual = {kind: RopeSpec(1e4, head_dim, interleaved=False, scaling=None) for kind in kinds}
+    usual = {kind: parts.RopeSpec(1e4, head_dim, interleaved=False, scaling=None) for kind in kinds}
     if config.has("rope_parameters"):
-        return read_rope_by_kind(config, head_dim, usual, partial_rotary_factor=1.0)
+        return readers.read_rope_by_kind(config, head_dim, usual, partial_rotary_factor=1.0)
     objects: dict[str, dict[str, Any]] = {}
     thetas = _each(config, "rope_theta", 1e4, predicting)
     shares = _of_layers(config, "partial_rotary_factors", config.numbers("partial_rotary_factors"), predicting)
@@ -147,14 +139,16 @@ def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predictin
     for kind in usual:
         values = {(thetas[layer], shares[layer]) for layer in range(len(kinds)) if kinds[layer] == kind}
         if len(values) > 1:
-            raise CheckpointError(f"{config.place}: layers of {kind} differ in rope_theta or partial_rotary_factors")
+            raise formats.CheckpointError(
+                f"{config.place}: layers of {kind} differ in rope_theta or partial_rotary_factors"
+            )
         ((theta, share),) = values
         objects[kind] = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
     scaling = config.raw("rope_scaling")
     if "full_attention" in objects:  # layers with a window are never scaled
         objects["full_attention"] |= scaling
     written = {"max_position_embeddings": config.whole("max_position_embeddings"), "rope_parameters": objects}
-    return read_rope_by_kind(Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0)
+    return readers.read_rope_by_kind(Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0)
 
 
 def _each(config: Config, key: str, default: float, predicting: int) -> tuple[float, ...]:
@@ -172,7 +166,7 @@ def _read_limits(config: Config, moe_layers: tuple[int, ...], predicting: int) -
         for key in ("swiglu_limits", "swiglu_limits_shared")
     )
     pairs = [(routed[i] if i in moe_layers else None, unrouted[i]) for i in range(num_layers)]
-    return limits_of(pairs)
+    return readers.limits_of(pairs)
 
 
 def _check_published_keys(config: Config) -> None:
@@ -197,12 +191,12 @@ def _check_published_keys(config: Config) -> None:
 
 
 _LAYER = "model.layers.{i}."
-STEP3P5 = Family(
+STEP3P5 = family.Family(
     model_type="step3p5",
     short_names={"step-3.5-flash": "stepfun-ai/Step-3.5-Flash"},
     read_config=_read_config,
     dense_names={
-        **DENSE_NAMES,
+        **readers.DENSE_NAMES,
         "layers.{i}.attention.gate": _LAYER + "self_attn.g_proj.weight",
         "layers.{i}.router": (_LAYER + "moe.gate.weight", _LAYER + "mlp.gate.weight"),
         "layers.{i}.router_bias": (_LAYER + "moe.router_bias", _LAYER + "mlp.gate.e_score_correction_bias"),
@@ -215,23 +209,23 @@ STEP3P5 = Family(
         },
     },
     expert_names=(
-        ExpertNames(
+        family.ExpertNames(
             {
                 "gate": _LAYER + "moe.gate_proj.weight",
                 "up": _LAYER + "moe.up_proj.weight",
                 "down": _LAYER + "moe.down_proj.weight",
             }
         ),
-        FUSED_EXPERT_NAMES,
+        readers.FUSED_EXPERT_NAMES,
     ),
-    unused=tuple(replace(PREDICTION_LAYER, after=after) for after in range(3)),
+    unused=tuple(replace(readers.PREDICTION_LAYER, after=after) for after in range(3)),
     ignored_keys=frozenset({"mtp_layer_types", "mtp_mlp_layer_types"}),
 )
 # Published checkpoints have the names of the text model alone.
-STEP3P7 = within(
+STEP3P7 = multimodal.within(
     STEP3P5,
     "step3p7",
-    parts={**PARTS, "vit_large_projector.*": "what maps vision to the text model"},
+    parts={**multimodal.PARTS, "vit_large_projector.*": "what maps vision to the text model"},
     moves=({}, {"model.": "model.language_model."}),
     short_names={"step-3.7-flash": "stepfun-ai/Step-3.7-Flash"},
     ignored_keys=frozenset({"projector_bias", "understand_projector_stride"}),

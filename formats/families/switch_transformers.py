@@ -1,15 +1,15 @@
 """Switch Transformers: base-8 to base-256, large-128. Source: transformers, models/switch_transformers; 2101.03961."""
 
-from moe_pack.formats import ExpertSpec, ModelSpec, NormSpec, RouterSpec
+from moe_pack import formats
+from moe_pack.formats import parts
+from moe_pack.formats.families import family
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, LeftOut
-from moe_pack.formats.parts import PROJECTIONS, RelativeSpec
 from moe_pack.formats.parts.specs import EncoderSpec
 
 _NO_LIMIT = 2**31 - 1  # of positions: beyond max_distance all have one bias
 
 
-def _read_config(config: Config) -> ModelSpec:
+def _read_config(config: Config) -> formats.ModelSpec:
     config.only("is_encoder_decoder", True)
     config.only("is_decoder", False)
     config.only("add_cross_attention", False)
@@ -25,7 +25,7 @@ def _read_config(config: Config) -> ModelSpec:
     )
     d, f, is_tied = config.whole("d_model"), config.whole("d_ff"), config.flag("tie_word_embeddings", True)
     is_all = len(moe_layers) == num_encoding + num_decoding
-    return ModelSpec(
+    return formats.ModelSpec(
         family="switch_transformers",
         hidden_size=d,
         vocab_size=config.whole("vocab_size"),
@@ -33,7 +33,7 @@ def _read_config(config: Config) -> ModelSpec:
         moe_layers=moe_layers,
         dense_intermediate_size=None if is_all else f,
         max_position_embeddings=_NO_LIMIT,
-        norm=NormSpec("rms", config.number("layer_norm_epsilon", 1e-6)),
+        norm=formats.NormSpec("rms", config.number("layer_norm_epsilon", 1e-6)),
         tied_head=is_tied,
         head_bias=False,
         embedding_multiplier=1.0,
@@ -42,7 +42,7 @@ def _read_config(config: Config) -> ModelSpec:
         attention=_read_attention(config),
         rope=None,
         router=_read_router(config),
-        expert=ExpertSpec("relu", f, ("up", "down"), bias=(), extra_floats=0),
+        expert=formats.ExpertSpec("relu", f, ("up", "down"), bias=(), extra_floats=0),
         shared_expert=None,
         encoder=EncoderSpec(num_encoding, config.count("decoder_start_token_id")),
     )
@@ -60,8 +60,8 @@ def _sparse(config: Config, stack: str, num_layers: int) -> tuple[int, ...]:
     return tuple(i for i in range(num_layers) if step == 1 or (step and i % step == 1))
 
 
-def _read_attention(config: Config) -> RelativeSpec:
-    return RelativeSpec(
+def _read_attention(config: Config) -> parts.RelativeSpec:
+    return parts.RelativeSpec(
         kind="relative",
         num_heads=config.whole("num_heads"),
         head_dim=config.whole("d_kv"),
@@ -71,10 +71,10 @@ def _read_attention(config: Config) -> RelativeSpec:
     )
 
 
-def _read_router(config: Config) -> RouterSpec:
+def _read_router(config: Config) -> formats.RouterSpec:
     config.only("router_bias", False)
     config.only("router_dtype", "float32")
-    return RouterSpec(
+    return formats.RouterSpec(
         "softmax_topk",
         config.whole("num_experts", 8),
         num_experts_per_tok=1,
@@ -88,7 +88,7 @@ def _layer(mlp: int) -> dict[str, str]:
     own, second = "block.{i}.layer.0", f"block.{{i}}.layer.{mlp}"
     return {
         "{i}.attention_norm": f"{own}.layer_norm.weight",
-        **{f"{{i}}.attention.{name}": f"{own}.SelfAttention.{name}.weight" for name in PROJECTIONS},
+        **{f"{{i}}.attention.{name}": f"{own}.SelfAttention.{name}.weight" for name in parts.PROJECTIONS},
         "{i}.mlp_norm": f"{second}.layer_norm.weight",
         "{i}.mlp.up": f"{second}.mlp.wi.weight",
         "{i}.mlp.down": f"{second}.mlp.wo.weight",
@@ -96,14 +96,14 @@ def _layer(mlp: int) -> dict[str, str]:
     }
 
 
-def _experts(layer: str) -> ExpertNames:
+def _experts(layer: str) -> family.ExpertNames:
     expert = f"{layer}.mlp.experts.expert_{{e}}"
-    return ExpertNames({"up": f"{expert}.wi.weight", "down": f"{expert}.wo.weight"})
+    return family.ExpertNames({"up": f"{expert}.wi.weight", "down": f"{expert}.wo.weight"})
 
 
 _COPY = "a copy of the embedding"
 
-SWITCH_TRANSFORMERS = Family(
+SWITCH_TRANSFORMERS = family.Family(
     model_type="switch_transformers",
     short_names={
         **{f"switch-base-{n}": f"google/switch-base-{n}" for n in (8, 16, 32, 64, 128, 256)},
@@ -115,7 +115,10 @@ SWITCH_TRANSFORMERS = Family(
         **{f"encoder.{role}": f"encoder.{name}" for role, name in _layer(1).items()},
         **{f"layers.{role}": f"decoder.{name}" for role, name in _layer(2).items()},
         "layers.{i}.cross_norm": "decoder.block.{i}.layer.1.layer_norm.weight",
-        **{f"layers.{{i}}.cross.{q}": f"decoder.block.{{i}}.layer.1.EncDecAttention.{q}.weight" for q in PROJECTIONS},
+        **{
+            f"layers.{{i}}.cross.{q}": f"decoder.block.{{i}}.layer.1.EncDecAttention.{q}.weight"
+            for q in parts.PROJECTIONS
+        },
         "encoder_position_bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
         "position_bias": "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
         "encoder_norm": "encoder.final_layer_norm.weight",
@@ -125,8 +128,8 @@ SWITCH_TRANSFORMERS = Family(
     expert_names=(_experts("decoder.block.{i}.layer.2"),),
     encoder_expert_names=(_experts("encoder.block.{i}.layer.1"),),
     dropped=(
-        LeftOut("encoder.embed_tokens.weight", _COPY, copy_of="shared.weight"),
-        LeftOut("decoder.embed_tokens.weight", _COPY, copy_of="shared.weight"),
+        family.LeftOut("encoder.embed_tokens.weight", _COPY, copy_of="shared.weight"),
+        family.LeftOut("decoder.embed_tokens.weight", _COPY, copy_of="shared.weight"),
     ),
     ignored_keys=frozenset(
         {

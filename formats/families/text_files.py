@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
-from moe_pack.formats import CheckpointError, Pack, PackError, parse
+from moe_pack import formats
 from moe_pack.formats.base.errors import MoePackError
 
 Values = dict[str, Any]
@@ -64,7 +64,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def error_of(files: TextFiles) -> type[MoePackError]:
     """Returns the class of errors in these files."""
-    return PackError if isinstance(files, Pack) else CheckpointError
+    return formats.PackError if isinstance(files, formats.Pack) else formats.CheckpointError
 
 
 def read_values(files: TextFiles, name: str) -> Values:
@@ -73,7 +73,7 @@ def read_values(files: TextFiles, name: str) -> Values:
     Raises:  PackError, or CheckpointError for a checkpoint, if the file is not JSON.
     """
     raw = files.read_file(name).tobytes() if files.has(name) else b"{}"
-    values: Any = parse(raw, name, error_of(files), is_foreign=True)
+    values: Any = formats.parse(raw, name, error_of(files), is_foreign=True)
     return values if isinstance(values, dict) else {}
 
 

@@ -3,35 +3,27 @@
 transformers has no class for it; tests/support/references/xverse.py stands in for one.
 """
 
-from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack import formats
+from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.readers import (
-    DENSE_NAMES,
-    EXPERT_NAMES,
-    attention_bias,
-    read_decoder,
-    read_expert_count,
-    read_llama_attention,
-    read_llama_rope,
-)
 
 
-def _read_config(config: Config) -> ModelSpec:
-    num_experts, chosen = read_expert_count(config, "num_experts"), config.whole("moe_top_k", 6)
-    attention = read_llama_attention(config, attention_bias(config))
+def _read_config(config: Config) -> formats.ModelSpec:
+    num_experts, chosen = readers.read_expert_count(config, "num_experts"), config.whole("moe_top_k", 6)
+    attention = readers.read_llama_attention(config, readers.attention_bias(config))
     expert_size = config.whole("intermediate_size")
     config.require("num_shared_experts")  # null says none; missing, there are 2
     num_shared = config.whole("num_shared_experts") if config.has("num_shared_experts") else 0
-    return read_decoder(
+    return readers.read_decoder(
         config,
         "xverse",
         attention,
-        read_llama_rope(config, attention.head_dim),
-        RouterSpec("softmax_topk", num_experts, chosen, normalize=True, least_sum=1e-6),
+        readers.read_llama_rope(config, attention.head_dim),
+        formats.RouterSpec("softmax_topk", num_experts, chosen, normalize=True, least_sum=1e-6),
         expert_size,
         dense_size_key=None,
-        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
     )
 
 
@@ -42,7 +34,7 @@ XVERSE = Family(
         "xverse-moe-a4.2b-chat": "xverse/XVERSE-MoE-A4.2B-Chat",
     },
     read_config=_read_config,
-    dense_names={**DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
-    expert_names=(EXPERT_NAMES,),
+    dense_names={**readers.DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
+    expert_names=(readers.EXPERT_NAMES,),
     ignored_keys=frozenset({"max_tokenizer_truncation", "pretraining_tp"}),
 )

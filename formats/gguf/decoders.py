@@ -6,43 +6,30 @@ Source: llama.cpp, conversion/ and src/models/.
 from collections.abc import Mapping
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.gguf.architecture import (
-    PAIRS,
-    PUBLISHED_SIGMOID,
-    Architecture,
-    Values,
-    decoder,
-    experts,
-    head_dim,
-    latent,
-    leading,
-    needs_sigmoid,
-    num_layers,
-    sigmoid_router,
-    windows,
-)
+from moe_pack.formats.gguf import architecture
+from moe_pack.formats.gguf.architecture import experts
 from moe_pack.formats.gguf.factors import with_bands
 from moe_pack.formats.gguf.header import Metadata
 
 
-def _mixtral(m: Metadata) -> Values:
-    return decoder(
+def _mixtral(m: Metadata) -> architecture.Values:
+    return architecture.decoder(
         m,
         "mixtral",
-        head_dim=head_dim(m),
+        head_dim=architecture.head_dim(m),
         num_local_experts=m.whole("expert_count"),
         num_experts_per_tok=m.whole("expert_used_count"),
         intermediate_size=m.whole("feed_forward_length"),
         sliding_window=m.get("attention.sliding_window"),
-        **with_bands(m, head_dim(m)),
+        **with_bands(m, architecture.head_dim(m)),
     )
 
 
-def _qwen2_moe(m: Metadata) -> Values:
+def _qwen2_moe(m: Metadata) -> architecture.Values:
     shared = m.tensors.get("blk.0.ffn_up_shexp.weight")  # old files lack the key
     size = m.whole("expert_shared_feed_forward_length", shared.shape[0] if shared else None)
     has_bias = m.has_tensor("blk.0.attn_q.bias") or m.has_tensor("blk.0.attn_qkv.bias")
-    return decoder(
+    return architecture.decoder(
         m,
         "qwen2_moe",
         **experts(m, norm_topk_prob=False, intermediate_size=m.whole("feed_forward_length")),
@@ -52,44 +39,44 @@ def _qwen2_moe(m: Metadata) -> Values:
     )
 
 
-def _qwen3_moe(m: Metadata) -> Values:
+def _qwen3_moe(m: Metadata) -> architecture.Values:
     sizes = experts(m, norm_topk_prob=True, intermediate_size=m.whole("feed_forward_length"))
-    return decoder(m, "qwen3_moe", **sizes, head_dim=head_dim(m), attention_bias=False)
+    return architecture.decoder(m, "qwen3_moe", **sizes, head_dim=architecture.head_dim(m), attention_bias=False)
 
 
-def _qwen3_vl_moe(m: Metadata) -> Values:
+def _qwen3_vl_moe(m: Metadata) -> architecture.Values:
     """Returns the text model of Qwen3-VL in the object that multimodal configs have around it."""
     values = _qwen3_moe(m) | {"model_type": "qwen3_vl_moe_text"}
     text = {key: value for key, value in values.items() if key not in ("norm_topk_prob", "tie_word_embeddings")}
     return {"model_type": "qwen3_vl_moe", "tie_word_embeddings": values["tie_word_embeddings"], "text_config": text}
 
 
-def _olmoe(m: Metadata) -> Values:
+def _olmoe(m: Metadata) -> architecture.Values:
     sizes = experts(m, norm_topk_prob=False, intermediate_size=m.whole("feed_forward_length"))
-    return decoder(m, "olmoe", **(sizes | {"moe_intermediate_size": None}))
+    return architecture.decoder(m, "olmoe", **(sizes | {"moe_intermediate_size": None}))
 
 
-def _deepseek2(m: Metadata) -> Values:
+def _deepseek2(m: Metadata) -> architecture.Values:
     """DeepSeek-V2 has a softmax, V3 sigmoids; Kimi K2 and GLM-4.7-Flash have V3's arithmetic."""
     if (gating := m.whole("expert_gating_func", 0)) not in (0, 1, 2):
         raise CheckpointError(f"{m.place}: expert_gating_func is {gating}, expected 1 (softmax) or 2 (sigmoid)")
     # Files without the key are those of V2, or of models of V3's kind, which have a bias of the router.
     if gating == 2 or (gating == 0 and any(".exp_probs_b" in name for name in m.tensors)):
-        return latent(m, "deepseek_v3", **PUBLISHED_SIGMOID)
+        return architecture.latent(m, "deepseek_v3", **architecture.PUBLISHED_SIGMOID)
     method = "group_limited_greedy" if m.whole("expert_group_count", 1) > 1 else "greedy"
-    return latent(m, "deepseek_v2", topk_method=method, scoring_func="softmax")
+    return architecture.latent(m, "deepseek_v2", topk_method=method, scoring_func="softmax")
 
 
-def _gpt_oss(m: Metadata) -> Values:
-    values = decoder(
+def _gpt_oss(m: Metadata) -> architecture.Values:
+    values = architecture.decoder(
         m,
         "gpt_oss",
-        head_dim=head_dim(m),
+        head_dim=architecture.head_dim(m),
         num_local_experts=m.whole("expert_count"),
         num_experts_per_tok=m.whole("expert_used_count"),
         intermediate_size=m.whole("expert_feed_forward_length"),
         sliding_window=m.whole("attention.sliding_window"),
-        layer_types=[("sliding_attention", "full_attention")[i % 2] for i in range(num_layers(m))],
+        layer_types=[("sliding_attention", "full_attention")[i % 2] for i in range(architecture.num_layers(m))],
         attention_bias=True,
     )
     values.setdefault("rope_scaling", {"rope_type": "default"})
@@ -98,9 +85,9 @@ def _gpt_oss(m: Metadata) -> Values:
     return values
 
 
-def _glm4_moe(m: Metadata) -> Values:
-    size = head_dim(m)
-    return decoder(
+def _glm4_moe(m: Metadata) -> architecture.Values:
+    size = architecture.head_dim(m)
+    return architecture.decoder(
         m,
         "glm4_moe",
         head_dim=size,
@@ -108,30 +95,30 @@ def _glm4_moe(m: Metadata) -> Values:
         attention_bias=m.has_tensor("blk.0.attn_q.bias"),
         use_qk_norm=m.has_tensor("blk.0.attn_q_norm.weight"),
         n_shared_experts=m.whole("expert_shared_count"),
-        **experts(m, "n_routed_experts", **leading(m)),
-        **sigmoid_router(m),
+        **experts(m, "n_routed_experts", **architecture.leading(m)),
+        **architecture.sigmoid_router(m),
     )
 
 
-def _dots1(m: Metadata) -> Values:
-    return decoder(
+def _dots1(m: Metadata) -> architecture.Values:
+    return architecture.decoder(
         m,
         "dots1",
-        head_dim=head_dim(m),
+        head_dim=architecture.head_dim(m),
         n_shared_experts=m.whole("expert_shared_count"),
-        **experts(m, "n_routed_experts", **leading(m)),
-        **sigmoid_router(m),
+        **experts(m, "n_routed_experts", **architecture.leading(m)),
+        **architecture.sigmoid_router(m),
         sliding_window=None,
-        max_window_layers=num_layers(m),
+        max_window_layers=architecture.num_layers(m),
     )
 
 
-def _afmoe(m: Metadata) -> Values:
-    needs_sigmoid(m)
-    return decoder(
+def _afmoe(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    return architecture.decoder(
         m,
         "afmoe",
-        head_dim=head_dim(m),
+        head_dim=architecture.head_dim(m),
         score_func="sigmoid",
         n_group=1,
         topk_group=1,
@@ -141,32 +128,32 @@ def _afmoe(m: Metadata) -> Values:
         route_norm=m.flag("expert_weights_norm", True),
         route_scale=m.number("expert_weights_scale", 1.0),
         sliding_window=m.whole("attention.sliding_window"),
-        layer_types=windows(m, 4),
+        layer_types=architecture.windows(m, 4),
         mup_enabled=True,
     )
 
 
-def _exaone_moe(m: Metadata) -> Values:
-    needs_sigmoid(m)
-    return decoder(
+def _exaone_moe(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    return architecture.decoder(
         m,
         "exaone_moe",
-        head_dim=head_dim(m),
-        **experts(m, **leading(m)),
-        **sigmoid_router(m),
+        head_dim=architecture.head_dim(m),
+        **experts(m, **architecture.leading(m)),
+        **architecture.sigmoid_router(m),
         num_shared_experts=m.whole("expert_shared_count"),
         sliding_window=m.whole("attention.sliding_window"),
-        layer_types=windows(m, 4),
-        **with_bands(m, head_dim(m)),
+        layer_types=architecture.windows(m, 4),
+        **with_bands(m, architecture.head_dim(m)),
     )
 
 
-def _minimax_m2(m: Metadata) -> Values:
-    needs_sigmoid(m)
-    return decoder(
+def _minimax_m2(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    return architecture.decoder(
         m,
         "minimax_m2",
-        head_dim=head_dim(m),
+        head_dim=architecture.head_dim(m),
         rotary_dim=m.whole("rope.dimension_count"),
         scoring_func="sigmoid",
         use_routing_bias=True,
@@ -176,13 +163,13 @@ def _minimax_m2(m: Metadata) -> Values:
     )
 
 
-def _hy_v3(m: Metadata) -> Values:
-    needs_sigmoid(m)
+def _hy_v3(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
     size = m.whole("expert_feed_forward_length")
-    return decoder(
+    return architecture.decoder(
         m,
         "hy_v3",
-        head_dim=head_dim(m),
+        head_dim=architecture.head_dim(m),
         **experts(m, intermediate_size=m.whole("feed_forward_length")),
         num_shared_experts=m.whole("expert_shared_feed_forward_length", size) // size,
         route_norm=m.flag("expert_weights_norm", True),
@@ -193,9 +180,9 @@ def _hy_v3(m: Metadata) -> Values:
     )
 
 
-def _ernie4_5_moe(m: Metadata) -> Values:
+def _ernie4_5_moe(m: Metadata) -> architecture.Values:
     step, first = m.whole("interleave_moe_layer_step", 1), m.whole("leading_dense_block_count", 0)
-    return decoder(
+    return architecture.decoder(
         m,
         "ernie4_5_moe",
         head_dim=m.get("attention.key_length"),
@@ -210,40 +197,40 @@ def _ernie4_5_moe(m: Metadata) -> Values:
     )
 
 
-def granite(m: Metadata, model_type: str) -> Values:
+def granite(m: Metadata, model_type: str) -> architecture.Values:
     """Returns the values of all Granite models."""
-    return decoder(
+    return architecture.decoder(
         m,
         model_type,
         num_local_experts=m.whole("expert_count"),
         num_experts_per_tok=m.whole("expert_used_count"),
         intermediate_size=m.whole("feed_forward_length"),
         shared_intermediate_size=m.get("expert_shared_feed_forward_length"),
-        attention_multiplier=m.number("attention.scale", head_dim(m) ** -0.5),
+        attention_multiplier=m.number("attention.scale", architecture.head_dim(m) ** -0.5),
         embedding_multiplier=m.number("embedding_scale", 1.0),
         residual_multiplier=m.number("residual_scale", 1.0),
         logits_scaling=m.number("logit_scale"),
     )
 
 
-def _granitemoe(m: Metadata) -> Values:
+def _granitemoe(m: Metadata) -> architecture.Values:
     is_shared = m.whole("expert_shared_feed_forward_length", 0) > 0
-    return granite(m, "granitemoeshared" if is_shared else "granitemoe") | with_bands(m, head_dim(m))
+    return granite(m, "granitemoeshared" if is_shared else "granitemoe") | with_bands(m, architecture.head_dim(m))
 
 
-def _deepseek(m: Metadata) -> Values:
-    return decoder(
+def _deepseek(m: Metadata) -> architecture.Values:
+    return architecture.decoder(
         m,
         "deepseek",
-        **experts(m, "n_routed_experts", **leading(m)),
+        **experts(m, "n_routed_experts", **architecture.leading(m)),
         n_shared_experts=m.whole("expert_shared_count"),
         norm_topk_prob=False,
     )
 
 
-def _hunyuan(m: Metadata) -> Values:
+def _hunyuan(m: Metadata) -> architecture.Values:
     size = m.whole("expert_feed_forward_length")
-    return decoder(
+    return architecture.decoder(
         m,
         "hunyuan_v1_moe",
         head_dim=m.get("attention.key_length"),
@@ -264,8 +251,8 @@ _DBRX_KEYS = {
 }
 
 
-def _dbrx(m: Metadata) -> Values:
-    values = decoder(m, "dbrx", rms_norm_eps=None, hidden_act=None, num_key_value_heads=None)
+def _dbrx(m: Metadata) -> architecture.Values:
+    values = architecture.decoder(m, "dbrx", rms_norm_eps=None, hidden_act=None, num_key_value_heads=None)
     values = {_DBRX_KEYS.get(key, key): value for key, value in values.items()}
     theta, clip = m.number("rope.freq_base"), m.number("attention.clamp_kqv")
     experts = {"moe_num_experts": m.whole("expert_count"), "moe_top_k": m.whole("expert_used_count")}
@@ -281,15 +268,15 @@ def _dbrx(m: Metadata) -> Values:
     }
 
 
-def _cohere2_moe(m: Metadata) -> Values:
+def _cohere2_moe(m: Metadata) -> architecture.Values:
     is_rms = m.has("attention.layer_norm_rms_epsilon")
     dense = m.whole("leading_dense_block_count")
-    return decoder(
+    return architecture.decoder(
         m,
         "cohere2_moe",
         rms_norm_eps=m.number("attention.layer_norm_rms_epsilon") if is_rms else None,
         layer_norm_eps=None if is_rms else m.number("attention.layer_norm_epsilon"),
-        head_dim=head_dim(m),
+        head_dim=architecture.head_dim(m),
         num_experts=m.whole("expert_count"),
         num_experts_per_tok=m.whole("expert_used_count"),
         intermediate_size=m.whole("expert_feed_forward_length"),
@@ -300,21 +287,21 @@ def _cohere2_moe(m: Metadata) -> Values:
         norm_topk_prob=m.flag("expert_weights_norm", False),
         logit_scale=m.number("logit_scale"),
         sliding_window=m.whole("attention.sliding_window"),
-        layer_types=windows(m, 4),
+        layer_types=architecture.windows(m, 4),
     )
 
 
-def _llama4(m: Metadata) -> Values:
+def _llama4(m: Metadata) -> architecture.Values:
     """Scout's positions are scaled; of its bands, metadata says nothing, and they are those of the published model."""
     no_windows = m.get("attention.sliding_window") == 0
-    scaled: Values = {}
+    scaled: architecture.Values = {}
     if m.factors:
         bands = {"low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}
         scaled = {"rope_scaling": {"rope_type": "llama3", "factor": max(m.factors), **bands}}
-    return decoder(
+    return architecture.decoder(
         m,
         "llama4_text",
-        head_dim=head_dim(m),
+        head_dim=architecture.head_dim(m),
         num_local_experts=m.whole("expert_count"),
         num_experts_per_tok=m.whole("expert_used_count"),
         intermediate_size=m.whole("expert_feed_forward_length"),
@@ -325,32 +312,34 @@ def _llama4(m: Metadata) -> Values:
         attn_temperature_tuning=True,
         attn_scale=0.1,
         floor_scale=8192,
-        no_rope_layers=[int(no_windows or (layer + 1) % 4 != 0) for layer in range(num_layers(m))],
+        no_rope_layers=[int(no_windows or (layer + 1) % 4 != 0) for layer in range(architecture.num_layers(m))],
         **scaled,
     )
 
 
 NORM_AFTER = {"layers.{i}.mlp_norm": "blk.{i}.post_attention_norm.weight"}
 
-DECODERS: Mapping[str, Architecture] = {
-    "llama": Architecture(_mixtral, changes=PAIRS),
-    "qwen2moe": Architecture(_qwen2_moe),
-    "qwen3moe": Architecture(_qwen3_moe),
-    "qwen3vlmoe": Architecture(_qwen3_vl_moe),
-    "olmoe": Architecture(_olmoe),
-    "deepseek2": Architecture(_deepseek2),
-    "gpt-oss": Architecture(_gpt_oss, names=NORM_AFTER, keeps_mxfp4=True),
-    "glm4moe": Architecture(_glm4_moe, names=NORM_AFTER),
-    "dots1": Architecture(_dots1),
-    "afmoe": Architecture(_afmoe),
-    "exaone-moe": Architecture(_exaone_moe),
-    "minimax-m2": Architecture(_minimax_m2),
-    "hy_v3": Architecture(_hy_v3, names={"layers.{i}.router_bias": "blk.{i}.exp_probs_b"}),
-    "ernie4_5-moe": Architecture(_ernie4_5_moe, one_row=("layers.{i}.router_bias",)),
-    "granitemoe": Architecture(_granitemoe, changes=PAIRS),
-    "deepseek": Architecture(_deepseek, changes=PAIRS),
-    "hunyuan-moe": Architecture(_hunyuan),
-    "dbrx": Architecture(_dbrx, names={"layers.{i}.mlp_norm": "blk.{i}.attn_output_norm.weight"}, fuses_qkv=True),
-    "cohere2moe": Architecture(_cohere2_moe),
-    "llama4": Architecture(_llama4),
+DECODERS: Mapping[str, architecture.Architecture] = {
+    "llama": architecture.Architecture(_mixtral, changes=architecture.PAIRS),
+    "qwen2moe": architecture.Architecture(_qwen2_moe),
+    "qwen3moe": architecture.Architecture(_qwen3_moe),
+    "qwen3vlmoe": architecture.Architecture(_qwen3_vl_moe),
+    "olmoe": architecture.Architecture(_olmoe),
+    "deepseek2": architecture.Architecture(_deepseek2),
+    "gpt-oss": architecture.Architecture(_gpt_oss, names=NORM_AFTER, keeps_mxfp4=True),
+    "glm4moe": architecture.Architecture(_glm4_moe, names=NORM_AFTER),
+    "dots1": architecture.Architecture(_dots1),
+    "afmoe": architecture.Architecture(_afmoe),
+    "exaone-moe": architecture.Architecture(_exaone_moe),
+    "minimax-m2": architecture.Architecture(_minimax_m2),
+    "hy_v3": architecture.Architecture(_hy_v3, names={"layers.{i}.router_bias": "blk.{i}.exp_probs_b"}),
+    "ernie4_5-moe": architecture.Architecture(_ernie4_5_moe, one_row=("layers.{i}.router_bias",)),
+    "granitemoe": architecture.Architecture(_granitemoe, changes=architecture.PAIRS),
+    "deepseek": architecture.Architecture(_deepseek, changes=architecture.PAIRS),
+    "hunyuan-moe": architecture.Architecture(_hunyuan),
+    "dbrx": architecture.Architecture(
+        _dbrx, names={"layers.{i}.mlp_norm": "blk.{i}.attn_output_norm.weight"}, fuses_qkv=True
+    ),
+    "cohere2moe": architecture.Architecture(_cohere2_moe),
+    "llama4": architecture.Architecture(_llama4),
 }

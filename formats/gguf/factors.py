@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import ModelSpec
+from moe_pack.formats import ModelSpec, parts
 from moe_pack.formats.gguf.architecture import Values
 from moe_pack.formats.gguf.header import Metadata
-from moe_pack.formats.parts import GroupedQuerySpec, RopeSpec
-from moe_pack.formats.parts.positions import Llama3Spec, ProportionalSpec
+from moe_pack.formats.parts import positions
 
 STILL = 1e30  # of pairs that are not rotated
 
@@ -22,20 +21,20 @@ STILL = 1e30  # of pairs that are not rotated
 def rope_factors(spec: ModelSpec) -> NDArray[np.float32] | None:
     """Returns the factors of a model, float32 [pairs of a head]; None if metadata says its rotary positions."""
     for attention, rope in spec.attention_kinds:
-        if rope is not None and isinstance(rope.scaling, Llama3Spec | ProportionalSpec):
-            assert isinstance(attention, GroupedQuerySpec), "rotary positions of heads"
+        if rope is not None and isinstance(rope.scaling, positions.Llama3Spec | positions.ProportionalSpec):
+            assert isinstance(attention, parts.GroupedQuerySpec), "rotary positions of heads"
             return _factors(rope, attention.head_dim // 2)
     return None
 
 
-def _factors(rope: RopeSpec, count: int) -> NDArray[np.float32]:
+def _factors(rope: parts.RopeSpec, count: int) -> NDArray[np.float32]:
     """Returns `count` factors: 1 behind the last pair that has a frequency."""
     scaling = rope.scaling
     found = np.ones(count)
-    if isinstance(scaling, ProportionalSpec):
+    if isinstance(scaling, positions.ProportionalSpec):
         found[: scaling.rotated_pairs], found[scaling.rotated_pairs :] = scaling.factor, STILL
         return found.astype(np.float32)
-    assert isinstance(scaling, Llama3Spec), "a scaling by bands"
+    assert isinstance(scaling, positions.Llama3Spec), "a scaling by bands"
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_max_position_embeddings * _frequencies(rope.theta, rope.rotary_dim) / (2 * math.pi)
     share = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns >= low  # of the frequency as it is
@@ -68,7 +67,9 @@ def bands(factors: Sequence[float], theta: float, rotary_dim: int) -> Values:
     context = round(slope * (high - 1) * 2 * math.pi)
     if not 1 < high < 1e6 or not 0 < context < 2**31:
         return {}
-    rope = RopeSpec(theta, rotary_dim, interleaved=False, scaling=Llama3Spec("llama3", factor, 1.0, high, context))
+    rope = parts.RopeSpec(
+        theta, rotary_dim, interleaved=False, scaling=positions.Llama3Spec("llama3", factor, 1.0, high, context)
+    )
     if not np.allclose(_factors(rope, len(factors)), factors, rtol=1e-5, atol=0):
         return {}
     found = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}

@@ -15,22 +15,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, dense_roles
+from moe_pack import formats
 from moe_pack.formats.base.commands import did_you_mean
+from moe_pack.formats.families import weight_files
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, Stored, named, role_key, stored_ways
 from moe_pack.formats.families.registry import read_spec
-from moe_pack.formats.families.weight_files import file_names, is_adapter, refuse_adapters
-from moe_pack.formats.gguf.architecture import (
-    EXPERT_TENSORS,
-    GATE_UP_EXPERTS,
-    TENSOR_NAMES,
-    Architecture,
-    Change,
-    Values,
-    num_layers,
-)
+from moe_pack.formats.gguf import architecture
 from moe_pack.formats.gguf.decoders import DECODERS
 from moe_pack.formats.gguf.factors import rope_factors
 from moe_pack.formats.gguf.header import FACTORS, MAX_HEADER_BYTES, GgufTensor, Metadata, part_paths, read_headers
@@ -54,17 +46,9 @@ from moe_pack.formats.gguf.tokenizer import tokenizer_files
 from moe_pack.formats.gguf.windowed import WINDOWED
 from moe_pack.formats.pack.manifests import SourceFile
 from moe_pack.formats.pack.safetensors import TensorEntry
-from moe_pack.formats.parts import (
-    DenseRole,
-    GatedDeltaSpec,
-    GroupedQuerySpec,
-    KimiDeltaSpec,
-    Mamba2Spec,
-    MambaSpec,
-    ShortConvSpec,
-)
+from moe_pack.formats.parts import DenseRole, GroupedQuerySpec, mixers
 
-ARCHITECTURES: Mapping[str, Architecture] = {**DECODERS, **HYBRIDS, **LATENTS, **WINDOWED}
+ARCHITECTURES: Mapping[str, architecture.Architecture] = {**DECODERS, **HYBRIDS, **LATENTS, **WINDOWED}
 # The model's class by `model_type`, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it.
 _CLASSES: Mapping[str, str] = {
     "afmoe": "AfmoeForCausalLM",
@@ -111,19 +95,19 @@ _CLASSES: Mapping[str, str] = {
 }
 
 
-def architecture_of(metadata: Metadata) -> Architecture:
+def architecture_of(metadata: Metadata) -> architecture.Architecture:
     """Returns the architecture of a GGUF file.
 
     Raises:  CheckpointError for one that is unknown, or of a model without experts.
     """
     name = metadata.architecture
     if not metadata.has("expert_count") or not metadata.whole("expert_count"):
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{metadata.place}: architecture {name!r} has no experts; moe-pack is for mixture-of-experts models"
         )
     if name not in ARCHITECTURES:
         more = "docs/families.md lists the supported ones; the model's safetensors checkpoint may be supported"
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{metadata.place}: GGUF architecture {name!r} is not supported{did_you_mean(name, ARCHITECTURES, more)}"
         )
     return ARCHITECTURES[name]
@@ -147,21 +131,21 @@ def find_gguf(path: Path) -> Path | None:
         return path
     if not path.is_dir():
         return None
-    names = file_names(path)
-    if any(name.endswith(".safetensors") and "/" not in name and not is_adapter(name) for name in names):
+    names = weight_files.file_names(path)
+    if any(name.endswith(".safetensors") and "/" not in name and not weight_files.is_adapter(name) for name in names):
         return None
     models = sorted({part_paths_of_name(file) for file in path.glob("*.gguf") if not file.name.startswith("mmproj")})
     if len(models) > 1:
         others = ", ".join(model.name for model in models)
-        raise CheckpointError(f"{path}: has {len(models)} GGUF models; name one of them: {others}")
+        raise formats.CheckpointError(f"{path}: has {len(models)} GGUF models; name one of them: {others}")
     if models:
-        refuse_adapters(str(path), names)
+        weight_files.refuse_adapters(str(path), names)
     return models[0] if models else None
 
 
 def part_paths_of_name(file: Path) -> Path:
     """Returns the first part of the model of which a GGUF file is a part."""
-    with suppress(CheckpointError):
+    with suppress(formats.CheckpointError):
         return part_paths(file)[0]
     return file
 
@@ -181,12 +165,12 @@ class GgufFiles(CheckpointFiles):
         self._architecture = architecture_of(self.metadata)
         for tensor in self._stored.values():
             if tensor.type not in AS_THEY_ARE and not can_dequantize(tensor.type):
-                raise CheckpointError(
+                raise formats.CheckpointError(
                     f"{self._paths[tensor.file].name}: tensor {tensor.name!r} is {tensor.type}, which the gguf package "
                     "cannot dequantize; a newer one may: pip install -U gguf"
                 )
         self._small: dict[str, bytes] | None = None
-        self._readers = [RangeReader(part, CheckpointError) for part in self._paths]
+        self._readers = [formats.RangeReader(part, formats.CheckpointError) for part in self._paths]
         self._tensors: dict[str, _Tensor] = {}
         self._entries: dict[str, TensorEntry] = {}
         self._used: set[str] = set()
@@ -207,7 +191,7 @@ class GgufFiles(CheckpointFiles):
         """
         raw = self._small_files().get(name)
         if raw is None:
-            raise CheckpointError(f"{self._paths[0].name}: its metadata has nothing for {name}")
+            raise formats.CheckpointError(f"{self._paths[0].name}: its metadata has nothing for {name}")
         return np.frombuffer(raw, np.uint8).copy()
 
     def _small_files(self) -> dict[str, bytes]:
@@ -220,7 +204,7 @@ class GgufFiles(CheckpointFiles):
         """Returns the values of the `config.json` that the metadata makes, without reading the tokenizer."""
         return self._config
 
-    def _make_config(self) -> Values:
+    def _make_config(self) -> architecture.Values:
         values = self._architecture.config(self.metadata)
         values = {"architectures": [_CLASSES[values["model_type"]]], **values}
         types = {tensor.type for name, tensor in self._stored.items() if "_exps.weight" in name}
@@ -301,8 +285,8 @@ class GgufFiles(CheckpointFiles):
             reader.close()
         self._readers = []
 
-    def _all_tensors(self, family: Family, spec: ModelSpec) -> Iterator[tuple[str, _Tensor]]:
-        self._roles = {role.name: role for role in dense_roles(spec)}
+    def _all_tensors(self, family: Family, spec: formats.ModelSpec) -> Iterator[tuple[str, _Tensor]]:
+        self._roles = {role.name: role for role in formats.dense_roles(spec)}
         for role in list(self._roles.values()):
             way = _plain_way(stored_ways(family, spec, role.name))
             if not way.roles:
@@ -311,14 +295,14 @@ class GgufFiles(CheckpointFiles):
                 yield way.name, self._stack([self._dense(spec, self._roles[other], way) for other in way.roles])
         for layer in spec.moe_layers:
             yield from self._experts(family, spec, layer)
-        for number in range(num_layers(self.metadata), self.metadata.whole("block_count")):
+        for number in range(architecture.num_layers(self.metadata), self.metadata.whole("block_count")):
             yield from self._prediction_layer(family, spec, number)
 
     def _stack(self, tensors: Sequence[_Tensor]) -> _Tensor:
         rows = Stacked([tensor.rows for tensor in tensors])
         return _Tensor(rows, (rows.num_rows, *tensors[0].shape[1:]), tensors[0].file)
 
-    def _dense(self, spec: ModelSpec, role: DenseRole, way: Stored) -> _Tensor:
+    def _dense(self, spec: formats.ModelSpec, role: DenseRole, way: Stored) -> _Tensor:
         """Returns the tensor of a role.
 
         Raises:  CheckpointError if there is none, or it has another size.
@@ -350,7 +334,7 @@ class GgufFiles(CheckpointFiles):
         rows = Flat(rows) if len(role.shape) == 1 else rows
         found = (rows.num_rows, rows.num_cols)[-len(role.shape) :]
         if found != role.shape:
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{self._paths[tensor.file].name}: tensor {tensor.name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(role.shape)} by the metadata"
             )
@@ -358,23 +342,26 @@ class GgufFiles(CheckpointFiles):
         shape = self._checkpoint_shape(spec, key, role) if way.parts == 1 else (way.parts, *role.shape)
         return _Tensor(rows if change is None else _undone(rows, change, spec), shape, self._paths[tensor.file].name)
 
-    def _checkpoint_shape(self, spec: ModelSpec, key: str, role: DenseRole) -> tuple[int, ...]:
+    def _checkpoint_shape(self, spec: formats.ModelSpec, key: str, role: DenseRole) -> tuple[int, ...]:
         """Returns the shape of a role's tensor in the family's checkpoints, where some vectors have more dimensions."""
         mixer, part = spec.mixer, key.rpartition(".mixer.")[2]
         if key in self._architecture.one_row:
             return (1, *role.shape)
-        if isinstance(mixer, GatedDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSpec) and part == "conv":
+        if (
+            isinstance(mixer, mixers.GatedDeltaSpec | mixers.Mamba2Spec | mixers.MambaSpec | mixers.ShortConvSpec)
+            and part == "conv"
+        ):
             return (role.shape[0] // mixer.conv_kernel, 1, mixer.conv_kernel)
-        if isinstance(mixer, KimiDeltaSpec) and part.endswith("_conv"):
+        if isinstance(mixer, mixers.KimiDeltaSpec) and part.endswith("_conv"):
             return (mixer.head_width, 1, mixer.conv_kernel)
-        if isinstance(mixer, KimiDeltaSpec) and part == "a_log" and not mixer.full_rank:
+        if isinstance(mixer, mixers.KimiDeltaSpec) and part == "a_log" and not mixer.full_rank:
             return (1, 1, mixer.num_heads, 1)
-        if isinstance(mixer, MambaSpec) and part == "a_log":
+        if isinstance(mixer, mixers.MambaSpec) and part == "a_log":
             return (mixer.channels, mixer.state_size)
         return role.shape
 
     def _name(self, key: str, layer: int) -> str:
-        template = self._architecture.names.get(key) or TENSOR_NAMES.get(key)
+        template = self._architecture.names.get(key) or architecture.TENSOR_NAMES.get(key)
         assert template is not None, f"architecture {self.metadata.architecture!r} has no name for role {key!r}"
         name = template.format(i=layer)
         short = name.removesuffix(".bias")  # some versions of llama.cpp's converter wrote a router's bias so
@@ -395,7 +382,7 @@ class GgufFiles(CheckpointFiles):
         tensor = self._take(f"blk.{layer}.attn_qkv.weight", f"blk.{layer}.attn_{other}.weight")
         return Part(self._rows(tensor), first, role.shape[0]), tensor
 
-    def _experts(self, family: Family, spec: ModelSpec, layer: int) -> Iterator[tuple[str, _Tensor]]:
+    def _experts(self, family: Family, spec: formats.ModelSpec, layer: int) -> Iterator[tuple[str, _Tensor]]:
         """Yields all tensors of a layer's experts."""
         is_kept = "quantization_config" in self._config
         names = next(
@@ -403,7 +390,7 @@ class GgufFiles(CheckpointFiles):
             family.expert_names[0],
         )
         f, d, num_experts = spec.expert.intermediate_size, spec.hidden_size, spec.router.num_experts
-        whole: dict[str, list[tuple[Matrix, Rows, str]]] = {}
+        whole: dict[str, list[tuple[formats.Matrix, Rows, str]]] = {}
         for matrix in spec.expert.matrices:
             shape = (d, f) if matrix == "down" else (f, d)
             for expert, (rows, file) in enumerate(self._expert_rows(layer, matrix, num_experts, shape)):
@@ -425,11 +412,11 @@ class GgufFiles(CheckpointFiles):
             yield name, _Tensor(rows, (num_experts, rows.num_rows // num_experts, rows.num_cols), parts[0][2])
 
     def _expert_rows(
-        self, layer: int, matrix: Matrix, num_experts: int, shape: tuple[int, int]
+        self, layer: int, matrix: formats.Matrix, num_experts: int, shape: tuple[int, int]
     ) -> Iterator[tuple[Rows, str]]:
         """Yields the matrix of each expert, from a tensor of all experts, or one of each in files of early 2024."""
-        name = EXPERT_TENSORS[matrix].format(i=layer)
-        both, first, step = GATE_UP_EXPERTS.format(i=layer), 0, shape[0]
+        name = architecture.EXPERT_TENSORS[matrix].format(i=layer)
+        both, first, step = architecture.GATE_UP_EXPERTS.format(i=layer), 0, shape[0]
         if f"{name}.weight" not in self._stored and f"{name[:-5]}.0.weight" in self._stored:
             for expert in range(num_experts):
                 tensor = self._take(f"{name[:-5]}.{expert}.weight")
@@ -447,16 +434,16 @@ class GgufFiles(CheckpointFiles):
             yield Part(rows, expert * step + first, shape[0]), self._paths[tensor.file].name
 
     def _expert_biases(
-        self, names: ExpertNames, matrix: Matrix, layer: int, shape: tuple[int, int]
+        self, names: ExpertNames, matrix: formats.Matrix, layer: int, shape: tuple[int, int]
     ) -> Iterator[tuple[str, _Tensor]]:
-        tensor = self._take(f"{EXPERT_TENSORS[matrix].format(i=layer)}.bias")
+        tensor = self._take(f"{architecture.EXPERT_TENSORS[matrix].format(i=layer)}.bias")
         self._check(tensor, shape)
         rows = self._rows(tensor)
         for expert in range(shape[0]):
             part = Part(rows, expert, 1)
             yield named(names.biases[matrix], layer, expert), _Tensor(part, shape[1:], self._paths[tensor.file].name)
 
-    def _prediction_layer(self, family: Family, spec: ModelSpec, number: int) -> Iterator[tuple[str, _Tensor]]:
+    def _prediction_layer(self, family: Family, spec: formats.ModelSpec, number: int) -> Iterator[tuple[str, _Tensor]]:
         """Yields the layer that predicts a further token, if there is one, under the names of the family's.
 
         It has the parts of the last decoder layer with attention and experts.
@@ -500,7 +487,7 @@ class GgufFiles(CheckpointFiles):
     def _take(self, name: str, otherwise: str | None = None) -> GgufTensor:
         """Returns the GGUF tensor of this name, which then has a role."""
         if name not in self._stored:
-            raise CheckpointError(f"{self._paths[0].name}: tensor {otherwise or name!r} is missing")
+            raise formats.CheckpointError(f"{self._paths[0].name}: tensor {otherwise or name!r} is missing")
         self._used.add(name)
         return self._stored[name]
 
@@ -509,12 +496,12 @@ class GgufFiles(CheckpointFiles):
 
     def _check(self, tensor: GgufTensor, shape: tuple[int, ...]) -> None:
         if tensor.shape != shape:
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{self._paths[tensor.file].name}: tensor {tensor.name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(shape)} by the metadata"
             )
 
-    def _check_factors(self, spec: ModelSpec) -> None:
+    def _check_factors(self, spec: formats.ModelSpec) -> None:
         """Checks that the factors of rotary positions are those of the model.
 
         Raises:  CheckpointError if they are missing, or others.
@@ -525,7 +512,7 @@ class GgufFiles(CheckpointFiles):
         tensor = self._take(FACTORS)
         self._check(tensor, expected.shape)
         if not np.allclose(self.metadata.factors, expected, rtol=1e-5, atol=0):
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{self._paths[tensor.file].name}: tensor {FACTORS!r} has other factors than the published models of "
                 f"architecture {self.metadata.architecture!r}; take its safetensors checkpoint, whose config says them"
             )
@@ -537,7 +524,7 @@ class GgufFiles(CheckpointFiles):
         """
         for name, tensor in self._stored.items():
             if name not in self._used:
-                raise CheckpointError(
+                raise formats.CheckpointError(
                     f"{self._paths[tensor.file].name}: tensor {name!r} has no role in architecture "
                     f"{self.metadata.architecture!r}; the pack would lose it"
                 )
@@ -556,7 +543,7 @@ _PREDICTION = {
 }
 
 
-def _file_bytes(content: Values | str) -> bytes:
+def _file_bytes(content: architecture.Values | str) -> bytes:
     """Returns the bytes of a text, or of JSON values."""
     return (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, indent=1)).encode()
 
@@ -573,7 +560,7 @@ def _mxfp4(rows: Part, scales: bool, file: str) -> _Tensor:
     return _Tensor(made, (made.num_rows, blocks) if scales else (made.num_rows, blocks, 16), file)
 
 
-def _undone(rows: Rows, change: Change, spec: ModelSpec) -> Rows:
+def _undone(rows: Rows, change: architecture.Change, spec: formats.ModelSpec) -> Rows:
     """Returns rows as they were before llama.cpp's converter changed them."""
     if change == "plus_one":
         return Changed(rows, lambda values: values - np.float32(1))

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_pack.formats import CheckpointError, RangeReader
-from moe_pack.formats.base.errors import MoePackError, shortened
+from moe_pack import formats
+from moe_pack.formats.base import errors
 
 MAX_HEADER_BYTES = 256 << 20
 _MAX_ENTRIES = 1 << 20  # keys, and tensors, of a file
@@ -46,7 +46,7 @@ def gguf_package() -> Any:
         import gguf
         import gguf.quants
     except ModuleNotFoundError as fault:
-        raise CheckpointError("GGUF files need the package gguf; pip install 'moe-pack[convert]'") from fault
+        raise formats.CheckpointError("GGUF files need the package gguf; pip install 'moe-pack[convert]'") from fault
     return gguf
 
 
@@ -140,10 +140,10 @@ class Metadata:
         """Returns a value for each of `count` layers: a list, of which later values are left out, or one for all."""
         value = self.get(key)
         if value is None:
-            raise CheckpointError(f"{self.place}: metadata has no key {self._full(key)!r}")
+            raise formats.CheckpointError(f"{self.place}: metadata has no key {self._full(key)!r}")
         values = value if isinstance(value, list) else [value] * count
         if len(values) < count:
-            raise CheckpointError(f"{self.place}: {self._full(key)} has {len(values)} values, expected {count}")
+            raise formats.CheckpointError(f"{self.place}: {self._full(key)} has {len(values)} values, expected {count}")
         return values[:count]
 
     def has_tensor(self, name: str) -> bool:
@@ -158,9 +158,11 @@ class Metadata:
         if value is None and default is not None:
             return default
         if value is None:
-            raise CheckpointError(f"{self.place}: metadata has no key {self._full(key)!r}")
+            raise formats.CheckpointError(f"{self.place}: metadata has no key {self._full(key)!r}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise CheckpointError(f"{self.place}: {self._full(key)} is {shortened(value)}, expected {expected}")
+            raise formats.CheckpointError(
+                f"{self.place}: {self._full(key)} is {errors.shortened(value)}, expected {expected}"
+            )
         return value
 
 
@@ -177,7 +179,7 @@ def part_paths(path: Path) -> list[Path]:
     ]
     missing = [part.name for part in paths if not part.is_file()]
     if missing:
-        raise CheckpointError(f"{path.name}: the model's part {missing[0]} is missing in {path.parent}")
+        raise formats.CheckpointError(f"{path.name}: the model's part {missing[0]} is missing in {path.parent}")
     return paths
 
 
@@ -190,16 +192,16 @@ def read_headers(paths: list[Path]) -> tuple[Metadata, dict[str, GgufTensor]]:
     factors: tuple[float, ...] = ()
     parts: list[dict[str, Any]] = []
     for number, path in enumerate(paths):
-        values, own = read_header(path, CheckpointError, number)
+        values, own = read_header(path, formats.CheckpointError, number)
         parts.append(values)
         for tensor in own:
             if tensor.name in tensors:
-                raise CheckpointError(f"{path.name}: tensor {tensor.name!r} is also in another part")
+                raise formats.CheckpointError(f"{path.name}: tensor {tensor.name!r} is also in another part")
             tensors[tensor.name] = tensor
             if tensor.name == FACTORS:
                 factors = _factors(path, tensor)
     if not isinstance(parts[0].get("general.architecture"), str):
-        raise CheckpointError(f"{paths[0].name}: metadata has no key 'general.architecture'")
+        raise formats.CheckpointError(f"{paths[0].name}: metadata has no key 'general.architecture'")
     _check_parts(paths, parts, len(tensors))
     return Metadata(paths[0].name, parts[0], tensors, factors), tensors
 
@@ -208,18 +210,21 @@ def _check_parts(paths: list[Path], parts: list[dict[str, Any]], num_tensors: in
     """Checks what the parts of a model say of themselves: their number, how many there are, and of how many tensors."""
     count = parts[0].get("split.count")
     if isinstance(count, int) and count not in (0, len(paths)):
-        raise CheckpointError(f"{paths[0].name}: is one of {count} parts; keep their names as llama.cpp made them")
+        raise formats.CheckpointError(
+            f"{paths[0].name}: is one of {count} parts; keep their names as llama.cpp made them"
+        )
     if len(paths) == 1:
         return
     for number, (path, values) in enumerate(zip(paths, parts, strict=True)):
         if values.get("split.no") != number:
-            raise CheckpointError(
-                f"{path.name}: split.no is {shortened(values.get('split.no'))}, expected {number} by its name; keep "
+            raise formats.CheckpointError(
+                f"{path.name}: split.no is {errors.shortened(values.get('split.no'))}, expected {number} by its "
+                "name; keep "
                 "the names as llama.cpp made them"
             )
     total = parts[0].get("split.tensors.count")
     if isinstance(total, int) and total != num_tensors:
-        raise CheckpointError(
+        raise formats.CheckpointError(
             f"{paths[0].name}: the parts have {num_tensors} tensors, expected {total}; a part is of another model, get "
             "it again"
         )
@@ -227,22 +232,24 @@ def _check_parts(paths: list[Path], parts: list[dict[str, Any]], num_tensors: in
 
 def _factors(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
     if tensor.type != "F32":
-        raise CheckpointError(f"{path.name}: tensor {tensor.name!r} is {tensor.type}, expected F32")
+        raise formats.CheckpointError(f"{path.name}: tensor {tensor.name!r} is {tensor.type}, expected F32")
     if tensor.num_bytes > _MAX_FACTOR_BYTES:
-        raise CheckpointError(f"{path.name}: tensor {tensor.name!r} has {tensor.num_bytes // 4:,} factors, too many")
-    with RangeReader(path, CheckpointError) as reader:
+        raise formats.CheckpointError(
+            f"{path.name}: tensor {tensor.name!r} has {tensor.num_bytes // 4:,} factors, too many"
+        )
+    with formats.RangeReader(path, formats.CheckpointError) as reader:
         values = reader.read(tensor.offset, tensor.num_bytes).view("<f4")
     return tuple(float(str(value)) for value in values)
 
 
-def read_header(path: Path, error: type[MoePackError], file: int = 0) -> tuple[dict[str, Any], list[GgufTensor]]:
+def read_header(path: Path, error: type[errors.MoePackError], file: int = 0) -> tuple[dict[str, Any], list[GgufTensor]]:
     """Reads the metadata by key and the tensors of one GGUF file. A value that should be text but is none is None.
 
     Args:    error: the class of the errors.   file: the number of the file among those of its model.
     Raises:  `error` if it is no GGUF file, is cut short, or a key or tensor stands twice, or a tensor does not lie in
              the file, or overlaps another one.
     """
-    with RangeReader(path, error) as reader:
+    with formats.RangeReader(path, error) as reader:
         reader.check_content()
         header = _Header(path.name, reader, error)
         header.begin()
@@ -251,7 +258,7 @@ def read_header(path: Path, error: type[MoePackError], file: int = 0) -> tuple[d
         for _ in range(num_values):
             key = header.name("key")
             if key in values:
-                raise error(f"{path.name}: key {shortened(key)} appears twice")
+                raise error(f"{path.name}: key {errors.shortened(key)} appears twice")
             values[key] = header.value(key, header.number("<u4"))
         listed = [header.tensor(file) for _ in range(num_tensors)]
         start = _aligned(header.place, _alignment(values, path.name, error))
@@ -266,12 +273,12 @@ class _Header:
     `place`: of the next byte.
     """
 
-    def __init__(self, name: str, reader: RangeReader, error: type[MoePackError]) -> None:
+    def __init__(self, name: str, reader: formats.RangeReader, error: type[errors.MoePackError]) -> None:
         self._name, self._reader, self._error = name, reader, error
         self._num_bytes = reader.num_bytes
         self._raw, self._start, self.place = b"", 0, 0
 
-    def fault(self, what: str) -> MoePackError:
+    def fault(self, what: str) -> errors.MoePackError:
         """Returns an error that names the file."""
         return self._error(f"{self._name}: {what}")
 
@@ -345,7 +352,7 @@ class _Header:
             return [byte != 0 for byte in self.take(count)]
         if kind not in _NUMBERS:
             what = "a list of lists" if kind == _LIST else f"of the unknown type {kind}"
-            raise self.fault(f"{shortened(key)} is {what}; the file is damaged, or of a newer version of GGUF")
+            raise self.fault(f"{errors.shortened(key)} is {what}; the file is damaged, or of a newer version of GGUF")
         dtype = np.dtype(_NUMBERS[kind])
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
 
@@ -354,34 +361,35 @@ class _Header:
         name, num_dimensions = self.name("tensor"), self.number("<u4")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise self.fault(
-                f"tensor {shortened(name)} has {num_dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}"
+                f"tensor {errors.shortened(name)} has {num_dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}"
             )
         shape = tuple(self.number("<u8") for _ in range(num_dimensions))[::-1]
         kind, offset = self.number("<u4"), self.number("<u8")
         if min(shape) < 1:
-            raise self.fault(f"tensor {shortened(name)} has shape {list(shape)}")
+            raise self.fault(f"tensor {errors.shortened(name)} has shape {list(shape)}")
         package = gguf_package()
         try:
             known = package.GGMLQuantizationType(kind)
         except ValueError as fault:
             raise self.fault(
-                f"tensor {shortened(name)} is of type {kind}, which the gguf package does not know; a newer one may: "
+                f"tensor {errors.shortened(name)} is of type {kind}, which the gguf package does not know; a "
+                "newer one may: "
                 "pip install -U gguf"
             ) from fault
         block, block_bytes = package.GGML_QUANT_SIZES[known]
         if shape[-1] % block:
             raise self.fault(
-                f"tensor {shortened(name)} has rows of {shape[-1]:,} values, expected a multiple of {block} for "
+                f"tensor {errors.shortened(name)} has rows of {shape[-1]:,} values, expected a multiple of {block} for "
                 f"{known.name}"
             )
         return GgufTensor(name, known.name, shape, file, offset, math.prod(shape) // block * block_bytes)
 
 
-def _alignment(values: Mapping[str, Any], place: str, error: type[MoePackError]) -> int:
+def _alignment(values: Mapping[str, Any], place: str, error: type[errors.MoePackError]) -> int:
     """Returns the number of which the offsets of tensors are multiples."""
     value = values.get("general.alignment", 32)
     if type(value) is not int or value < 1 or value & (value - 1):
-        raise error(f"{place}: general.alignment is {shortened(value)}, expected a power of two")
+        raise error(f"{place}: general.alignment is {errors.shortened(value)}, expected a power of two")
     return value
 
 
@@ -394,20 +402,26 @@ def _placed(tensor: GgufTensor, start: int) -> GgufTensor:
 
 
 def _check_places(
-    tensors: Sequence[GgufTensor], start: int, alignment: int, file_bytes: int, fault: Callable[[str], MoePackError]
+    tensors: Sequence[GgufTensor],
+    start: int,
+    alignment: int,
+    file_bytes: int,
+    fault: Callable[[str], errors.MoePackError],
 ) -> None:
     """Checks that the tensors of a file have names of their own, and lie in it without overlaps."""
     names, end, before = set[str](), start, ""
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.name in names:
-            raise fault(f"tensor {shortened(tensor.name)} appears twice")
+            raise fault(f"tensor {errors.shortened(tensor.name)} appears twice")
         names.add(tensor.name)
         stop = tensor.offset + tensor.num_bytes
-        where = f"tensor {shortened(tensor.name)} lies at bytes {tensor.offset:,} to {stop:,}"
+        where = f"tensor {errors.shortened(tensor.name)} lies at bytes {tensor.offset:,} to {stop:,}"
         if stop > file_bytes:
             raise fault(f"{where}, the file has {file_bytes:,}; the file is cut short or damaged, get it again")
         if (tensor.offset - start) % alignment:
             raise fault(f"{where}, expected a multiple of {alignment} after byte {start:,}; the file is damaged")
         if tensor.offset < end:
-            raise fault(f"{where}, in tensor {shortened(before)}, which ends at byte {end:,}; the file is damaged")
+            raise fault(
+                f"{where}, in tensor {errors.shortened(before)}, which ends at byte {end:,}; the file is damaged"
+            )
         end, before = stop, tensor.name

@@ -10,30 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.gguf.architecture import (
-    CENTERED,
-    PAIRS,
-    Architecture,
-    Change,
-    Maker,
-    Values,
-    decoder,
-    experts,
-    head_dim,
-    leading,
-    needs_sigmoid,
-    num_layers,
-    sigmoid_router,
-)
-from moe_pack.formats.gguf.decoders import NORM_AFTER, granite
+from moe_pack.formats.gguf import architecture, decoders, rows
+from moe_pack.formats.gguf.architecture import experts
 from moe_pack.formats.gguf.header import Metadata
-from moe_pack.formats.gguf.rows import ByHead, ColumnsReordered, Flat, Part, Reordered, Rows, Stacked
 
 
-def _lfm2_moe(m: Metadata) -> Values:
-    needs_sigmoid(m)
-    layers = m.each("attention.head_count_kv", num_layers(m))
-    return decoder(
+def _lfm2_moe(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    layers = m.each("attention.head_count_kv", architecture.num_layers(m))
+    return architecture.decoder(
         m,
         "lfm2_moe",
         **experts(m, intermediate_size=m.whole("feed_forward_length")),
@@ -46,7 +31,7 @@ def _lfm2_moe(m: Metadata) -> Values:
     )
 
 
-def _tokens_mixed(m: Metadata) -> Values:
+def _tokens_mixed(m: Metadata) -> architecture.Values:
     """Returns the sizes of the gated delta rule."""
     heads = m.whole("ssm.time_step_rank")
     return {
@@ -57,14 +42,14 @@ def _tokens_mixed(m: Metadata) -> Values:
         "linear_conv_kernel_dim": m.whole("ssm.conv_kernel"),
         "layer_types": [
             "linear_attention" if m.has_tensor(f"blk.{layer}.ssm_out.weight") else "full_attention"
-            for layer in range(num_layers(m))
+            for layer in range(architecture.num_layers(m))
         ],
     }
 
 
-def _qwen_next(m: Metadata, model_type: str, **others: Any) -> Values:
-    size = head_dim(m)
-    return decoder(
+def _qwen_next(m: Metadata, model_type: str, **others: Any) -> architecture.Values:
+    size = architecture.head_dim(m)
+    return architecture.decoder(
         m,
         model_type,
         head_dim=size,
@@ -76,25 +61,25 @@ def _qwen_next(m: Metadata, model_type: str, **others: Any) -> Values:
     )
 
 
-def _qwen3_next(m: Metadata) -> Values:
+def _qwen3_next(m: Metadata) -> architecture.Values:
     dense = m.whole("feed_forward_length", 0) or None  # of no layer in published models
     return _qwen_next(m, "qwen3_next", norm_topk_prob=True, intermediate_size=dense)
 
 
-def _qwen3_5_moe(m: Metadata) -> Values:
+def _qwen3_5_moe(m: Metadata) -> architecture.Values:
     return _qwen_next(m, "qwen3_5_moe_text")
 
 
-def _delta_parts(take: Callable[[str], Rows], m: Metadata) -> tuple[Rows, Rows, Rows]:
+def _delta_parts(take: Callable[[str], rows.Rows], m: Metadata) -> tuple[rows.Rows, rows.Rows, rows.Rows]:
     """Returns queries, keys and values of the gated delta rule, which are in one tensor."""
     both = take("attn_qkv.weight")
     size = m.whole("ssm.group_count") * m.whole("ssm.state_size")
-    return Part(both, 0, size), Part(both, size, size), Part(both, 2 * size, both.num_rows - 2 * size)
+    return rows.Part(both, 0, size), rows.Part(both, size, size), rows.Part(both, 2 * size, both.num_rows - 2 * size)
 
 
-def _qkvz(take: Callable[[str], Rows], m: Metadata) -> Rows:
+def _qkvz(take: Callable[[str], rows.Rows], m: Metadata) -> rows.Rows:
     """Returns queries, keys, values and gates head by head; llama.cpp has all queries first, and so on."""
-    return ByHead([*_delta_parts(take, m), take("attn_gate.weight")], m.whole("ssm.group_count"))
+    return rows.ByHead([*_delta_parts(take, m), take("attn_gate.weight")], m.whole("ssm.group_count"))
 
 
 def _value_order(m: Metadata, size: int) -> NDArray[np.int64]:
@@ -109,30 +94,30 @@ def _value_dim(m: Metadata) -> int:
     return m.whole("ssm.inner_size") // m.whole("ssm.time_step_rank")
 
 
-def _tiled_qkv(take: Callable[[str], Rows], m: Metadata) -> Rows:
+def _tiled_qkv(take: Callable[[str], rows.Rows], m: Metadata) -> rows.Rows:
     queries, keys, values = _delta_parts(take, m)
-    return Stacked([queries, keys, Reordered(values, _value_order(m, _value_dim(m)))])
+    return rows.Stacked([queries, keys, rows.Reordered(values, _value_order(m, _value_dim(m)))])
 
 
-def _tiled_conv(take: Callable[[str], Rows], m: Metadata) -> Rows:
+def _tiled_conv(take: Callable[[str], rows.Rows], m: Metadata) -> rows.Rows:
     kernels, size = take("ssm_conv1d.weight"), 2 * m.whole("ssm.group_count") * m.whole("ssm.state_size")
-    values = Part(kernels, size, kernels.num_rows - size)
-    return Stacked([Part(kernels, 0, size), Reordered(values, _value_order(m, _value_dim(m)))])
+    values = rows.Part(kernels, size, kernels.num_rows - size)
+    return rows.Stacked([rows.Part(kernels, 0, size), rows.Reordered(values, _value_order(m, _value_dim(m)))])
 
 
-def _tiled_rows(name: str, of_head: bool) -> Maker:
+def _tiled_rows(name: str, of_head: bool) -> architecture.Maker:
     """Returns what makes the rows of values: `of_head` if there is one for a head."""
-    return lambda take, m: Reordered(take(name), _value_order(m, 1 if of_head else _value_dim(m)))
+    return lambda take, m: rows.Reordered(take(name), _value_order(m, 1 if of_head else _value_dim(m)))
 
 
-def _tiled_columns(name: str, of_head: bool) -> Maker:
+def _tiled_columns(name: str, of_head: bool) -> architecture.Maker:
     """Returns what makes rows whose columns are values: `of_head` if there is one for a head."""
-    return lambda take, m: ColumnsReordered(
-        Flat(take(name)) if of_head else take(name), _value_order(m, 1 if of_head else _value_dim(m))
+    return lambda take, m: rows.ColumnsReordered(
+        rows.Flat(take(name)) if of_head else take(name), _value_order(m, 1 if of_head else _value_dim(m))
     )
 
 
-def _mamba(m: Metadata) -> Values:
+def _mamba(m: Metadata) -> architecture.Values:
     inner = m.whole("ssm.inner_size")
     return {
         "mamba_expand": inner // m.whole("embedding_length"),
@@ -143,10 +128,10 @@ def _mamba(m: Metadata) -> Values:
     }
 
 
-def _granite_hybrid(m: Metadata) -> Values:
+def _granite_hybrid(m: Metadata) -> architecture.Values:
     heads = m.whole("ssm.time_step_rank")
-    is_mamba = [m.has_tensor(f"blk.{layer}.ssm_in.weight") for layer in range(num_layers(m))]
-    return granite(m, "granitemoehybrid") | {
+    is_mamba = [m.has_tensor(f"blk.{layer}.ssm_in.weight") for layer in range(architecture.num_layers(m))]
+    return decoders.granite(m, "granitemoehybrid") | {
         "layer_types": ["mamba" if flag else "attention" for flag in is_mamba],
         "position_embedding_type": "rope" if m.flag("rope.scaling.finetuned", False) else "nope",
         "mamba_n_heads": heads,
@@ -158,15 +143,15 @@ def _granite_hybrid(m: Metadata) -> Values:
 
 def _period(m: Metadata, name: str) -> tuple[int, int]:
     """Returns every how many layers have a tensor of this name, and the first."""
-    found = [layer for layer in range(num_layers(m)) if m.has_tensor(f"blk.{layer}.{name}.weight")]
+    found = [layer for layer in range(architecture.num_layers(m)) if m.has_tensor(f"blk.{layer}.{name}.weight")]
     if not found:
         raise CheckpointError(f"{m.place}: no layer has a tensor {name!r}")
-    return (found[1] - found[0] if len(found) > 1 else num_layers(m)), found[0]
+    return (found[1] - found[0] if len(found) > 1 else architecture.num_layers(m)), found[0]
 
 
-def _jamba(m: Metadata) -> Values:
+def _jamba(m: Metadata) -> architecture.Values:
     (attention, attention_first), (experts, experts_first) = _period(m, "attn_q"), _period(m, "ffn_up_exps")
-    return decoder(
+    return architecture.decoder(
         m,
         "jamba",
         num_experts=m.whole("expert_count"),
@@ -187,9 +172,9 @@ def _jamba(m: Metadata) -> Values:
 _NEMOTRON_LAYERS = {"ssm_in.weight": "M", "attn_q.weight": "*", "ffn_up_exps.weight": "E", "ffn_up.weight": "-"}
 
 
-def _nemotron_h(m: Metadata) -> Values:
+def _nemotron_h(m: Metadata) -> architecture.Values:
     pattern, dense = "", None
-    for layer in range(num_layers(m)):
+    for layer in range(architecture.num_layers(m)):
         letters = [kind for name, kind in _NEMOTRON_LAYERS.items() if m.has_tensor(f"blk.{layer}.{name}")]
         if len(letters) != 1:
             raise CheckpointError(f"{m.place}: layer {layer} has neither attention nor experts nor another known part")
@@ -198,10 +183,10 @@ def _nemotron_h(m: Metadata) -> Values:
             dense = m.tensors[f"blk.{layer}.ffn_up.weight"].shape[0]
     heads = m.whole("ssm.time_step_rank")
     eps = m.number("attention.layer_norm_rms_epsilon", m.number("attention.layer_norm_epsilon", 1e-5))
-    return decoder(
+    return architecture.decoder(
         m,
         "nemotron_h",
-        head_dim=head_dim(m),
+        head_dim=architecture.head_dim(m),
         hybrid_override_pattern=pattern,
         layer_norm_epsilon=eps,
         n_routed_experts=m.whole("expert_count"),
@@ -211,7 +196,7 @@ def _nemotron_h(m: Metadata) -> Values:
         moe_shared_expert_intermediate_size=m.whole("expert_shared_feed_forward_length"),
         moe_latent_size=m.get("moe_latent_size"),
         intermediate_size=dense,
-        **sigmoid_router(m),
+        **architecture.sigmoid_router(m),
         mamba_num_heads=heads,
         mamba_head_dim=m.whole("ssm.inner_size") // heads,
         ssm_state_size=m.whole("ssm.state_size"),
@@ -226,12 +211,12 @@ def _nemotron_h(m: Metadata) -> Values:
     )
 
 
-def _kimi_linear(m: Metadata) -> Values:
-    needs_sigmoid(m)
+def _kimi_linear(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
     key, rope = m.whole("attention.key_length_mla"), m.whole("rope.dimension_count")
-    layers = range(1, num_layers(m) + 1)
+    layers = range(1, architecture.num_layers(m) + 1)
     full = [layer for layer in layers if m.has_tensor(f"blk.{layer - 1}.attn_kv_a_mqa.weight")]
-    values = decoder(
+    values = architecture.decoder(
         m,
         "kimi_linear",
         num_key_value_heads=m.whole("attention.head_count"),
@@ -239,9 +224,9 @@ def _kimi_linear(m: Metadata) -> Values:
         qk_nope_head_dim=key - rope,
         qk_rope_head_dim=rope,
         v_head_dim=m.whole("attention.value_length_mla"),
-        **experts(m, **leading(m)),
+        **experts(m, **architecture.leading(m)),
         num_shared_experts=m.whole("expert_shared_count"),
-        **(sigmoid_router(m) | {"norm_topk_prob": True}),
+        **(architecture.sigmoid_router(m) | {"norm_topk_prob": True}),
         linear_attn_config={
             "full_attn_layers": full,
             "kda_layers": [layer for layer in layers if layer not in full],
@@ -308,8 +293,8 @@ KIMI_DELTA = _SSM | _mixer(
         "o": "attn_output.weight",
     }
 )
-_DECAY: Mapping[str, Change] = {"layers.{i}.mixer.a_log": "decay"}
-_TILED: Mapping[str, Maker] = {
+_DECAY: Mapping[str, architecture.Change] = {"layers.{i}.mixer.a_log": "decay"}
+_TILED: Mapping[str, architecture.Maker] = {
     "layers.{i}.mixer.qkv": _tiled_qkv,
     "layers.{i}.mixer.conv": _tiled_conv,
     "layers.{i}.mixer.z": _tiled_rows("attn_gate.weight", of_head=False),
@@ -320,19 +305,21 @@ _TILED: Mapping[str, Maker] = {
     "layers.{i}.mixer.o": _tiled_columns("ssm_out.weight", of_head=False),
 }
 
-HYBRIDS: Mapping[str, Architecture] = {
-    "lfm2moe": Architecture(_lfm2_moe, names={"norm": "token_embd_norm.weight", **_SHORT_CONV}),
-    "qwen3next": Architecture(
+HYBRIDS: Mapping[str, architecture.Architecture] = {
+    "lfm2moe": architecture.Architecture(_lfm2_moe, names={"norm": "token_embd_norm.weight", **_SHORT_CONV}),
+    "qwen3next": architecture.Architecture(
         _qwen3_next,
-        names=_DELTA | NORM_AFTER,
-        changes={**CENTERED, **_DECAY},
+        names=_DELTA | decoders.NORM_AFTER,
+        changes={**architecture.CENTERED, **_DECAY},
         makers={"layers.{i}.mixer.qkvz": _qkvz},
     ),
-    "qwen35moe": Architecture(_qwen3_5_moe, names=_DELTA | NORM_AFTER, changes={**CENTERED, **_DECAY}, makers=_TILED),
-    "granitehybrid": Architecture(_granite_hybrid, names=_SSM, changes={**PAIRS, **_DECAY}),
-    "jamba": Architecture(_jamba, names=_SSM, changes=_DECAY),
-    "nemotron_h_moe": Architecture(
+    "qwen35moe": architecture.Architecture(
+        _qwen3_5_moe, names=_DELTA | decoders.NORM_AFTER, changes={**architecture.CENTERED, **_DECAY}, makers=_TILED
+    ),
+    "granitehybrid": architecture.Architecture(_granite_hybrid, names=_SSM, changes={**architecture.PAIRS, **_DECAY}),
+    "jamba": architecture.Architecture(_jamba, names=_SSM, changes=_DECAY),
+    "nemotron_h_moe": architecture.Architecture(
         _nemotron_h, names=_SSM | {"layers.{i}.mlp_norm": "blk.{i}.attn_norm.weight"}, changes=_DECAY
     ),
-    "kimi-linear": Architecture(_kimi_linear, names=KIMI_DELTA, changes=_DECAY),
+    "kimi-linear": architecture.Architecture(_kimi_linear, names=KIMI_DELTA, changes=_DECAY),
 }

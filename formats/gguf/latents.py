@@ -8,21 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.gguf.architecture import (
-    CENTERED,
-    PUBLISHED_SIGMOID,
-    Architecture,
-    Values,
-    decoder,
-    ends,
-    experts,
-    head_dim,
-    latent,
-    needs_sigmoid,
-    num_layers,
-    rope,
-    windows,
-)
+from moe_pack.formats.gguf import architecture
 from moe_pack.formats.gguf.factors import bands
 from moe_pack.formats.gguf.header import Metadata
 from moe_pack.formats.gguf.hybrids import KIMI_DELTA
@@ -30,15 +16,15 @@ from moe_pack.formats.gguf.hybrids import KIMI_DELTA
 
 def _sparse_layers(m: Metadata) -> list[str]:
     """Returns whether each layer's experts are `sparse` or `dense`, by its tensors."""
-    has_router = [m.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(num_layers(m))]
+    has_router = [m.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(architecture.num_layers(m))]
     return ["sparse" if flag else "dense" for flag in has_router]
 
 
-def _mimo2(m: Metadata) -> Values:
-    kinds, size = windows(m, 6), m.whole("attention.key_length")
-    heads = dict(zip(kinds, m.each("attention.head_count_kv", num_layers(m)), strict=True))
+def _mimo2(m: Metadata) -> architecture.Values:
+    kinds, size = architecture.windows(m, 6), m.whole("attention.key_length")
+    heads = dict(zip(kinds, m.each("attention.head_count_kv", architecture.num_layers(m)), strict=True))
     share = m.whole("rope.dimension_count") / size
-    return decoder(
+    return architecture.decoder(
         m,
         "mimo_v2_flash",
         num_key_value_heads=heads.get("full_attention") or heads["sliding_attention"] // 2,
@@ -48,7 +34,7 @@ def _mimo2(m: Metadata) -> Values:
         sliding_window=m.whole("attention.sliding_window"),
         layer_types=kinds,
         mlp_layer_types=_sparse_layers(m),
-        **experts(m, "n_routed_experts", intermediate_size=m.whole("feed_forward_length")),
+        **architecture.experts(m, "n_routed_experts", intermediate_size=m.whole("feed_forward_length")),
         n_group=m.whole("expert_group_count", 1),
         topk_group=m.whole("expert_group_used_count", 1),
         norm_topk_prob=True,
@@ -58,9 +44,9 @@ def _mimo2(m: Metadata) -> Values:
     )
 
 
-def _ropes(m: Metadata, shares: Mapping[str, float]) -> Values:
+def _ropes(m: Metadata, shares: Mapping[str, float]) -> architecture.Values:
     """Returns the rotary positions of each kind of layer, by the share of a head that rotates."""
-    if (scaling := rope(m)["rope_scaling"]) is not None:
+    if (scaling := architecture.rope(m)["rope_scaling"]) is not None:
         kind = scaling["rope_type"]
         raise CheckpointError(f"{m.place}: {m.architecture}.rope.scaling.type is {kind!r}, expected 'none'")
     bases = {"full_attention": m.number("rope.freq_base"), "sliding_attention": m.number("rope.freq_base_swa", 1e4)}
@@ -70,16 +56,16 @@ def _ropes(m: Metadata, shares: Mapping[str, float]) -> Values:
     }
 
 
-def _step35(m: Metadata) -> Values:
-    needs_sigmoid(m)
-    layers, kinds = num_layers(m), windows(m, 4)
+def _step35(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    layers, kinds = architecture.num_layers(m), architecture.windows(m, 4)
     heads = dict(zip(kinds, m.each("attention.head_count", layers), strict=True))
     shares = {"full_attention": 0.5, "sliding_attention": 1.0}  # constants of llama.cpp's code
-    most, size = next(iter(heads.values())), head_dim(m)
+    most, size = next(iter(heads.values())), architecture.head_dim(m)
     ropes = _ropes(m, {kind: shares[kind] for kind in kinds})
     if (full := ropes.get("full_attention")) is not None:
         full |= bands(m.factors, full["rope_theta"], int(size * shares["full_attention"]))
-    return decoder(
+    return architecture.decoder(
         m,
         "step3p5",
         num_attention_heads=heads.get("full_attention", most),
@@ -88,7 +74,7 @@ def _step35(m: Metadata) -> Values:
         sliding_window=m.whole("attention.sliding_window"),
         layer_types=kinds,
         mlp_layer_types=_sparse_layers(m),
-        **experts(m, "n_routed_experts", intermediate_size=m.whole("feed_forward_length")),
+        **architecture.experts(m, "n_routed_experts", intermediate_size=m.whole("feed_forward_length")),
         share_expert_dim=m.whole("expert_shared_feed_forward_length"),
         moe_router_scaling_factor=m.number("expert_weights_scale", 1.0),
         norm_expert_weight=m.flag("expert_weights_norm", True),
@@ -104,10 +90,10 @@ def _limits(m: Metadata, key: str) -> list[float | None] | None:
     """Returns the limits of each layer's neurons; 0 is none."""
     if not m.has(key):
         return None
-    return [float(str(np.float32(limit))) if limit else None for limit in m.each(key, num_layers(m))]
+    return [float(str(np.float32(limit))) if limit else None for limit in m.each(key, architecture.num_layers(m))]
 
 
-def _indexer(m: Metadata) -> Values:
+def _indexer(m: Metadata) -> architecture.Values:
     return {
         "index_n_heads": m.whole("attention.indexer.head_count"),
         "index_head_dim": m.whole("attention.indexer.key_length"),
@@ -115,25 +101,25 @@ def _indexer(m: Metadata) -> Values:
     }
 
 
-def _deepseek32(m: Metadata) -> Values:
-    needs_sigmoid(m)
-    return latent(m, "deepseek_v32", **_indexer(m), **PUBLISHED_SIGMOID)
+def _deepseek32(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    return architecture.latent(m, "deepseek_v32", **_indexer(m), **architecture.PUBLISHED_SIGMOID)
 
 
-def _glm_dsa(m: Metadata) -> Values:
-    needs_sigmoid(m)
-    full = m.each("attention.indexer.types", num_layers(m)) if m.has("attention.indexer.types") else None
+def _glm_dsa(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    full = m.each("attention.indexer.types", architecture.num_layers(m)) if m.has("attention.indexer.types") else None
     if full is None:  # files of GLM-5 and 5.1, and the first of 5.2, do not say it
-        full = [m.has_tensor(f"blk.{layer}.indexer.attn_k.weight") for layer in range(num_layers(m))]
+        full = [m.has_tensor(f"blk.{layer}.indexer.attn_k.weight") for layer in range(architecture.num_layers(m))]
     kinds = ["full" if flag else "shared" for flag in full]
-    return latent(m, "glm_moe_dsa", **_indexer(m), **PUBLISHED_SIGMOID, indexer_types=kinds)
+    return architecture.latent(m, "glm_moe_dsa", **_indexer(m), **architecture.PUBLISHED_SIGMOID, indexer_types=kinds)
 
 
-def _mistral4(m: Metadata) -> Values:
+def _mistral4(m: Metadata) -> architecture.Values:
     if (gating := m.whole("expert_gating_func", 1)) != 1:
         raise CheckpointError(f"{m.place}: {m.architecture}.expert_gating_func is {gating}, expected 1 (softmax)")
     whole = m.whole("attention.key_length_mla")
-    values = latent(m, "mistral4", head_dim=whole, qk_head_dim=whole)
+    values = architecture.latent(m, "mistral4", head_dim=whole, qk_head_dim=whole)
     if (scaling := values.pop("rope_scaling")) is None:
         return values
     context = scaling.get("original_max_position_embeddings")
@@ -150,11 +136,11 @@ def _mistral4(m: Metadata) -> Values:
     }
 
 
-def _minimax_m3(m: Metadata) -> Values:
-    needs_sigmoid(m)
-    size, expert_size = head_dim(m), m.whole("expert_feed_forward_length")
-    has_indexer = [m.has_tensor(f"blk.{layer}.indexer.q_proj.weight") for layer in range(num_layers(m))]
-    text = decoder(
+def _minimax_m3(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    size, expert_size = architecture.head_dim(m), m.whole("expert_feed_forward_length")
+    has_indexer = [m.has_tensor(f"blk.{layer}.indexer.q_proj.weight") for layer in range(architecture.num_layers(m))]
+    text = architecture.decoder(
         m,
         "minimax_m3_vl_text",
         head_dim=size,
@@ -175,17 +161,17 @@ def _minimax_m3(m: Metadata) -> Values:
         index_local_blocks=m.whole("attention.indexer.local_blocks"),
     )
     tied = text["tie_word_embeddings"]
-    return {"model_type": "minimax_m3_vl", "tie_word_embeddings": tied, **ends(m), "text_config": text}
+    return {"model_type": "minimax_m3_vl", "tie_word_embeddings": tied, **architecture.ends(m), "text_config": text}
 
 
-def _minimax01(m: Metadata) -> Values:
-    is_lightning = [m.has_tensor(f"blk.{layer}.attn_norm_2.weight") for layer in range(num_layers(m))]
+def _minimax01(m: Metadata) -> architecture.Values:
+    is_lightning = [m.has_tensor(f"blk.{layer}.attn_norm_2.weight") for layer in range(architecture.num_layers(m))]
     factor = m.number("residual_scale")
     factors = {f"{half}_{name}_factor": value for half in _HALVES for name, value in (("alpha", factor), ("beta", 1.0))}
-    return decoder(
+    return architecture.decoder(
         m,
         "minimax",
-        head_dim=head_dim(m),
+        head_dim=architecture.head_dim(m),
         rotary_dim=m.whole("rope.dimension_count"),
         num_local_experts=m.whole("expert_count"),
         num_experts_per_tok=m.whole("expert_used_count"),
@@ -195,10 +181,10 @@ def _minimax01(m: Metadata) -> Values:
     )
 
 
-def _bailingmoe3(m: Metadata) -> Values:
-    needs_sigmoid(m)
-    has_latent = [m.has_tensor(f"blk.{layer}.attn_kv_a_mqa.weight") for layer in range(num_layers(m))]
-    values = latent(
+def _bailingmoe3(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    has_latent = [m.has_tensor(f"blk.{layer}.attn_kv_a_mqa.weight") for layer in range(architecture.num_layers(m))]
+    values = architecture.latent(
         m,
         "bailing_hybrid",
         num_experts=m.whole("expert_count"),
@@ -235,17 +221,19 @@ _INDEXER = {
     }.items()
 }
 
-LATENTS: Mapping[str, Architecture] = {
-    "mimo2": Architecture(_mimo2),
-    "step35": Architecture(_step35, changes=CENTERED),
-    "deepseek32": Architecture(_deepseek32, names=_INDEXER),
-    "mistral4": Architecture(_mistral4, fuses_gate_up=True),
-    "bailingmoe3": Architecture(_bailingmoe3, names=KIMI_DELTA | _FULL_RANK, changes={"layers.{i}.mixer.a_log": "exp"}),
-    "minimax-01": Architecture(_minimax01, names=_LIGHTNING),
-    "minimax-m3": Architecture(
+LATENTS: Mapping[str, architecture.Architecture] = {
+    "mimo2": architecture.Architecture(_mimo2),
+    "step35": architecture.Architecture(_step35, changes=architecture.CENTERED),
+    "deepseek32": architecture.Architecture(_deepseek32, names=_INDEXER),
+    "mistral4": architecture.Architecture(_mistral4, fuses_gate_up=True),
+    "bailingmoe3": architecture.Architecture(
+        _bailingmoe3, names=KIMI_DELTA | _FULL_RANK, changes={"layers.{i}.mixer.a_log": "exp"}
+    ),
+    "minimax-01": architecture.Architecture(_minimax01, names=_LIGHTNING),
+    "minimax-m3": architecture.Architecture(
         _minimax_m3,
         names=_BLOCK_INDEXER,
-        changes={**CENTERED, **{role: "plus_one" for role in _BLOCK_INDEXER if role.endswith("norm")}},
+        changes={**architecture.CENTERED, **{role: "plus_one" for role in _BLOCK_INDEXER if role.endswith("norm")}},
     ),
-    "glm-dsa": Architecture(_glm_dsa, names=_INDEXER),
+    "glm-dsa": architecture.Architecture(_glm_dsa, names=_INDEXER),
 }

@@ -8,29 +8,16 @@ the writer reads a file's header back and compares the spec. Source: llama.cpp, 
 import math
 from collections.abc import Callable, Mapping
 
-from moe_pack.formats import ModelSpec
+from moe_pack.formats import parts
 from moe_pack.formats.gguf.architecture import Values
-from moe_pack.formats.parts import (
-    GatedDeltaSpec,
-    GroupedQuerySpec,
-    KimiDeltaSpec,
-    LatentSpec,
-    LightningSpec,
-    Mamba2Spec,
-    MambaSpec,
-    NormedStateSpec,
-    RopeSpec,
-    ShortConvSpec,
-)
-from moe_pack.formats.parts.positions import LinearSpec, YarnSpec
-from moe_pack.formats.parts.specs import num_dense_layers
+from moe_pack.formats.parts import positions, specs
 
-Extras = Callable[[ModelSpec], Values]
+Extras = Callable[[specs.ModelSpec], Values]
 _GATING = {"softmax_topk": 1, "sigmoid_topk": 2}  # llama.cpp has the other kinds as constants
 _SECTIONS = [11, 11, 10, 0]  # of rotary positions by time, height and width, which are equal in a text
 
 
-def model_metadata(spec: ModelSpec, architecture: str) -> Values:
+def model_metadata(spec: specs.ModelSpec, architecture: str) -> Values:
     """Returns the metadata of a model by full key, without those of its name and its tokenizer."""
     values: Values = {
         "block_count": spec.num_hidden_layers,
@@ -41,7 +28,7 @@ def model_metadata(spec: ModelSpec, architecture: str) -> Values:
         "leading_dense_block_count": spec.moe_layers[0],
         **_experts(spec),
         **_attention(spec),
-        **_rope(spec.rope, isinstance(spec.attention, LatentSpec)),
+        **_rope(spec.rope, isinstance(spec.attention, parts.LatentSpec)),
         **_mixer(spec),
     }
     norm = "layer_norm_rms_epsilon" if spec.norm.kind == "rms" else "layer_norm_epsilon"
@@ -52,7 +39,7 @@ def model_metadata(spec: ModelSpec, architecture: str) -> Values:
     return {"general.architecture": architecture, "general.type": "model", **own}
 
 
-def _experts(spec: ModelSpec) -> Values:
+def _experts(spec: specs.ModelSpec) -> Values:
     router, size = spec.router, spec.expert.source_size
     values: Values = {
         "expert_count": router.num_experts,
@@ -73,10 +60,10 @@ def _experts(spec: ModelSpec) -> Values:
     return values
 
 
-def _attention(spec: ModelSpec) -> Values:
+def _attention(spec: specs.ModelSpec) -> Values:
     attention = spec.attention
     values: Values = {}
-    if isinstance(attention, GroupedQuerySpec):
+    if isinstance(attention, parts.GroupedQuerySpec):
         values = {
             "attention.head_count": attention.num_heads,
             "attention.head_count_kv": _by_layer(spec, attention.num_kv_heads),
@@ -85,7 +72,7 @@ def _attention(spec: ModelSpec) -> Values:
         }
         if attention.sliding_window is not None and not attention.chunked:
             values["attention.sliding_window"] = attention.sliding_window
-    elif isinstance(attention, LatentSpec):
+    elif isinstance(attention, parts.LatentSpec):
         rope = attention.qk_rope_head_dim
         values = {  # as attention of one head, which reads the latent
             "attention.head_count": attention.num_heads,
@@ -98,37 +85,39 @@ def _attention(spec: ModelSpec) -> Values:
             "attention.q_lora_rank": attention.q_lora_rank,
             "rope.dimension_count": rope,
         }
-        if isinstance(scaling := spec.rope.scaling if spec.rope else None, YarnSpec):
+        if isinstance(scaling := spec.rope.scaling if spec.rope else None, positions.YarnSpec):
             values["rope.scaling.yarn_log_multiplier"] = _log_multiplier(attention, scaling)
     return values
 
 
-def _log_multiplier(attention: LatentSpec, scaling: YarnSpec) -> float:
+def _log_multiplier(attention: parts.LatentSpec, scaling: positions.YarnSpec) -> float:
     """Returns a tenth of the model's `mscale_all_dim`, whose square is in the scale of queries times keys."""
     size = attention.qk_nope_head_dim + attention.qk_rope_head_dim
     return round((math.sqrt(attention.scale * math.sqrt(size)) - 1) / math.log(scaling.factor), 6)
 
 
-def _by_layer(spec: ModelSpec, heads: int) -> int | list[int]:
+def _by_layer(spec: specs.ModelSpec, heads: int) -> int | list[int]:
     """Returns the heads of keys, for each layer where some have another mixer or neither; 0 for those."""
-    if (spec.mixer is None and spec.halves is None) or isinstance(spec.mixer, GatedDeltaSpec | LightningSpec):
+    if (spec.mixer is None and spec.halves is None) or isinstance(
+        spec.mixer, parts.GatedDeltaSpec | parts.LightningSpec
+    ):
         return heads
     return [heads if attends(spec, layer) else 0 for layer in range(spec.num_hidden_layers)]
 
 
-def attends(spec: ModelSpec, layer: int) -> bool:
+def attends(spec: specs.ModelSpec, layer: int) -> bool:
     """Returns whether a layer has attention."""
     return spec.has_first(layer) and spec.mixer_of(layer) is None
 
 
-def _rope(rope: RopeSpec | None, is_latent: bool = False) -> Values:
+def _rope(rope: parts.RopeSpec | None, is_latent: bool = False) -> Values:
     """Returns the keys of rotary positions. `is_latent`: of latent attention, whose scale says YaRN's factor."""
     if rope is None:
         return {}
     values: Values = {"rope.freq_base": rope.theta, "rope.dimension_count": rope.rotary_dim}
-    if isinstance(scaling := rope.scaling, LinearSpec):
+    if isinstance(scaling := rope.scaling, positions.LinearSpec):
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor}
-    if isinstance(scaling, YarnSpec):
+    if isinstance(scaling, positions.YarnSpec):
         values |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": scaling.factor,
@@ -144,9 +133,9 @@ def _rope(rope: RopeSpec | None, is_latent: bool = False) -> Values:
     return values
 
 
-def _mixer(spec: ModelSpec) -> Values:
+def _mixer(spec: specs.ModelSpec) -> Values:
     mixer = spec.mixer
-    if isinstance(mixer, GatedDeltaSpec):
+    if isinstance(mixer, parts.GatedDeltaSpec):
         recurrent = [layer in mixer.layers for layer in range(spec.num_hidden_layers)]
         return {
             "ssm.conv_kernel": mixer.conv_kernel,
@@ -157,7 +146,7 @@ def _mixer(spec: ModelSpec) -> Values:
             "attention.recurrent_layers": recurrent,
             "full_attention_interval": recurrent.index(False) + 1,
         }
-    if isinstance(mixer, Mamba2Spec):
+    if isinstance(mixer, parts.Mamba2Spec):
         return {
             "ssm.conv_kernel": mixer.conv_kernel,
             "ssm.state_size": mixer.state_size,
@@ -166,22 +155,22 @@ def _mixer(spec: ModelSpec) -> Values:
             "ssm.time_step_rank": mixer.num_heads,
             "rope.scaling.finetuned": spec.rope is not None,
         }
-    if isinstance(mixer, MambaSpec):
+    if isinstance(mixer, parts.MambaSpec):
         return {
             "ssm.conv_kernel": mixer.conv_kernel,
             "ssm.inner_size": mixer.channels,
             "ssm.state_size": mixer.state_size,
             "ssm.time_step_rank": mixer.step_rank,
         }
-    if isinstance(mixer, ShortConvSpec):
+    if isinstance(mixer, parts.ShortConvSpec):
         return {"shortconv.l_cache": mixer.conv_kernel}
-    if isinstance(mixer, KimiDeltaSpec):
+    if isinstance(mixer, parts.KimiDeltaSpec):
         return {"ssm.conv_kernel": mixer.conv_kernel, "kda.head_dim": mixer.head_dim}
     return {}
 
 
-def _granite(spec: ModelSpec) -> Values:
-    assert isinstance(spec.attention, GroupedQuerySpec), "Granite's attention"
+def _granite(spec: specs.ModelSpec) -> Values:
+    assert isinstance(spec.attention, parts.GroupedQuerySpec), "Granite's attention"
     return {
         "attention.scale": spec.attention.scale,
         "embedding_scale": spec.embedding_multiplier,
@@ -191,24 +180,24 @@ def _granite(spec: ModelSpec) -> Values:
     }
 
 
-def _windows(spec: ModelSpec) -> Values:
+def _windows(spec: specs.ModelSpec) -> Values:
     layers = range(spec.num_hidden_layers)
     return {"attention.sliding_window_pattern": [_has_window(spec, layer) for layer in layers]}
 
 
-def _has_window(spec: ModelSpec, layer: int) -> bool:
+def _has_window(spec: specs.ModelSpec, layer: int) -> bool:
     attention = spec.attention_of(layer)
-    assert isinstance(attention, GroupedQuerySpec), "attention with windows"
+    assert isinstance(attention, parts.GroupedQuerySpec), "attention with windows"
     return attention.window(layer) is not None
 
 
-def _by_kind(spec: ModelSpec) -> Values:
+def _by_kind(spec: specs.ModelSpec) -> Values:
     """Returns the keys of models whose layers with a window have heads and rotary positions of their own.
 
     The usual keys are those of layers without a window; those of layers with one end in `_swa`.
     """
     kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
-    attentions = [kind for kind in kinds if isinstance(kind, GroupedQuerySpec)]
+    attentions = [kind for kind in kinds if isinstance(kind, parts.GroupedQuerySpec)]
     assert len(attentions) == len(kinds), "attention with windows"
     sliding = [attention.window(layer) is not None for layer, attention in enumerate(attentions)]
     full = sliding.index(False) if False in sliding else 0
@@ -239,10 +228,10 @@ def _one_if_alike(values: list[int]) -> int | list[int]:
     return values[0] if len(set(values)) == 1 else values
 
 
-def _windowed(spec: ModelSpec) -> Values:
+def _windowed(spec: specs.ModelSpec) -> Values:
     """Returns the keys of architectures that must have a window, and heads of keys for each layer."""
     kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
-    heads = [each.num_kv_heads for each in kinds if isinstance(each, GroupedQuerySpec)]
+    heads = [each.num_kv_heads for each in kinds if isinstance(each, parts.GroupedQuerySpec)]
     return {
         "attention.sliding_window": spec.max_position_embeddings,
         **_by_kind(spec),
@@ -250,22 +239,22 @@ def _windowed(spec: ModelSpec) -> Values:
     }
 
 
-def _mimo(spec: ModelSpec) -> Values:
-    assert isinstance(spec.attention, GroupedQuerySpec), "MiMo's attention"
+def _mimo(spec: specs.ModelSpec) -> Values:
+    assert isinstance(spec.attention, parts.GroupedQuerySpec), "MiMo's attention"
     return {"attention.value_scale": spec.attention.value_scale, **_windowed(spec)}
 
 
-def _step35(spec: ModelSpec) -> Values:
+def _step35(spec: specs.ModelSpec) -> Values:
     kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
     values = {
         **_windowed(spec),
-        "attention.head_count": [each.num_heads for each in kinds if isinstance(each, GroupedQuerySpec)],
+        "attention.head_count": [each.num_heads for each in kinds if isinstance(each, parts.GroupedQuerySpec)],
         "rope.dimension_count": None,  # half of a head, or all of it in layers with a window
     }
     return values | _limits(spec)
 
 
-def _limits(spec: ModelSpec) -> Values:
+def _limits(spec: specs.ModelSpec) -> Values:
     """Returns the limits of the neurons of each layer, if any has one; 0 is none."""
     values: Values = {}
     for name, key in (("routed", "exp"), ("unrouted", "shexp")):
@@ -275,8 +264,8 @@ def _limits(spec: ModelSpec) -> Values:
     return values
 
 
-def _indexed(spec: ModelSpec) -> Values:
-    indexer = spec.attention.indexer if isinstance(spec.attention, LatentSpec) else None
+def _indexed(spec: specs.ModelSpec) -> Values:
+    indexer = spec.attention.indexer if isinstance(spec.attention, parts.LatentSpec) else None
     assert indexer is not None, "an indexer"
     return {
         "attention.indexer.head_count": indexer.num_heads,
@@ -285,14 +274,14 @@ def _indexed(spec: ModelSpec) -> Values:
     }
 
 
-def _mistral4(spec: ModelSpec) -> Values:
-    temperature = spec.attention.temperature if isinstance(spec.attention, LatentSpec) else None
+def _mistral4(spec: specs.ModelSpec) -> Values:
+    temperature = spec.attention.temperature if isinstance(spec.attention, parts.LatentSpec) else None
     assert temperature is not None, "queries that are sharpened"
     return {"attention.temperature_scale": temperature.slope, "attention.temperature_length": temperature.length}
 
 
-def _minimax_m3(spec: ModelSpec) -> Values:
-    indexer = spec.attention.indexer if isinstance(spec.attention, GroupedQuerySpec) else None
+def _minimax_m3(spec: specs.ModelSpec) -> Values:
+    indexer = spec.attention.indexer if isinstance(spec.attention, parts.GroupedQuerySpec) else None
     assert indexer is not None, "an indexer of blocks"
     return {
         "attention.indexer.head_count": indexer.num_heads,
@@ -303,14 +292,14 @@ def _minimax_m3(spec: ModelSpec) -> Values:
     }
 
 
-def _minimax01(spec: ModelSpec) -> Values:
-    assert isinstance(spec.residual, NormedStateSpec), "MiniMax's residual"
+def _minimax01(spec: specs.ModelSpec) -> Values:
+    assert isinstance(spec.residual, parts.NormedStateSpec), "MiniMax's residual"
     recurrent = [spec.mixer_of(layer) is not None for layer in range(spec.num_hidden_layers)]
     return {"residual_scale": spec.residual.attention.state, "attention.recurrent_layers": recurrent}
 
 
-def _bailing(spec: ModelSpec) -> Values:
-    assert isinstance(spec.mixer, KimiDeltaSpec) and spec.mixer.lower_bound is not None, "bounded decays"
+def _bailing(spec: specs.ModelSpec) -> Values:
+    assert isinstance(spec.mixer, parts.KimiDeltaSpec) and spec.mixer.lower_bound is not None, "bounded decays"
     return {
         "attention.value_length": spec.mixer.head_dim,
         "kda.safe_gate": True,
@@ -319,21 +308,21 @@ def _bailing(spec: ModelSpec) -> Values:
     }
 
 
-def _shared_choices(spec: ModelSpec) -> Values:
+def _shared_choices(spec: specs.ModelSpec) -> Values:
     indexers = [spec.indexer_of(layer) for layer in range(spec.num_hidden_layers)]
     types = [indexer is not None and not indexer.shared for indexer in indexers]
     return {**_indexed(spec), "attention.indexer.types": types}
 
 
-def _cohere(spec: ModelSpec) -> Values:
+def _cohere(spec: specs.ModelSpec) -> Values:
     values = {"logit_scale": 1 / spec.logits_scaling, "rope.scaling.type": "none", **_windows(spec)}
     if spec.router.kind == "topk_softmax":  # llama.cpp takes the softmax first and normalizes afterwards
         values |= {"expert_gating_func": 1, "expert_weights_norm": True}
     return values
 
 
-def _nemotron(spec: ModelSpec) -> Values:
-    assert isinstance(spec.attention, GroupedQuerySpec), "Nemotron's attention"
+def _nemotron(spec: specs.ModelSpec) -> Values:
+    assert isinstance(spec.attention, parts.GroupedQuerySpec), "Nemotron's attention"
     layers, size = range(spec.num_hidden_layers), spec.expert.source_size
     return {
         "attention.layer_norm_epsilon": spec.norm.eps,  # llama.cpp needs both
@@ -342,23 +331,23 @@ def _nemotron(spec: ModelSpec) -> Values:
     }
 
 
-def _kimi_linear(spec: ModelSpec) -> Values:
-    assert isinstance(spec.attention, LatentSpec), "Kimi Linear's attention"
+def _kimi_linear(spec: specs.ModelSpec) -> Values:
+    assert isinstance(spec.attention, parts.LatentSpec), "Kimi Linear's attention"
     return {"attention.value_length": spec.attention.v_head_dim}
 
 
-def _step(spec: ModelSpec) -> Values:
+def _step(spec: specs.ModelSpec) -> Values:
     """Returns every how many layers there are experts."""
     layers = spec.moe_layers
     return {"interleave_moe_layer_step": layers[1] - layers[0] if len(layers) > 1 else layers[0] + 1}
 
 
-def _dbrx(spec: ModelSpec) -> Values:
-    assert isinstance(spec.attention, GroupedQuerySpec), "DBRX's attention"
+def _dbrx(spec: specs.ModelSpec) -> Values:
+    assert isinstance(spec.attention, parts.GroupedQuerySpec), "DBRX's attention"
     return {"attention.clamp_kqv": spec.attention.clip}
 
 
-def _gemma4(spec: ModelSpec) -> Values:
+def _gemma4(spec: specs.ModelSpec) -> Values:
     assert spec.shared_expert is not None, "a dense expert next to routed ones"
     return {
         **_by_kind(spec),
@@ -371,9 +360,9 @@ def _gemma4(spec: ModelSpec) -> Values:
     }
 
 
-def _granite_swa(spec: ModelSpec) -> Values:
+def _granite_swa(spec: specs.ModelSpec) -> Values:
     layers = range(spec.num_hidden_layers)
-    kinds = [kind for kind, _ in spec.attention_kinds if isinstance(kind, GroupedQuerySpec)]
+    kinds = [kind for kind, _ in spec.attention_kinds if isinstance(kind, parts.GroupedQuerySpec)]
     ropes = [rope for _, rope in spec.attention_kinds if rope is not None]
     windows = [kind.sliding_window for kind in kinds if kind.sliding_window is not None]
     return {
@@ -385,12 +374,12 @@ def _granite_swa(spec: ModelSpec) -> Values:
     }
 
 
-def _laguna(spec: ModelSpec) -> Values:
+def _laguna(spec: specs.ModelSpec) -> Values:
     heads = [spec.attention_of(layer).num_heads for layer in range(spec.num_hidden_layers)]
     return {**_by_kind(spec), "attention.head_count": heads}
 
 
-def _text_sections(spec: ModelSpec) -> Values:
+def _text_sections(spec: specs.ModelSpec) -> Values:
     """Returns which pairs of rotary positions follow time, height and width, which are equal in a text.
 
     Every third pair, so that each has one: llama.cpp does not rotate the pairs of none. Published files have 24, 20 and
@@ -400,7 +389,7 @@ def _text_sections(spec: ModelSpec) -> Values:
     return {"rope.dimension_sections": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]}
 
 
-def _ernie(spec: ModelSpec) -> Values:
+def _ernie(spec: specs.ModelSpec) -> Values:
     return {"interleave_moe_layer_step": 1}
 
 
@@ -451,7 +440,7 @@ _WINDOWED = ("mimo2", "step35")
 _UNSCALED = ("bailingmoe3", "glm-dsa")
 
 
-def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
+def not_loaded(spec: specs.ModelSpec, architecture: str) -> str | None:
     """Returns what of a model llama.cpp cannot load, or computes otherwise, although metadata can say it; or None.
 
     Source: llama.cpp, src/models/, the shapes in each architecture's `load_arch_tensors`; src/llama-graph.cpp.
@@ -461,18 +450,18 @@ def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
         return "a head that is the embedding"
     if router.kind == "softmax_topk" and router.n_group > 1:
         return "groups of experts that compete by their best expert; llama.cpp adds up the best two"
-    if architecture == "nemotron_h_moe" and num_dense_layers(spec):
+    if architecture == "nemotron_h_moe" and specs.num_dense_layers(spec):
         return "layers with a dense expert, where other layers have routed experts"
-    if isinstance(mixer, MambaSpec) and (mixer.proj_bias or not mixer.conv_bias):
+    if isinstance(mixer, parts.MambaSpec) and (mixer.proj_bias or not mixer.conv_bias):
         return "biases of Mamba's projections, or none of its convolution"
-    if isinstance(mixer, Mamba2Spec) and mixer.proj_bias:
+    if isinstance(mixer, parts.Mamba2Spec) and mixer.proj_bias:
         return "biases of Mamba's projections"
-    if isinstance(mixer, ShortConvSpec) and mixer.bias:
+    if isinstance(mixer, parts.ShortConvSpec) and mixer.bias:
         return "biases of short convolutions"
-    if isinstance(mixer, GatedDeltaSpec) and mixer.key_head_dim != mixer.value_head_dim:
+    if isinstance(mixer, parts.GatedDeltaSpec) and mixer.key_head_dim != mixer.value_head_dim:
         return f"heads with {mixer.key_head_dim} keys and {mixer.value_head_dim} values; both must be equal"
-    if isinstance(attention, GroupedQuerySpec):
-        kinds = (kind for kind, _ in spec.attention_kinds if isinstance(kind, GroupedQuerySpec))
+    if isinstance(attention, parts.GroupedQuerySpec):
+        kinds = (kind for kind, _ in spec.attention_kinds if isinstance(kind, parts.GroupedQuerySpec))
         if architecture in _WINDOWED and all(kind.sliding_window is None for kind in kinds):
             return "only layers without a sliding window"
         if architecture == "minimax-m3" and (fault := _blocks_fault(spec, attention)) is not None:
@@ -483,15 +472,19 @@ def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
             return "a sliding window"
         if architecture == "dots1" and attention.num_kv_heads != attention.num_heads:
             return "fewer heads of keys than of queries"
-    if isinstance(attention, LatentSpec) and attention.indexer is not None and attention.indexer.head_dim % 64:
+    if isinstance(attention, parts.LatentSpec) and attention.indexer is not None and attention.indexer.head_dim % 64:
         return f"an indexer with heads of {attention.indexer.head_dim}; llama.cpp needs a multiple of 64"
     scaling = spec.rope.scaling if spec.rope else None
-    if isinstance(attention, LatentSpec) and isinstance(scaling, YarnSpec) and architecture != "deepseek2":
+    if (
+        isinstance(attention, parts.LatentSpec)
+        and isinstance(scaling, positions.YarnSpec)
+        and architecture != "deepseek2"
+    ):
         if architecture in _UNSCALED:
             return "scaled rotary positions"
         if _log_multiplier(attention, scaling) != 0.1:
             return f"an mscale of {10 * _log_multiplier(attention, scaling):g}; only 1 is"
-    if architecture in ("deepseek2", "mistral4") and isinstance(attention, LatentSpec):
+    if architecture in ("deepseek2", "mistral4") and isinstance(attention, parts.LatentSpec):
         num_layers = spec.num_hidden_layers
         is_lite = num_layers in (26, 27) or (num_layers, spec.vocab_size) == (48, 128256)
         if is_lite != (attention.q_lora_rank is None):
@@ -500,11 +493,11 @@ def not_loaded(spec: ModelSpec, architecture: str) -> str | None:
     return None
 
 
-def _blocks_fault(spec: ModelSpec, attention: GroupedQuerySpec) -> str | None:
+def _blocks_fault(spec: specs.ModelSpec, attention: parts.GroupedQuerySpec) -> str | None:
     """Returns what of MiniMax-M3's choice of blocks llama.cpp does not compute, or None."""
     indexer = attention.indexer
     kinds = (spec.attention_of(layer) for layer in range(spec.num_hidden_layers))
-    indexed = [isinstance(kind, GroupedQuerySpec) and kind.indexer is not None for kind in kinds]
+    indexed = [isinstance(kind, parts.GroupedQuerySpec) and kind.indexer is not None for kind in kinds]
     dense = spec.num_hidden_layers - len(spec.moe_layers)
     if indexer is None or any(flag != (layer >= dense) for layer, flag in enumerate(indexed)):
         return "an indexer in other layers than those with experts, which must be the last"

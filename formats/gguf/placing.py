@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import Matrix, ModelSpec, dense_roles
+from moe_pack import formats
 from moe_pack.formats.families.family import role_key
+from moe_pack.formats.gguf import header
 from moe_pack.formats.gguf.architecture import (
     EXPERT_TENSORS,
     GATE_UP_EXPERTS,
@@ -23,18 +24,8 @@ from moe_pack.formats.gguf.architecture import (
     Maker,
 )
 from moe_pack.formats.gguf.factors import rope_factors
-from moe_pack.formats.gguf.header import FACTORS, Metadata
 from moe_pack.formats.gguf.rows import Bytes, Rows
-from moe_pack.formats.parts import (
-    DenseRole,
-    GatedDeltaSpec,
-    GroupedQuerySpec,
-    KimiDeltaSpec,
-    LatentSpec,
-    Mamba2Spec,
-    MambaSpec,
-    ShortConvSpec,
-)
+from moe_pack.formats.parts import DenseRole, GroupedQuerySpec, LatentSpec, mixers
 
 Places = NDArray[np.int64]
 # What `fuses_qkv` and `fuses_shared` join, and the name of the whole.
@@ -74,7 +65,7 @@ class ExpertPlacement:
     name: str
     shape: tuple[int, ...]
     layer: int
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[formats.Matrix, ...]
     is_bias: bool = False
 
 
@@ -94,7 +85,9 @@ class ConstantPlacement:
 AnyPlacement = Placement | ExpertPlacement | ConstantPlacement
 
 
-def placements(spec: ModelSpec, architecture: Architecture, metadata: Metadata) -> Iterator[AnyPlacement]:
+def placements(
+    spec: formats.ModelSpec, architecture: Architecture, metadata: header.Metadata
+) -> Iterator[AnyPlacement]:
     """Yields all tensors of a model: factors of rotary positions, dense ones, then those of experts, layer by layer.
 
     Args:    spec: of the source, without repeated neurons.   metadata: that is written, which makers read.
@@ -105,8 +98,8 @@ def placements(spec: ModelSpec, architecture: Architecture, metadata: Metadata) 
     joins = [join for join, needed in zip(_JOINS, is_needed, strict=True) if needed]
     fused: list[Placement] = []
     if (factors := rope_factors(spec)) is not None:
-        yield ConstantPlacement(FACTORS, factors)
-    for role in dense_roles(spec):
+        yield ConstantPlacement(header.FACTORS, factors)
+    for role in formats.dense_roles(spec):
         for place in _of_role(spec, role, architecture, metadata, orders):
             join = next((join for join in joins if any(f".{name}.weight" in place.name for name in join[0])), None)
             if join is None:
@@ -121,10 +114,10 @@ def placements(spec: ModelSpec, architecture: Architecture, metadata: Metadata) 
 
 
 def _of_role(
-    spec: ModelSpec,
+    spec: formats.ModelSpec,
     role: DenseRole,
     architecture: Architecture,
-    metadata: Metadata,
+    metadata: header.Metadata,
     orders: dict[str, list[tuple[str, Places | None, Places | None]]],
 ) -> Iterator[Placement]:
     key, layer = role_key(spec, role.name)
@@ -149,7 +142,7 @@ def _of_role(
         yield Placement(name, shape, (role,), role.quantizable, change=change)
 
 
-def _pair_order(spec: ModelSpec, role: DenseRole) -> Places:
+def _pair_order(spec: formats.ModelSpec, role: DenseRole) -> Places:
     """Returns the rows of heads in pairs of neighbours: what is rotated together lies together."""
     assert isinstance(spec.attention, GroupedQuerySpec), "attention of heads"
     size = spec.attention.head_dim
@@ -179,7 +172,7 @@ def _joined(parts: list[Placement], names: tuple[str, ...], name: str) -> Placem
     return replace(parts[0], name=full, shape=(rows, *parts[0].shape[1:]), roles=roles)
 
 
-def _of_experts(spec: ModelSpec, layer: int, fuses_gate_up: bool) -> Iterator[ExpertPlacement]:
+def _of_experts(spec: formats.ModelSpec, layer: int, fuses_gate_up: bool) -> Iterator[ExpertPlacement]:
     count, f, d = spec.router.num_experts, spec.expert.source_size, spec.hidden_size
     matrices = spec.expert.matrices
     if fuses_gate_up:
@@ -193,28 +186,31 @@ def _of_experts(spec: ModelSpec, layer: int, fuses_gate_up: bool) -> Iterator[Ex
             yield ExpertPlacement(f"{name}.bias", (count, shape[0]), layer, (matrix,), is_bias=True)
 
 
-def _shape(spec: ModelSpec, key: str, role: DenseRole) -> tuple[int, ...]:
+def _shape(spec: formats.ModelSpec, key: str, role: DenseRole) -> tuple[int, ...]:
     """Returns the shape of a role's tensor, which llama.cpp wants in more dimensions for some vectors of mixers."""
     mixer, part = spec.mixer, key.rpartition("mixer.")[2] if ".mixer." in key else ""
-    if isinstance(mixer, KimiDeltaSpec) and part.endswith("_conv"):
+    if isinstance(mixer, mixers.KimiDeltaSpec) and part.endswith("_conv"):
         return (1, mixer.head_width, 1, mixer.conv_kernel)
-    if isinstance(mixer, KimiDeltaSpec) and part == "a_log":
+    if isinstance(mixer, mixers.KimiDeltaSpec) and part == "a_log":
         return (mixer.num_heads, 1) if mixer.full_rank else (1, 1, mixer.num_heads, 1)
-    if isinstance(mixer, GatedDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSpec) and part == "conv":
+    if (
+        isinstance(mixer, mixers.GatedDeltaSpec | mixers.Mamba2Spec | mixers.MambaSpec | mixers.ShortConvSpec)
+        and part == "conv"
+    ):
         return (role.shape[0] // mixer.conv_kernel, mixer.conv_kernel)
-    if isinstance(mixer, Mamba2Spec) and part in ("a_log", "skip"):
+    if isinstance(mixer, mixers.Mamba2Spec) and part in ("a_log", "skip"):
         return (mixer.num_heads, 1)
-    if isinstance(mixer, Mamba2Spec) and part == "out_norm":
+    if isinstance(mixer, mixers.Mamba2Spec) and part == "out_norm":
         return (mixer.num_groups, mixer.head_width // mixer.num_groups)
-    if isinstance(mixer, MambaSpec) and part == "a_log":
+    if isinstance(mixer, mixers.MambaSpec) and part == "a_log":
         return (mixer.channels, mixer.state_size)
     return role.shape
 
 
-def _made_shape(spec: ModelSpec, key: str, name: str, role: DenseRole) -> tuple[int, ...]:
+def _made_shape(spec: formats.ModelSpec, key: str, name: str, role: DenseRole) -> tuple[int, ...]:
     """Returns the shape of one of the tensors that make a role."""
     if key == "layers.{i}.mixer.qkvz":
-        assert isinstance(spec.mixer, GatedDeltaSpec), "the mixer of the role"
+        assert isinstance(spec.mixer, mixers.GatedDeltaSpec), "the mixer of the role"
         rows = spec.mixer.value_width if name == "attn_gate.weight" else spec.mixer.conv_channels
         return (rows, role.shape[1])
     return _shape(spec, key, role)
@@ -237,7 +233,7 @@ class _Numbered(Rows):
 
 
 def _orders(
-    maker: Maker, metadata: Metadata, spec: ModelSpec, key: str, role: DenseRole
+    maker: Maker, metadata: header.Metadata, spec: formats.ModelSpec, key: str, role: DenseRole
 ) -> list[tuple[str, Places | None, Places | None]]:
     """Returns the tensors from which a maker makes a role, and which of the role's rows and columns each has."""
     found: dict[bool, Places] = {}

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import RangeReader
-from moe_pack.formats.gguf.header import GgufTensor, gguf_package
+from moe_pack.formats.gguf import header
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -67,7 +67,7 @@ def as_floats(raw: Bytes, dtype: str) -> Floats:
 
 def can_dequantize(type_name: str) -> bool:
     """Returns whether tensors of a GGML type can be read."""
-    package = gguf_package()
+    package = header.gguf_package()
     kind = package.GGMLQuantizationType[type_name]
     block, num_bytes = package.GGML_QUANT_SIZES[kind]
     try:
@@ -80,7 +80,7 @@ def can_dequantize(type_name: str) -> bool:
 class TensorRows(Rows):
     """Rows of a GGUF tensor."""
 
-    def __init__(self, reader: RangeReader, tensor: GgufTensor) -> None:
+    def __init__(self, reader: RangeReader, tensor: header.GgufTensor) -> None:
         self._reader = reader
         self._tensor = tensor
         self.num_rows = tensor.num_rows
@@ -101,7 +101,7 @@ class TensorRows(Rows):
         raw = self.stored(start, stop)
         if self._tensor.type in AS_THEY_ARE or start == stop:
             return raw.reshape(stop - start, self.row_bytes)
-        package = gguf_package()
+        package = header.gguf_package()
         with np.errstate(all="ignore"):  # scales of blocks that are zero
             values = package.quants.dequantize(raw, package.GGMLQuantizationType[self._tensor.type])
         return np.ascontiguousarray(values, np.float32).view(np.uint8).reshape(stop - start, self.row_bytes)

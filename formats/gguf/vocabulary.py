@@ -12,15 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from moe_pack.formats import CheckpointError, RunError, parse
-from moe_pack.formats.families import text_config
-from moe_pack.formats.families.text_files import (
-    TEMPLATE_FILE,
-    SpecialTokens,
-    chat_templates,
-    end_tokens,
-    read_tokenizer,
-)
+from moe_pack import formats
+from moe_pack.formats.families import text_files
 from moe_pack.formats.gguf.header import Metadata
 from moe_pack.formats.gguf.tokenizer import BEGIN, SPACE, SPLITS, WHOLE_WORDS, TokenKind, splitter, tokenizer_files
 
@@ -69,7 +62,7 @@ def vocabulary_fields(files: Mapping[str, bytes], vocab_size: int) -> Values:
         difference = _difference(source, fields)
         if not difference:
             return fields
-    raise RunError(f"tokenizer.json: GGUF cannot say what this tokenizer does: {difference}")
+    raise formats.RunError(f"tokenizer.json: GGUF cannot say what this tokenizer does: {difference}")
 
 
 def vocabulary_notes(files: Mapping[str, bytes]) -> list[str]:
@@ -109,13 +102,15 @@ class _Source:
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         if "tokenizer.json" not in files:
-            raise RunError("the pack has no tokenizer.json, which a GGUF file needs; convert a checkpoint that has one")
+            raise formats.RunError(
+                "the pack has no tokenizer.json, which a GGUF file needs; convert a checkpoint that has one"
+            )
         self._files = files
         # With the tokens of the files next to tokenizer.json, as the runtime has them. The library checks it whole.
-        self._special = SpecialTokens.of(self._json, RunError)
-        rows = text_config(self._json("config.json")).get("vocab_size")
+        self._special = text_files.SpecialTokens.of(self._json, formats.RunError)
+        rows = text_files.text_config(self._json("config.json")).get("vocab_size")
         known_rows = rows if type(rows) is int else None
-        original, _ = read_tokenizer(files["tokenizer.json"], self._special, known_rows, RunError)
+        original, _ = text_files.read_tokenizer(files["tokenizer.json"], self._special, known_rows, formats.RunError)
         self.values = self._json("tokenizer.json")
         self.values["added_tokens"] = json.loads(original.to_str())["added_tokens"]
         self.model: Values = self.values["model"]
@@ -127,7 +122,9 @@ class _Source:
             self._set_spaces()
         elif any(step != _NFC for step in _steps(self.values.get("normalizer"))):
             said = _said(self.values["normalizer"])
-            raise RunError(f"tokenizer.json: has the normalizer {said}, which GGUF cannot say; only NFC may be there")
+            raise formats.RunError(
+                f"tokenizer.json: has the normalizer {said}, which GGUF cannot say; only NFC may be there"
+            )
         self.changed = self._free_added_tokens()
         self.tokenizer = _tokenizer(self.values) if self.has_spaces or self.changed else original
         self._config = self._json("tokenizer_config.json")
@@ -145,10 +142,10 @@ class _Source:
         vocabulary: dict[str, int] = self.model["vocab"] | {token.content: number for number, token in added.items()}
         texts = {number: text for text, number in vocabulary.items()}
         if len(texts) < len(vocabulary):
-            raise RunError("tokenizer.json: two tokens have the same number")
+            raise formats.RunError("tokenizer.json: two tokens have the same number")
         largest = max(texts, default=0)
         if largest >= vocab_size:
-            raise RunError(
+            raise formats.RunError(
                 f"tokenizer.json: token {texts[largest]!r} has number {largest}, but vocab_size is {vocab_size}"
             )
         is_byte = set(_byte_tokens()) if self.has_spaces else set()
@@ -179,15 +176,17 @@ class _Source:
     def ends(self) -> list[int]:
         """Returns the tokens that end an answer, first what ends a text, then `eos_token`."""
         configs = [(name, self._json(name)) for name in ("generation_config.json", "config.json")]
-        found = end_tokens((*configs, ("config.json", text_config(configs[1][1]))), self.tokenizer, RunError)
+        found = text_files.end_tokens(
+            (*configs, ("config.json", text_files.text_config(configs[1][1]))), self.tokenizer, formats.RunError
+        )
         numbers = dict.fromkeys((self.last, self._token("eos_token"), *found))
         return [number for number in numbers if number is not None and self._has(number)]
 
     def templates(self) -> Values:
         """Returns the chat template: `chat_template.jinja`, else one or several by name of tokenizer_config.json."""
-        texts = chat_templates(self._config, RunError)
-        if TEMPLATE_FILE in self._files:
-            texts = {"default": self._files[TEMPLATE_FILE].decode("utf-8", "replace")}
+        texts = text_files.chat_templates(self._config, formats.RunError)
+        if text_files.TEMPLATE_FILE in self._files:
+            texts = {"default": self._files[text_files.TEMPLATE_FILE].decode("utf-8", "replace")}
         if "default" not in texts:
             return {}
         fields: Values = {"tokenizer.chat_template": texts.pop("default")}
@@ -196,7 +195,9 @@ class _Source:
         return fields | {f"tokenizer.chat_template.{name}": text for name, text in texts.items()}
 
     def _json(self, name: str) -> Values:
-        values = parse(self._files[name], name, RunError, is_foreign=True) if name in self._files else {}
+        values = (
+            formats.parse(self._files[name], name, formats.RunError, is_foreign=True) if name in self._files else {}
+        )
         return values if isinstance(values, dict) else {}
 
     def _has(self, number: int) -> bool:
@@ -210,10 +211,10 @@ class _Source:
     def _check_model(self) -> None:
         kind = self.model.get("type", "BPE" if "merges" in self.model else "unknown")  # old files have no type
         if kind != "BPE":
-            raise RunError(f"tokenizer.json: is a {kind} tokenizer; only BPE tokenizers can be written to GGUF")
+            raise formats.RunError(f"tokenizer.json: is a {kind} tokenizer; only BPE tokenizers can be written to GGUF")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if self.model.get(key):
-                raise RunError(f"tokenizer.json: {key} is {self.model[key]!r}, which GGUF cannot say")
+                raise formats.RunError(f"tokenizer.json: {key} is {self.model[key]!r}, which GGUF cannot say")
 
     def _set_spaces(self) -> None:
         """Reads how spaces are written, and writes the way that GGUF knows in its place."""
@@ -228,7 +229,7 @@ class _Source:
         elif _TO_SPACES not in steps or any(not _cuts_nothing(step) for step in before):
             known = False
         if not known:
-            raise RunError(
+            raise formats.RunError(
                 f"tokenizer.json: has the normalizer {_said(self.values.get('normalizer'))} and the pre-tokenizer "
                 f"{_said(self.values.get('pre_tokenizer'))}, which GGUF cannot say; it can say ByteLevel, and "
                 "SentencePiece's spaces (Replace with or without Prepend, or Metaspace with split false)"
@@ -236,7 +237,7 @@ class _Source:
         missing = [token for token in _byte_tokens() if token not in self.model.get("vocab", ())]
         if missing or not self.model.get("byte_fallback"):  # llama.cpp writes unknown letters as bytes
             what = f"has no token {missing[0]}" if missing else "has byte_fallback false"
-            raise RunError(f"tokenizer.json: {what}; llama.cpp needs a token for each byte")
+            raise formats.RunError(f"tokenizer.json: {what}; llama.cpp needs a token for each byte")
         normalizers = [_PREFIX, _TO_SPACES] if self.has_prefix else [_TO_SPACES]
         self.values |= {"normalizer": {"type": "Sequence", "normalizers": normalizers}, "pre_tokenizer": None}
 
@@ -260,7 +261,9 @@ class _Source:
                 begin = self._token("bos_token") if self._config.get("add_bos_token") is True else None
                 self.begins_by_config = begin is not None and not first
                 return ids[0] if first else begin, ids[-1] if last else None
-        raise RunError("tokenizer.json: puts several tokens before or after a text; GGUF can name one on each side")
+        raise formats.RunError(
+            "tokenizer.json: puts several tokens before or after a text; GGUF can name one on each side"
+        )
 
     def _token(self, name: str) -> int | None:
         """Returns the token that a config names; None if none does, or if there is no such token."""
@@ -275,7 +278,7 @@ def _of_bytes(source: _Source) -> Iterator[Values]:
     rules = {rules for rules in dict.fromkeys(map(tuple, SPLITS.values())) if _pieces(splitter(rules)) == pieces}
     names = [name for name, its in SPLITS.items() if tuple(its) in rules]
     if not names:
-        raise RunError(
+        raise formats.RunError(
             "tokenizer.json: splits texts by rules that have no name in GGUF; those of these names are known: "
             + ", ".join(sorted(SPLITS))
         )
@@ -283,9 +286,9 @@ def _of_bytes(source: _Source) -> Iterator[Values]:
     names.sort(key=lambda name: ((name in WHOLE_WORDS) != whole, (name in BEGIN) != begins))
     merges = source.merges
     if not merges:
-        raise RunError("tokenizer.json: has no merges; llama.cpp loads no vocabulary without them")
+        raise formats.RunError("tokenizer.json: has no merges; llama.cpp loads no vocabulary without them")
     if any(" " in token for token in chain.from_iterable(merges)):
-        raise RunError("tokenizer.json: a token of its merges has a space, which GGUF cannot write")
+        raise formats.RunError("tokenizer.json: a token of its merges has a space, which GGUF cannot write")
     yield {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": names[0],
@@ -328,8 +331,8 @@ def _difference(source: _Source, fields: Values) -> str:
     """Returns which text has other tokens when the metadata is read back; empty if none has."""
     try:
         files = tokenizer_files(Metadata("tokenizer.json", fields, {}))
-    except CheckpointError as fault:
-        raise RunError(str(fault)) from fault
+    except formats.CheckpointError as fault:
+        raise formats.RunError(str(fault)) from fault
     values: Any = files["tokenizer.json"]
     found = _tokenizer(values)
     texts = [CHECK_TEXT, *CHECK_TEXT.splitlines(keepends=True), f"  {CHECK_TEXT}", "", " ", "\n\n\n"]
@@ -373,7 +376,7 @@ def _tokenizer(values: Values | bytes) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(values.decode() if isinstance(values, bytes) else json.dumps(values))
     except Exception as fault:  # tokenizers raises nothing narrower
-        raise RunError(f"tokenizer.json: the tokenizers library cannot read it ({fault})") from fault
+        raise formats.RunError(f"tokenizer.json: the tokenizers library cannot read it ({fault})") from fault
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

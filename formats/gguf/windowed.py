@@ -6,35 +6,24 @@ Keys of layers with a window end in `_swa`. Source: llama.cpp, conversion/ and s
 from collections.abc import Mapping
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.gguf.architecture import (
-    PAIRS,
-    Architecture,
-    Values,
-    decoder,
-    experts,
-    head_dim,
-    needs_sigmoid,
-    num_layers,
-    rope,
-    windows,
-)
+from moe_pack.formats.gguf import architecture
 from moe_pack.formats.gguf.decoders import granite
 from moe_pack.formats.gguf.factors import STILL
 from moe_pack.formats.gguf.header import Metadata
 
 
-def _ropes(m: Metadata) -> Values:
+def _ropes(m: Metadata) -> architecture.Values:
     """Returns the rotary positions of each kind of layer; those with a window are never scaled."""
-    found = rope(m)
+    found = architecture.rope(m)
     full = {"rope_type": "default", "rope_theta": found["rope_theta"], **(found["rope_scaling"] or {})}
     sliding = {"rope_type": "default", "rope_theta": m.number("rope.freq_base_swa", found["rope_theta"])}
     return {"full_attention": full, "sliding_attention": sliding}
 
 
-def _gemma4(m: Metadata) -> Values:
-    kinds = windows(m, 6)
+def _gemma4(m: Metadata) -> architecture.Values:
+    kinds = architecture.windows(m, 6)
     full = kinds.index("full_attention")
-    kv_heads = dict(zip(kinds, m.each("attention.head_count_kv", num_layers(m)), strict=True))
+    kv_heads = dict(zip(kinds, m.each("attention.head_count_kv", architecture.num_layers(m)), strict=True))
     factors = m.factors
     if not factors:
         raise CheckpointError(f"{m.place}: tensor 'rope_freqs.weight' is missing")
@@ -45,7 +34,7 @@ def _gemma4(m: Metadata) -> Values:
         "partial_rotary_factor": rotated / len(factors),
         "factor": factors[0],
     }
-    return decoder(
+    return architecture.decoder(
         m,
         "gemma4_text",
         num_key_value_heads=kv_heads.get("sliding_attention", kv_heads["full_attention"]),
@@ -58,7 +47,7 @@ def _gemma4(m: Metadata) -> Values:
         num_kv_shared_layers=m.whole("attention.shared_kv_layers", 0),
         hidden_act=None,
         hidden_activation="gelu_pytorch_tanh",
-        **experts(m, num_experts_per_tok=None, top_k_experts=m.whole("expert_used_count")),
+        **architecture.experts(m, num_experts_per_tok=None, top_k_experts=m.whole("expert_used_count")),
         intermediate_size=m.whole("feed_forward_length"),
         final_logit_softcapping=m.number("final_logit_softcapping", 0.0) or None,
         sliding_window=m.whole("attention.sliding_window"),
@@ -69,13 +58,17 @@ def _gemma4(m: Metadata) -> Values:
     )
 
 
-def _mellum(m: Metadata) -> Values:
-    kinds = windows(m, 4) if m.whole("attention.sliding_window", 0) else ["full_attention"] * num_layers(m)
-    return decoder(
+def _mellum(m: Metadata) -> architecture.Values:
+    kinds = (
+        architecture.windows(m, 4)
+        if m.whole("attention.sliding_window", 0)
+        else ["full_attention"] * architecture.num_layers(m)
+    )
+    return architecture.decoder(
         m,
         "mellum",
-        head_dim=head_dim(m),
-        **experts(m, norm_topk_prob=True),
+        head_dim=architecture.head_dim(m),
+        **architecture.experts(m, norm_topk_prob=True),
         sliding_window=m.get("attention.sliding_window"),
         layer_types=kinds,
         rope_theta=None,
@@ -84,9 +77,9 @@ def _mellum(m: Metadata) -> Values:
     )
 
 
-def _laguna(m: Metadata) -> Values:
-    needs_sigmoid(m)
-    layers, size = num_layers(m), head_dim(m)
+def _laguna(m: Metadata) -> architecture.Values:
+    architecture.needs_sigmoid(m)
+    layers, size = architecture.num_layers(m), architecture.head_dim(m)
     heads = m.each("attention.head_count", layers)
     has_windows = m.whole("attention.sliding_window", 0) > 0
     ropes, sizes = _ropes(m), {"full_attention": m.whole("rope.dimension_count", size)}
@@ -95,33 +88,33 @@ def _laguna(m: Metadata) -> Values:
         ropes[kind] |= {"partial_rotary_factor": rotated / size}
     gate = m.tensors.get("blk.0.attn_gate.weight")
     dense = m.whole("leading_dense_block_count")
-    return decoder(
+    return architecture.decoder(
         m,
         "laguna",
         head_dim=size,
         num_attention_heads_per_layer=heads,
-        **experts(m, intermediate_size=m.whole("feed_forward_length")),
+        **architecture.experts(m, intermediate_size=m.whole("feed_forward_length")),
         shared_expert_intermediate_size=m.whole("expert_shared_feed_forward_length"),
         moe_routed_scaling_factor=m.number("expert_weights_scale", 1.0),
         norm_topk_prob=m.flag("expert_weights_norm", True),
         mlp_layer_types=["dense"] * dense + ["sparse"] * (layers - dense),
         gating="per-head" if gate is not None and gate.shape[0] == heads[0] else "per-element",
         sliding_window=m.get("attention.sliding_window"),
-        layer_types=windows(m, 4, full_first=True) if has_windows else ["full_attention"] * layers,
+        layer_types=architecture.windows(m, 4, full_first=True) if has_windows else ["full_attention"] * layers,
         rope_theta=None,
         rope_scaling=None,
         rope_parameters=ropes,
     )
 
 
-def _granite_swa(m: Metadata) -> Values:
-    layers = num_layers(m)
+def _granite_swa(m: Metadata) -> architecture.Values:
+    layers = architecture.num_layers(m)
     rotates = m.each("attention.rope_pattern", layers) if m.has("attention.rope_pattern") else [True] * layers
     values = granite(m, "granitemoe_swa")
     return values | {
         "shared_intermediate_size": values.get("shared_intermediate_size", 0),
         "sliding_window": m.whole("attention.sliding_window"),
-        "layer_types": windows(m, 4, full_first=True),
+        "layer_types": architecture.windows(m, 4, full_first=True),
         "layer_rope_theta": [values["rope_theta"] if flag else 0 for flag in rotates],
     }
 
@@ -142,9 +135,11 @@ _GEMMA4_NAMES = {
     }.items()
 }
 
-WINDOWED: Mapping[str, Architecture] = {
-    "mellum": Architecture(_mellum),
-    "laguna": Architecture(_laguna),
-    "granite_swa": Architecture(_granite_swa, changes=PAIRS, fuses_gate_up=True, fuses_shared=True),
-    "gemma4": Architecture(_gemma4, names=_GEMMA4_NAMES, fuses_gate_up=True),
+WINDOWED: Mapping[str, architecture.Architecture] = {
+    "mellum": architecture.Architecture(_mellum),
+    "laguna": architecture.Architecture(_laguna),
+    "granite_swa": architecture.Architecture(
+        _granite_swa, changes=architecture.PAIRS, fuses_gate_up=True, fuses_shared=True
+    ),
+    "gemma4": architecture.Architecture(_gemma4, names=_GEMMA4_NAMES, fuses_gate_up=True),
 }

@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import CheckpointError, ModelSpec, RunError
+from moe_pack import formats
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import read_spec
+from moe_pack.formats.gguf import placing
 from moe_pack.formats.gguf.architecture import Architecture, Values
 from moe_pack.formats.gguf.files import ARCHITECTURES
 from moe_pack.formats.gguf.header import GgufTensor, Metadata, gguf_package
 from moe_pack.formats.gguf.metadata import model_metadata, not_loaded
-from moe_pack.formats.gguf.placing import AnyPlacement, ConstantPlacement, NoPlaceError, placements
-from moe_pack.formats.pack.safetensors import StoredTensor, TensorEntry, TensorFileLayout
+from moe_pack.formats.gguf.placing import placements
+from moe_pack.formats.pack import safetensors
 
 # What an architecture of another kind of model raises.
-_UNFIT = (NoPlaceError, CheckpointError, AssertionError, ZeroDivisionError, ValueError, IndexError)
+_UNFIT = (placing.NoPlaceError, formats.CheckpointError, AssertionError, ZeroDivisionError, ValueError, IndexError)
 ALIGNMENT = 32  # of a tensor's first byte, the format's usual one
 
 
@@ -35,10 +36,10 @@ class GgufModel:
 
     architecture: str
     metadata: Values
-    placements: tuple[AnyPlacement, ...]
+    placements: tuple[placing.AnyPlacement, ...]
 
 
-def gguf_model(spec: ModelSpec) -> GgufModel:
+def gguf_model(spec: formats.ModelSpec) -> GgufModel:
     """Returns how a GGUF file has a model.
 
     Args:    spec: of the source, without repeated neurons.
@@ -65,18 +66,20 @@ def gguf_model(spec: ModelSpec) -> GgufModel:
         return others[0]
     if not faults:
         faults = [f"no architecture of llama.cpp that is known here is this model ({', '.join(sorted(ARCHITECTURES))})"]
-    raise RunError(f"GGUF cannot have this model of family {spec.family!r}: {'; '.join(faults)}; use --to safetensors")
+    raise formats.RunError(
+        f"GGUF cannot have this model of family {spec.family!r}: {'; '.join(faults)}; use --to safetensors"
+    )
 
 
-def _model(spec: ModelSpec, name: str, architecture: Architecture) -> GgufModel:
+def _model(spec: formats.ModelSpec, name: str, architecture: Architecture) -> GgufModel:
     metadata = model_metadata(spec, name)
     return GgufModel(name, metadata, tuple(placements(spec, architecture, Metadata(name, metadata, {}))))
 
 
-def _read_back(model: GgufModel, architecture: Architecture) -> ModelSpec:
+def _read_back(model: GgufModel, architecture: Architecture) -> formats.ModelSpec:
     """Returns the model that the reader of GGUF files finds in the metadata and the tensors' shapes."""
     tensors = {place.name: GgufTensor(place.name, "F32", place.shape, 0, 0, 0) for place in model.placements}
-    constants = [place.values for place in model.placements if isinstance(place, ConstantPlacement)]
+    constants = [place.values for place in model.placements if isinstance(place, placing.ConstantPlacement)]
     factors = constants[0].tolist() if constants else ()
     values = architecture.config(Metadata(model.architecture, model.metadata, tensors, factors))
     return read_spec(Config(values, model.architecture))[1]
@@ -118,7 +121,9 @@ def encode_rows(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
     return raw.view(np.uint8).reshape(len(values), -1)
 
 
-def lay_out_parts(metadata: Values, parts: Sequence[Sequence[StoredTensor]]) -> list[TensorFileLayout]:
+def lay_out_parts(
+    metadata: Values, parts: Sequence[Sequence[safetensors.StoredTensor]]
+) -> list[safetensors.TensorFileLayout]:
     """Returns the layouts of a model's files, of which the first has the metadata; with one part it is all there is.
 
     Args:    parts: name, GGML type and shape of each tensor of a file.
@@ -133,13 +138,13 @@ def lay_out_parts(metadata: Values, parts: Sequence[Sequence[StoredTensor]]) -> 
         header = _header_bytes(values, tensors)
         end, entries = len(header), []
         for name, kind, shape in tensors:
-            entries.append(TensorEntry(name, kind, shape, end, tensor_bytes(kind, shape)))
+            entries.append(safetensors.TensorEntry(name, kind, shape, end, tensor_bytes(kind, shape)))
             end += -(-entries[-1].num_bytes // ALIGNMENT) * ALIGNMENT
-        layouts.append(TensorFileLayout(header, tuple(entries), end))
+        layouts.append(safetensors.TensorFileLayout(header, tuple(entries), end))
     return layouts
 
 
-def _header_bytes(metadata: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> bytes:
+def _header_bytes(metadata: Mapping[str, Any], tensors: Sequence[safetensors.StoredTensor]) -> bytes:
     """Returns the header as the `gguf` package writes it, up to the first tensor."""
     package = gguf_package()
     with tempfile.TemporaryDirectory() as scratch:

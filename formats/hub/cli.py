@@ -7,10 +7,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from moe_pack.formats import PackError
-from moe_pack.formats.base.cli import TerminalProgress, failure_of, text_fault
+from moe_pack.formats.base import cli, errors
 from moe_pack.formats.base.commands import check_is_folder
-from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.hub.names import parse_name, source_name
 
 
@@ -29,8 +27,8 @@ class _Pack(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
         """Returns the path."""
         try:
             _check_pack(str(value))
-        except MoePackError as fault:
-            raise failure_of(fault, self._exit_code) from fault
+        except errors.MoePackError as fault:
+            raise cli.failure_of(fault, self._exit_code) from fault
         return Path(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -51,13 +49,13 @@ class _Named(click.ParamType):  # type: ignore[type-arg]  # generic since click 
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Returns the text."""
-        if (wrong := text_fault(value)) is not None:
+        if (wrong := cli.text_fault(value)) is not None:
             self.fail(wrong, param, ctx)
         try:
             if not Path(value).exists():
                 self._check(value)
-        except MoePackError as fault:
-            raise failure_of(fault) from fault
+        except errors.MoePackError as fault:
+            raise cli.failure_of(fault) from fault
         return value
 
     def list_option(self, body: Any) -> Any:
@@ -85,7 +83,7 @@ def _check_pack(text: str) -> None:
         if parse_name(text) is not None:
             return
         if text.lower() in _short_names():
-            raise PackError(
+            raise errors.PackError(
                 f"{text}: no such folder; this is a model's name, and a pack of the model is needed; make one first: "
                 f"moe-pack convert {text} -o packed/"
             )
@@ -125,5 +123,5 @@ def pack_folder(pack: Path) -> Path:
         return pack
     from moe_pack.formats.hub.packs import find_pack
 
-    with TerminalProgress() as progress:
+    with cli.TerminalProgress() as progress:
         return find_pack(pack, progress)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.base.commands import did_you_mean, names_beside
+from moe_pack.formats.base import commands
 
 _REPOSITORY = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
 _NAME = re.compile(rf"({_REPOSITORY})(?::([A-Za-z0-9][\w.-]{{0,95}}))?(?:@([A-Za-z0-9][\w./-]{{0,127}}))?", re.ASCII)
@@ -58,9 +58,9 @@ def source_name(source: str) -> HubName:
     name = parse_name(short_names().get(source.lower(), source))
     if name is not None:
         return name
-    beside = names_beside(path, ".gguf")
+    beside = commands.names_beside(path, ".gguf")
     if "/" in source or source.endswith(".gguf"):
-        similar = did_you_mean(path.name, beside)
+        similar = commands.did_you_mean(path.name, beside)
         raise CheckpointError(f"{source}: no such file or folder, and no name of the hub (owner/name){similar}")
-    similar = did_you_mean(source, [*beside, *short_names()], "moe-pack convert --list prints all names")
+    similar = commands.did_you_mean(source, [*beside, *short_names()], "moe-pack convert --list prints all names")
     raise CheckpointError(f"{source}: no such file or folder, and no known model has this name{similar}")

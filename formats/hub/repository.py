@@ -19,7 +19,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import NO_PROGRESS, Progress
+from moe_pack import formats
 from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.hub.names import HubName
@@ -129,7 +129,9 @@ class HubRepository:
         while done < num_bytes and not self._patiently(go_on, lambda: done):
             pass
 
-    def download(self, patterns: Sequence[str], unwanted: Sequence[str] = (), progress: Progress = NO_PROGRESS) -> Path:
+    def download(
+        self, patterns: Sequence[str], unwanted: Sequence[str] = (), progress: formats.Progress = formats.NO_PROGRESS
+    ) -> Path:
         """Downloads the files that match to the hub's cache, except those there, and returns the snapshot's folder.
 
         Raises:  the repository's error.
@@ -204,7 +206,7 @@ _COUNT_S = 1.0  # between two looks at the bytes of a download
 
 
 @contextmanager
-def _counted(folder: Path, progress: Progress) -> Iterator[None]:
+def _counted(folder: Path, progress: formats.Progress) -> Iterator[None]:
     """Reports the bytes by which the files of a folder grow, those that are not finished too."""
 
     def num_bytes() -> int:

@@ -21,18 +21,12 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import DISK_BLOCK_BYTES, CheckpointError
-from moe_pack.formats.families.checkpoint_files import MAX_FILE_BYTES, ShardFiles, check_small_file
-from moe_pack.formats.families.weight_files import JoinedShards, WeightFiles, join_shards
+from moe_pack import formats
+from moe_pack.formats.families import checkpoint_files, weight_files
 from moe_pack.formats.hub.names import LEAST_STREAM_BYTES, STREAM_BYTES
 from moe_pack.formats.hub.repository import HubRepository
+from moe_pack.formats.pack import safetensors
 from moe_pack.formats.pack.manifests import SourceFile
-from moe_pack.formats.pack.safetensors import (
-    TensorEntry,
-    header_entries,
-    header_length,
-    split_bytes,
-)
 
 _PIECES = 128  # pieces in the quota, at least: 32 MiB each by default
 _HEADER_BYTES = 256 << 10  # most headers are shorter, and come with the first request
@@ -41,7 +35,7 @@ _HEADERS_AT_ONCE = 8
 Key = tuple[str, int]  # shard and first byte
 
 
-class StreamedFiles(ShardFiles):
+class StreamedFiles(checkpoint_files.ShardFiles):
     """A checkpoint of the hub, of which at most `quota_bytes` are on the disk at a time. Owns the repository.
 
     Args:    folder: on whose disk the pieces are.
@@ -76,7 +70,7 @@ class StreamedFiles(ShardFiles):
         """Returns whether the checkpoint has this file."""
         return self._repository.name.path(name) in self._repository.files
 
-    def read_file(self, name: str, most_bytes: int = MAX_FILE_BYTES) -> NDArray[np.uint8]:
+    def read_file(self, name: str, most_bytes: int = checkpoint_files.MAX_FILE_BYTES) -> NDArray[np.uint8]:
         """Reads a whole file, the first time from the hub: u8 [bytes].
 
         Raises:  CheckpointError if it is larger than `most_bytes`, or cannot be fetched.
@@ -84,9 +78,9 @@ class StreamedFiles(ShardFiles):
         if name not in self._small:
             num_bytes = self._num_bytes(name)
             if num_bytes > most_bytes:
-                raise CheckpointError(f"{name}: {num_bytes} bytes, at most {most_bytes}")
+                raise formats.CheckpointError(f"{name}: {num_bytes} bytes, at most {most_bytes}")
             raw = self._repository.read(self._repository.name.path(name), 0, num_bytes)
-            check_small_file(raw, name)
+            checkpoint_files.check_small_file(raw, name)
             self._small[name] = raw
         return self._small[name]
 
@@ -128,28 +122,28 @@ class StreamedFiles(ShardFiles):
     def _num_bytes(self, name: str) -> int:
         return self._repository.files[self._repository.name.path(name)].num_bytes
 
-    def _open(self, weights: WeightFiles) -> JoinedShards:
+    def _open(self, weights: weight_files.WeightFiles) -> weight_files.JoinedShards:
         with ThreadPoolExecutor(_HEADERS_AT_ONCE, "headers") as pool:
             self._headers = dict(zip(weights.shards, pool.map(self._header, weights.shards), strict=True))
         headers = {
-            shard: header_entries(raw[8:], shard, self._num_bytes(shard), CheckpointError)
+            shard: safetensors.header_entries(raw[8:], shard, self._num_bytes(shard), formats.CheckpointError)
             for shard, raw in self._headers.items()
         }
         most = self._quota_bytes // _PIECES
         self._starts = {shard: list(_piece_starts(entries, most)) for shard, entries in headers.items()}
-        return join_shards(weights, headers)
+        return weight_files.join_shards(weights, headers)
 
     def _header(self, shard: str) -> bytes:
         """Returns the first bytes of a shard: the header's length and the header."""
         path, num_bytes = self._repository.name.path(shard), self._num_bytes(shard)
         raw = self._repository.read(path, 0, min(_HEADER_BYTES, num_bytes)).tobytes()
-        end = 8 + header_length(raw[:8], shard, num_bytes, CheckpointError)
+        end = 8 + safetensors.header_length(raw[:8], shard, num_bytes, formats.CheckpointError)
         if end > len(raw):
             raw += self._repository.read(path, len(raw), end - len(raw)).tobytes()
         return raw[:end]
 
 
-def _piece_starts(entries: Iterable[TensorEntry], most_bytes: int) -> Iterator[int]:
+def _piece_starts(entries: Iterable[safetensors.TensorEntry], most_bytes: int) -> Iterator[int]:
     """Yields the first byte of each piece of a shard, and the shard's end; pieces have at most `most_bytes`.
 
     Small tensors that follow each other are one piece, because requests take time; a large one is divided.
@@ -159,7 +153,7 @@ def _piece_starts(entries: Iterable[TensorEntry], most_bytes: int) -> Iterator[i
         if not entry.num_bytes:
             continue
         if start < 0 or entry.offset + entry.num_bytes - start > most_bytes:
-            pieces = [offset for offset, _ in split_bytes(entry.offset, entry.num_bytes, most_bytes)]
+            pieces = [offset for offset, _ in safetensors.split_bytes(entry.offset, entry.num_bytes, most_bytes)]
             yield from pieces
             start = pieces[-1]
         end = entry.offset + entry.num_bytes
@@ -169,7 +163,7 @@ def _piece_starts(entries: Iterable[TensorEntry], most_bytes: int) -> Iterator[i
 
 def _disk_bytes(num_bytes: int) -> int:
     """Returns what a file of this size takes on the disk, in blocks of 4 KiB."""
-    return -(-num_bytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
+    return -(-num_bytes // formats.DISK_BLOCK_BYTES) * formats.DISK_BLOCK_BYTES
 
 
 class _Piece:
@@ -266,7 +260,7 @@ class _Pieces:
             self._repository.fetch(self._repository.name.path(shard), start, piece.num_bytes, piece.file.write)
             piece.file.flush()
         except OSError as fault:
-            raise CheckpointError(
+            raise formats.CheckpointError(
                 f"{self._folder}: a piece of {shard} cannot be written ({fault.strerror}); free some space, or give "
                 "less with --stream-space"
             ) from fault

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.formats.pack.plans import BLOCK, PartFormat
+from moe_pack.formats.pack import plans
 
 # Of a step's nibble, of the nibble before it, and of the one before that: 16 bytes each.
 TRELLIS_HASH: tuple[str, str, str] = (
@@ -76,7 +76,7 @@ TRELLIS_UNITS: dict[int, float] = {
 class Bf16:
     """Weights as little-endian bfloat16, two bytes each."""
 
-    def __init__(self, part: PartFormat, num_cols: int) -> None:
+    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
         self.num_cols = num_cols
 
     def encode(self, weights: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Affine:
     Source: the arithmetic of hqq's `Quantizer.dequantize`, with which it agrees bit for bit.
     """
 
-    def __init__(self, part: PartFormat, num_cols: int) -> None:
+    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
         self.part = part
         self.num_cols = num_cols
         self.code_bytes = part.code_bytes(num_cols)
@@ -142,7 +142,7 @@ class Affine:
 class Fp8:
     """Weights as `code * scale` in float32: E4M3 codes (no infinity), then a float32 scale for each 128 columns."""
 
-    def __init__(self, part: PartFormat, num_cols: int) -> None:
+    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
         self.part = part
         self.num_cols = num_cols
 
@@ -161,7 +161,7 @@ class Fp8:
 class E5m2:
     """Weights as `code * scale`: E5M2 codes, then one power of two a row. Stores a neuron of MXFP4's `down` exactly."""
 
-    def __init__(self, part: PartFormat, num_cols: int) -> None:
+    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
         self.num_cols = num_cols
 
     def encode(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Mxfp4:
     Source: OCP Microscaling Formats (MX) Specification, version 1.0, section 5.
     """
 
-    def __init__(self, part: PartFormat, num_cols: int) -> None:
+    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
         self.part = part
         self.num_cols = num_cols
 
@@ -205,7 +205,7 @@ class Trellis:
     Marcellin and Fischer (1990). The hash of nibbles is our own: a processor looks it up with byte shuffles.
     """
 
-    def __init__(self, part: PartFormat, num_cols: int) -> None:
+    def __init__(self, part: plans.PartFormat, num_cols: int) -> None:
         self.part = part
         self.num_cols = num_cols
         self.code_bytes = part.code_bytes(num_cols)
@@ -332,7 +332,7 @@ def powers_of_two(exponents: Tensor) -> Tensor:
     return _viewed(exponents, torch.float8_e8m0fnu).to(torch.float32)
 
 
-def affine(part: PartFormat, num_cols: int) -> Affine:
+def affine(part: plans.PartFormat, num_cols: int) -> Affine:
     """Returns the affine codec for rows of `num_cols` weights."""
     assert part.codec == "affine", part
     return Affine(part, num_cols)
@@ -348,7 +348,7 @@ _CODECS: dict[str, type[Bf16] | type[Affine] | type[Fp8] | type[E5m2] | type[Mxf
 }
 
 
-def decode_part(part: PartFormat, num_cols: int, rows: Tensor) -> Tensor:
+def decode_part(part: plans.PartFormat, num_cols: int, rows: Tensor) -> Tensor:
     """Returns float32 weights [rows, num_cols] for a part's bytes, u8 [rows, part_bytes]."""
     return _CODECS[part.codec](part, num_cols).decode(rows)
 
@@ -357,7 +357,7 @@ def pack_codes(codes: Tensor, width: int) -> Tensor:
     """Packs codes in planar blocks of 64: u8 [rows, n] to u8 [rows, n * width / 8]; n is a multiple of 64."""
     if width == 8:
         return codes
-    blocks = codes.view(codes.shape[0], -1, BLOCK)  # [rows, blocks, 64]
+    blocks = codes.view(codes.shape[0], -1, plans.BLOCK)  # [rows, blocks, 64]
     planes = [(blocks & 3, 2), (blocks >> 2, 1)] if width == 3 else [(blocks, width)]
     return torch.cat([_pack_plane(values, bits) for values, bits in planes], dim=2).flatten(1)
 

@@ -18,28 +18,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats.base.errors import PackError, PlanError
-from moe_pack.formats.pack.plans import FP8, ExpertFormat, PartFormat, Plan, format_fault, plan_fault
-from moe_pack.formats.pack.safetensors import (
-    DTYPE_BYTES,
-    StoredTensor,
-    TensorEntry,
-    TensorFileLayout,
-    lay_out,
-    split_bytes,
-)
-from moe_pack.formats.parts import DenseRole
-from moe_pack.formats.parts.specs import (
-    MATRICES,
-    ExpertSpec,
-    Matrix,
-    ModelSpec,
-    Selector,
-    dense_roles,
-    record_matrices,
-    selector_matrices,
-    with_repeats,
-)
+from moe_pack.formats.base import errors
+from moe_pack.formats.pack import plans, safetensors
+from moe_pack.formats.parts import DenseRole, specs
 
 ROW_ALIGN, CRC_BYTES = 16, 4
 Bytes2D = NDArray[np.uint8]
@@ -54,7 +35,7 @@ class Part:
     """
 
     name: str
-    format: PartFormat
+    format: plans.PartFormat
     offset: int
     scales_offset: int
     code_bytes: int
@@ -81,7 +62,7 @@ class RowLayout:
         return next((part for part in self.parts if part.name == name), None)
 
 
-def row_layout(parts: list[tuple[str, PartFormat, bool]], num_cols: int) -> RowLayout:
+def row_layout(parts: list[tuple[str, plans.PartFormat, bool]], num_cols: int) -> RowLayout:
     """Returns the layout of rows with these parts: name, format, whether a float32 bias follows."""
     placed, end = [], 0
     offsets = []
@@ -102,7 +83,7 @@ def extra_layout(num_floats: int) -> RowLayout | None:
 
 def plain_layout(num_values: int, dtype: str) -> RowLayout:
     """Returns the layout of a row of values of a 16- or 32-bit dtype, CRC and padding, as in an n-gram table."""
-    num_bytes = num_values * DTYPE_BYTES[dtype]
+    num_bytes = num_values * safetensors.DTYPE_BYTES[dtype]
     return RowLayout((), num_values, num_bytes, _row_bytes(num_bytes))
 
 
@@ -143,7 +124,7 @@ class ExpertLayout:
         """Returns the layouts of the rows that the extent has."""
         return tuple(rows for rows in (self.selector, self.records, self.extra) if rows is not None)
 
-    def find(self, matrix: Matrix) -> tuple[RowLayout, Part, int] | None:
+    def find(self, matrix: specs.Matrix) -> tuple[RowLayout, Part, int] | None:
         """Returns the rows with `matrix`, its part in them, and their offset in the extent; None without the matrix."""
         if self.selector is not None and (part := self.selector.part(matrix)) is not None:
             return self.selector, part, 0
@@ -151,19 +132,23 @@ class ExpertLayout:
         return None if part is None else (self.records, part, self.selector_bytes)
 
 
-def expert_layout(expert: ExpertFormat, selector: Selector, spec: ExpertSpec, hidden_size: int) -> ExpertLayout:
+def expert_layout(
+    expert: plans.ExpertFormat, selector: specs.Selector, spec: specs.ExpertSpec, hidden_size: int
+) -> ExpertLayout:
     """Returns the layout of an expert with the formats `expert` and this selector kind."""
 
-    def rows(matrices: tuple[Matrix, ...]) -> RowLayout:
+    def rows(matrices: tuple[specs.Matrix, ...]) -> RowLayout:
         parts = [
-            (m, part, m in spec.row_bias) for m in MATRICES if m in matrices and (part := expert.of(m)) is not None
+            (m, part, m in spec.row_bias)
+            for m in specs.MATRICES
+            if m in matrices and (part := expert.of(m)) is not None
         ]
         return row_layout(list(parts), hidden_size)
 
-    selected = selector_matrices(selector, spec.matrices)
+    selected = specs.selector_matrices(selector, spec.matrices)
     return ExpertLayout(
         selector=rows(selected) if selected else None,
-        records=rows(record_matrices(selector, spec.matrices)),
+        records=rows(specs.record_matrices(selector, spec.matrices)),
         num_rows=spec.intermediate_size,
         extra=extra_layout(spec.extra_floats),
     )
@@ -215,12 +200,12 @@ def check_rows(layout: RowLayout, rows: Bytes2D, place: str, numbers: int | NDAr
     stored = np.ascontiguousarray(rows[:, layout.crc_offset : layout.crc_offset + 4]).view("<u4")[:, 0]
     wrong = np.flatnonzero(row_crcs(layout, rows) != stored)
     if wrong.size:
-        raise PackError(f"{place}: row {row(wrong[0])}: CRC-32 does not match its bytes; the file is damaged")
+        raise errors.PackError(f"{place}: row {row(wrong[0])}: CRC-32 does not match its bytes; the file is damaged")
     gaps = [slice(part.offset + part.code_bytes, after.offset) for part, after in pairwise(layout.parts)]
     gaps.append(slice(layout.crc_offset + 4, layout.row_bytes))
     padded = np.flatnonzero(np.any([rows[:, gap].any(axis=1) for gap in gaps], axis=0))
     if padded.size:
-        raise PackError(f"{place}: row {row(padded[0])}: padding is not zero")
+        raise errors.PackError(f"{place}: row {row(padded[0])}: padding is not zero")
 
 
 # Offsets, sizes and addresses of direct reads are multiples of a disk block, so experts begin on one.
@@ -253,7 +238,7 @@ class DenseLayout:
     role: DenseRole
     dtype: str
     rows: RowLayout | None
-    entry: TensorEntry
+    entry: safetensors.TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +249,7 @@ class NgramLayout:
     dtype: str
     rows: RowLayout
     num_rows: int
-    file: TensorFileLayout
+    file: safetensors.TensorFileLayout
 
     @property
     def offset(self) -> int:
@@ -300,17 +285,17 @@ class PackLayout:
     vectors of rotated layers; 0 if no layer is rotated.
     """
 
-    spec: ModelSpec
+    spec: specs.ModelSpec
     experts: tuple[tuple[ExpertLayout, ...], ...]
     offsets: tuple[tuple[int, ...], ...]
-    expert_files: tuple[TensorFileLayout, ...]
+    expert_files: tuple[safetensors.TensorFileLayout, ...]
     dense: tuple[DenseLayout, ...]
-    dense_file: TensorFileLayout
-    unused_file: TensorFileLayout | None = None
+    dense_file: safetensors.TensorFileLayout
+    unused_file: safetensors.TensorFileLayout | None = None
     rotation_bytes: int = 0
     ngrams: tuple[NgramLayout, ...] = ()
 
-    def files(self) -> Iterator[tuple[str, TensorFileLayout]]:
+    def files(self) -> Iterator[tuple[str, safetensors.TensorFileLayout]]:
         """Yields name and layout of each large file: those that are laid out before they are written."""
         yield DENSE_FILE, self.dense_file
         for layer, file in zip(self.spec.moe_layers, self.expert_files, strict=True):
@@ -340,7 +325,7 @@ class PackLayout:
             yield from _table_items(place, table)
 
 
-def _dense_items(entry: TensorEntry) -> Iterator[Item]:
+def _dense_items(entry: safetensors.TensorEntry) -> Iterator[Item]:
     num_rows, row_bytes = entry.shape[0], entry.num_bytes // entry.shape[0]
     step = max(_PIECE_BYTES // row_bytes // _PIECE_ROWS, 1) * _PIECE_ROWS
     for first in range(0, num_rows, step):
@@ -349,8 +334,8 @@ def _dense_items(entry: TensorEntry) -> Iterator[Item]:
         yield Item("dense", DENSE_FILE, offset, rows * row_bytes, role=entry.name, first_row=first)
 
 
-def _unused_items(entry: TensorEntry) -> Iterator[Item]:
-    for offset, size in split_bytes(entry.offset, entry.num_bytes, _PIECE_BYTES):
+def _unused_items(entry: safetensors.TensorEntry) -> Iterator[Item]:
+    for offset, size in safetensors.split_bytes(entry.offset, entry.num_bytes, _PIECE_BYTES):
         yield Item("unused", UNUSED_FILE, offset, size, role=entry.name, start=offset - entry.offset)
 
 
@@ -363,10 +348,10 @@ def _table_items(place: int, table: NgramLayout) -> Iterator[Item]:
 
 
 def pack_layout(
-    spec: ModelSpec,
-    plan: Plan,
+    spec: specs.ModelSpec,
+    plan: plans.Plan,
     dense_dtypes: Sequence[str],
-    unused: Sequence[StoredTensor] = (),
+    unused: Sequence[safetensors.StoredTensor] = (),
     table_dtypes: Sequence[str] = (),
 ) -> PackLayout:
     """Returns the layout of the pack of a model with `plan`.
@@ -376,35 +361,35 @@ def pack_layout(
              are not run.   table_dtypes: of the n-gram table of each layer that has one; none: BF16.
     Raises:  PlanError if the plan is for another model, or has formats that its rows do not allow.
     """
-    fault = plan_fault(plan, spec)
+    fault = plans.plan_fault(plan, spec)
     if fault:
-        raise PlanError(f"plan: {fault}")
-    spec = with_repeats(spec, plan.repeats)
+        raise errors.PlanError(f"plan: {fault}")
+    spec = specs.with_repeats(spec, plan.repeats)
     kinds = {expert for layer in plan.experts for expert in layer}  # few, of thousands of experts
     known = {kind: expert_layout(kind, plan.selector, spec.expert, spec.hidden_size) for kind in kinds}
     experts = tuple(tuple(known[expert] for expert in layer) for layer in plan.experts)
     dense = [
         _kept(role, dtype) if part is None else (dtype, part)
-        for role, dtype, part in zip(dense_roles(spec), dense_dtypes, plan.dense, strict=True)
+        for role, dtype, part in zip(specs.dense_roles(spec), dense_dtypes, plan.dense, strict=True)
     ]
     return layout_of(spec, experts, dense, unused, table_dtypes)
 
 
-def _kept(role: DenseRole, dtype: str) -> tuple[str, PartFormat | None]:
+def _kept(role: DenseRole, dtype: str) -> tuple[str, plans.PartFormat | None]:
     """Returns dtype and format of a dense tensor that keeps the source's values: its own dtype, or FP8 in rows.
 
     FP8 is decoded to float32 if a row is not a multiple of 64 values.
     """
     if dtype != "F8_E4M3":
         return dtype, None
-    return ("F32", None) if format_fault(FP8, role.shape[-1]) else (dtype, FP8)
+    return ("F32", None) if plans.format_fault(plans.FP8, role.shape[-1]) else (dtype, plans.FP8)
 
 
 def layout_of(
-    spec: ModelSpec,
+    spec: specs.ModelSpec,
     experts: tuple[tuple[ExpertLayout, ...], ...],
-    dense_formats: Sequence[tuple[str, PartFormat | None]],
-    unused: Sequence[StoredTensor] = (),
+    dense_formats: Sequence[tuple[str, plans.PartFormat | None]],
+    unused: Sequence[safetensors.StoredTensor] = (),
     table_dtypes: Sequence[str] = (),
 ) -> PackLayout:
     """Returns the layout of a pack.
@@ -413,7 +398,7 @@ def layout_of(
              format of its rows; None stores the source's bytes.   unused: tensors that are kept, but not run.
              table_dtypes: as for `pack_layout`.
     """
-    roles = dense_roles(spec)
+    roles = specs.dense_roles(spec)
     rows = [
         row_layout([("weight", part, False)], role.shape[1]) if part else None
         for role, (_, part) in zip(roles, dense_formats, strict=True)
@@ -422,7 +407,7 @@ def layout_of(
         (role.name, "U8" if layout else dtype, (role.shape[0], layout.row_bytes) if layout else role.shape)
         for role, layout, (dtype, _) in zip(roles, rows, dense_formats, strict=True)
     ]
-    dense_file = lay_out([[tensor] for tensor in tensors], DENSE_ALIGN)
+    dense_file = safetensors.lay_out([[tensor] for tensor in tensors], DENSE_ALIGN)
     entries = dense_file.by_name()
     dense = tuple(
         DenseLayout(role, dtype, layout, entries[role.name])
@@ -430,12 +415,12 @@ def layout_of(
     )
     expert_files = tuple(_expert_file(layer) for layer in experts)
     offsets = tuple(_extent_offsets(file, len(layer)) for file, layer in zip(expert_files, experts, strict=True))
-    unused_file = lay_out([[tensor] for tensor in unused], DENSE_ALIGN) if unused else None
+    unused_file = safetensors.lay_out([[tensor] for tensor in unused], DENSE_ALIGN) if unused else None
     tables = _tables(spec, table_dtypes)
     return PackLayout(spec, experts, offsets, expert_files, dense, dense_file, unused_file, ngrams=tables)
 
 
-def _tables(spec: ModelSpec, dtypes: Sequence[str]) -> tuple[NgramLayout, ...]:
+def _tables(spec: specs.ModelSpec, dtypes: Sequence[str]) -> tuple[NgramLayout, ...]:
     if spec.ngrams is None:
         return ()
     layers = spec.ngrams.layers
@@ -451,8 +436,8 @@ def table_layout(num_rows: int, row_values: int, layer: int, dtype: str) -> Ngra
     A row's tensor has the values of the source and, as further values of its dtype, the row's CRC-32 and padding.
     """
     rows = plain_layout(row_values, dtype)
-    shape = (num_rows, rows.row_bytes // DTYPE_BYTES[dtype])
-    return NgramLayout(layer, dtype, rows, num_rows, lay_out([[(TABLE, dtype, shape)]], DISK_BLOCK_BYTES))
+    shape = (num_rows, rows.row_bytes // safetensors.DTYPE_BYTES[dtype])
+    return NgramLayout(layer, dtype, rows, num_rows, safetensors.lay_out([[(TABLE, dtype, shape)]], DISK_BLOCK_BYTES))
 
 
 def whole_blocks(num_bytes: int) -> int:
@@ -460,20 +445,20 @@ def whole_blocks(num_bytes: int) -> int:
     return -(-num_bytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
 
 
-def _expert_file(layer: Sequence[ExpertLayout]) -> TensorFileLayout:
-    groups: list[list[StoredTensor]] = []
+def _expert_file(layer: Sequence[ExpertLayout]) -> safetensors.TensorFileLayout:
+    groups: list[list[safetensors.StoredTensor]] = []
     for number, expert in enumerate(layer):
-        group: list[StoredTensor] = []
+        group: list[safetensors.StoredTensor] = []
         if expert.selector is not None:
             group.append((f"{number}.selector", "U8", (expert.num_rows, expert.selector.row_bytes)))
         group.append((f"{number}.records", "U8", (expert.num_rows, expert.records.row_bytes)))
         if expert.extra is not None:
             group.append((f"{number}.extra", "U8", (1, expert.extra.row_bytes)))
         groups.append(group)
-    return lay_out(groups, DISK_BLOCK_BYTES)
+    return safetensors.lay_out(groups, DISK_BLOCK_BYTES)
 
 
-def _extent_offsets(file: TensorFileLayout, num_experts: int) -> tuple[int, ...]:
+def _extent_offsets(file: safetensors.TensorFileLayout, num_experts: int) -> tuple[int, ...]:
     first: dict[str, int] = {}
     for entry in file.entries:
         first.setdefault(entry.name.partition(".")[0], entry.offset)

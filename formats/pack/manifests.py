@@ -22,11 +22,8 @@ from numpy.typing import NDArray
 
 from moe_pack.formats.base import json_files
 from moe_pack.formats.base.errors import PackError
-from moe_pack.formats.base.json_files import added, check_seal, sealed
-from moe_pack.formats.pack.layouts import DENSE_FILE, UNUSED_FILE, PackLayout, experts_file, ngrams_file
-from moe_pack.formats.pack.plans import Codec, ExpertFormat, PartFormat, Plan, Quantizer, format_fault
-from moe_pack.formats.pack.safetensors import DTYPE_BYTES, assemble
-from moe_pack.formats.parts.specs import MATRICES, ModelSpec, Selector, spec_fault
+from moe_pack.formats.pack import layouts, plans, safetensors
+from moe_pack.formats.parts import specs
 
 INDEX_FILE = "index.safetensors"
 THRESHOLDS_FILE = "thresholds.safetensors"
@@ -35,7 +32,7 @@ ORDER_FILE = "order.safetensors"
 ROTATION_FILE = "rotation.safetensors"
 
 NO_PART = 0  # codec of a matrix that the expert does not have
-_CODEC_IDS: dict[Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5, "trellis": 6}
+_CODEC_IDS: dict[plans.Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5, "trellis": 6}
 _CODEC_NAMES = {number: name for name, number in _CODEC_IDS.items()}
 _NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F32": "<f4"}
 
@@ -65,7 +62,7 @@ _INDEX_ARRAYS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
 )
 
 
-def index_bytes(layout: PackLayout, plan: Plan, digests: Mapping[tuple[int, int], Digests]) -> bytes:
+def index_bytes(layout: layouts.PackLayout, plan: plans.Plan, digests: Mapping[tuple[int, int], Digests]) -> bytes:
     """Returns the bytes of a pack's `index.safetensors`.
 
     Args:    digests: by MoE layer index and expert.
@@ -81,24 +78,26 @@ def index_bytes(layout: PackLayout, plan: Plan, digests: Mapping[tuple[int, int]
             arrays["record_row_bytes"][l, e] = expert.records.row_bytes
             arrays["crc32"][l, e] = digests[l, e].crc32
             arrays["sha256"][l, e] = np.frombuffer(digests[l, e].sha256, np.uint8)
-            for m, matrix in enumerate(MATRICES):
+            for m, matrix in enumerate(specs.MATRICES):
                 part = plan.experts[l][e].of(matrix)
                 if part is not None:
                     arrays["codec"][l, e, m] = _CODEC_IDS[part.codec]
                     arrays["width"][l, e, m] = part.width
                     arrays["group"][l, e, m] = part.group
                     arrays["scale_bits"][l, e, m] = part.scale_bits
-    return assemble((name, dtype, arrays[name].shape, arrays[name].tobytes()) for name, dtype, _ in _INDEX_ARRAYS)
+    return safetensors.assemble(
+        (name, dtype, arrays[name].shape, arrays[name].tobytes()) for name, dtype, _ in _INDEX_ARRAYS
+    )
 
 
 def thresholds_bytes(thresholds: NDArray[np.float32]) -> bytes:
     """Returns the bytes of `thresholds.safetensors` for thresholds `[L, E]`."""
-    return assemble([("threshold", "F32", thresholds.shape, thresholds.astype("<f4").tobytes())])
+    return safetensors.assemble([("threshold", "F32", thresholds.shape, thresholds.astype("<f4").tobytes())])
 
 
 def order_bytes(order: NDArray[np.uint32]) -> bytes:
     """Returns the bytes of `order.safetensors`: in `[L, E, f]`, `order[l, e, j]` is the source's neuron in row `j`."""
-    return assemble([("order", "U32", order.shape, order.astype("<u4").tobytes())])
+    return safetensors.assemble([("order", "U32", order.shape, order.astype("<u4").tobytes())])
 
 
 def read_arrays(
@@ -121,7 +120,7 @@ def read_arrays(
             raise PackError(
                 f"{place}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {dtype} {list(shape)}"
             )
-        flat = np.frombuffer(raw, _NUMPY_DTYPES[dtype], entry.num_bytes // DTYPE_BYTES[dtype], entry.offset)
+        flat = np.frombuffer(raw, _NUMPY_DTYPES[dtype], entry.num_bytes // safetensors.DTYPE_BYTES[dtype], entry.offset)
         arrays[name] = flat.reshape(shape)
     return arrays
 
@@ -134,10 +133,10 @@ class Index:
     size: Array
     crc32: Array
     sha256: Array
-    experts: tuple[tuple[ExpertFormat, ...], ...]
+    experts: tuple[tuple[plans.ExpertFormat, ...], ...]
     _row_bytes: tuple[Array, Array]
 
-    def check_layout(self, layout: PackLayout) -> None:
+    def check_layout(self, layout: layouts.PackLayout) -> None:
         """Checks that offsets and sizes are those that follow from the formats.
 
         Raises:  PackError that names the first expert where they differ.
@@ -161,7 +160,7 @@ class Index:
                 )
 
 
-def read_index(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> Index:
+def read_index(raw: bytes, entries: Mapping[str, Any], spec: specs.ModelSpec) -> Index:
     """Reads the bytes of `index.safetensors` and checks its formats against the model.
 
     Raises:  PackError for arrays that are missing or have another shape, and for unknown codecs, widths or groups.
@@ -177,26 +176,26 @@ def read_index(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> Index
     return Index(arrays["offset"], arrays["size"], arrays["crc32"], arrays["sha256"], experts, rows)
 
 
-def _expert_format(facts: list[list[int]], spec: ModelSpec) -> ExpertFormat:
-    parts: dict[str, PartFormat | None] = {}
-    for matrix, (codec, width, group, scale_bits) in zip(MATRICES, facts, strict=True):
+def _expert_format(facts: list[list[int]], spec: specs.ModelSpec) -> plans.ExpertFormat:
+    parts: dict[str, plans.PartFormat | None] = {}
+    for matrix, (codec, width, group, scale_bits) in zip(specs.MATRICES, facts, strict=True):
         if codec == NO_PART and matrix not in spec.expert.matrices:
             parts[matrix] = None
             continue
         name = _CODEC_NAMES.get(codec)
         if name is None or matrix not in spec.expert.matrices:
             raise PackError(f"{INDEX_FILE}: unknown codec {codec} for {matrix}")
-        part = PartFormat(name, width, group, scale_bits)
-        fault = format_fault(part, spec.hidden_size)
+        part = plans.PartFormat(name, width, group, scale_bits)
+        fault = plans.format_fault(part, spec.hidden_size)
         if fault:
             raise PackError(f"{INDEX_FILE}: format of {matrix}: {fault}")
         parts[matrix] = part
     up, down = parts["up"], parts["down"]
     assert up is not None and down is not None, "every expert has up and down"
-    return ExpertFormat(parts["gate"], up, down)
+    return plans.ExpertFormat(parts["gate"], up, down)
 
 
-def read_thresholds(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.float32]:
+def read_thresholds(raw: bytes, entries: Mapping[str, Any], spec: specs.ModelSpec) -> NDArray[np.float32]:
     """Reads thresholds `[L, E]`, which must be finite and not negative.
 
     Raises:  PackError that names the first wrong one.
@@ -218,7 +217,7 @@ def thresholds_fault(thresholds: NDArray[np.float32]) -> str:
     return f"threshold of layer {l} expert {e} is {thresholds[l, e]}, expected a number of 0 or more"
 
 
-def read_order(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.uint32]:
+def read_order(raw: bytes, entries: Mapping[str, Any], spec: specs.ModelSpec) -> NDArray[np.uint32]:
     """Reads the neuron order `[L, E, f]`: a permutation for each expert in which `repeats` neurons stand twice.
 
     Raises:  PackError that names the first expert whose order is another.
@@ -262,7 +261,7 @@ class RotationVectors:
         """Returns whether a MoE layer's experts are stored in rotated coordinates."""
         return bool(self.input[layer_idx].any())
 
-    def layers(self, spec: ModelSpec) -> tuple[int, ...]:
+    def layers(self, spec: specs.ModelSpec) -> tuple[int, ...]:
         """Returns the decoder layers that are rotated, rising."""
         return tuple(layer for layer_idx, layer in enumerate(spec.moe_layers) if self.is_rotated(layer_idx))
 
@@ -270,10 +269,10 @@ class RotationVectors:
 def rotation_bytes(vectors: RotationVectors) -> bytes:
     """Returns the bytes of `rotation.safetensors`."""
     arrays = (("input", vectors.input), ("output", vectors.output))
-    return assemble((name, "F32", array.shape, array.astype("<f4").tobytes()) for name, array in arrays)
+    return safetensors.assemble((name, "F32", array.shape, array.astype("<f4").tobytes()) for name, array in arrays)
 
 
-def read_rotation(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> RotationVectors:
+def read_rotation(raw: bytes, entries: Mapping[str, Any], spec: specs.ModelSpec) -> RotationVectors:
     """Reads the vectors of rotated layers.
 
     Raises:  PackError that names the first layer whose vectors are not allowed.
@@ -323,7 +322,7 @@ FEATURES = frozenset(
         "unused",
     }
 )
-REQUIRED_FILES = (INDEX_FILE, DENSE_FILE, THRESHOLDS_FILE, ORDER_FILE, SOURCE_FILE)
+REQUIRED_FILES = (INDEX_FILE, layouts.DENSE_FILE, THRESHOLDS_FILE, ORDER_FILE, SOURCE_FILE)
 COPIED_FILES = (
     "config.json",
     "generation_config.json",
@@ -366,7 +365,7 @@ class QuantizedDense:
     name: str
     rows: int
     cols: int
-    format: PartFormat
+    format: plans.PartFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,8 +394,8 @@ class Totals:
     tables: int
     copied: int
     content: int
-    unused: int = added(0)
-    ngrams: int = added(0)
+    unused: int = json_files.added(0)
+    ngrams: int = json_files.added(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,9 +405,9 @@ class Manifest:
     format: Literal["moe-pack"]
     version: int
     features: tuple[str, ...]
-    model: ModelSpec
-    selector: Selector
-    quantizer: Quantizer
+    model: specs.ModelSpec
+    selector: specs.Selector
+    quantizer: plans.Quantizer
     made_with: tuple[PackageVersion, ...]
     conversion: str
     dense: tuple[QuantizedDense, ...]
@@ -436,7 +435,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     """Returns the bytes of `manifest.json`: canonical JSON with its own digest in the last key, `sha256`."""
     values = json_files.dump(manifest)
     del values["sha256"]
-    return sealed(values)
+    return json_files.sealed(values)
 
 
 def read_manifest(raw: bytes) -> Manifest:
@@ -460,7 +459,7 @@ def read_manifest(raw: bytes) -> Manifest:
             raise PackError(
                 f"{MANIFEST_FILE}: requires feature {feature!r}, which this version does not know; use a newer moe-pack"
             )
-    check_seal(raw, MANIFEST_FILE)
+    json_files.check_seal(raw, MANIFEST_FILE)
     manifest = json_files.load(Manifest, values, MANIFEST_FILE, PackError)
     _check_files(manifest)
     _check_meaning(manifest)
@@ -474,7 +473,7 @@ def _check_files(manifest: Manifest) -> None:
         raise PackError(f"{MANIFEST_FILE}: file {twice!r} is listed twice")
     tables = table_files(manifest.model)
     for file in manifest.files:
-        if file.name not in (*REQUIRED_FILES, *COPIED_FILES, UNUSED_FILE, ROTATION_FILE, *tables):
+        if file.name not in (*REQUIRED_FILES, *COPIED_FILES, layouts.UNUSED_FILE, ROTATION_FILE, *tables):
             raise PackError(f"{MANIFEST_FILE}: unknown file {file.name!r}")
         check_size_and_digest(file.name, file.bytes, file.sha256)
     if (ROTATION_FILE in names) != ("rotated" in manifest.features):
@@ -482,7 +481,7 @@ def _check_files(manifest: Manifest) -> None:
     for required in (*REQUIRED_FILES, *tables):
         if required not in names:
             raise PackError(f"{MANIFEST_FILE}: file {required!r} is not listed")
-    expected = [experts_file(layer) for layer in manifest.model.moe_layers]
+    expected = [layouts.experts_file(layer) for layer in manifest.model.moe_layers]
     for expert_file, name in zip(manifest.expert_files, expected, strict=False):
         if expert_file.name != name:
             raise PackError(f"{MANIFEST_FILE}: found expert file {expert_file.name!r}, expected {name!r}")
@@ -494,9 +493,9 @@ def _check_files(manifest: Manifest) -> None:
         )
 
 
-def table_files(spec: ModelSpec) -> tuple[str, ...]:
+def table_files(spec: specs.ModelSpec) -> tuple[str, ...]:
     """Returns the names of the files of a model's n-gram tables."""
-    return () if spec.ngrams is None else tuple(map(ngrams_file, spec.ngrams.layers))
+    return () if spec.ngrams is None else tuple(map(layouts.ngrams_file, spec.ngrams.layers))
 
 
 def check_size_and_digest(name: str, num_bytes: int, digest: str, place: str = MANIFEST_FILE) -> None:
@@ -511,7 +510,7 @@ def check_size_and_digest(name: str, num_bytes: int, digest: str, place: str = M
 
 
 def _check_meaning(manifest: Manifest) -> None:
-    fault = spec_fault(manifest.model)
+    fault = specs.spec_fault(manifest.model)
     if fault:
         raise PackError(f"{MANIFEST_FILE}: model: {fault}")
     for file in manifest.files:
@@ -537,7 +536,7 @@ def _check_meaning(manifest: Manifest) -> None:
         raise PackError(f"{MANIFEST_FILE}: totals give {content} bytes of content, the files listed have {listed}")
 
 
-def _most_bytes(name: str, spec: ModelSpec) -> int | None:
+def _most_bytes(name: str, spec: specs.ModelSpec) -> int | None:
     """Returns the most bytes that a file may have which is read whole; None for those that are read in parts."""
     if name in (*COPIED_FILES, SOURCE_FILE):
         return MAX_SMALL_BYTES
@@ -573,8 +572,8 @@ class SourceTensor:
     shape: tuple[int, ...]
     fate: Fate
     reason: str
-    weights: int | None = added(None)
-    decoded_from: str | None = added(None)
+    weights: int | None = json_files.added(None)
+    decoded_from: str | None = json_files.added(None)
 
     @property
     def num_weights(self) -> int:

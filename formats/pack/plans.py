@@ -8,15 +8,7 @@ from typing import Literal
 
 from moe_pack.formats.base.errors import PlanError
 from moe_pack.formats.base.json_files import added
-from moe_pack.formats.parts.specs import (
-    MATRICES,
-    Matrix,
-    ModelSpec,
-    Selector,
-    dense_roles,
-    record_matrices,
-    selector_matrices,
-)
+from moe_pack.formats.parts import specs
 
 Codec = Literal["bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis"]
 Quantizer = Literal["hqq", "absmax", "nearest", "calibrated"]
@@ -163,7 +155,7 @@ class ExpertFormat:
     up: PartFormat
     down: PartFormat
 
-    def of(self, matrix: Matrix) -> PartFormat | None:
+    def of(self, matrix: specs.Matrix) -> PartFormat | None:
         """Returns the format of a matrix, or None if the expert does not have it."""
         return {"gate": self.gate, "up": self.up, "down": self.down}[matrix]
 
@@ -176,29 +168,29 @@ class Plan:
     rows (`ExpertSpec`); only calibrated codes have some.
     """
 
-    selector: Selector
+    selector: specs.Selector
     quantizer: Quantizer
     experts: tuple[tuple[ExpertFormat, ...], ...]
     dense: tuple[PartFormat | None, ...]
     repeats: int = added(0)
 
 
-def planned_repeats(spec: ModelSpec, quantizer: Quantizer) -> int:
+def planned_repeats(spec: specs.ModelSpec, quantizer: Quantizer) -> int:
     """Returns the repeats of a plan for a spec `with_repeats`: none if the quantizer cannot choose the neurons."""
     return spec.expert.repeats if quantizer == "calibrated" else 0
 
 
-def uniform_dense(spec: ModelSpec, part: PartFormat | None) -> tuple[PartFormat | None, ...]:
+def uniform_dense(spec: specs.ModelSpec, part: PartFormat | None) -> tuple[PartFormat | None, ...]:
     """Returns the formats of all dense tensors if those that allow `part` are stored so; None stores none so."""
     return tuple(
         part if part is not None and role.quantizable and not format_fault(part, role.shape[1]) else None
-        for role in dense_roles(spec)
+        for role in specs.dense_roles(spec)
     )
 
 
 def uniform_plan(
-    spec: ModelSpec,
-    selector: Selector,
+    spec: specs.ModelSpec,
+    selector: specs.Selector,
     selector_format: PartFormat,
     record_format: PartFormat,
     dense: PartFormat | None = None,
@@ -209,7 +201,7 @@ def uniform_plan(
     Args:    spec: the source's, or `with_repeats` for calibrated codes.
     Raises:  PlanError if this model's rows do not allow the formats, or the model has no such selector.
     """
-    selected = selector_matrices(selector, spec.expert.matrices)
+    selected = specs.selector_matrices(selector, spec.expert.matrices)
     if selector != "none" and "gate" not in spec.expert.matrices and selector != "up":
         raise PlanError(f"--selector {selector}: this model's experts have no gate matrix; use up or none")
     checked = [("--record-bits/--group-size", record_format, quantizer)]
@@ -221,7 +213,7 @@ def uniform_plan(
         fault = format_fault(part, spec.hidden_size) or quantizer_fault(part, method)
         if fault:
             raise PlanError(f"{flag}: {fault}")
-    formats = {m: selector_format if m in selected else record_format for m in MATRICES}
+    formats = {m: selector_format if m in selected else record_format for m in specs.MATRICES}
     expert = ExpertFormat(
         gate=formats["gate"] if "gate" in spec.expert.matrices else None, up=formats["up"], down=formats["down"]
     )
@@ -230,21 +222,21 @@ def uniform_plan(
     return Plan(selector, quantizer, experts, uniform_dense(spec, dense), planned_repeats(spec, quantizer))
 
 
-def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
+def plan_fault(plan: Plan, spec: specs.ModelSpec) -> str | None:
     """Returns why `plan` does not fit `spec`, or None."""
     if len(plan.experts) != len(spec.moe_layers):
         return f"{len(plan.experts)} layers planned, but the model has {len(spec.moe_layers)} with experts"
     if fault := _dense_fault(plan.dense, spec) or _repeats_fault(plan, spec):
         return fault
     needed = (
-        *selector_matrices(plan.selector, spec.expert.matrices),
-        *record_matrices(plan.selector, spec.expert.matrices),
+        *specs.selector_matrices(plan.selector, spec.expert.matrices),
+        *specs.record_matrices(plan.selector, spec.expert.matrices),
     )
     for layer, experts in enumerate(plan.experts):
         if len(experts) != spec.router.num_experts:
             return f"layer {layer}: {len(experts)} experts planned, but the model has {spec.router.num_experts}"
         for number, expert in enumerate(experts):
-            for matrix in MATRICES:
+            for matrix in specs.MATRICES:
                 part = expert.of(matrix)
                 if (part is None) != (matrix not in needed):
                     return f"layer {layer} expert {number}: format of {matrix} does not fit the model's matrices"
@@ -253,7 +245,7 @@ def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
     return None
 
 
-def _repeats_fault(plan: Plan, spec: ModelSpec) -> str | None:
+def _repeats_fault(plan: Plan, spec: specs.ModelSpec) -> str | None:
     if not 0 <= plan.repeats <= spec.expert.source_size:
         return f"repeats is {plan.repeats}, expected 0 to {spec.expert.source_size}, the neurons of an expert"
     if not plan.repeats:
@@ -265,8 +257,8 @@ def _repeats_fault(plan: Plan, spec: ModelSpec) -> str | None:
     return None
 
 
-def _dense_fault(dense: tuple[PartFormat | None, ...], spec: ModelSpec) -> str | None:
-    roles = dense_roles(spec)
+def _dense_fault(dense: tuple[PartFormat | None, ...], spec: specs.ModelSpec) -> str | None:
+    roles = specs.dense_roles(spec)
     if len(dense) != len(roles):
         return f"formats given for {len(dense)} dense tensors, but the model has {len(roles)}"
     for role, part in zip(roles, dense, strict=True):

@@ -16,51 +16,21 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats.base.commands import NO_PROGRESS, Kind, Progress, Stage, check_is_folder, size_text
+from moe_pack.formats.base import commands
 from moe_pack.formats.base.errors import PackError
-from moe_pack.formats.pack.layouts import (
-    DENSE_FILE,
-    TABLE,
-    UNUSED_FILE,
-    NgramLayout,
-    PackLayout,
-    check_rows,
-    expert_layout,
-    layout_of,
-    ngrams_file,
-)
-from moe_pack.formats.pack.manifests import (
-    INDEX_FILE,
-    MANIFEST_FILE,
-    MAX_MANIFEST_BYTES,
-    NEW_THRESHOLDS_FILE,
-    NO_SOURCE,
-    ORDER_FILE,
-    ROTATION_FILE,
-    SOURCE_FILE,
-    THRESHOLDS_FILE,
-    ContentFile,
-    RotationVectors,
-    read_account,
-    read_index,
-    read_manifest,
-    read_order,
-    read_rotation,
-    read_thresholds,
-)
-from moe_pack.formats.pack.plans import PartFormat, format_fault
-from moe_pack.formats.pack.safetensors import RangeReader, StoredTensor, TensorEntry, read_header
-from moe_pack.formats.parts.roles import FLOAT_DTYPES, plain_dtypes
+from moe_pack.formats.pack import layouts, manifests, plans, safetensors
+from moe_pack.formats.pack.manifests import read_order
+from moe_pack.formats.parts import roles
 from moe_pack.formats.parts.specs import dense_roles
 
-_NO_SOURCE_SHA256 = hashlib.sha256(NO_SOURCE).hexdigest()
+_NO_SOURCE_SHA256 = hashlib.sha256(manifests.NO_SOURCE).hexdigest()
 
 
-def is_listed(path: Path, listed: ContentFile) -> bool:
+def is_listed(path: Path, listed: manifests.ContentFile) -> bool:
     """Returns whether a file exists and has the size and SHA-256 that a manifest lists."""
     if not path.is_file():
         return False
-    with RangeReader(path, PackError) as reader:
+    with safetensors.RangeReader(path, PackError) as reader:
         return reader.num_bytes == listed.bytes and reader.sha256() == listed.sha256
 
 
@@ -74,14 +44,14 @@ class Pack:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._readers: dict[str, RangeReader] = {}
+        self._readers: dict[str, safetensors.RangeReader] = {}
         self._paths: dict[str, Path] = {}  # of files with another path than their name
         self._maps: dict[int, NDArray[np.uint8]] = {}  # of the experts' files, by layer_idx
         self._checked: set[tuple[int, int]] = set()
-        check_is_folder(folder)
-        if not (folder / MANIFEST_FILE).exists():
+        commands.check_is_folder(folder)
+        if not (folder / manifests.MANIFEST_FILE).exists():
             raise PackError(
-                f"{folder}: found no {MANIFEST_FILE}; this is not a pack, or its conversion has not finished"
+                f"{folder}: found no {manifests.MANIFEST_FILE}; this is not a pack, or its conversion has not finished"
             )
         try:
             self._open()
@@ -107,7 +77,7 @@ class Pack:
     @property
     def is_synthetic(self) -> bool:
         """Whether it was made without a checkpoint: its weights are random, and its text is noise."""
-        return self._files[SOURCE_FILE].sha256 == _NO_SOURCE_SHA256
+        return self._files[manifests.SOURCE_FILE].sha256 == _NO_SOURCE_SHA256
 
     def has(self, name: str) -> bool:
         """Returns whether the pack has this file."""
@@ -178,41 +148,43 @@ class Pack:
 
     def read_order(self) -> NDArray[np.uint32]:
         """Reads the neuron order [L, E, f]: `order[l, e, j]` is the source's neuron in row `j`."""
-        return read_order(*self._table(ORDER_FILE), self.spec)
+        return read_order(*self._table(manifests.ORDER_FILE), self.spec)
 
-    def padding(self, layer_idx: int) -> list[TensorEntry]:
+    def padding(self, layer_idx: int) -> list[safetensors.TensorEntry]:
         """Returns the padding between the extents of a layer."""
         return [e for e in self.layout.expert_files[layer_idx].entries if e.name.startswith("pad.")]
 
-    def read_range(self, layer_idx: int, entry: TensorEntry) -> NDArray[np.uint8]:
+    def read_range(self, layer_idx: int, entry: safetensors.TensorEntry) -> NDArray[np.uint8]:
         """Reads the bytes of any tensor of a layer's file, unchecked."""
         return self._reader(self.manifest.expert_files[layer_idx].name).read(entry.offset, entry.num_bytes)
 
-    def read_dense(self, entry: TensorEntry, start: int, stop: int) -> NDArray[np.uint8]:
+    def read_dense(self, entry: safetensors.TensorEntry, start: int, stop: int) -> NDArray[np.uint8]:
         """Reads rows `start` to `stop` of a tensor of the dense file, unchecked (`check_file` checks the file)."""
         row_bytes = entry.num_bytes // entry.shape[0]
-        return self._reader(DENSE_FILE).read(entry.offset + start * row_bytes, (stop - start) * row_bytes)
+        return self._reader(layouts.DENSE_FILE).read(entry.offset + start * row_bytes, (stop - start) * row_bytes)
 
     def read_unused(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         """Reads a range of the file of unused tensors, unchecked (`check_file` checks the file)."""
-        return self._reader(UNUSED_FILE).read(offset, num_bytes)
+        return self._reader(layouts.UNUSED_FILE).read(offset, num_bytes)
 
-    def read_ngrams(self, table: NgramLayout, start: int, stop: int) -> NDArray[np.uint8]:
+    def read_ngrams(self, table: layouts.NgramLayout, start: int, stop: int) -> NDArray[np.uint8]:
         """Reads rows `start` to `stop` of an n-gram table, unchecked: u8 [rows, row_bytes], own memory."""
         offset, row_bytes = table.offset, table.rows.row_bytes
-        raw = self._reader(ngrams_file(table.layer)).read(offset + start * row_bytes, (stop - start) * row_bytes)
+        raw = self._reader(layouts.ngrams_file(table.layer)).read(
+            offset + start * row_bytes, (stop - start) * row_bytes
+        )
         return raw.reshape(-1, row_bytes)
 
-    def read_ngram_rows(self, table: NgramLayout, numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
+    def read_ngram_rows(self, table: layouts.NgramLayout, numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Reads the rows with these numbers, int64 [n], of an n-gram table, unchecked: u8 [n, row_bytes]."""
         offsets = (table.offset + numbers * table.rows.row_bytes).tolist()
-        return self._reader(ngrams_file(table.layer)).read_each(offsets, table.rows.row_bytes)
+        return self._reader(layouts.ngrams_file(table.layer)).read_each(offsets, table.rows.row_bytes)
 
     def _open(self) -> None:
-        with RangeReader(self.folder / MANIFEST_FILE, PackError) as reader:
+        with safetensors.RangeReader(self.folder / manifests.MANIFEST_FILE, PackError) as reader:
             reader.check_content()
-            size = min(reader.num_bytes, MAX_MANIFEST_BYTES + 1)
-            self.manifest = read_manifest(reader.read(0, size).tobytes())
+            size = min(reader.num_bytes, manifests.MAX_MANIFEST_BYTES + 1)
+            self.manifest = manifests.read_manifest(reader.read(0, size).tobytes())
         self.spec = self.manifest.model
         self._files = {file.name: file for file in self.manifest.files}
         self._find_thresholds()
@@ -223,119 +195,137 @@ class Pack:
                 if actual_bytes:
                     self._reader(name).check_content()
                 raise PackError(f"{name}: {actual_bytes} bytes, expected {num_bytes}; the file is cut or damaged")
-        self.index = read_index(*self._table(INDEX_FILE), self.spec)
-        rotation_bytes = self._files[ROTATION_FILE].bytes if self.has(ROTATION_FILE) else 0
+        self.index = manifests.read_index(*self._table(manifests.INDEX_FILE), self.spec)
+        rotation_bytes = self._files[manifests.ROTATION_FILE].bytes if self.has(manifests.ROTATION_FILE) else 0
         self.layout = replace(self._layout(), rotation_bytes=rotation_bytes)
         self.index.check_layout(self.layout)
         for layer_idx in range(len(self.layout.expert_files)):
             self._check_expert_header(layer_idx)
-        self.thresholds = read_thresholds(*self._table(THRESHOLDS_FILE), self.spec)
+        self.thresholds = manifests.read_thresholds(*self._table(manifests.THRESHOLDS_FILE), self.spec)
         self.rotation = self._read_rotation()
 
     def _find_thresholds(self) -> None:
         """Finds the thresholds in their new file if a rewrite was killed between the manifest and the last rename."""
-        new = self.folder / NEW_THRESHOLDS_FILE
-        if is_listed(new, self._files[THRESHOLDS_FILE]):
-            self._paths[THRESHOLDS_FILE] = new
+        new = self.folder / manifests.NEW_THRESHOLDS_FILE
+        if is_listed(new, self._files[manifests.THRESHOLDS_FILE]):
+            self._paths[manifests.THRESHOLDS_FILE] = new
 
     def _path(self, name: str) -> Path:
         return self._paths.get(name, self.folder / name)
 
-    def _reader(self, name: str) -> RangeReader:
+    def _reader(self, name: str) -> safetensors.RangeReader:
         if name not in self._readers:
-            self._readers[name] = RangeReader(self._path(name), PackError)
+            self._readers[name] = safetensors.RangeReader(self._path(name), PackError)
         return self._readers[name]
 
-    def _table(self, name: str) -> tuple[bytes, dict[str, TensorEntry]]:
+    def _table(self, name: str) -> tuple[bytes, dict[str, safetensors.TensorEntry]]:
         raw = self.read_file(name).tobytes()
-        return raw, {entry.name: entry for entry in read_header(self._path(name), PackError)}
+        return raw, {entry.name: entry for entry in safetensors.read_header(self._path(name), PackError)}
 
-    def _layout(self) -> PackLayout:
+    def _layout(self) -> layouts.PackLayout:
         """Returns the layout that manifest and index describe, and checks that `dense.safetensors` follows it."""
-        entries = {entry.name: entry for entry in read_header(self.folder / DENSE_FILE, PackError)}
+        entries = {entry.name: entry for entry in safetensors.read_header(self.folder / layouts.DENSE_FILE, PackError)}
         quantized = {dense.name: dense for dense in self.manifest.dense}
-        formats: list[tuple[str, PartFormat | None]] = []
+        formats: list[tuple[str, plans.PartFormat | None]] = []
         for role in dense_roles(self.spec):
             entry, stored = entries.get(role.name), quantized.pop(role.name, None)
             if entry is None:
-                raise PackError(f"{DENSE_FILE}: tensor {role.name!r} is missing")
+                raise PackError(f"{layouts.DENSE_FILE}: tensor {role.name!r} is missing")
             if stored is not None:
-                fault = format_fault(stored.format, role.shape[-1]) if role.quantizable else "must not be quantized"
+                fault = (
+                    plans.format_fault(stored.format, role.shape[-1]) if role.quantizable else "must not be quantized"
+                )
                 if (stored.rows, stored.cols) != role.shape:
                     fault = f"shape {[stored.rows, stored.cols]}, expected {list(role.shape)}"
                 if fault:
-                    raise PackError(f"{MANIFEST_FILE}: dense {role.name!r}: {fault}")
-            elif entry.dtype not in (known := plain_dtypes(role)):
+                    raise PackError(f"{manifests.MANIFEST_FILE}: dense {role.name!r}: {fault}")
+            elif entry.dtype not in (known := roles.plain_dtypes(role)):
                 raise PackError(
-                    f"{DENSE_FILE}: tensor {role.name!r} is {entry.dtype}, expected one of {', '.join(known)}"
+                    f"{layouts.DENSE_FILE}: tensor {role.name!r} is {entry.dtype}, expected one of {', '.join(known)}"
                 )
             formats.append((entry.dtype, stored.format if stored else None))
         if quantized:
-            raise PackError(f"{MANIFEST_FILE}: dense {next(iter(quantized))!r} is not a tensor of this model")
+            raise PackError(f"{manifests.MANIFEST_FILE}: dense {next(iter(quantized))!r} is not a tensor of this model")
         experts = tuple(
-            tuple(expert_layout(e, self.manifest.selector, self.spec.expert, self.spec.hidden_size) for e in layer)
+            tuple(
+                layouts.expert_layout(e, self.manifest.selector, self.spec.expert, self.spec.hidden_size) for e in layer
+            )
             for layer in self.index.experts
         )
-        layout = layout_of(self.spec, experts, formats, self._unused(), self._table_dtypes())
+        layout = layouts.layout_of(self.spec, experts, formats, self._unused(), self._table_dtypes())
         for table in layout.ngrams:
             self._check_table(table)
         if layout.unused_file is not None:
             header = layout.unused_file.header
-            if self._reader(UNUSED_FILE).read(0, len(header)).tobytes() != header:
-                raise PackError(f"{UNUSED_FILE}: header does not match its tensors; the file is damaged")
-        if self._reader(DENSE_FILE).read(0, len(layout.dense_file.header)).tobytes() != layout.dense_file.header:
-            raise PackError(f"{DENSE_FILE}: header does not match its tensors; the file is damaged")
+            if self._reader(layouts.UNUSED_FILE).read(0, len(header)).tobytes() != header:
+                raise PackError(f"{layouts.UNUSED_FILE}: header does not match its tensors; the file is damaged")
+        if (
+            self._reader(layouts.DENSE_FILE).read(0, len(layout.dense_file.header)).tobytes()
+            != layout.dense_file.header
+        ):
+            raise PackError(f"{layouts.DENSE_FILE}: header does not match its tensors; the file is damaged")
         return layout
 
-    def _unused(self) -> list[StoredTensor]:
+    def _unused(self) -> list[safetensors.StoredTensor]:
         """Returns the unused tensors; checks that the feature and the file are present together."""
-        if self.has(UNUSED_FILE) != ("unused" in self.manifest.features):
-            raise PackError(f"{MANIFEST_FILE}: feature 'unused' and file {UNUSED_FILE!r} must be present together")
-        if not self.has(UNUSED_FILE):
+        if self.has(layouts.UNUSED_FILE) != ("unused" in self.manifest.features):
+            raise PackError(
+                f"{manifests.MANIFEST_FILE}: feature 'unused' and file {layouts.UNUSED_FILE!r} must be present together"
+            )
+        if not self.has(layouts.UNUSED_FILE):
             return []
-        entries = read_header(self.folder / UNUSED_FILE, PackError)
+        entries = safetensors.read_header(self.folder / layouts.UNUSED_FILE, PackError)
         return [(entry.name, entry.dtype, entry.shape) for entry in entries if not entry.name.startswith("pad.")]
 
     def _table_dtypes(self) -> list[str]:
         """Returns the dtypes of the n-gram tables, in the order of their layers."""
         dtypes = []
         for layer in () if self.spec.ngrams is None else self.spec.ngrams.layers:
-            name = ngrams_file(layer)
-            entries = {entry.name: entry for entry in read_header(self.folder / name, PackError)}
-            if TABLE not in entries:
-                raise PackError(f"{name}: tensor {TABLE!r} is missing")
-            if entries[TABLE].dtype not in FLOAT_DTYPES:
-                raise PackError(f"{name}: tensor {TABLE!r} is {entries[TABLE].dtype}, expected one of BF16, F16, F32")
-            dtypes.append(entries[TABLE].dtype)
+            name = layouts.ngrams_file(layer)
+            entries = {entry.name: entry for entry in safetensors.read_header(self.folder / name, PackError)}
+            if layouts.TABLE not in entries:
+                raise PackError(f"{name}: tensor {layouts.TABLE!r} is missing")
+            if entries[layouts.TABLE].dtype not in roles.FLOAT_DTYPES:
+                raise PackError(
+                    f"{name}: tensor {layouts.TABLE!r} is {entries[layouts.TABLE].dtype}, expected one of BF16, "
+                    "F16, F32"
+                )
+            dtypes.append(entries[layouts.TABLE].dtype)
         return dtypes
 
-    def _check_table(self, table: NgramLayout) -> None:
-        name, header = ngrams_file(table.layer), table.file.header
+    def _check_table(self, table: layouts.NgramLayout) -> None:
+        name, header = layouts.ngrams_file(table.layer), table.file.header
         if self._files[name].bytes != table.file.num_bytes:
             raise PackError(f"{name}: {self._files[name].bytes} bytes, expected {table.file.num_bytes} for its rows")
         if self._reader(name).read(0, len(header)).tobytes() != header:
             raise PackError(f"{name}: header does not match its rows; the file is damaged")
 
-    def _read_rotation(self) -> RotationVectors | None:
+    def _read_rotation(self) -> manifests.RotationVectors | None:
         """Reads the vectors of rotated layers, if there are any."""
-        return read_rotation(*self._table(ROTATION_FILE), self.spec) if self.has(ROTATION_FILE) else None
+        return (
+            manifests.read_rotation(*self._table(manifests.ROTATION_FILE), self.spec)
+            if self.has(manifests.ROTATION_FILE)
+            else None
+        )
 
     def _check_expert_header(self, layer_idx: int) -> None:
         listed, file = self.manifest.expert_files[layer_idx], self.layout.expert_files[layer_idx]
         if (listed.bytes, listed.header_bytes) != (file.num_bytes, len(file.header)):
             raise PackError(
-                f"{MANIFEST_FILE}: {listed.name} has {listed.bytes} bytes, {listed.header_bytes} of them header; "
+                f"{manifests.MANIFEST_FILE}: {listed.name} has {listed.bytes} bytes, {listed.header_bytes} of "
+                "them header; "
                 f"the index gives {file.num_bytes} and {len(file.header)}"
             )
         if listed.header_sha256 != hashlib.sha256(file.header).hexdigest():
             raise PackError(
-                f"{MANIFEST_FILE}: header digest of {listed.name} does not match the header that the index gives"
+                f"{manifests.MANIFEST_FILE}: header digest of {listed.name} does not match the header that the "
+                "index gives"
             )
         if self._reader(listed.name).read(0, len(file.header)).tobytes() != file.header:
             raise PackError(f"{listed.name}: header does not match the index; the file is damaged")
 
 
-def audit(pack: Pack, progress: Progress = NO_PROGRESS) -> None:
+def audit(pack: Pack, progress: commands.Progress = commands.NO_PROGRESS) -> None:
     """Checks everything that opening and running a pack leave unchecked.
 
     These are: whole files by SHA-256; each extent by CRC-32 and SHA-256; each row by CRC-32, and its padding; the
@@ -346,13 +336,13 @@ def audit(pack: Pack, progress: Progress = NO_PROGRESS) -> None:
     """
     total = pack.manifest.totals.content
     files = sum(listed.bytes for listed in pack.manifest.files)
-    kinds = Kind("files", files), Kind("experts", total - files)
-    progress.begin(Stage.of_kinds("checking", kinds, size_text(total)))
+    kinds = commands.Kind("files", files), commands.Kind("experts", total - files)
+    progress.begin(commands.Stage.of_kinds("checking", kinds, commands.size_text(total)))
     for listed in pack.manifest.files:
         pack.check_file(listed.name)
         progress.advance(listed.bytes, listed.name, "files")
     pack.read_order()
-    read_account(pack.read_file(SOURCE_FILE).tobytes())
+    manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes())
     _check_dense_rows(pack)
     for table in pack.layout.ngrams:
         _check_table_rows(pack, table)
@@ -378,28 +368,28 @@ def _check_expert(pack: Pack, layer_idx: int, expert: int) -> None:
     records = extent[layout.selector_bytes : layout.selector_bytes + layout.records_bytes]
     if layout.selector is not None:
         selector = extent[: layout.selector_bytes].reshape(layout.num_rows, -1)
-        check_rows(layout.selector, selector, f"{place}: selector")
-    check_rows(layout.records, records.reshape(layout.num_rows, -1), f"{place}: records")
+        layouts.check_rows(layout.selector, selector, f"{place}: selector")
+    layouts.check_rows(layout.records, records.reshape(layout.num_rows, -1), f"{place}: records")
     if layout.extra is not None:
-        check_rows(layout.extra, extent[-layout.extra_bytes :].reshape(1, -1), f"{place}: extra")
+        layouts.check_rows(layout.extra, extent[-layout.extra_bytes :].reshape(1, -1), f"{place}: extra")
 
 
 _TABLE_BYTES = 8 << 20  # of a table's rows in memory
 
 
-def _check_table_rows(pack: Pack, table: NgramLayout) -> None:
+def _check_table_rows(pack: Pack, table: layouts.NgramLayout) -> None:
     step = max(_TABLE_BYTES // table.rows.row_bytes, 1)
     for start in range(0, table.num_rows, step):
         stop = min(start + step, table.num_rows)
-        check_rows(table.rows, pack.read_ngrams(table, start, stop), ngrams_file(table.layer), start)
+        layouts.check_rows(table.rows, pack.read_ngrams(table, start, stop), layouts.ngrams_file(table.layer), start)
 
 
 def _check_dense_rows(pack: Pack) -> None:
     quantized = [dense for dense in pack.layout.dense if dense.rows is not None]
     if not quantized:
         return
-    content = pack.read_file(DENSE_FILE)
+    content = pack.read_file(layouts.DENSE_FILE)
     for dense in quantized:
         assert dense.rows is not None, "filtered above"
         raw = content[dense.entry.offset : dense.entry.offset + dense.entry.num_bytes]
-        check_rows(dense.rows, raw.reshape(dense.entry.shape), f"{DENSE_FILE}: {dense.role.name}")
+        layouts.check_rows(dense.rows, raw.reshape(dense.entry.shape), f"{layouts.DENSE_FILE}: {dense.role.name}")

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats.base import READ_FLAGS, json_files, read_at
-from moe_pack.formats.base.errors import MoePackError, shortened
+from moe_pack.formats import base
+from moe_pack.formats.base import errors, json_files
 
 _HASH_CHUNK_BYTES = 8 << 20
 CONTENT_BYTES = 64  # of a file's beginning, by which `check_content` knows what it is
@@ -28,7 +28,7 @@ _POINTER = b"version https://git-lfs"
 _PAGES = (b"<!doctype", b"<html", b"<?xml", b"<error")
 
 
-def check_content(head: bytes, place: str, error: type[MoePackError]) -> None:
+def check_content(head: bytes, place: str, error: type[errors.MoePackError]) -> None:
     """Refuses what downloads leave in a file's place: nothing, a pointer of Git LFS, or the page of a server's error.
 
     Args:    head: the file's first bytes, eight or more if it has as many.   place: the file, for messages.
@@ -49,17 +49,17 @@ class RangeReader:
     Raises:  `error` if the file cannot be opened.
     """
 
-    def __init__(self, path: Path, error: type[MoePackError]) -> None:
+    def __init__(self, path: Path, error: type[errors.MoePackError]) -> None:
         self._place = path.name
         self._error = error
         try:
-            self._fd = os.open(path, READ_FLAGS)
+            self._fd = os.open(path, base.READ_FLAGS)
         except FileNotFoundError as fault:
             raise error(f"{self._place}: file is missing") from fault
         except OSError as fault:
             raise error(f"{self._place}: cannot be opened ({fault.strerror})") from fault
         except ValueError as fault:  # a name with a zero byte
-            raise error(f"{shortened(self._place)}: is no file's name") from fault
+            raise error(f"{errors.shortened(self._place)}: is no file's name") from fault
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)
             raise error(f"{self._place}: is not a regular file")
@@ -92,7 +92,7 @@ class RangeReader:
         num_bytes, done = len(view), 0
         while done < num_bytes:
             try:
-                num_read = read_at(self._fd, view[done:], offset + done)
+                num_read = base.read_at(self._fd, view[done:], offset + done)
             except OSError as fault:
                 raise self._error(f"{self._place}: read failed at byte {offset + done} ({fault.strerror})") from fault
             if not num_read:
@@ -150,7 +150,7 @@ class RangeReader:
         self.close()
 
 
-def read_small(path: Path, most_bytes: int, error: type[MoePackError]) -> NDArray[np.uint8]:
+def read_small(path: Path, most_bytes: int, error: type[errors.MoePackError]) -> NDArray[np.uint8]:
     """Returns a whole file, which must not have more than `most_bytes`: u8 [bytes], own memory.
 
     Raises:  `error` if it is larger, or cannot be read.
@@ -184,7 +184,7 @@ class TensorEntry:
     num_bytes: int
 
 
-def read_header(path: Path, error: type[MoePackError]) -> tuple[TensorEntry, ...]:
+def read_header(path: Path, error: type[errors.MoePackError]) -> tuple[TensorEntry, ...]:
     """Returns the tensors of the file at `path`, in the order of their offsets; checks the whole structure.
 
     Raises:  `error` if the file is missing or cut short, or if its tensors do not cover it exactly, without overlaps
@@ -197,7 +197,7 @@ def read_header(path: Path, error: type[MoePackError]) -> tuple[TensorEntry, ...
         return header_entries(reader.read(8, length).tobytes(), place, file_bytes, error)
 
 
-def header_length(raw: bytes, place: str, file_bytes: int, error: type[MoePackError]) -> int:
+def header_length(raw: bytes, place: str, file_bytes: int, error: type[errors.MoePackError]) -> int:
     """Returns the length of a file's JSON header, by the file's first 8 bytes.
 
     Raises:  `error` if the file cannot have a header of this length.
@@ -214,7 +214,9 @@ def header_length(raw: bytes, place: str, file_bytes: int, error: type[MoePackEr
     return length
 
 
-def header_entries(raw: bytes, place: str, file_bytes: int, error: type[MoePackError]) -> tuple[TensorEntry, ...]:
+def header_entries(
+    raw: bytes, place: str, file_bytes: int, error: type[errors.MoePackError]
+) -> tuple[TensorEntry, ...]:
     """Returns the tensors of a file, in the order of their offsets, by its JSON header alone.
 
     Args:    raw: the header, without its length in front.   place: the file, for messages.   file_bytes: its size.
@@ -225,7 +227,7 @@ def header_entries(raw: bytes, place: str, file_bytes: int, error: type[MoePackE
 
 
 def _check_entries(
-    header: Any, place: str, start: int, file_bytes: int, error: type[MoePackError]
+    header: Any, place: str, start: int, file_bytes: int, error: type[errors.MoePackError]
 ) -> tuple[TensorEntry, ...]:
     if not isinstance(header, dict):
         raise error(f"{place}: header is not a JSON object")
@@ -236,7 +238,7 @@ def _check_entries(
         if entry.offset != end:
             kind = "overlaps the tensor before it" if entry.offset < end else "leaves a hole before it"
             raise error(
-                f"{place}: tensor {shortened(entry.name)} {kind} (offset {entry.offset - start}, expected "
+                f"{place}: tensor {errors.shortened(entry.name)} {kind} (offset {entry.offset - start}, expected "
                 f"{end - start})"
             )
         end += entry.num_bytes
@@ -245,15 +247,15 @@ def _check_entries(
     return tuple(entries)
 
 
-def _entry(name: str, value: Any, place: str, start: int, error: type[MoePackError]) -> TensorEntry:
-    def fault(text: str) -> MoePackError:
-        return error(f"{place}: tensor {shortened(name)}: {text}")
+def _entry(name: str, value: Any, place: str, start: int, error: type[errors.MoePackError]) -> TensorEntry:
+    def fault(text: str) -> errors.MoePackError:
+        return error(f"{place}: tensor {errors.shortened(name)}: {text}")
 
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise fault("expected exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise fault(f"unknown dtype {shortened(dtype)}")
+        raise fault(f"unknown dtype {errors.shortened(dtype)}")
     if not _whole_numbers(shape):
         raise fault("shape is not a list of whole numbers")
     if len(shape) > _MAX_DIMENSIONS:

@@ -22,18 +22,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats.base import json_files
 from moe_pack.formats.base.errors import PackError
-from moe_pack.formats.base.json_files import check_seal, sealed
-from moe_pack.formats.pack.manifests import COPIED_FILES, MANIFEST_FILE, REQUIRED_FILES
-from moe_pack.formats.pack.safetensors import (
-    METADATA_KEY,
-    RangeReader,
-    StoredTensor,
-    TensorFileLayout,
-    lay_out,
-    read_header,
-    read_small,
-    split_bytes,
-)
+from moe_pack.formats.pack import manifests, safetensors
 
 MAX_SIDECAR_BYTES = 16_000_000
 _CONTENT = "content"
@@ -60,7 +49,9 @@ def locked_for(folder: Path, name: str) -> "Iterator[SteppedFolder]":
     """
     from moe_pack.formats.pack.writer import SteppedFolder, pass_step
 
-    assert name not in (MANIFEST_FILE, *REQUIRED_FILES, *COPIED_FILES), f"{name} is content"
+    assert name not in (manifests.MANIFEST_FILE, *manifests.REQUIRED_FILES, *manifests.COPIED_FILES), (
+        f"{name} is content"
+    )
     disk = SteppedFolder(folder, pass_step)
     disk.lock(f"another command is writing in this folder; wait for it or stop it, then write {name} again")
     try:
@@ -88,7 +79,7 @@ def sidecar_bytes(name: str, values: Any, root: str) -> bytes:
     Args:    as for `write_sidecar`.
     Raises:  PackError if it is longer than a reader accepts.
     """
-    raw = sealed({_CONTENT: json_files.dump(values), "root": root})
+    raw = json_files.sealed({_CONTENT: json_files.dump(values), "root": root})
     if len(raw) > MAX_SIDECAR_BYTES:
         raise PackError(f"{name}: {len(raw):,} bytes, at most {MAX_SIDECAR_BYTES:,}")
     return raw
@@ -101,9 +92,9 @@ def read_sidecar(folder: Path, name: str, kind: type[T], root: str) -> T | None:
     """
     if not (folder / name).exists():
         return None
-    raw = read_small(folder / name, MAX_SIDECAR_BYTES, PackError).tobytes()
+    raw = safetensors.read_small(folder / name, MAX_SIDECAR_BYTES, PackError).tobytes()
     values = json_files.parse(raw, name, PackError)
-    check_seal(raw, name)
+    json_files.check_seal(raw, name)
     if not isinstance(values, dict) or _CONTENT not in values:
         raise PackError(f"{name}: key {_CONTENT!r} is missing")
     content = values.pop(_CONTENT)
@@ -116,8 +107,10 @@ MAX_TENSOR_SIDECAR_BYTES = 1 << 32
 _ALIGN = 64
 _ZERO_DIGEST = "0" * 64
 _HASHED_AT_ONCE = 8 << 20
-_START = re.compile(rf'\{{"{METADATA_KEY}":\{{"root":"([0-9a-f]{{64}})","sha256":"([0-9a-f]{{64}})"\}}[,}}]'.encode())
-_START_BYTES = len(f'{{"{METADATA_KEY}":{{"root":"{_ZERO_DIGEST}","sha256":"{_ZERO_DIGEST}"}},')
+_START = re.compile(
+    rf'\{{"{safetensors.METADATA_KEY}":\{{"root":"([0-9a-f]{{64}})","sha256":"([0-9a-f]{{64}})"\}}[,}}]'.encode()
+)
+_START_BYTES = len(f'{{"{safetensors.METADATA_KEY}":{{"root":"{_ZERO_DIGEST}","sha256":"{_ZERO_DIGEST}"}},')
 # By their names in safetensors. NumPy has no bfloat16: arrays have its bits as u16.
 _DTYPES = {
     "U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
@@ -137,12 +130,12 @@ class TensorSidecar:
 
     def __init__(self, folder: Path, name: str, sha256: str | None = None) -> None:
         self._name = name
-        self._reader = RangeReader(folder / name, PackError)
+        self._reader = safetensors.RangeReader(folder / name, PackError)
         try:
             self.num_bytes = self._reader.num_bytes
             if self.num_bytes > MAX_TENSOR_SIDECAR_BYTES:
                 raise PackError(f"{name}: {self.num_bytes} bytes, at most {MAX_TENSOR_SIDECAR_BYTES}")
-            entries = read_header(folder / name, PackError)
+            entries = safetensors.read_header(folder / name, PackError)
             start = self._reader.read(8, min(_START_BYTES, self.num_bytes - 8)).tobytes()
             match = _START.fullmatch(start)
             if match is None:
@@ -185,7 +178,7 @@ class TensorSidecar:
         end = place + len(_ZERO_DIGEST)
         digest = hashlib.sha256(self._reader.read(0, place).data)
         digest.update(_ZERO_DIGEST.encode())
-        for offset, size in split_bytes(end, self.num_bytes - end, _HASHED_AT_ONCE):
+        for offset, size in safetensors.split_bytes(end, self.num_bytes - end, _HASHED_AT_ONCE):
             digest.update(self._reader.read(offset, size).data)
         return digest.hexdigest()
 
@@ -223,16 +216,16 @@ def write_tensor_sidecar(folder: Path, name: str, tensors: Iterable[tuple[str, s
         disk.rename(f"{name}.tmp", name)
 
 
-def tensor_sidecar_bytes(tensors: Iterable[StoredTensor]) -> int:
+def tensor_sidecar_bytes(tensors: Iterable[safetensors.StoredTensor]) -> int:
     """Returns the size of a tensor sidecar with these arrays: name, dtype by its name in safetensors, and shape."""
     return _lay_out(tensors, _ZERO_DIGEST).num_bytes
 
 
-def _lay_out(tensors: Iterable[StoredTensor], root: str) -> TensorFileLayout:
-    return lay_out([[tensor] for tensor in tensors], _ALIGN, {"root": root, "sha256": _ZERO_DIGEST})
+def _lay_out(tensors: Iterable[safetensors.StoredTensor], root: str) -> safetensors.TensorFileLayout:
+    return safetensors.lay_out([[tensor] for tensor in tensors], _ALIGN, {"root": root, "sha256": _ZERO_DIGEST})
 
 
-def _write(disk: "SteppedFolder", name: str, layout: TensorFileLayout, values: dict[str, Array]) -> None:
+def _write(disk: "SteppedFolder", name: str, layout: safetensors.TensorFileLayout, values: dict[str, Array]) -> None:
     """Writes and syncs the whole file. The header comes last, when its digest is known."""
     digest = hashlib.sha256(layout.header)
     disk.open(name)

@@ -40,46 +40,30 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats.base import WRITE_FLAGS, FolderLock, json_files, lock_file, read_at, sync_folder, write_at
+from moe_pack.formats import base
+from moe_pack.formats.base import errors, json_files, lock_file, sync_folder
 from moe_pack.formats.base.commands import Part
-from moe_pack.formats.base.errors import ConversionError, PackError, PartBusyError, PlanError
-from moe_pack.formats.pack.layouts import DENSE_FILE, UNUSED_FILE, Item, PackLayout
-from moe_pack.formats.pack.manifests import (
-    MANIFEST_FILE,
-    MAX_MANIFEST_BYTES,
-    NEW_THRESHOLDS_FILE,
-    THRESHOLDS_FILE,
-    ContentFile,
-    Digests,
-    Manifest,
-    manifest_bytes,
-    read_manifest,
-    root_digest,
-    table_files,
-    thresholds_bytes,
-    thresholds_fault,
-)
+from moe_pack.formats.pack import layouts, manifests, safetensors
 from moe_pack.formats.pack.reader import Pack, is_listed
-from moe_pack.formats.pack.safetensors import RangeReader, split_bytes
 from moe_pack.formats.parts.specs import ModelSpec
 
 
-def encode_line(item: int, digests: Digests, note: bytes = b"") -> bytes:
+def encode_line(item: int, digests: manifests.Digests, note: bytes = b"") -> bytes:
     """Returns the journal's line for an item whose bytes are on the disk."""
     text = f"{item} {digests.crc32:08x} {digests.sha256.hex()}" + (f" {note.hex()}" if note else "")
     return f"{text} {zlib.crc32(text.encode('ascii')):08x}\n".encode("ascii")
 
 
-def decode_lines(raw: bytes) -> tuple[dict[int, tuple[Digests, bytes]], int]:
+def decode_lines(raw: bytes) -> tuple[dict[int, tuple[manifests.Digests, bytes]], int]:
     """Returns the items in a journal's bytes with their notes, and the number of bytes of its complete lines."""
-    done: dict[int, tuple[Digests, bytes]] = {}
+    done: dict[int, tuple[manifests.Digests, bytes]] = {}
     end = 0
     for line in raw.splitlines(keepends=True):
         text, _, check = line.rpartition(b" ")
         if check != f"{zlib.crc32(text):08x}\n".encode("ascii") or text.count(b" ") not in (2, 3):
             break
         item, crc32, sha256, *note = text.decode("ascii").split(" ")
-        done[int(item)] = Digests(int(crc32, 16), bytes.fromhex(sha256)), bytes.fromhex("".join(note))
+        done[int(item)] = manifests.Digests(int(crc32, 16), bytes.fromhex(sha256)), bytes.fromhex("".join(note))
         end += len(line)
     return done, end
 
@@ -109,7 +93,7 @@ class SteppedFolder:
         self.folder = folder
         self._on_step = on_step
         self._num_steps = 0
-        self._lock: FolderLock | None = None
+        self._lock: base.FolderLock | None = None
         self._fds: dict[str, int] = {}
         self._temporary = f"{part.suffix if part is not None else ''}.tmp"
 
@@ -126,11 +110,13 @@ class SteppedFolder:
         Raises:  ConversionError with the message `busy` if another process has locked it.
         """
         try:
-            self._lock = FolderLock(self.folder, is_shared)  # the end of the process unlocks it
+            self._lock = base.FolderLock(self.folder, is_shared)  # the end of the process unlocks it
         except BlockingIOError as fault:
-            raise ConversionError(f"{self.folder}: {busy}") from fault
+            raise errors.ConversionError(f"{self.folder}: {busy}") from fault
         except OSError as fault:
-            raise ConversionError(f"{self.folder}: cannot be used as output folder ({fault.strerror})") from fault
+            raise errors.ConversionError(
+                f"{self.folder}: cannot be used as output folder ({fault.strerror})"
+            ) from fault
 
     def lock_file(self, name: str, busy: str) -> None:
         """Locks an open file for this process alone.
@@ -140,7 +126,7 @@ class SteppedFolder:
         try:
             lock_file(self._fds[name])
         except BlockingIOError as fault:
-            raise PartBusyError(f"{self.folder}: {busy}") from fault
+            raise errors.PartBusyError(f"{self.folder}: {busy}") from fault
 
     def close(self) -> None:
         """Closes all files and unlocks the folder."""
@@ -158,7 +144,7 @@ class SteppedFolder:
     def open(self, name: str) -> None:
         """Opens a file for writing; creates it if it is missing."""
         path = self.folder / name
-        self._open("open" if path.exists() else "create", name, os.O_RDWR | WRITE_FLAGS)
+        self._open("open" if path.exists() else "create", name, os.O_RDWR | base.WRITE_FLAGS)
 
     def num_bytes(self, name: str) -> int:
         """The size of an open file."""
@@ -167,7 +153,7 @@ class SteppedFolder:
     def read(self, name: str) -> bytes:
         """Reads all bytes of a small open file."""
         raw = bytearray(self.num_bytes(name))
-        return bytes(raw[: read_at(self._fds[name], memoryview(raw), 0)])
+        return bytes(raw[: base.read_at(self._fds[name], memoryview(raw), 0)])
 
     def write(self, name: str, view: memoryview, offset: int) -> None:
         """Writes all of `view` into an open file, from byte `offset` on."""
@@ -175,7 +161,7 @@ class SteppedFolder:
         def whole() -> None:
             done = 0
             while done < len(view):
-                done += write_at(self._fds[name], view[done:], offset + done)
+                done += base.write_at(self._fds[name], view[done:], offset + done)
 
         self._do("write", name, whole)
 
@@ -194,7 +180,7 @@ class SteppedFolder:
 
     def write_file(self, name: str, raw: bytes) -> None:
         """Writes a small file and flushes its bytes, but not its name, to the disk."""
-        self._open("create", name, os.O_WRONLY | os.O_TRUNC | WRITE_FLAGS)
+        self._open("create", name, os.O_WRONLY | os.O_TRUNC | base.WRITE_FLAGS)
         try:
             self.write(name, memoryview(raw), 0)
             self.sync(name)
@@ -215,13 +201,13 @@ class SteppedFolder:
         """Creates an empty file; returns whether no other process had created it."""
 
         def created() -> None:
-            os.close(os.open(self.folder / name, os.O_WRONLY | os.O_EXCL | WRITE_FLAGS, 0o644))
+            os.close(os.open(self.folder / name, os.O_WRONLY | os.O_EXCL | base.WRITE_FLAGS, 0o644))
 
         if (self.folder / name).exists():
             return False
         try:
             self._do("create", name, created)
-        except ConversionError:
+        except errors.ConversionError:
             if not (self.folder / name).exists():
                 raise
             return False
@@ -246,7 +232,9 @@ class SteppedFolder:
             advice = "give another output folder" if action == "mkdir" else "fix this, then run the same command again"
             if fault.errno == errno.ENOSPC:
                 advice = "free some space, then run the same command again"
-            raise ConversionError(f"{self.folder}: {action} {path} failed ({fault.strerror}); {advice}") from fault
+            raise errors.ConversionError(
+                f"{self.folder}: {action} {path} failed ({fault.strerror}); {advice}"
+            ) from fault
 
 
 def rewrite_thresholds(
@@ -269,54 +257,59 @@ def rewrite_thresholds(
             manifest = pack.manifest
         _check(thresholds, manifest.model)
         finish_rewrite(disk, manifest)
-        raw = thresholds_bytes(thresholds)
+        raw = manifests.thresholds_bytes(thresholds)
         changed = _with_thresholds(manifest, raw)
         if changed.root != manifest.root:
-            disk.write_file(NEW_THRESHOLDS_FILE, raw)
+            disk.write_file(manifests.NEW_THRESHOLDS_FILE, raw)
             disk.sync_folder()
-            disk.replace(MANIFEST_FILE, manifest_bytes(changed))  # the commit
-            disk.rename(NEW_THRESHOLDS_FILE, THRESHOLDS_FILE)
+            disk.replace(manifests.MANIFEST_FILE, manifests.manifest_bytes(changed))  # the commit
+            disk.rename(manifests.NEW_THRESHOLDS_FILE, manifests.THRESHOLDS_FILE)
         return changed.root
     finally:
         disk.close()
 
 
-def finish_rewrite(disk: SteppedFolder, manifest: Manifest) -> None:
+def finish_rewrite(disk: SteppedFolder, manifest: manifests.Manifest) -> None:
     """Ends a killed rewrite in a locked pack: renames new thresholds that the manifest lists, and removes others.
 
     Makes no step if there was no killed rewrite.
     """
-    if is_listed(disk.folder / NEW_THRESHOLDS_FILE, _listed(manifest)):
-        disk.rename(NEW_THRESHOLDS_FILE, THRESHOLDS_FILE)
-    for name in (NEW_THRESHOLDS_FILE, f"{MANIFEST_FILE}.tmp"):
+    if is_listed(disk.folder / manifests.NEW_THRESHOLDS_FILE, _listed(manifest)):
+        disk.rename(manifests.NEW_THRESHOLDS_FILE, manifests.THRESHOLDS_FILE)
+    for name in (manifests.NEW_THRESHOLDS_FILE, f"{manifests.MANIFEST_FILE}.tmp"):
         if (disk.folder / name).is_file():
             disk.unlink(name)  # not synced: if the name comes back, readers ignore it
 
 
-def _listed(manifest: Manifest) -> ContentFile:
-    return next(file for file in manifest.files if file.name == THRESHOLDS_FILE)
+def _listed(manifest: manifests.Manifest) -> manifests.ContentFile:
+    return next(file for file in manifest.files if file.name == manifests.THRESHOLDS_FILE)
 
 
-def _with_thresholds(manifest: Manifest, raw: bytes) -> Manifest:
+def _with_thresholds(manifest: manifests.Manifest, raw: bytes) -> manifests.Manifest:
     """Returns the manifest of the same pack with these bytes as its thresholds."""
-    old, new = _listed(manifest), ContentFile(THRESHOLDS_FILE, len(raw), hashlib.sha256(raw).hexdigest())
+    old, new = (
+        _listed(manifest),
+        manifests.ContentFile(manifests.THRESHOLDS_FILE, len(raw), hashlib.sha256(raw).hexdigest()),
+    )
     files = tuple(new if file == old else file for file in manifest.files)
     grown, totals = new.bytes - old.bytes, manifest.totals  # not 0 if another program laid out the old thresholds
     return replace(
         manifest,
         files=files,
         totals=replace(totals, tables=totals.tables + grown, content=totals.content + grown),
-        root=root_digest(files, manifest.expert_files),
+        root=manifests.root_digest(files, manifest.expert_files),
     )
 
 
 def _check(thresholds: NDArray[np.float32], spec: ModelSpec) -> None:
     shape = (len(spec.moe_layers), spec.router.num_experts)
     if thresholds.shape != shape:
-        raise PlanError(f"thresholds: shape {list(thresholds.shape)}, expected {list(shape)} (MoE layers, experts)")
-    fault = thresholds_fault(thresholds)
+        raise errors.PlanError(
+            f"thresholds: shape {list(thresholds.shape)}, expected {list(shape)} (MoE layers, experts)"
+        )
+    fault = manifests.thresholds_fault(thresholds)
     if fault:
-        raise PlanError(f"thresholds: {fault}")
+        raise errors.PlanError(f"thresholds: {fault}")
 
 
 JOURNAL_FILE = "conversion.journal"  # of parts: conversion-1-of-3.journal
@@ -335,9 +328,9 @@ class State(Enum):
     SEALED = "sealed"
 
 
-def digests_of(extent: NDArray[np.uint8]) -> Digests:
+def digests_of(extent: NDArray[np.uint8]) -> manifests.Digests:
     """Returns CRC-32 and SHA-256 of an item's bytes."""
-    return Digests(zlib.crc32(extent.data), hashlib.sha256(extent.data).digest())
+    return manifests.Digests(zlib.crc32(extent.data), hashlib.sha256(extent.data).digest())
 
 
 class _OtherJournals:
@@ -347,7 +340,7 @@ class _OtherJournals:
         self._folder, self._own = folder, own
         self._ends: dict[str, int] = {}
 
-    def new_lines(self) -> Iterator[tuple[int, Digests, bytes]]:
+    def new_lines(self) -> Iterator[tuple[int, manifests.Digests, bytes]]:
         """Yields number, digests and note of each item in lines that were written since the last call."""
         for path in sorted(self._folder.glob(_JOURNALS)):
             if path.name == self._own:
@@ -362,11 +355,11 @@ class _OtherJournals:
             yield from ((number, digests, note) for number, (digests, note) in lines.items())
 
 
-def journaled_bytes(folder: Path, layout: PackLayout) -> int:
+def journaled_bytes(folder: Path, layout: layouts.PackLayout) -> int:
     """Returns the bytes of a pack's items that are on the disk; all if the folder is a pack."""
     items = list(layout.items())
     numbers = {number for number, _, _ in _OtherJournals(folder, own="").new_lines() if number < len(items)}
-    if (folder / MANIFEST_FILE).exists():
+    if (folder / manifests.MANIFEST_FILE).exists():
         return sum(item.num_bytes for item in items)
     return sum(items[number].num_bytes for number in numbers)
 
@@ -376,7 +369,7 @@ def await_parts(folder: Path, patience_s: float) -> bool:
     end = time.monotonic() + patience_s
     while True:
         try:
-            FolderLock(folder, False).close()
+            base.FolderLock(folder, False).close()
             return True
         except BlockingIOError:
             if time.monotonic() > end:
@@ -397,7 +390,7 @@ class PackWriter:
     def __init__(
         self,
         folder: Path,
-        layout: PackLayout,
+        layout: layouts.PackLayout,
         conversion: str,
         stamp: str,
         on_step: Callable[[Step], None] = pass_step,
@@ -415,7 +408,7 @@ class PackWriter:
         self._disk = SteppedFolder(folder, on_step, part)
         self._journal = JOURNAL_FILE if part is None else f"conversion{part.suffix}.journal"
         self._others = _OtherJournals(folder, self._journal)
-        self._done: dict[int, Digests] = {}
+        self._done: dict[int, manifests.Digests] = {}
         self._notes: dict[int, bytes] = {}
         self.resumed_bytes = 0
 
@@ -439,7 +432,7 @@ class PackWriter:
             self._open_journal()
             self._check_space()
             self._open_files()
-        except (ConversionError, PackError):
+        except (errors.ConversionError, errors.PackError):
             self.close()
             raise
         self.state = State.WRITING
@@ -450,19 +443,19 @@ class PackWriter:
                 raw = np.frombuffer(headers[item.file], np.uint8)
                 self.write(item, raw, digests_of(raw))
 
-    def pending(self) -> list[Item]:
+    def pending(self) -> list[layouts.Item]:
         """Returns the items that are not yet written, in order."""
         return [item for item in self._items if not self.is_written(item)]
 
-    def is_written(self, item: Item) -> bool:
+    def is_written(self, item: layouts.Item) -> bool:
         """Returns whether an item is on the disk, as far as this process knows."""
         return self._numbers[item] in self._done
 
-    def owns(self, item: Item) -> bool:
+    def owns(self, item: layouts.Item) -> bool:
         """Returns whether this process writes an item before other parts do."""
         return self.part is None or self.part.owns(self._numbers[item])
 
-    def written(self, start: int = 0) -> Iterator[Item]:
+    def written(self, start: int = 0) -> Iterator[layouts.Item]:
         """Yields the items that are on the disk, as far as this process knows, in the order in which it learnt it.
 
         Args:    start: how many of them to leave out.
@@ -478,20 +471,22 @@ class PackWriter:
             if number >= len(self._items):
                 continue
             if self._done.setdefault(number, digests) != digests:
-                raise ConversionError(
+                raise errors.ConversionError(
                     f"{self.folder}: two parts have made different bytes of the same {self._items[number].kind}; all "
                     "parts need processors with the same instructions, and the same packages; remove the folder"
                 )
             if note:
                 self._notes[number] = note
 
-    def write(self, item: Item, extent: NDArray[np.uint8], digests: Digests, note: bytes = b"") -> None:
+    def write(
+        self, item: layouts.Item, extent: NDArray[np.uint8], digests: manifests.Digests, note: bytes = b""
+    ) -> None:
         """Writes an item's bytes to the disk, then its line in the journal.
 
         Args:    extent: u8 [item.num_bytes].   digests: of these bytes.   note: what was measured of the item.
         """
         assert self.state is State.WRITING and len(extent) == item.num_bytes, (self.state, item, len(extent))
-        for offset, size in split_bytes(0, item.num_bytes, _CHUNK_BYTES):
+        for offset, size in safetensors.split_bytes(0, item.num_bytes, _CHUNK_BYTES):
             self._disk.write(item.file, extent.data[offset : offset + size], item.offset + offset)
         self._disk.sync(item.file)
         number = self._numbers[item]
@@ -502,7 +497,7 @@ class PackWriter:
         if note:
             self._notes[number] = note
 
-    def expert_digests(self) -> Mapping[tuple[int, int], Digests]:
+    def expert_digests(self) -> Mapping[tuple[int, int], manifests.Digests]:
         """Returns the digests of all extents, by MoE layer index and expert."""
         assert not self.pending(), "every item is written"
         return {
@@ -534,7 +529,7 @@ class PackWriter:
     def seal(
         self,
         tables: Iterable[tuple[str, bytes]],
-        manifest: Callable[[tuple[ContentFile, ...]], bytes],
+        manifest: Callable[[tuple[manifests.ContentFile, ...]], bytes],
         sidecars: Callable[[bytes], Iterable[tuple[str, bytes]]] = lambda manifest: (),
     ) -> None:
         """Writes the small files, the sidecars and, last, the manifest, which makes the folder a pack.
@@ -546,15 +541,15 @@ class PackWriter:
         files = []
         for name, raw in tables:
             self._disk.replace(name, raw)
-            files.append(ContentFile(name, len(raw), hashlib.sha256(raw).hexdigest()))
-        unused = () if self._layout.unused_file is None else (UNUSED_FILE,)
-        for name in (DENSE_FILE, *unused, *table_files(self._layout.spec)):
-            with RangeReader(self.folder / name, ConversionError) as file:
-                files.append(ContentFile(name, file.num_bytes, file.sha256()))
+            files.append(manifests.ContentFile(name, len(raw), hashlib.sha256(raw).hexdigest()))
+        unused = () if self._layout.unused_file is None else (layouts.UNUSED_FILE,)
+        for name in (layouts.DENSE_FILE, *unused, *manifests.table_files(self._layout.spec)):
+            with safetensors.RangeReader(self.folder / name, errors.ConversionError) as file:
+                files.append(manifests.ContentFile(name, file.num_bytes, file.sha256()))
         raw = manifest(tuple(sorted(files, key=lambda file: file.name)))
         for name, sidecar in sidecars(raw):
             self._disk.replace(name, sidecar)
-        self._disk.replace(MANIFEST_FILE, raw)
+        self._disk.replace(manifests.MANIFEST_FILE, raw)
         self.state = State.SEALED
         self._clean()
 
@@ -564,15 +559,17 @@ class PackWriter:
         if self.state is State.WRITING:
             self.state = State.CLOSED
 
-    def _complete(self) -> Manifest | None:
+    def _complete(self) -> manifests.Manifest | None:
         """Returns the manifest of this pack if the folder already has it, else None."""
-        path = self.folder / MANIFEST_FILE
+        path = self.folder / manifests.MANIFEST_FILE
         if not path.exists():
             return None
-        with RangeReader(path, PackError) as reader:
-            manifest = read_manifest(reader.read(0, min(reader.num_bytes, MAX_MANIFEST_BYTES + 1)).tobytes())
+        with safetensors.RangeReader(path, errors.PackError) as reader:
+            manifest = manifests.read_manifest(
+                reader.read(0, min(reader.num_bytes, manifests.MAX_MANIFEST_BYTES + 1)).tobytes()
+            )
         if manifest.conversion != self._identity:
-            raise ConversionError(
+            raise errors.ConversionError(
                 f"{self.folder}: contains another pack; give another output folder, or remove this one"
             )
         return manifest
@@ -584,12 +581,12 @@ class PackWriter:
             if not others:
                 self._disk.replace(CONVERSION_FILE, self._claims[0])  # other parts write the same
             elif not path.exists():  # no other part has claimed it meanwhile
-                raise ConversionError(
+                raise errors.ConversionError(
                     f"{self.folder}: contains {others[0]!r}, which is not part of a conversion; give a new or "
                     "empty folder"
                 )
         if path.read_bytes() not in self._claims:
-            raise ConversionError(
+            raise errors.ConversionError(
                 f"{self.folder}: contains an unfinished conversion of another source or with other options; "
                 "repeat that command, or remove the folder"
             )
@@ -614,7 +611,7 @@ class PackWriter:
         needed = sum(item.num_bytes for item in self.pending())
         free = self._disk.free_bytes()
         if free < needed:
-            raise ConversionError(
+            raise errors.ConversionError(
                 f"{self.folder}: needs {needed:,} more bytes, the disk has {free:,} free; "
                 "free some space, then run the same command again"
             )
@@ -623,13 +620,13 @@ class PackWriter:
         done_files = {self._items[number].file for number in self._done}
         for name, file in self._layout.files():
             if name in done_files and not (self.folder / name).exists():
-                raise ConversionError(
+                raise errors.ConversionError(
                     f"{self.folder}: {name} was removed from an unfinished conversion; remove the folder"
                 )
             self._disk.open(name)
             if self._disk.num_bytes(name) != file.num_bytes:
                 if name in done_files:
-                    raise ConversionError(f"{self.folder}: {name} has changed its size; remove the folder")
+                    raise errors.ConversionError(f"{self.folder}: {name} has changed its size; remove the folder")
                 # Sets the padding to zero: bytes that are never written read as zeros.
                 self._disk.truncate(name, file.num_bytes)
                 self._disk.sync(name)

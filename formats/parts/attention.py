@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_pack.formats.base.json_files import added
-from moe_pack.formats.parts.positions import RopeSpec, is_by_length, scaling_fault
-from moe_pack.formats.parts.roles import DenseRole, are_layers
+from moe_pack.formats.parts import positions, roles
 
 Projection = Literal["q", "k", "v", "o"]
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
@@ -321,7 +320,7 @@ class OtherAttentionSpec:
 
     layers: tuple[int, ...]
     attention: GroupedQuerySpec | LatentSpec | CompressedSpec
-    rope: RopeSpec | None
+    rope: positions.RopeSpec | None
 
 
 def others_fault(
@@ -337,7 +336,7 @@ def others_fault(
     if others and isinstance(attention, RelativeSpec):
         return f"{attention.kind} attention cannot have others"
     for other in others:
-        if not other.layers or not are_layers(other.layers, num_layers) or set(other.layers) - set(attending):
+        if not other.layers or not roles.are_layers(other.layers, num_layers) or set(other.layers) - set(attending):
             return "others must list decoder layers with attention, at least one each, in rising order"
         sizes = attention_sizes(other.attention) | {"rotary_dim": other.rope.rotary_dim if other.rope else None}
         for name, size in sizes.items():
@@ -356,7 +355,7 @@ def cached_width(attention: AttentionSpec) -> int:
     return 2 * attention.num_heads * attention.head_dim
 
 
-def grouped_query_roles(attention: GroupedQuerySpec, d: int, offset: float) -> Iterator[DenseRole]:
+def grouped_query_roles(attention: GroupedQuerySpec, d: int, offset: float) -> Iterator[roles.DenseRole]:
     """Yields the dense tensors of a layer's attention, for a hidden size d; `offset`: of the norms of heads."""
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     v, mixed = attention.num_kv_heads * attention.value_dim, attention.num_heads * attention.value_dim
@@ -364,88 +363,90 @@ def grouped_query_roles(attention: GroupedQuerySpec, d: int, offset: float) -> I
     if attention.keys_as_values:
         del shapes["v"]
     for name, shape in shapes.items():
-        yield DenseRole(f"attention.{name}", shape, True)
+        yield roles.DenseRole(f"attention.{name}", shape, True)
         if name in attention.bias:
-            yield DenseRole(f"attention.{name}_bias", shape[:1], False)
+            yield roles.DenseRole(f"attention.{name}_bias", shape[:1], False)
     yield from _gate_role(attention.gate, attention.num_heads, attention.value_dim, d)
     if attention.sinks:
-        yield DenseRole("attention.sinks", (attention.num_heads,), False)
+        yield roles.DenseRole("attention.sinks", (attention.num_heads,), False)
     if attention.qk_norm not in ("none", "unit"):
         whole = attention.qk_norm == "projection"
-        yield DenseRole("attention.q_norm", (q if whole else attention.head_dim,), False, offset)
-        yield DenseRole("attention.k_norm", (kv if whole else attention.head_dim,), False, offset)
+        yield roles.DenseRole("attention.q_norm", (q if whole else attention.head_dim,), False, offset)
+        yield roles.DenseRole("attention.k_norm", (kv if whole else attention.head_dim,), False, offset)
     if (indexer := attention.indexer) is not None:
-        yield DenseRole("attention.index_q", (indexer.num_heads * indexer.head_dim, d), True)
-        yield DenseRole("attention.index_k", (indexer.head_dim, d), True)
-        yield DenseRole("attention.index_q_norm", (indexer.head_dim,), False, offset)
-        yield DenseRole("attention.index_k_norm", (indexer.head_dim,), False, offset)
+        yield roles.DenseRole("attention.index_q", (indexer.num_heads * indexer.head_dim, d), True)
+        yield roles.DenseRole("attention.index_k", (indexer.head_dim, d), True)
+        yield roles.DenseRole("attention.index_q_norm", (indexer.head_dim,), False, offset)
+        yield roles.DenseRole("attention.index_k_norm", (indexer.head_dim,), False, offset)
 
 
-def _gate_role(gate: OutputGateSpec | None, num_heads: int, head_dim: int, d: int) -> Iterator[DenseRole]:
+def _gate_role(gate: OutputGateSpec | None, num_heads: int, head_dim: int, d: int) -> Iterator[roles.DenseRole]:
     if gate is not None:
-        yield DenseRole("attention.gate", (gate.width(num_heads, head_dim), d), gate.each == "value")
+        yield roles.DenseRole("attention.gate", (gate.width(num_heads, head_dim), d), gate.each == "value")
         if gate.bias:
-            yield DenseRole("attention.gate_bias", (num_heads,), False)
+            yield roles.DenseRole("attention.gate_bias", (num_heads,), False)
 
 
-def latent_roles(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
+def latent_roles(attention: LatentSpec, d: int) -> Iterator[roles.DenseRole]:
     """Yields the dense tensors of a layer's attention, for a hidden size d."""
     num_heads, rank, rope = attention.num_heads, attention.kv_lora_rank, attention.qk_rope_head_dim
     q = num_heads * (attention.qk_nope_head_dim + rope)
     if attention.q_lora_rank is None:
-        yield DenseRole("attention.q", (q, d), True)
+        yield roles.DenseRole("attention.q", (q, d), True)
     else:
-        yield DenseRole("attention.q_a", (attention.q_lora_rank, d), True)
-        yield DenseRole("attention.q_a_norm", (attention.q_lora_rank,), False)
+        yield roles.DenseRole("attention.q_a", (attention.q_lora_rank, d), True)
+        yield roles.DenseRole("attention.q_a_norm", (attention.q_lora_rank,), False)
         gates, twice = (num_heads * attention.v_head_dim, 2) if attention.gated else (0, 1)
-        yield DenseRole("attention.q_b", (q + gates, twice * attention.q_lora_rank), True)
-    yield DenseRole("attention.kv_a", (rank + rope, d), True)
-    yield DenseRole("attention.kv_a_norm", (rank,), False)
-    yield DenseRole("attention.kv_b", (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), rank), True)
-    yield DenseRole("attention.o", (d, num_heads * attention.v_head_dim), True)
+        yield roles.DenseRole("attention.q_b", (q + gates, twice * attention.q_lora_rank), True)
+    yield roles.DenseRole("attention.kv_a", (rank + rope, d), True)
+    yield roles.DenseRole("attention.kv_a_norm", (rank,), False)
+    yield roles.DenseRole(
+        "attention.kv_b", (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), rank), True
+    )
+    yield roles.DenseRole("attention.o", (d, num_heads * attention.v_head_dim), True)
     yield from _gate_role(attention.gate, num_heads, attention.v_head_dim, d)
     if attention.sinks:
-        yield DenseRole("attention.sinks", (num_heads,), False)
+        yield roles.DenseRole("attention.sinks", (num_heads,), False)
     if (indexer := attention.own_indexer) is not None:
         heads, width = indexer.num_heads, indexer.head_dim
-        yield DenseRole("attention.index_q", (heads * width, attention.q_lora_rank or 0), True)
-        yield DenseRole("attention.index_k", (width, d), True)
-        yield DenseRole("attention.index_k_norm", (width,), False)
-        yield DenseRole("attention.index_k_norm_bias", (width,), False)
-        yield DenseRole("attention.index_weights", (heads, d), False)
+        yield roles.DenseRole("attention.index_q", (heads * width, attention.q_lora_rank or 0), True)
+        yield roles.DenseRole("attention.index_k", (width, d), True)
+        yield roles.DenseRole("attention.index_k_norm", (width,), False)
+        yield roles.DenseRole("attention.index_k_norm_bias", (width,), False)
+        yield roles.DenseRole("attention.index_weights", (heads, d), False)
 
 
-def compressed_roles(attention: CompressedSpec, d: int) -> Iterator[DenseRole]:
+def compressed_roles(attention: CompressedSpec, d: int) -> Iterator[roles.DenseRole]:
     """Yields the dense tensors of a layer's attention, for a hidden size d."""
     width, rank = attention.num_heads * attention.head_dim, attention.q_lora_rank
     mixed = attention.num_groups * attention.o_lora_rank
-    yield DenseRole("attention.q_a", (rank, d), True)
-    yield DenseRole("attention.q_a_norm", (rank,), False)
-    yield DenseRole("attention.q_b", (width, rank), True)
-    yield DenseRole("attention.kv", (attention.head_dim, d), True)
-    yield DenseRole("attention.kv_norm", (attention.head_dim,), False)
-    yield DenseRole("attention.sinks", (attention.num_heads,), False)
-    yield DenseRole("attention.o_a", (mixed, attention.group_width), True)
-    yield DenseRole("attention.o_b", (d, mixed), True)
+    yield roles.DenseRole("attention.q_a", (rank, d), True)
+    yield roles.DenseRole("attention.q_a_norm", (rank,), False)
+    yield roles.DenseRole("attention.q_b", (width, rank), True)
+    yield roles.DenseRole("attention.kv", (attention.head_dim, d), True)
+    yield roles.DenseRole("attention.kv_norm", (attention.head_dim,), False)
+    yield roles.DenseRole("attention.sinks", (attention.num_heads,), False)
+    yield roles.DenseRole("attention.o_a", (mixed, attention.group_width), True)
+    yield roles.DenseRole("attention.o_b", (d, mixed), True)
     if (compression := attention.compression) is None:
         return
     for name, dim in zip(("entry", "index"), compression.dims(attention.head_dim), strict=False):
         projected = dim * (2 if compression.overlap else 1)
-        yield DenseRole(f"attention.{name}_kv", (projected, d), True)
-        yield DenseRole(f"attention.{name}_gate", (projected, d), True)
-        yield DenseRole(f"attention.{name}_positions", (compression.window_tokens, projected), False)
-        yield DenseRole(f"attention.{name}_norm", (dim,), False)
+        yield roles.DenseRole(f"attention.{name}_kv", (projected, d), True)
+        yield roles.DenseRole(f"attention.{name}_gate", (projected, d), True)
+        yield roles.DenseRole(f"attention.{name}_positions", (compression.window_tokens, projected), False)
+        yield roles.DenseRole(f"attention.{name}_norm", (dim,), False)
     if (indexer := compression.indexer) is not None:
-        yield DenseRole("attention.index_q", (indexer.num_heads * indexer.head_dim, rank), True)
-        yield DenseRole("attention.index_weights", (indexer.num_heads, d), False)
+        yield roles.DenseRole("attention.index_q", (indexer.num_heads * indexer.head_dim, rank), True)
+        yield roles.DenseRole("attention.index_weights", (indexer.num_heads, d), False)
 
 
-def relative_roles(attention: RelativeSpec, d: int, name: str) -> Iterator[DenseRole]:
+def relative_roles(attention: RelativeSpec, d: int, name: str) -> Iterator[roles.DenseRole]:
     """Yields the dense tensors of a layer's attention of this name, `attention` or `cross`, for a hidden size d."""
     width = attention.num_heads * attention.head_dim
     for projection in ("q", "k", "v"):
-        yield DenseRole(f"{name}.{projection}", (width, d), True)
-    yield DenseRole(f"{name}.o", (d, width), True)
+        yield roles.DenseRole(f"{name}.{projection}", (width, d), True)
+    yield roles.DenseRole(f"{name}.o", (d, width), True)
 
 
 MAX_BUCKETS = 2**16
@@ -480,7 +481,7 @@ def _compression_sizes(compression: CompressionSpec | None) -> dict[str, int | N
     return sizes
 
 
-def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers: int) -> str | None:
+def attention_fault(attention: AttentionSpec, rope: positions.RopeSpec | None, num_layers: int) -> str | None:
     """Returns why attention with these rotary positions cannot be that of a model of so many layers, or None."""
     if not 0 < attention.scale < 1e6:
         return f"attention scale is {attention.scale}, expected between 0 and 1e6"
@@ -515,7 +516,7 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
         return f"{name} attention has keys of {attention.head_dim} and values of {attention.value_dim}, expected equal"
     lists = {"windowed_layers": attention.windowed_layers, "rotated_layers": attention.rotated_layers}
     for name, layers in lists.items():
-        if layers is not None and (not layers or not are_layers(layers, num_layers) or len(layers) == num_layers):
+        if layers is not None and (not layers or not roles.are_layers(layers, num_layers) or len(layers) == num_layers):
             return f"{name} must list some decoder layers, but not all, in rising order"
     if attention.sliding_window is None and (attention.windowed_layers is not None or attention.chunked):
         name = "chunked" if attention.windowed_layers is None else "windowed_layers"
@@ -529,10 +530,10 @@ def attention_fault(attention: AttentionSpec, rope: RopeSpec | None, num_layers:
     return _block_indexer_fault(attention, rope) or _temperature_fault(attention.temperature, attention)
 
 
-def _compressed_fault(attention: CompressedSpec, rope: RopeSpec | None) -> str | None:
+def _compressed_fault(attention: CompressedSpec, rope: positions.RopeSpec | None) -> str | None:
     if attention.num_heads % attention.num_groups:
         return f"{attention.num_heads} heads do not divide into num_groups, {attention.num_groups}"
-    if rope is None or is_by_length(rope):
+    if rope is None or positions.is_by_length(rope):
         return "compressed attention needs rotary positions, and neither longrope nor dynamic scaling"
     indexer = None if attention.compression is None else attention.compression.indexer
     if indexer is not None and indexer.head_dim < rope.rotary_dim:
@@ -540,7 +541,7 @@ def _compressed_fault(attention: CompressedSpec, rope: RopeSpec | None) -> str |
     return None
 
 
-def _block_indexer_fault(attention: GroupedQuerySpec, rope: RopeSpec | None) -> str | None:
+def _block_indexer_fault(attention: GroupedQuerySpec, rope: positions.RopeSpec | None) -> str | None:
     indexer = attention.indexer
     if indexer is None:
         return None
@@ -548,7 +549,7 @@ def _block_indexer_fault(attention: GroupedQuerySpec, rope: RopeSpec | None) -> 
         return "an indexer of blocks needs attention without sliding_window and sinks"
     if rope is not None and rope.rotary_dim > indexer.head_dim:
         return f"an indexer of blocks has heads of {indexer.head_dim}, expected at least rotary_dim, {rope.rotary_dim}"
-    if rope is not None and indexer.kind == "pooled" and is_by_length(rope):
+    if rope is not None and indexer.kind == "pooled" and positions.is_by_length(rope):
         return "an indexer of pooled blocks can have neither longrope nor dynamic scaling"
     most = indexer.num_blocks if indexer.kind == "largest" else 0
     if not 0 <= indexer.local_blocks <= most:
@@ -579,7 +580,7 @@ def _relative_fault(attention: RelativeSpec) -> str | None:
     return None
 
 
-def rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
+def rope_fault(rope: positions.RopeSpec | None, attention: AttentionSpec) -> str | None:
     """Returns why rotary positions do not go with this attention, or None."""
     if rope is None:
         return None
@@ -592,4 +593,4 @@ def rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
         return f"rotary_dim is {rope.rotary_dim}, expected qk_rope_head_dim, {width}"
     if not 1 < rope.theta < 1e12:
         return f"rope theta is {rope.theta}, expected between 1 and 1e12"
-    return scaling_fault(rope)
+    return positions.scaling_fault(rope)

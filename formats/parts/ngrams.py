@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moe_pack.formats.parts.mixers import MAX_CONV_KERNEL, MAX_STATE_VALUES, StateShape
+from moe_pack.formats.parts import mixers
 from moe_pack.formats.parts.roles import DenseRole, are_layers
 
 MAX_NGRAM_SIZE = 64
@@ -70,9 +70,9 @@ class NgramSpec:
             yield DenseRole(name, (stream_width,), False, offset)
         yield DenseRole("conv", (stream_width * self.conv_kernel,), False)
 
-    def state(self, stream_width: int) -> StateShape:
+    def state(self, stream_width: int) -> mixers.StateShape:
         """Returns the shape of a layer's state: the last inputs of its convolution."""
-        return StateShape(((self.conv_kernel - 1) * self.dilation, stream_width), ())
+        return mixers.StateShape(((self.conv_kernel - 1) * self.dilation, stream_width), ())
 
     def width(self, stream_width: int) -> int:
         """Returns the most floats of one token while a layer's embeddings are used."""
@@ -93,9 +93,9 @@ def ngrams_fault(ngrams: NgramSpec, num_layers: int, stream_width: int, vocab_si
         return f"ngrams have {len(ngrams.layers) * ngrams.num_heads} heads in all layers, expected at most {MAX_HEADS}"
     if ngrams.embed_dim % ngrams.num_heads:
         return f"ngrams embed_dim is {ngrams.embed_dim}, expected a multiple of the {ngrams.num_heads} heads"
-    if ngrams.conv_kernel > MAX_CONV_KERNEL:
-        return f"ngrams conv_kernel is {ngrams.conv_kernel}, expected at most {MAX_CONV_KERNEL}"
-    if ngrams.state(stream_width).num_values > MAX_STATE_VALUES:
+    if ngrams.conv_kernel > mixers.MAX_CONV_KERNEL:
+        return f"ngrams conv_kernel is {ngrams.conv_kernel}, expected at most {mixers.MAX_CONV_KERNEL}"
+    if ngrams.state(stream_width).num_values > mixers.MAX_STATE_VALUES:
         return f"the state of ngrams has {ngrams.state(stream_width).num_values} values, expected at most 2^31"
     if not 0 <= ngrams.eos_token < vocab_size:
         return f"ngrams eos_token is {ngrams.eos_token}, expected 0 to {vocab_size - 1}"

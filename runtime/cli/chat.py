@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
+from moe_pack import runtime
 from moe_pack.formats import RunError
-from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.generate import Clock, rate_text
-from moe_pack.runtime.serve.parsers import ContentDelta, Delta, ReasoningDelta, parser_for
+from moe_pack.runtime.serve import parsers
 from moe_pack.runtime.serve.styles import style_of
 
 if TYPE_CHECKING:
-    from moe_pack.runtime import ChatTemplate, Text
     from moe_pack.runtime.drafts import Drafts
     from moe_pack.runtime.model import Decoder
     from moe_pack.runtime.templates import ChatPrompt
@@ -67,7 +66,7 @@ class ChatOptions:
     for each.   `max_tokens`: of an answer; None for the rest of the context.   `stats`: a line after each answer.
     """
 
-    sampling: SamplingOptions
+    sampling: runtime.SamplingOptions
     max_tokens: int | None = None
     stats: bool = False
 
@@ -96,10 +95,10 @@ class Conversation:
     """
 
     def __init__(
-        self, text: Text, decoder: Decoder, options: ChatOptions, screen: Screen, drafts: Drafts | None = None
+        self, text: runtime.Text, decoder: Decoder, options: ChatOptions, screen: Screen, drafts: Drafts | None = None
     ) -> None:
         assert text.chat_template is not None, "packs without a chat template are refused before"
-        self._template: ChatTemplate = text.chat_template
+        self._template: runtime.ChatTemplate = text.chat_template
         self._style = style_of(self._template.source())
         self._text, self._decoder, self._options, self._screen = text, decoder, options, screen
         self._drafts = drafts
@@ -249,7 +248,7 @@ class Conversation:
         clock, ids = Clock(), list(prompt.ids)
         seed = self._next_seed()
         sampler = Sampler(replace(self._options.sampling, seed=seed), ids)
-        parser = parser_for(self._style, prompt.text[-PROMPT_END_CHARACTERS:], tools=False)
+        parser = parsers.parser_for(self._style, prompt.text[-PROMPT_END_CHARACTERS:], tools=False)
         stream = self._text.stream(ids, self._style.keeps_special)
         answer: Message = {"role": "assistant", "content": ""}
         left = list(self._decoder.keep_beginning(ids))  # a copy: `_read` takes tokens from it
@@ -309,13 +308,13 @@ class Conversation:
         self._num_answers += 1
         return secrets.randbits(32) if first is None else (first + number) % _NUM_SEEDS
 
-    def _take(self, answer: Message, deltas: list[Delta]) -> None:
+    def _take(self, answer: Message, deltas: list[parsers.Delta]) -> None:
         """Adds deltas to an answer and shows them."""
         for delta in deltas:
-            if isinstance(delta, ContentDelta):
+            if isinstance(delta, parsers.ContentDelta):
                 answer["content"] += delta.text
                 self._screen.show(delta.text, is_reasoning=False)
-            elif isinstance(delta, ReasoningDelta):
+            elif isinstance(delta, parsers.ReasoningDelta):
                 answer["reasoning_content"] = answer.get("reasoning_content", "") + delta.text
                 self._screen.show(delta.text, is_reasoning=True)
 
@@ -501,7 +500,9 @@ def _typed() -> str:
     return ""
 
 
-def converse(name: str, text: Text, decoder: Decoder, options: ChatOptions, drafts: Drafts | None = None) -> None:
+def converse(
+    name: str, text: runtime.Text, decoder: Decoder, options: ChatOptions, drafts: Drafts | None = None
+) -> None:
     """Holds a conversation on the terminal until the user ends it.
 
     Args:    name: of the model.   text: of a pack that has a chat template.   drafts: as in `Conversation`.

@@ -14,25 +14,15 @@ from typing import IO, TYPE_CHECKING, TextIO
 
 import click
 
-from moe_pack.formats import RunError, UsageError, dump, option, size_text
-from moe_pack.formats.base import peak_resident_bytes
-from moe_pack.formats.base.cli import (
-    NOISE,
-    Program,
-    TerminalProgress,
-    cache_folder,
-    command_errors,
-    common_options,
-    options_from,
-)
+from moe_pack import formats, runtime
+from moe_pack.formats.base import cli, peak_resident_bytes
 from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.runtime import EngineOptions, MachineFacts, SamplingOptions, load_facts, save_facts
 from moe_pack.runtime.options import MAX_SEED, AskedSampling, usual_sampling
 
 if TYPE_CHECKING:
     from moe_pack.formats import Pack
-    from moe_pack.runtime import BenchTimes, Engine, RunReport, Sampler, Text
+    from moe_pack.runtime import Engine, Sampler, Text
     from moe_pack.runtime.generate import Clock
 
 
@@ -42,17 +32,19 @@ class BenchOptions:
 
     is_given: bool = field(
         default=False,
-        metadata=option(
+        metadata=formats.option(
             "--bench", help="Measure speed: a prompt of random tokens, then new tokens that no end of text stops."
         ),
     )
     prompt_tokens: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--prompt-tokens", least=1, metavar="N", help="With --bench: length of the prompt.  [default: 128]"
         ),
     )
-    as_json: bool = field(default=False, metadata=option("--json", help="With --bench: print the result as JSON."))
+    as_json: bool = field(
+        default=False, metadata=formats.option("--json", help="With --bench: print the result as JSON.")
+    )
 
     def check(self) -> None:
         """Refuses options of `--bench` without it.
@@ -60,10 +52,12 @@ class BenchOptions:
         Raises:  UsageError.
         """
         if not self.is_given and (others := given(self)):
-            raise UsageError(f"{others[-1]} needs --bench; remove it or add --bench")
+            raise formats.UsageError(f"{others[-1]} needs --bench; remove it or add --bench")
 
 
-def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunReport, seed: int) -> None:
+def show_bench(
+    as_json: bool, times: runtime.BenchTimes, is_synthetic: bool, facts: runtime.RunReport, seed: int
+) -> None:
     """Prints the result of `--bench` on standard output."""
     from moe_pack.runtime import report_lines
 
@@ -81,7 +75,7 @@ def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunR
             "peak_resident_bytes": peak,
             "seed": seed,
         }
-        click.echo(json.dumps(values | dump(facts)))
+        click.echo(json.dumps(values | formats.dump(facts)))
         return
     decode = "no token after the first"
     if times.decode_rate is not None:
@@ -89,11 +83,11 @@ def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunR
             f"{len(times.tokens_s)} tokens, {times.decode_rate:.1f} tokens/s, median {times.median_token_ms:.1f} ms"
         )
     lines = [
-        *([("pack", NOISE)] if is_synthetic else []),
+        *([("pack", cli.NOISE)] if is_synthetic else []),
         ("prefill", f"{times.num_prompt_tokens} tokens, {times.prefill_rate:.1f} tokens/s"),
         ("decode", decode),
         *report_lines(facts),
-        *([] if peak is None else [("resident", f"{size_text(peak)} at most, including mapped files")]),
+        *([] if peak is None else [("resident", f"{formats.size_text(peak)} at most, including mapped files")]),
         ("seed", str(seed)),
     ]
     for name, value in lines:
@@ -106,25 +100,25 @@ class RunOptions:
 
     prompt: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--prompt",
             "-p",
             help="The text to continue.  [default: standard input; on a terminal a conversation]",
         ),
     )
     prompt_file: TextIO | None = field(
-        default=None, metadata=option("--prompt-file", help="Read the prompt from a file; - is standard input.")
+        default=None, metadata=formats.option("--prompt-file", help="Read the prompt from a file; - is standard input.")
     )
     chat: bool = field(
         default=False,
-        metadata=option(
+        metadata=formats.option(
             "--chat",
             help="Send the prompt as a chat message, in the pack's own template.",
         ),
     )
     context: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--context",
             "-c",
             least=16,
@@ -135,7 +129,7 @@ class RunOptions:
     bench: BenchOptions = field(default_factory=BenchOptions)
     max_tokens: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--max-tokens",
             "-n",
             least=1,
@@ -145,11 +139,11 @@ class RunOptions:
     sampling: AskedSampling = field(default_factory=AskedSampling)
     seed: int | None = field(
         default=None,
-        metadata=option("--seed", least=0, most=MAX_SEED, help="Repeat a draw.  [default: a new seed]"),
+        metadata=formats.option("--seed", least=0, most=MAX_SEED, help="Repeat a draw.  [default: a new seed]"),
     )
-    engine: EngineOptions = field(default_factory=EngineOptions)
+    engine: runtime.EngineOptions = field(default_factory=runtime.EngineOptions)
     stats: bool = field(
-        default=False, metadata=option("--stats", help="Print to standard error at the end what really ran.")
+        default=False, metadata=formats.option("--stats", help="Print to standard error at the end what really ran.")
     )
 
     def check(self) -> None:
@@ -158,15 +152,17 @@ class RunOptions:
         Raises:  UsageError.
         """
         if self.context is not None and not self.is_conversation:
-            raise UsageError("--context needs a conversation; remove it, or leave out the prompt, on a terminal")
+            raise formats.UsageError(
+                "--context needs a conversation; remove it, or leave out the prompt, on a terminal"
+            )
         if not self.bench.is_given:
             if self.prompt is not None and self.prompt_file is not None:
-                raise UsageError("--prompt and --prompt-file are both the text to continue; remove one of them")
+                raise formats.UsageError("--prompt and --prompt-file are both the text to continue; remove one of them")
             return
         if self.stats:
-            raise UsageError("--bench reports everything that --stats does; remove --stats")
+            raise formats.UsageError("--bench reports everything that --stats does; remove --stats")
         if self.prompt is not None or self.prompt_file is not None or self.chat:
-            raise UsageError("--bench has its own prompt; remove --prompt, --prompt-file and --chat")
+            raise formats.UsageError("--bench has its own prompt; remove --prompt, --prompt-file and --chat")
 
     @property
     def is_conversation(self) -> bool:
@@ -187,16 +183,18 @@ class RunOptions:
         if self.prompt is None and self.prompt_file is None:
             text = "" if sys.stdin is None else _read(click.open_file("-", encoding="utf-8")).removesuffix("\n")
             if not text:
-                raise UsageError("standard input is empty; give the text to continue with --prompt or --prompt-file")
+                raise formats.UsageError(
+                    "standard input is empty; give the text to continue with --prompt or --prompt-file"
+                )
             return text
         text = _read(self.prompt_file) if self.prompt is None else self.prompt
         if not text:
-            raise RunError("--prompt is empty; give at least one character")
+            raise formats.RunError("--prompt is empty; give at least one character")
         return text
 
 
 @click.command(
-    cls=Program,
+    cls=cli.Program,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Examples:
@@ -209,9 +207,9 @@ Examples:
   moe-run packed/ --bench""",
 )
 @click.argument("pack", type=PACK)
-@options_from(RunOptions)
-@common_options
-@command_errors(interrupted="interrupted")
+@cli.options_from(RunOptions)
+@cli.common_options
+@cli.command_errors(interrupted="interrupted")
 def main(pack: Path, options: RunOptions, debug: bool) -> None:
     """Continue a text with the model in PACK, or without a prompt, on a terminal, hold a conversation with it.
 
@@ -223,7 +221,9 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
     """
     needs_text = not (options.bench.is_given or options.is_conversation)
     words = options.text() if needs_text else ""
-    options.sampling.over(SamplingOptions())  # a wrong one is refused before a download, and before torch is loaded
+    options.sampling.over(
+        runtime.SamplingOptions()
+    )  # a wrong one is refused before a download, and before torch is loaded
     if options.engine.device == "cpu":
         options.engine.check_cpu_alone()
     pack = pack_folder(pack)
@@ -235,7 +235,7 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
         _continue(pack, options, words)
 
 
-def _sampling(pack: Pack, options: RunOptions) -> SamplingOptions:
+def _sampling(pack: Pack, options: RunOptions) -> runtime.SamplingOptions:
     """Returns how tokens are chosen: as the options say, else as usual."""
     return replace(options.sampling.over(usual_sampling(pack)), seed=options.seed)
 
@@ -305,12 +305,12 @@ def _converse(folder: Path, options: RunOptions) -> None:
         pack = stack.enter_context(Pack(folder))
         text = Text(pack)
         if not options.chat and (pack.spec.encoder is not None or text.chat_template is None):
-            raise RunError("this pack has no chat template; give the text to continue with --prompt")
+            raise formats.RunError("this pack has no chat template; give the text to continue with --prompt")
         _chat_prompt(pack, "Hello")  # a pack that cannot chat is refused before its weights are read
         most = pack.spec.max_position_embeddings
         context = min(USUAL_CONTEXT, most) if options.context is None else options.context
         if context > most:
-            raise RunError(f"--context {context}: this model has {most} positions; give at most {most}")
+            raise formats.RunError(f"--context {context}: this model has {most} positions; give at most {most}")
         # With a checkpoint, a turn goes on from the one before also where a cache cannot be cut back anywhere.
         engine = stack.enter_context(_open_engine(pack, options.engine, context, 1, "--context"))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
@@ -331,7 +331,7 @@ def _context_for(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> int
 
 def _open_engine(
     pack: Pack,
-    options: EngineOptions,
+    options: runtime.EngineOptions,
     context_tokens: int,
     checkpoints: int = 0,
     context_option: str = "--max-tokens",
@@ -348,16 +348,16 @@ def _open_engine(
     names = BudgetOptionNames("--budget", context_option)
     on_device, device_line = choose_device(pack, options, context_tokens)
     sequences = Sequences(1, 0 if on_device.device == "cuda" else checkpoints)
-    chosen = replace(on_device, machine=load_facts(cache_folder(), pack.folder))
-    with TerminalProgress() as progress:
+    chosen = replace(on_device, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
+    with cli.TerminalProgress() as progress:
 
-        def measured() -> MachineFacts:
+        def measured() -> runtime.MachineFacts:
             from moe_pack.runtime import measure_disk
 
             progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
             facts = measure_disk(pack.folder, progress)
-            with suppress(RunError):  # a run does not need the file
-                save_facts(facts, cache_folder(), pack.folder)
+            with suppress(formats.RunError):  # a run does not need the file
+                runtime.save_facts(facts, cli.cache_folder(), pack.folder)
             return facts
 
         engine = Engine(pack, chosen, context_tokens, progress, None, measured, sequences, names)
@@ -369,7 +369,7 @@ def _open_engine(
 def _encoded(pack: Pack, text: Text, words: str, chat: bool) -> list[int]:
     prompt_ids = text.encode(_chat_prompt(pack, words) if chat else words, special_tokens=not chat)
     if not prompt_ids:
-        raise RunError("--prompt: the tokenizer finds no token in it; give another text")
+        raise formats.RunError("--prompt: the tokenizer finds no token in it; give another text")
     return prompt_ids
 
 
@@ -381,7 +381,7 @@ def _chat_prompt(pack: Pack, words: str) -> str:
     from moe_pack.runtime import chat_prompt
 
     if pack.spec.encoder is not None:
-        raise RunError("--chat does not support models with an encoder; remove it")
+        raise formats.RunError("--chat does not support models with an encoder; remove it")
     return chat_prompt(pack, words)
 
 
@@ -408,4 +408,4 @@ def _read(file: IO[str] | None) -> str:
     try:
         return file.read()
     except UnicodeDecodeError as fault:
-        raise RunError(f"--prompt-file: {file.name} is not UTF-8 text (byte {fault.start})") from fault
+        raise formats.RunError(f"--prompt-file: {file.name} is not UTF-8 text (byte {fault.start})") from fault

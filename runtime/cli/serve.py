@@ -20,19 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
-from moe_pack.formats import RunError, option, size_text
-from moe_pack.formats.base.cli import (
-    Program,
-    TerminalProgress,
-    cache_folder,
-    command_errors,
-    common_options,
-    environment_text,
-    options_from,
-)
-from moe_pack.formats.base.commands import check_is_folder, read_size
+from moe_pack import formats, runtime
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.runtime import EngineOptions, MachineFacts, SamplingOptions, available_bytes, load_facts
 from moe_pack.runtime.machine import use_one_heap
 from moe_pack.runtime.options import AskedSampling, usual_sampling
 
@@ -63,14 +53,16 @@ class ServeCommand:
 
     host: str = field(
         default="127.0.0.1",
-        metadata=option(
+        metadata=formats.option(
             "--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 is every address of this machine."
         ),
     )
-    port: int = field(default=8080, metadata=option("--port", least=0, most=65535, help="Port; 0 takes a free one."))
+    port: int = field(
+        default=8080, metadata=formats.option("--port", least=0, most=65535, help="Port; 0 takes a free one.")
+    )
     api_key: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--api-key",
             metavar="KEY",
             help=f"Refuse requests without this key; several are separated by commas.  [default: {_KEY_VARIABLE} from "
@@ -79,7 +71,7 @@ class ServeCommand:
     )
     cors_origins: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--cors-origins",
             metavar="ORIGINS",
             help="Pages of these origins may use the server from a browser, separated by commas; * is every page.",
@@ -87,7 +79,7 @@ class ServeCommand:
     )
     parallel: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--parallel",
             "-np",
             least=1,
@@ -99,7 +91,7 @@ class ServeCommand:
     )
     context: int | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--context",
             "-c",
             least=16,
@@ -108,11 +100,12 @@ class ServeCommand:
         ),
     )
     queue: int = field(
-        default=64, metadata=option("--queue", least=0, metavar="N", help="Requests that may wait; more are refused.")
+        default=64,
+        metadata=formats.option("--queue", least=0, metavar="N", help="Requests that may wait; more are refused."),
     )
     sessions: Path | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--sessions",
             path="folder",
             metavar="FOLDER",
@@ -121,9 +114,9 @@ class ServeCommand:
     )
     sessions_bytes: int = field(
         default=16 << 30,
-        metadata=option(
+        metadata=formats.option(
             "--sessions-size",
-            parse=read_size,
+            parse=commands.read_size,
             default_text="16G",
             metavar="SIZE",
             help="The most bytes of --sessions; what was not used for longest is deleted.",
@@ -131,11 +124,13 @@ class ServeCommand:
     )
     model_name: str | None = field(
         default=None,
-        metadata=option("--model-name", metavar="NAME", help="The model's name in answers.  [default: the folder's]"),
+        metadata=formats.option(
+            "--model-name", metavar="NAME", help="The model's name in answers.  [default: the folder's]"
+        ),
     )
     alias: str | None = field(
         default=None,
-        metadata=option(
+        metadata=formats.option(
             "--alias",
             metavar="NAMES",
             help="Other names of the model, separated by commas. Requests may then use these, the name in answers and "
@@ -144,13 +139,17 @@ class ServeCommand:
     )
     max_body_bytes: int = field(
         default=8 << 20,
-        metadata=option(
-            "--max-body", parse=read_size, default_text="8M", metavar="SIZE", help="Refuse requests with larger bodies."
+        metadata=formats.option(
+            "--max-body",
+            parse=commands.read_size,
+            default_text="8M",
+            metavar="SIZE",
+            help="Refuse requests with larger bodies.",
         ),
     )
     drain: int = field(
         default=5,
-        metadata=option(
+        metadata=formats.option(
             "--drain",
             least=0,
             most=3600,
@@ -159,19 +158,21 @@ class ServeCommand:
         ),
     )
     log_format: Literal["text", "json"] = field(
-        default="text", metadata=option("--log-format", help="How to write the log, which is on standard error.")
+        default="text",
+        metadata=formats.option("--log-format", help="How to write the log, which is on standard error."),
     )
     quiet: bool = field(
-        default=False, metadata=option("--quiet", help="Log warnings and errors alone, not a line for each request.")
+        default=False,
+        metadata=formats.option("--quiet", help="Log warnings and errors alone, not a line for each request."),
     )
     sampling: AskedSampling = field(default_factory=AskedSampling)
-    engine: EngineOptions = field(default_factory=EngineOptions)
+    engine: runtime.EngineOptions = field(default_factory=runtime.EngineOptions)
 
     def server(self) -> ServeOptions:
         """Returns what the server allows."""
         from moe_pack.runtime.serve.http.app import ServeOptions
 
-        keys = tuple(_listed(self.api_key if self.api_key is not None else environment_text(_KEY_VARIABLE)))
+        keys = tuple(_listed(self.api_key if self.api_key is not None else cli.environment_text(_KEY_VARIABLE)))
         is_open = not keys and _is_loopback(self.host)
         return ServeOptions(
             api_keys=keys,
@@ -188,7 +189,7 @@ def _listed(text: str) -> Iterator[str]:
 
 
 @click.command(
-    cls=Program,
+    cls=cli.Program,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Examples:
@@ -200,9 +201,9 @@ Then:
     -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'""",
 )
 @click.argument("pack", type=PACK)
-@options_from(ServeCommand)
-@common_options
-@command_errors(interrupted="stopped")
+@cli.options_from(ServeCommand)
+@cli.common_options
+@cli.command_errors(interrupted="stopped")
 def main(pack: Path, options: ServeCommand, debug: bool) -> None:
     """Serve the model in PACK over HTTP.
 
@@ -215,12 +216,12 @@ def main(pack: Path, options: ServeCommand, debug: bool) -> None:
 
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        raise RunError(f"moe-serve needs {missing[0]}; pip install 'moe-pack[serve]'")
+        raise formats.RunError(f"moe-serve needs {missing[0]}; pip install 'moe-pack[serve]'")
     if options.engine.device == "cpu":
         options.engine.check_cpu_alone()  # before a download, and before torch is loaded
     pack = pack_folder(pack)
-    check_is_folder(pack)
-    options.sampling.over(SamplingOptions())  # a wrong one is refused before the pack is loaded
+    commands.check_is_folder(pack)
+    options.sampling.over(runtime.SamplingOptions())  # a wrong one is refused before the pack is loaded
     use_one_heap()
     _Server(pack, options).run()
 
@@ -310,7 +311,7 @@ class _Server:
         options, opened = self._options, self._opened
         pack = opened.enter_context(Pack(self._folder))
         if pack.spec.encoder is not None:
-            raise RunError("moe-serve does not support models with an encoder; use moe-run")
+            raise formats.RunError("moe-serve does not support models with an encoder; use moe-run")
         text = Text(pack)
         context = self._context(pack)
         on_device, device_line = self._on_device(pack, context)
@@ -324,7 +325,7 @@ class _Server:
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         caches = sum(each.num_bytes for each in engine.decoder.sequences)
         requests = "1 request" if sequences.number == 1 else f"{sequences.number} requests"
-        _say(f"{requests} at once, {context:,} tokens each: {size_text(caches)} of key-value caches")
+        _say(f"{requests} at once, {context:,} tokens each: {formats.size_text(caches)} of key-value caches")
         if device_line is not None:
             _say(device_line)
         for fallback in engine.fallbacks:
@@ -345,10 +346,10 @@ class _Server:
         most, asked = pack.spec.max_position_embeddings, self._options.context
         context = min(USUAL_CONTEXT, most) if asked is None else asked
         if context > most:
-            raise RunError(f"--context {context}: this model has {most} positions; give at most {most}")
+            raise formats.RunError(f"--context {context}: this model has {most} positions; give at most {most}")
         return context
 
-    def _on_device(self, pack: Pack, context: int) -> tuple[EngineOptions, str | None]:
+    def _on_device(self, pack: Pack, context: int) -> tuple[runtime.EngineOptions, str | None]:
         """Returns the engine's options with a device in place of `auto`, and the line that says which one.
 
         Raises:  RunError if an option of the server does not go with the device.
@@ -361,10 +362,10 @@ class _Server:
         on_device, line = choose_device(pack, options.engine, context, needs_cpu)
         if on_device.device == "cuda" and needs_cpu is not None:
             does = "one request runs at a time" if needs_cpu == "--parallel" else "nothing is kept in files"
-            raise RunError(f"{needs_cpu}: with --device cuda {does}; remove {needs_cpu}")
+            raise formats.RunError(f"{needs_cpu}: with --device cuda {does}; remove {needs_cpu}")
         return on_device, line
 
-    def _sequences(self, pack: Pack, context: int, engine: EngineOptions) -> Sequences:
+    def _sequences(self, pack: Pack, context: int, engine: runtime.EngineOptions) -> Sequences:
         """Returns the sequences that run at once."""
         from moe_pack.runtime.offload import Sequences
         from moe_pack.runtime.offload.budgets import cache_bytes, checkpoint_bytes, most_chunk_tokens
@@ -378,20 +379,20 @@ class _Server:
         each += _CHECKPOINTS * checkpoint_bytes(spec, context, chunk, kv_dtype)
         number = options.parallel
         if number is None:
-            memory = engine.budget_bytes or available_bytes()
+            memory = engine.budget_bytes or runtime.available_bytes()
             fits = _USUAL_PARALLEL if memory is None else int(_CACHE_SHARE * memory) // max(each, 1)
             number = max(1, min(_USUAL_PARALLEL, fits))
         return Sequences(number, _CHECKPOINTS)
 
 
-def _open_engine(pack: Pack, options: EngineOptions, context: int, sequences: Sequences) -> Engine:
+def _open_engine(pack: Pack, options: runtime.EngineOptions, context: int, sequences: Sequences) -> Engine:
     from moe_pack.runtime import Engine
     from moe_pack.runtime.offload.budgets import AS_CONTEXT
 
-    chosen = replace(options, machine=load_facts(cache_folder(), pack.folder))
-    with TerminalProgress() as progress:
+    chosen = replace(options, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
+    with cli.TerminalProgress() as progress:
 
-        def measured() -> MachineFacts:
+        def measured() -> runtime.MachineFacts:
             from moe_pack.runtime import measure_disk
 
             progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
@@ -403,7 +404,7 @@ def _open_engine(pack: Pack, options: EngineOptions, context: int, sequences: Se
 
 
 def _service_of(
-    pack: Pack, text: Text, scheduler: BatchScheduler, options: ServeCommand, sampling: SamplingOptions
+    pack: Pack, text: Text, scheduler: BatchScheduler, options: ServeCommand, sampling: runtime.SamplingOptions
 ) -> Service:
     from moe_pack.runtime.serve.grammars import GrammarCompiler
     from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
@@ -460,7 +461,7 @@ def _listening(host: str, port: int) -> socket.socket:
             raise
         return listener
     except OSError as fault:
-        raise RunError(
+        raise formats.RunError(
             f"cannot listen on {host} port {port} ({fault.strerror or fault}); give another --host or --port"
         ) from fault
 

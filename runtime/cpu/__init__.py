@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers
     from moe_pack.runtime.cpu.kernels import (
         CACHE_KINDS,
         MAX_ODD_FACTOR,

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, LimitedFunction, NeuronFunction, RouterSpec, RowLayout, RunError, Selector
+from moe_pack import formats
 from moe_pack.formats.pack.layouts import Part
 from moe_pack.formats.parts import GroupedQuerySpec
 
@@ -59,7 +59,7 @@ _ROUTERS = {
     "sqrtsoftplus_topk": 4,
     "topk_sigmoid": 5,
 }
-_FUNCTIONS: dict[NeuronFunction, int] = {
+_FUNCTIONS: dict[formats.NeuronFunction, int] = {
     "silu": 0,
     "relu": 1,
     "clamped_swiglu": 2,
@@ -72,7 +72,7 @@ _SELECTORS = {"none": 0, "up": 1, "gate": 2, "both": 3}
 _SELECTOR_ROW, _RECORD = 1, 2  # places of a part
 
 
-class MapCutError(RunError):
+class MapCutError(formats.RunError):
     """A file was cut while its map was read."""
 
 
@@ -159,7 +159,7 @@ class Kernels:
 
     def __init__(self, threads: int | None = None, limit: InstructionSet | None = None) -> None:
         if _native is None:
-            raise RunError(f"native kernels {_why_unavailable}")
+            raise formats.RunError(f"native kernels {_why_unavailable}")
         self.threads = num_cpus() if threads is None else threads
         self._pool = _native.open_pool(self.threads, limit)
         self.instruction_set: str = _native.instruction_set(self._pool)
@@ -289,7 +289,9 @@ class Kernels:
         )
         return y
 
-    def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None, least_sum: float) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None, least_sum: float
+    ) -> tuple[Tensor, Tensor]:
         """Chooses experts, int64 [T, k], best first, and returns their weights, float32 [T, k], as `router` does.
 
         Args:    logits: float32 [T, E].   bias: float32 [E], for choosing alone.   least_sum: added to the sum by
@@ -375,12 +377,12 @@ class Kernels:
         """Computes the CRC-32 of the first `num_bytes` of the extent to which these rows belong."""
         return int(self._call("checksum_pages", extent._replace(begin=0), num_bytes))
 
-    def stitch(self, rows: PagedRows, layout: RowLayout, num_rows: int) -> None:
+    def stitch(self, rows: PagedRows, layout: formats.RowLayout, num_rows: int) -> None:
         """Copies the beginnings of rows that cross pages before the next page; the pages must have been read."""
         assert _native is not None, "kernels are open"
         _native.stitch(rows, num_rows, layout.row_bytes)
 
-    def damaged_row(self, rows: PagedRows | Bytes, layout: RowLayout, wanted: Numbers) -> int | None:
+    def damaged_row(self, rows: PagedRows | Bytes, layout: formats.RowLayout, wanted: Numbers) -> int | None:
         """Returns the first of the rows `wanted`, int32 [n], with a wrong CRC-32; None if all are right."""
         row = int(self._call("damaged_row", rows, wanted, layout.row_bytes, layout.crc_offset))
         return None if row < 0 else row
@@ -397,7 +399,7 @@ class Kernels:
         num_experts = np.array([len(layer) for layer in layers], np.int32)
         return self._call("open_share", experts, num_experts, *buffers)
 
-    def activate(self, gate: Tensor | None, up: Tensor, function: NeuronFunction) -> Tensor:
+    def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         """Computes h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, float32 in one shape."""
         y, out = _empty(*up.shape)
         self._call("activate", None if gate is None else _array(gate), _array(up), *function_numbers(function), out)
@@ -429,7 +431,9 @@ def open_kernels(threads: int | None = None) -> Kernels | None:
 
 
 @lru_cache(maxsize=4096)
-def expert_numbers(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> Numbers:
+def expert_numbers(
+    layout: formats.ExpertLayout, selector: formats.Selector, function: formats.NeuronFunction
+) -> Numbers:
     """Returns an expert's layout and neuron function as the kernels take them: int32 [32], read-only.
 
     The numbers: d, f, selector kind, bytes of a selector row, of a record, of the row of extra values (0: none), neuron
@@ -445,20 +449,24 @@ def expert_numbers(layout: ExpertLayout, selector: Selector, function: NeuronFun
     return _frozen(numbers)
 
 
-def function_numbers(function: NeuronFunction) -> tuple[int, int]:
+def function_numbers(function: formats.NeuronFunction) -> tuple[int, int]:
     """Returns a neuron function as the kernels take it, and the bits of its limit as a float32; 0: none."""
-    if isinstance(function, LimitedFunction):
+    if isinstance(function, formats.LimitedFunction):
         return _FUNCTIONS[function.name], int(np.float32(function.limit).view(np.int32))
     return _FUNCTIONS[function], 0
 
 
-def router_number(spec: RouterSpec) -> int:
+def router_number(spec: formats.RouterSpec) -> int:
     """Returns the kind of a router as the kernels take it."""
     return _ROUTERS[spec.kind]
 
 
 def extent_rows(
-    layout: ExpertLayout, selector: Selector, function: NeuronFunction, threshold: float, extent: Bytes
+    layout: formats.ExpertLayout,
+    selector: formats.Selector,
+    function: formats.NeuronFunction,
+    threshold: float,
+    extent: Bytes,
 ) -> ExpertRows:
     """Returns the rows of an expert whose extent, u8, is in one piece; the threshold is on `abs(a)`."""
     begin, end, f = layout.selector_bytes, layout.selector_bytes + layout.records_bytes, layout.num_rows
@@ -469,7 +477,7 @@ def extent_rows(
 
 
 @lru_cache(maxsize=4096)
-def row_numbers(layout: RowLayout, name: str) -> Numbers:
+def row_numbers(layout: formats.RowLayout, name: str) -> Numbers:
     """Returns the layout of the part `name` of rows as the kernels take it: columns, bytes of a row, the part."""
     part = layout.part(name)
     assert part is not None, name
@@ -541,7 +549,7 @@ def search_trellis(
     Raises:  RunError if the extension cannot be used.
     """
     if not is_available():
-        raise RunError(f"native kernels {why_unavailable()}")
+        raise formats.RunError(f"native kernels {why_unavailable()}")
     num_rows, n = rows.weights.shape
     codes = np.empty((num_rows, num_kept), np.uint8)
     values = np.empty((num_rows, 2 * num_kept), np.float32)

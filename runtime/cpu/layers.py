@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import NeuronFunction, RouterSpec
+from moe_pack import formats
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.cpu.kernels import (
     Bytes,
@@ -92,9 +92,9 @@ class LayerFacts:
     interleaved: bool
     eps: float
     residual_multiplier: float
-    router: RouterSpec
+    router: formats.RouterSpec
     least_sum: float
-    function: NeuronFunction
+    function: formats.NeuronFunction
 
     def numbers(self) -> Numbers:
         """Returns the whole numbers in the order of `LayerNumber` in module_decode.cpp."""

@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import DISK_BLOCK_BYTES, PackError, RunError
-from moe_pack.formats.base import DIRECT_FLAG, READ_FLAGS, read_at
+from moe_pack import formats
+from moe_pack.formats import base
 from moe_pack.formats.pack.layouts import whole_blocks
 from moe_pack.runtime.cpu.kernels import is_available
 
@@ -32,9 +32,9 @@ Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 
 
-def cut_error(place: str) -> PackError:
+def cut_error(place: str) -> formats.PackError:
     """Returns the error for a file that was truncated while it was in use."""
-    return PackError(f"{place}: was truncated while it was in use; restore the file and start again")
+    return formats.PackError(f"{place}: was truncated while it was in use; restore the file and start again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +189,12 @@ class BlockingReads:
     ) -> None:
         if not 1 <= num_threads <= _MAX_THREADS:
             raise ValueError("threads: expected 1 to 1024")
-        if not DISK_BLOCK_BYTES <= max_read_bytes <= _LARGEST_READ_BYTES or max_read_bytes % DISK_BLOCK_BYTES:
+        if (
+            not formats.DISK_BLOCK_BYTES <= max_read_bytes <= _LARGEST_READ_BYTES
+            or max_read_bytes % formats.DISK_BLOCK_BYTES
+        ):
             raise ValueError("max_read_bytes: expected a multiple of 4096, at most 2^30")
-        if direct and memory.ctypes.data % DISK_BLOCK_BYTES:
+        if direct and memory.ctypes.data % formats.DISK_BLOCK_BYTES:
             raise ValueError("memory: direct reads need it aligned to 4096 bytes")
         self._memory = memory.data.cast("B")
         self._direct = direct
@@ -236,7 +239,7 @@ class BlockingReads:
                     part = min(self._max_read_bytes, size - start)
                     got, calls = self._read(request.file, offset + start, place + start, part)
                     num_bytes, num_reads = num_bytes + got, num_reads + calls
-        except PackError:
+        except formats.PackError:
             del self._requests[ticket]
             raise
         finally:
@@ -282,7 +285,7 @@ class BlockingReads:
             return "a piece does not lie in memory"
         if not 0 <= offset < num_bytes or offset + size > whole_blocks(num_bytes):
             return "a piece does not lie in the file"
-        if self._direct and any(number % DISK_BLOCK_BYTES for number in (offset, place, size)):
+        if self._direct and any(number % formats.DISK_BLOCK_BYTES for number in (offset, place, size)):
             return "direct reads are of whole blocks of 4096 bytes, in the file and in memory"
         return None
 
@@ -291,12 +294,12 @@ class BlockingReads:
         expected, done, num_reads = min(size, file.num_bytes - offset), 0, 0
         while done < expected:
             try:
-                got = read_at(file.descriptor, self._memory[place + done : place + size], offset + done)
+                got = base.read_at(file.descriptor, self._memory[place + done : place + size], offset + done)
             except OSError as fault:
                 raise _fault(file.name, offset + done, fault.errno or errno.EIO) from fault
             done, num_reads = done + got, num_reads + 1
             # A direct read ends within a block only at the end of the file, and none can begin there.
-            if not got or (self._direct and done % DISK_BLOCK_BYTES and done < expected):
+            if not got or (self._direct and done % formats.DISK_BLOCK_BYTES and done < expected):
                 raise _fault(file.name, offset + done, 0)
         return max(expected, 0), num_reads
 
@@ -322,30 +325,32 @@ def reads_directly(path: Path) -> bool:
     """Returns whether the file system of a file supports direct reads."""
     try:
         os.close(_opened(path, direct=True))
-    except RunError:
+    except formats.RunError:
         return False
     return True
 
 
 def _opened(path: Path, direct: bool) -> int:
     """Opens a regular file and returns its descriptor."""
-    if direct and DIRECT_FLAG is None:
-        raise RunError(f"{path.name}: this system has no direct reads; take --read pread")
-    flags = READ_FLAGS | (DIRECT_FLAG if direct and DIRECT_FLAG is not None else 0)
+    if direct and base.DIRECT_FLAG is None:
+        raise formats.RunError(f"{path.name}: this system has no direct reads; take --read pread")
+    flags = base.READ_FLAGS | (base.DIRECT_FLAG if direct and base.DIRECT_FLAG is not None else 0)
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError as fault:
-        raise PackError(f"{path.name}: file is missing") from fault
+        raise formats.PackError(f"{path.name}: file is missing") from fault
     except OSError as fault:
         if direct and fault.errno == errno.EINVAL:
-            raise RunError(f"{path.name}: its file system does not support direct reads; take --read pread") from fault
-        raise PackError(f"{path.name}: cannot be opened ({fault.strerror})") from fault
+            raise formats.RunError(
+                f"{path.name}: its file system does not support direct reads; take --read pread"
+            ) from fault
+        raise formats.PackError(f"{path.name}: cannot be opened ({fault.strerror})") from fault
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise PackError(f"{path.name}: is no regular file")
+        raise formats.PackError(f"{path.name}: is no regular file")
     return descriptor
 
 
-def _fault(name: str, at: int, error: int) -> PackError:
+def _fault(name: str, at: int, error: int) -> formats.PackError:
     """Returns the error of a read that failed at a byte; with error 0, the file ended there."""
-    return PackError(f"{name}: read failed at byte {at} ({os.strerror(error)})") if error else cut_error(name)
+    return formats.PackError(f"{name}: read failed at byte {at} ({os.strerror(error)})") if error else cut_error(name)

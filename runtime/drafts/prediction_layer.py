@@ -22,13 +22,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_pack.formats.families import PredictionLayer
-from moe_pack.formats.families.prediction import EMBED_NORM, HIDDEN_NORM, PROJECT
+from moe_pack.formats.families import prediction
 from moe_pack.formats.parts.specs import cache_values
-from moe_pack.runtime.drafts.prediction_weights import PredictionWeights, loaded_bytes
-from moe_pack.runtime.model import add_attention, embed, head, linear, mlp_input, route_tokens, run_experts
-from moe_pack.runtime.model.caches import CachedSequence, KVCache, LayerRopes
-from moe_pack.runtime.model.layers import enter_second, run_unrouted
+from moe_pack.runtime import model
+from moe_pack.runtime.drafts import prediction_weights
+from moe_pack.runtime.model import caches, layers
 from moe_pack.runtime.model.weights import norm
 
 WAITING_TOKENS = 64  # whose hidden states wait at most
@@ -36,10 +34,10 @@ _LEAST_PROMPT = 16  # tokens of a pass over a prompt; passes over drafts are sho
 _FLOAT_BYTES = 4
 
 
-def prediction_bytes(layer: PredictionLayer, context_tokens: int) -> int:
+def prediction_bytes(layer: prediction.PredictionLayer, context_tokens: int) -> int:
     """Returns the memory of a `PredictionDrafter`: weights, keys and values, and hidden states that wait."""
     cached = cache_values(layer.spec, context_tokens, WAITING_TOKENS) + WAITING_TOKENS * layer.spec.hidden_size
-    return loaded_bytes(layer) + _FLOAT_BYTES * cached
+    return prediction_weights.loaded_bytes(layer) + _FLOAT_BYTES * cached
 
 
 class PredictionDrafter:
@@ -51,12 +49,12 @@ class PredictionDrafter:
 
     needs_hidden = False  # it gets those of all tokens by `follow`
 
-    def __init__(self, weights: PredictionWeights, context_tokens: int, chunk_tokens: int) -> None:
+    def __init__(self, weights: prediction_weights.PredictionWeights, context_tokens: int, chunk_tokens: int) -> None:
         self._weights, device = weights, torch.device("cpu")
         self._step = min(chunk_tokens, WAITING_TOKENS)
         spec = weights.spec
-        self._cache = KVCache(spec, context_tokens, device, chunk_tokens=WAITING_TOKENS)
-        self._sequence = CachedSequence(spec, self._cache, LayerRopes(spec, device))
+        self._cache = caches.KVCache(spec, context_tokens, device, chunk_tokens=WAITING_TOKENS)
+        self._sequence = caches.CachedSequence(spec, self._cache, caches.LayerRopes(spec, device))
         self._waiting = torch.zeros((WAITING_TOKENS, spec.hidden_size))  # hidden states that have not run
         self._num_waiting = 0
         self._begin = 0  # the position in the text of the first key
@@ -98,10 +96,10 @@ class PredictionDrafter:
         if most < 1 or not 1 <= number <= self._num_waiting:
             return torch.empty((0, self._weights.spec.vocab_size))
         x = self._run_waiting(ids, number)
-        num_kept, rows = self._cache.num_tokens, [head(x, self._weights)]
+        num_kept, rows = self._cache.num_tokens, [model.head(x, self._weights)]
         while len(rows) < most:
             x = self._run([int(rows[-1].argmax())], norm(x, self._weights, "norm"))
-            rows.append(head(x, self._weights))
+            rows.append(model.head(x, self._weights))
         self._cache.num_tokens = num_kept
         return torch.cat(rows)
 
@@ -151,13 +149,16 @@ class PredictionDrafter:
         """Runs the layer for tokens and the normed hidden states before them; returns its own, float32 [T, d]."""
         weights, cache = self._weights, self._cache
         start, tokens = cache.num_tokens, torch.tensor(ids)
-        both = norm(embed(tokens, weights), weights, EMBED_NORM), norm(hidden, weights, HIDDEN_NORM)
-        x = linear(torch.cat(both, dim=1), weights.matrix(PROJECT))
+        both = (
+            norm(model.embed(tokens, weights), weights, prediction.EMBED_NORM),
+            norm(hidden, weights, prediction.HIDDEN_NORM),
+        )
+        x = model.linear(torch.cat(both, dim=1), weights.matrix(prediction.PROJECT))
         (angles,) = self._sequence.angles_at(start, start + len(ids), start + len(ids))
-        x = add_attention(x, weights, 0, cache.of(0), angles)
-        inputs = mlp_input(x, weights, 0)
-        experts, router_weights = route_tokens(inputs, weights, 0, tokens)
-        routed = run_experts(inputs, experts, router_weights, weights, 0)
-        x = enter_second(x, run_unrouted(inputs, weights, 0), routed, weights, 0)
+        x = model.add_attention(x, weights, 0, cache.of(0), angles)
+        inputs = model.mlp_input(x, weights, 0)
+        experts, router_weights = model.route_tokens(inputs, weights, 0, tokens)
+        routed = model.run_experts(inputs, experts, router_weights, weights, 0)
+        x = layers.enter_second(x, layers.run_unrouted(inputs, weights, 0), routed, weights, 0)
         cache.num_tokens = start + len(ids)
         return x

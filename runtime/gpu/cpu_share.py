@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.runtime.cpu import ExpertRows, HostShare, HostShareBuffers, Kernels, extent_rows
-from moe_pack.runtime.gpu.devices import HostArena, HostCalls
+from moe_pack.runtime.cpu import ExpertRows, Kernels, extent_rows, host_share
+from moe_pack.runtime.gpu import devices, placements
 from moe_pack.runtime.gpu.kernels.tables import LeftToCpu
-from moe_pack.runtime.gpu.placements import NUM_TURNS, GpuPlacement
 from moe_pack.runtime.model import ExpertRunner
 from moe_pack.runtime.offload.split import fastest
 
@@ -53,7 +52,7 @@ class Exchange:
     left: tuple[tuple[LeftToCpu, ...], ...]
 
     @classmethod
-    def allocate(cls, pack: Pack, placement: GpuPlacement, is_locked: bool) -> "Exchange":
+    def allocate(cls, pack: Pack, placement: placements.GpuPlacement, is_locked: bool) -> "Exchange":
         """Allocates the memory, page-locked if a GPU uses it."""
         d, k = pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
         num_layers, f = len(placement.num_slots), pack.spec.expert.intermediate_size
@@ -62,10 +61,10 @@ class Exchange:
             return torch.zeros(shape, dtype=dtype, pin_memory=is_locked)
 
         a = zeros(k, f, dtype=torch.float32)
-        counts, pulled_counts = (zeros(NUM_TURNS, num_layers, k) for _ in range(2))
-        neurons = zeros(NUM_TURNS, num_layers, k, f)
+        counts, pulled_counts = (zeros(placements.NUM_TURNS, num_layers, k) for _ in range(2))
+        neurons = zeros(placements.NUM_TURNS, num_layers, k, f)
         num_landing = placement.num_landing.tolist()
-        pulled = zeros(NUM_TURNS, k * sum(num_landing))
+        pulled = zeros(placements.NUM_TURNS, k * sum(num_landing))
         ends = np.cumsum([k * number for number in num_landing])
         left = tuple(
             tuple(
@@ -78,7 +77,7 @@ class Exchange:
                 )
                 for l, number in enumerate(num_landing)
             )
-            for turn in range(NUM_TURNS)
+            for turn in range(placements.NUM_TURNS)
         )
         x, y, weights = (zeros(n, dtype=torch.float32) for n in (d, d, k))
         return cls(x, weights, zeros(k), y, a, counts, neurons, pulled_counts, left)
@@ -116,20 +115,24 @@ class PoolShare:
     adds_output = False
 
     def __init__(
-        self, pack: Pack, host: HostArena, kernels: Kernels, exchange: Exchange, calls: HostCalls | None
+        self, pack: Pack, host: devices.HostArena, kernels: Kernels, exchange: Exchange, calls: devices.HostCalls | None
     ) -> None:
         layers = [host_rows(pack, host, layer_idx) for layer_idx in range(len(pack.layout.experts))]
         num_layers, (k, f) = len(layers), exchange.a.shape
-        buffers = HostShareBuffers(
+        buffers = host_share.HostShareBuffers(
             x=exchange.x,
             weights=exchange.weights,
             experts=exchange.experts,
-            counts=exchange.counts.view(NUM_TURNS * num_layers, k),
-            neurons=exchange.neurons.view(NUM_TURNS * num_layers, k, f),
+            counts=exchange.counts.view(placements.NUM_TURNS * num_layers, k),
+            neurons=exchange.neurons.view(placements.NUM_TURNS * num_layers, k, f),
             a=exchange.a,
             y=exchange.y,
         )
-        self._share, self._calls, self._num_layers = HostShare(kernels, layers * NUM_TURNS, buffers), calls, num_layers
+        self._share, self._calls, self._num_layers = (
+            host_share.HostShare(kernels, layers * placements.NUM_TURNS, buffers),
+            calls,
+            num_layers,
+        )
 
     def launch(self, turn: int, layer_idx: int) -> None:
         """Adds the computation of a layer; see `CpuShare`."""
@@ -157,7 +160,7 @@ class TierShare:
 
     adds_output = True
 
-    def __init__(self, tier: ExpertRunner, exchange: Exchange, calls: HostCalls | None) -> None:
+    def __init__(self, tier: ExpertRunner, exchange: Exchange, calls: devices.HostCalls | None) -> None:
         self._tier, self._exchange, self._calls = tier, exchange, calls
         self._fault: BaseException | None = None
         self._busy_seconds = 0.0
@@ -206,7 +209,7 @@ class TierShare:
         self._busy_seconds += time.perf_counter() - started
 
 
-def host_rows(pack: Pack, host: HostArena, layer_idx: int) -> list[ExpertRows]:
+def host_rows(pack: Pack, host: devices.HostArena, layer_idx: int) -> list[ExpertRows]:
     """Returns a layer's experts in host memory as the kernels take them."""
     layouts, selector, function = pack.layout.experts[layer_idx], pack.manifest.selector, pack.spec.expert.function
     return [
@@ -227,7 +230,7 @@ class PromptShare:
     Owns a thread: `close` it.
     """
 
-    def __init__(self, pack: Pack, host: HostArena, kernels: Kernels, rates: "Rates") -> None:
+    def __init__(self, pack: Pack, host: devices.HostArena, kernels: Kernels, rates: "Rates") -> None:
         self._sizes = [[expert.num_bytes for expert in layer] for layer in pack.layout.experts]
         self._rows = [host_rows(pack, host, layer_idx) for layer_idx in range(len(pack.layout.experts))]
         self._kernels, self._rates = kernels, rates
@@ -284,12 +287,12 @@ class Rates:
         return num_bytes * beyond * float(np.interp(num_tokens, known, times))
 
     @classmethod
-    def measure(cls, pack: Pack, host: HostArena, kernels: Kernels, device: torch.device) -> "Rates":
+    def measure(cls, pack: Pack, host: devices.HostArena, kernels: Kernels, device: torch.device) -> "Rates":
         """Measures all, each the median of some runs."""
         return cls(link_rate(host, device), _cpu_rate(pack, host, kernels), _prompt_times(pack, host, kernels))
 
 
-def link_rate(host: HostArena, device: torch.device) -> float:
+def link_rate(host: devices.HostArena, device: torch.device) -> float:
     """Returns the bytes a second that come over the link, as measured now."""
     source = host.rows(0)[:_MEASURED_BYTES]
     target = torch.empty_like(source, device=device)
@@ -302,7 +305,7 @@ def link_rate(host: HostArena, device: torch.device) -> float:
     return len(source) / _median_seconds([bring] * _MEASURED_TIMES)
 
 
-def _cpu_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
+def _cpu_rate(pack: Pack, host: devices.HostArena, kernels: Kernels) -> float:
     """Returns the bytes of records a second that the CPU computes for one token, call by call, as tokens do it.
 
     Each of k experts has an eighth of its neurons listed: what a token leaves to the CPU of experts with selectors. The
@@ -312,7 +315,7 @@ def _cpu_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
     k, f, d = spec.router.num_experts_per_tok, spec.expert.intermediate_size, spec.hidden_size
     listed = torch.arange(0, f, _LISTED_STEP, dtype=torch.int32)
     draw = torch.Generator().manual_seed(0)
-    buffers = HostShareBuffers(
+    buffers = host_share.HostShareBuffers(
         x=torch.randn(d, generator=draw),
         weights=torch.ones(k),
         experts=torch.randperm(spec.router.num_experts, generator=draw)[:k].int().contiguous(),
@@ -322,7 +325,9 @@ def _cpu_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
         y=torch.zeros(d),
     )
     buffers.neurons[..., : len(listed)] = listed
-    share = HostShare(kernels, [host_rows(pack, host, layer_idx) for layer_idx in range(num_layers)], buffers)
+    share = host_share.HostShare(
+        kernels, [host_rows(pack, host, layer_idx) for layer_idx in range(num_layers)], buffers
+    )
     try:
         seconds = _median_seconds([partial(share.run, layer_idx) for layer_idx in range(num_layers)])
         share.check()
@@ -332,7 +337,7 @@ def _cpu_rate(pack: Pack, host: HostArena, kernels: Kernels) -> float:
     return num_bytes / seconds
 
 
-def _prompt_times(pack: Pack, host: HostArena, kernels: Kernels) -> tuple[float, ...]:
+def _prompt_times(pack: Pack, host: devices.HostArena, kernels: Kernels) -> tuple[float, ...]:
     """Returns the CPU's seconds for a byte of a whole expert, with each of `MEASURED_TOKENS`."""
     sizes = [expert.num_bytes for expert in pack.layout.experts[0][: _MEASURED_TIMES + 1]]
     all_rows = host_rows(pack, host, 0)[: _MEASURED_TIMES + 1]

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import NO_PROGRESS, Pack, PackError, Progress, RunError, size_text
-from moe_pack.formats.base import READ_FLAGS, anonymous_memory, read_at
+from moe_pack import formats
+from moe_pack.formats import base
 from moe_pack.formats.base.commands import Stage
 
 _NAME_BYTES = 96  # of a GPU's UUID, as the library writes it
@@ -187,7 +187,9 @@ class HostCalls:
         try:
             self._launch = ctypes.CDLL(name).cuLaunchHostFunc
         except (OSError, AttributeError) as fault:
-            raise RunError(f"--misses: {name} cannot call the CPU from a graph ({fault}); use --misses pull") from fault
+            raise formats.RunError(
+                f"--misses: {name} cannot call the CPU from a graph ({fault}); use --misses pull"
+            ) from fault
         self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
     def add(self, function: int, argument: int) -> None:
@@ -197,7 +199,7 @@ class HostCalls:
         """
         fault = self._launch(torch.cuda.current_stream().cuda_stream, function, argument)
         if fault:
-            raise RunError(f"--misses: the driver refuses to call the CPU (error {fault}); use --misses pull")
+            raise formats.RunError(f"--misses: the driver refuses to call the CPU (error {fault}); use --misses pull")
 
 
 Array = NDArray[Any]
@@ -217,9 +219,9 @@ class HostArena:
 
     def __init__(
         self,
-        pack: Pack,
+        pack: formats.Pack,
         device: torch.device,
-        progress: Progress = NO_PROGRESS,
+        progress: formats.Progress = formats.NO_PROGRESS,
         num_threads: int = _READ_THREADS,
         verify: bool = True,
     ) -> None:
@@ -233,10 +235,11 @@ class HostArena:
         self.locked_bytes = 0
         self._locked: list[int] = []  # addresses of locked layers
         try:
-            self._memory = anonymous_memory(self.num_bytes)
+            self._memory = base.anonymous_memory(self.num_bytes)
         except (OSError, OverflowError) as fault:
-            raise RunError(
-                f"--ram: cannot map {size_text(self.num_bytes)} of memory for the pack's experts ({fault}); give less"
+            raise formats.RunError(
+                f"--ram: cannot map {formats.size_text(self.num_bytes)} of memory for the pack's experts "
+                f"({fault}); give less"
             ) from fault
         self.bytes = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
         self._fill(pack, progress, num_threads, verify)
@@ -285,7 +288,7 @@ class HostArena:
         self.locked_bytes = 0
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
-    def _fill(self, pack: Pack, progress: Progress, num_threads: int, verify: bool) -> None:
+    def _fill(self, pack: formats.Pack, progress: formats.Progress, num_threads: int, verify: bool) -> None:
         memory = self.bytes.numpy()
         jobs = [(l, e) for l, layer in enumerate(pack.layout.experts) for e in range(len(layer))]
 
@@ -324,7 +327,7 @@ class HostArena:
             self.locked_bytes += end - begin
 
 
-def host_bytes(pack: Pack) -> int:
+def host_bytes(pack: formats.Pack) -> int:
     """Returns the bytes of host memory that a `HostArena` of a pack takes."""
     return _arena_layout(pack).num_bytes
 
@@ -341,7 +344,7 @@ class _ArenaLayout(NamedTuple):
     num_bytes: int
 
 
-def _arena_layout(pack: Pack) -> _ArenaLayout:
+def _arena_layout(pack: formats.Pack) -> _ArenaLayout:
     extent_at, layers, end = [], [], 0
     for layer in pack.layout.experts:
         sizes = np.array([-(-expert.num_bytes // LINE_BYTES) * LINE_BYTES for expert in layer], np.int64)
@@ -351,14 +354,16 @@ def _arena_layout(pack: Pack) -> _ArenaLayout:
     return _ArenaLayout(extent_at, layers, end)
 
 
-def _opened(pack: Pack, name: str) -> int:
+def _opened(pack: formats.Pack, name: str) -> int:
     try:
-        return os.open(pack.folder / name, READ_FLAGS)
+        return os.open(pack.folder / name, base.READ_FLAGS)
     except OSError as fault:
-        raise PackError(f"{name}: cannot be opened ({fault.strerror})") from fault
+        raise formats.PackError(f"{name}: cannot be opened ({fault.strerror})") from fault
 
 
-def _read_extent(pack: Pack, layer_idx: int, expert: int, file: int, raw: NDArray[np.uint8], verify: bool) -> None:
+def _read_extent(
+    pack: formats.Pack, layer_idx: int, expert: int, file: int, raw: NDArray[np.uint8], verify: bool
+) -> None:
     """Reads an expert into `raw`, and checks its checksum if `verify`.
 
     Raises:  PackError if it is damaged or cannot be read.
@@ -367,14 +372,14 @@ def _read_extent(pack: Pack, layer_idx: int, expert: int, file: int, raw: NDArra
     view, done = raw.data, 0
     while done < len(raw):
         try:
-            num_read = read_at(file, view[done:], begin + done)
+            num_read = base.read_at(file, view[done:], begin + done)
         except OSError as fault:
-            raise PackError(f"{name}: cannot be read at byte {begin + done} ({fault.strerror})") from fault
+            raise formats.PackError(f"{name}: cannot be read at byte {begin + done} ({fault.strerror})") from fault
         if not num_read:
-            raise PackError(f"{name}: ends at byte {begin + done}, expected {begin + len(raw)}")
+            raise formats.PackError(f"{name}: ends at byte {begin + done}, expected {begin + len(raw)}")
         done += num_read
     if verify and zlib.crc32(view) != int(pack.index.crc32[layer_idx, expert]):
-        raise PackError(f"{name}: expert {expert}: CRC-32 does not match its bytes; the file is damaged")
+        raise formats.PackError(f"{name}: expert {expert}: CRC-32 does not match its bytes; the file is damaged")
 
 
 def _forget_cuda_error() -> None:

@@ -15,24 +15,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from moe_pack.formats import ExpertLayout, Pack, PackLayout, RunError, size_text
-from moe_pack.runtime.gpu.placements import least_placement, place_experts
-from moe_pack.runtime.model import Decoder, PackWeights, linear, run_experts
+from moe_pack import formats
+from moe_pack.runtime import model
+from moe_pack.runtime.gpu import placements
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload.budgets import (
-    AS_BUDGET,
-    AS_TARGET,
-    LEAST_PREFILL_TOKENS,
-    BudgetOptionNames,
-    Division,
-    FixedParts,
-    MemoryNeeds,
-    cache_bytes,
-    decoded_cache_bytes,
-    divide_or_refuse,
-    most_chunk_tokens,
-    workspace_bytes,
-)
+from moe_pack.runtime.offload import budgets
+from moe_pack.runtime.offload.budgets import cache_bytes
 
 _ROUNDING_BYTES = 4 << 20  # the driver allocates in pieces of 2 MiB
 # Left free if no budget is given: the GPU may drive a display, whose next allocation must not fail.
@@ -61,35 +49,42 @@ class GpuCosts:
 PLANNED_COSTS = GpuCosts()
 
 
-def gpu_needs(layout: PackLayout, context_tokens: int, costs: GpuCosts = PLANNED_COSTS) -> MemoryNeeds:
+def gpu_needs(layout: formats.PackLayout, context_tokens: int, costs: GpuCosts = PLANNED_COSTS) -> budgets.MemoryNeeds:
     """Returns the memory that an engine of a GPU needs, before anything is measured."""
     dense, spec = layout.dense_file.num_bytes + layout.rotation_bytes, layout.spec
-    least, whole = least_placement(layout, "split"), place_experts(layout, sys.maxsize, "split")
+    least, whole = placements.least_placement(layout, "split"), placements.place_experts(layout, sys.maxsize, "split")
 
-    def fixed(chunk_tokens: int) -> FixedParts:
+    def fixed(chunk_tokens: int) -> budgets.FixedParts:
         cache = cache_bytes(spec, context_tokens, chunk_tokens, costs.kv_dtype)
-        workspace = workspace_bytes(spec, chunk_tokens)
+        workspace = budgets.workspace_bytes(spec, chunk_tokens)
         if costs.kv_dtype in ("q8", "q4"):  # which torch dequantizes for prompts
-            workspace += decoded_cache_bytes(spec, context_tokens, chunk_tokens, costs.kv_dtype, has_kernels=False)
-        return FixedParts(dense, cache, workspace, overhead=costs.overhead_bytes)
+            workspace += budgets.decoded_cache_bytes(
+                spec, context_tokens, chunk_tokens, costs.kv_dtype, has_kernels=False
+            )
+        return budgets.FixedParts(dense, cache, workspace, overhead=costs.overhead_bytes)
 
-    longest = most_chunk_tokens(context_tokens)
-    return MemoryNeeds(fixed, longest, LEAST_PREFILL_TOKENS, least.num_bytes, whole.num_bytes, usual_share=8)
+    longest = budgets.most_chunk_tokens(context_tokens)
+    return budgets.MemoryNeeds(
+        fixed, longest, budgets.LEAST_PREFILL_TOKENS, least.num_bytes, whole.num_bytes, usual_share=8
+    )
 
 
 def divide_gpu(
-    needs: MemoryNeeds, budget_bytes: int, context_tokens: int, options: BudgetOptionNames = AS_TARGET
-) -> Division:
+    needs: budgets.MemoryNeeds,
+    budget_bytes: int,
+    context_tokens: int,
+    options: budgets.BudgetOptionNames = budgets.AS_TARGET,
+) -> budgets.Division:
     """Divides a GPU's memory into fixed parts and the rest for experts, which `place_experts` divides.
 
     Args:    needs: of `gpu_needs` for `context_tokens`.
     Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
     """
     advice = "raise it, give dense weights fewer bits"
-    return divide_or_refuse(budget_bytes, needs, context_tokens, options, advice)
+    return budgets.divide_or_refuse(budget_bytes, needs, context_tokens, options, advice)
 
 
-def least_gpu_budget(layout: PackLayout, context_tokens: int) -> int:
+def least_gpu_budget(layout: formats.PackLayout, context_tokens: int) -> int:
     """Returns the smallest budget that `divide_gpu` divides."""
     return gpu_needs(layout, context_tokens).least_budget
 
@@ -106,7 +101,7 @@ class GpuRequest:
     context_tokens: int
     chunk_tokens: int | None
     cache_dtype: KvDtype
-    option_names: BudgetOptionNames = AS_BUDGET
+    option_names: budgets.BudgetOptionNames = budgets.AS_BUDGET
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +179,12 @@ class BuiltEngine(Protocol):
     dynamic_bytes: int
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> model.Decoder:
         """The decoder that runs the model."""
         ...
 
     @property
-    def weights(self) -> PackWeights:
+    def weights(self) -> model.PackWeights:
         """The weights that the decoder uses."""
         ...
 
@@ -207,7 +202,7 @@ class BuiltEngine(Protocol):
 
 
 def fit_to_gpu(
-    pack: Pack,
+    pack: formats.Pack,
     device: torch.device,
     memory: DriverMemory,
     request: GpuRequest,
@@ -236,9 +231,10 @@ def fit_to_gpu(
     expert_bytes = budget - overhead_kept
     if expert_bytes < least_bytes:
         names = request.option_names
-        raise RunError(
-            f"{names.budget}: {size_text(budget)} is too little; at least "
-            f"{size_text(overhead_kept + least_bytes)} are needed: {size_text(least_bytes)} for experts, the rest for "
+        raise formats.RunError(
+            f"{names.budget}: {formats.size_text(budget)} is too little; at least "
+            f"{formats.size_text(overhead_kept + least_bytes)} are needed: {formats.size_text(least_bytes)} for "
+            "experts, the rest for "
             f"everything else, as measured; {names.advice('give more, take --device cpu')}"
         )
     built = build(expert_bytes, chunk)
@@ -249,7 +245,7 @@ def fit_to_gpu(
     return built, GpuMemoryUse(budget, dense, cache_bytes, built.expert_bytes, built.dynamic_bytes, rest)
 
 
-def _chunk_tokens(pack: Pack, request: GpuRequest, budget: int, context_bytes: int) -> int:
+def _chunk_tokens(pack: formats.Pack, request: GpuRequest, budget: int, context_bytes: int) -> int:
     """Returns how many tokens a forward pass may have, before anything is measured."""
     costs = GpuCosts(request.cache_dtype, context_bytes)
     needs = gpu_needs(pack.layout, request.context_tokens, costs)
@@ -262,7 +258,7 @@ def usual_budget(available_bytes: int) -> int:
     return available_bytes - max(_LEFT_FREE_BYTES, int(_LEFT_FREE_SHARE * available_bytes))
 
 
-def run_everything(pack: Pack, built: BuiltEngine, chunk_tokens: int) -> None:
+def run_everything(pack: formats.Pack, built: BuiltEngine, chunk_tokens: int) -> None:
     """Runs every kernel that the engine can launch, and its longest passes.
 
     Afterwards no prompt and no token loads another kernel or takes more memory. The kernel of a product depends on the
@@ -277,10 +273,10 @@ def run_everything(pack: Pack, built: BuiltEngine, chunk_tokens: int) -> None:
         for layer_idx, experts in _experts_of_each_format(pack):
             chosen = torch.tensor(experts, device=device).expand(length, k)
             x = torch.zeros(length, d, device=device)
-            run_experts(x, chosen, torch.ones_like(chosen) / k, weights, layer_idx)
+            model.run_experts(x, chosen, torch.ones_like(chosen) / k, weights, layer_idx)
         for role, num_cols in _matrices_of_each_format(pack):
             if length <= LOGITS_AT_ONCE or role not in _HEADS:
-                linear(torch.zeros(length, num_cols, device=device), weights.matrix(role))
+                model.linear(torch.zeros(length, num_cols, device=device), weights.matrix(role))
     _free_unused_memory()
     context = decoder.cache.context_tokens
     for start, num_tokens in ((0, chunk_tokens), (context - chunk_tokens, chunk_tokens), (context - 1, 1)):
@@ -290,9 +286,9 @@ def run_everything(pack: Pack, built: BuiltEngine, chunk_tokens: int) -> None:
     decoder.reset()
 
 
-def _experts_of_each_format(pack: Pack) -> list[tuple[int, list[int]]]:
+def _experts_of_each_format(pack: formats.Pack) -> list[tuple[int, list[int]]]:
     """Returns layers, each with as many experts as a token has, so that every format of experts is among them."""
-    k, seen, choices = pack.spec.router.num_experts_per_tok, set[ExpertLayout](), list[tuple[int, list[int]]]()
+    k, seen, choices = pack.spec.router.num_experts_per_tok, set[formats.ExpertLayout](), list[tuple[int, list[int]]]()
     for layer_idx, layer in enumerate(pack.layout.experts):
         for number, layout in enumerate(layer):
             if layout not in seen:
@@ -303,7 +299,7 @@ def _experts_of_each_format(pack: Pack) -> list[tuple[int, list[int]]]:
     return choices
 
 
-def _matrices_of_each_format(pack: Pack) -> list[tuple[str, int]]:
+def _matrices_of_each_format(pack: formats.Pack) -> list[tuple[str, int]]:
     """Returns the role and the columns of a dense matrix of each format and shape that multiplies tokens."""
     matrices: dict[object, tuple[str, int]] = {}
     for dense in pack.layout.dense:

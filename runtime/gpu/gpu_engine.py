@@ -14,27 +14,14 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange, PoolShare, PromptShare, Rates, TierShare
-from moe_pack.runtime.gpu.devices import HostArena, HostCalls, Queues
-from moe_pack.runtime.gpu.placements import (
-    DYNAMIC_SHARE,
-    GpuPlacement,
-    Misses,
-    least_placement,
-    mostly_static,
-    place_experts,
-    usual_heat,
-    work_of_whole,
-)
+from moe_pack.runtime.gpu import cpu_share, devices, placements, token_step
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import Residency
-from moe_pack.runtime.gpu.token_step import GpuDecoder, StepInputs, Substitution
 from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.model import ExpertRunner
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload import CacheFacts
-from moe_pack.runtime.offload.cache import Eviction
+from moe_pack.runtime.offload import cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +42,16 @@ class GpuInputs:
 
     pack: Pack
     device: torch.device
-    misses: Misses
-    host: HostArena | None
+    misses: placements.Misses
+    host: devices.HostArena | None
     tier: ExpertRunner | None
     kernels: Kernels | None
-    rates: Rates | None
+    rates: cpu_share.Rates | None
     pulled_share: float
     link_rate: float
     popularity: NDArray[Any]
-    eviction: Callable[[CacheFacts], Eviction]
-    dynamic_share: float = DYNAMIC_SHARE
+    eviction: Callable[[cache.CacheFacts], cache.Eviction]
+    dynamic_share: float = placements.DYNAMIC_SHARE
     is_fast: bool = False
     needs_scores: bool = False
     prediction: PredictionPlan | None = None
@@ -91,7 +78,7 @@ class GpuInputs:
     def least_bytes(self) -> int:
         """The least memory for experts in which an engine runs."""
         sizes = (self.has_link, self.num_predicted, self.pulled_share > 0, self.offset_bytes)
-        return least_placement(self.pack.layout, self.misses, *sizes).num_bytes
+        return placements.least_placement(self.pack.layout, self.misses, *sizes).num_bytes
 
 
 class GpuEngine:
@@ -110,8 +97,8 @@ class GpuEngine:
         cache_dtype: KvDtype = "f32",
     ) -> None:
         pack, device = inputs.pack, inputs.device
-        heat, is_cuda = usual_heat(pack.layout, pack.thresholds), device.type == "cuda"
-        placement = place_experts(
+        heat, is_cuda = placements.usual_heat(pack.layout, pack.thresholds), device.type == "cuda"
+        placement = placements.place_experts(
             pack.layout,
             expert_bytes,
             inputs.misses,
@@ -123,28 +110,30 @@ class GpuEngine:
             num_predicted=inputs.num_predicted,
             offset_bytes=inputs.offset_bytes,
         )
-        queues = Queues(device)
+        queues = devices.Queues(device)
         with ExitStack() as opened:
             self.memory = opened.enter_context(closing(ExpertMemory(pack, placement, inputs.host, device)))
-            exchange = Exchange.allocate(pack, placement, is_cuda)
-            share: CpuShare | None = None
+            exchange = cpu_share.Exchange.allocate(pack, placement, is_cuda)
+            share: cpu_share.CpuShare | None = None
             prompt_share = None
             if not placement.is_whole and inputs.misses != "pull":
-                calls = HostCalls() if is_cuda else None
+                calls = devices.HostCalls() if is_cuda else None
                 if inputs.tier is not None:
-                    share = opened.enter_context(closing(TierShare(inputs.tier, exchange, calls)))
+                    share = opened.enter_context(closing(cpu_share.TierShare(inputs.tier, exchange, calls)))
                 else:
                     assert inputs.host is not None and inputs.kernels is not None, "they compute the CPU's share"
-                    share = opened.enter_context(closing(PoolShare(pack, inputs.host, inputs.kernels, exchange, calls)))
+                    share = opened.enter_context(
+                        closing(cpu_share.PoolShare(pack, inputs.host, inputs.kernels, exchange, calls))
+                    )
                     if inputs.rates is not None:
                         prompt_share = opened.enter_context(
-                            closing(PromptShare(pack, inputs.host, inputs.kernels, inputs.rates))
+                            closing(cpu_share.PromptShare(pack, inputs.host, inputs.kernels, inputs.rates))
                         )
             self.weights = GpuWeights(
                 pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast
             )
             step = _step_inputs(inputs, placement, heat, queues, share, exchange)
-            self.decoder = GpuDecoder(
+            self.decoder = token_step.GpuDecoder(
                 self.weights,
                 step,
                 _residency(inputs, self.memory, placement),
@@ -177,15 +166,19 @@ class GpuEngine:
 
 def _step_inputs(
     inputs: GpuInputs,
-    placement: GpuPlacement,
+    placement: placements.GpuPlacement,
     heat: NDArray[Any],
-    queues: Queues,
-    share: CpuShare | None,
-    exchange: Exchange,
-) -> StepInputs:
-    substitution = None if inputs.alpha is None else Substitution(inputs.alpha, mostly_static(placement, heat))
-    whole_records = work_of_whole(inputs.pack.layout, heat)
-    return StepInputs(
+    queues: devices.Queues,
+    share: cpu_share.CpuShare | None,
+    exchange: cpu_share.Exchange,
+) -> token_step.StepInputs:
+    substitution = (
+        None
+        if inputs.alpha is None
+        else token_step.Substitution(inputs.alpha, placements.mostly_static(placement, heat))
+    )
+    whole_records = placements.work_of_whole(inputs.pack.layout, heat)
+    return token_step.StepInputs(
         queues=queues,
         host=inputs.host,
         share=share,
@@ -199,10 +192,10 @@ def _step_inputs(
     )
 
 
-def _residency(inputs: GpuInputs, memory: ExpertMemory, placement: GpuPlacement) -> Residency | None:
+def _residency(inputs: GpuInputs, memory: ExpertMemory, placement: placements.GpuPlacement) -> Residency | None:
     if placement.is_whole or not placement.num_slots.any():
         return None
     pages = memory.static_at.shape[2] - placement.first_dynamic
     k = inputs.pack.spec.router.num_experts_per_tok
-    facts = CacheFacts(pages, int(placement.num_slots.sum()), k, inputs.popularity)
+    facts = cache.CacheFacts(pages, int(placement.num_slots.sum()), k, inputs.popularity)
     return Residency(placement, memory.static_at, memory.slots_at, inputs.eviction(facts))

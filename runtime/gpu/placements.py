@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import ExpertLayout, PackLayout, RunError, size_text
+from moe_pack import formats
 from moe_pack.runtime.gpu.devices import LINE_BYTES
 from moe_pack.runtime.offload.budgets import resident_rows
 
@@ -88,7 +88,7 @@ class GpuPlacement:
 
 
 def place_experts(
-    layout: PackLayout,
+    layout: formats.PackLayout,
     expert_bytes: int,
     misses: Misses,
     popularity: Array | None = None,
@@ -116,10 +116,11 @@ def place_experts(
         return whole
     least = sizes.least()
     if least.num_bytes > expert_bytes:
-        raise RunError(
-            f"GPU memory: {size_text(max(expert_bytes, 0))} are left for experts, which need at least "
-            f"{size_text(least.num_bytes)}: {size_text(least.dynamic_bytes)} for experts on their way, and "
-            f"{size_text(least.other_bytes)} for tables; give more memory, or a shorter context"
+        raise formats.RunError(
+            f"GPU memory: {formats.size_text(max(expert_bytes, 0))} are left for experts, which need at least "
+            f"{formats.size_text(least.num_bytes)}: {formats.size_text(least.dynamic_bytes)} for experts on their "
+            "way, and "
+            f"{formats.size_text(least.other_bytes)} for tables; give more memory, or a shorter context"
         )
     shape = sizes.record_rows.shape
     popularity = np.ones(shape) if popularity is None else popularity
@@ -136,7 +137,7 @@ def place_experts(
 
 
 def least_placement(
-    layout: PackLayout,
+    layout: formats.PackLayout,
     misses: Misses,
     has_link: Array | None = None,
     num_predicted: int = 0,
@@ -149,13 +150,13 @@ def least_placement(
     return whole if whole.num_bytes <= least.num_bytes else least
 
 
-def offset_bytes_for(layout: PackLayout, most_bytes: int) -> int:
+def offset_bytes_for(layout: formats.PackLayout, most_bytes: int) -> int:
     """Returns the bytes of an offset, 4 or 8, that reach all experts in so much memory."""
     whole = _Sizes.of(layout, "split").whole().num_bytes
     return 4 if min(whole, most_bytes) <= REACH_BYTES else 8
 
 
-def usual_heat(layout: PackLayout, thresholds: Array) -> Array:
+def usual_heat(layout: formats.PackLayout, thresholds: Array) -> Array:
     """Returns how often rows are read, if it was not measured: [L, E, H], as for `place_experts`.
 
     Rows lie hottest first, so the frequency is assumed to fall evenly. Without a selector or a threshold all are read.
@@ -178,7 +179,7 @@ def mostly_static(placement: GpuPlacement, heat: Array) -> Array:
     return is_static
 
 
-def work_of_whole(layout: PackLayout, heat: Array) -> Array:
+def work_of_whole(layout: formats.PackLayout, heat: Array) -> Array:
     """Returns how many records are as much work for the CPU as a whole expert with its selector: float64 [L].
 
     Work is counted in bytes that are read, of the rows that usually run.
@@ -220,7 +221,7 @@ class _Sizes:
     @classmethod
     def of(
         cls,
-        layout: PackLayout,
+        layout: formats.PackLayout,
         misses: Misses,
         has_link: Array | None = None,
         num_predicted: int = 0,
@@ -268,7 +269,7 @@ class _Sizes:
         return self.placement(has_selector, first, -(-dynamic_bytes // LINE_BYTES) * LINE_BYTES)
 
     def with_hottest(
-        self, layout: PackLayout, popularity: Array, heat: Array, static_bytes: int, dynamic_bytes: int
+        self, layout: formats.PackLayout, popularity: Array, heat: Array, static_bytes: int, dynamic_bytes: int
     ) -> GpuPlacement:
         """Returns the placement whose static rows are those read most, in so many bytes."""
         # `resident_rows` itself leaves memory for biases.
@@ -339,5 +340,5 @@ class _Sizes:
         return int(-(-self.num_active * of_place.max() // LINE_BYTES) * LINE_BYTES)
 
 
-def _row_bytes(expert: ExpertLayout) -> tuple[int, int]:
+def _row_bytes(expert: formats.ExpertLayout) -> tuple[int, int]:
     return expert.selector.row_bytes if expert.selector else 0, expert.records.row_bytes

@@ -16,27 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_pack.runtime.gpu.devices import Mark, Queues
-from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gemv, normed_gemv
-from moe_pack.runtime.gpu.kernels.neurons import compact, select
-from moe_pack.runtime.gpu.kernels.predict import (
-    LayerPaths,
-    PulledAhead,
-    add_routes,
-    enter_pulled,
-    forget_pulled,
-    rank,
-    score_paths,
-)
+from moe_pack.runtime import offload
+from moe_pack.runtime.gpu import devices
+from moe_pack.runtime.gpu.kernels import matmul, neurons, predict
 from moe_pack.runtime.gpu.kernels.pull import pull_records
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate
 from moe_pack.runtime.gpu.kernels.rows import stored_part
 from moe_pack.runtime.gpu.kernels.tables import HostRows, Landing, LeftToCpu, RunningNeurons
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.token_layers import TokenLayers
-from moe_pack.runtime.offload import Predictor, Routing
+from moe_pack.runtime.offload import prefetch
 from moe_pack.runtime.offload.paths import PATH_MEMORY
-from moe_pack.runtime.offload.prefetch import MethodName, ranked
 
 _UNIT_STEP = 8  # hidden units of a network are padded to so many: rows of bfloat16 are multiples of 16 bytes
 
@@ -49,9 +39,9 @@ class PredictionPlan:
     in any case, which changes the answer.
     """
 
-    methods: Mapping[int, MethodName]
+    methods: Mapping[int, prefetch.MethodName]
     num_predicted: int
-    routing: Routing | None
+    routing: offload.Routing | None
     runs_predicted: bool = False
 
 
@@ -83,7 +73,7 @@ class ExpertPrediction:
         """
         self._launch[layer_idx](partial)
 
-    def _launches(self, layer_idx: int, method: MethodName) -> Callable[[Tensor], None]:
+    def _launches(self, layer_idx: int, method: prefetch.MethodName) -> Callable[[Tensor], None]:
         layers, scores, experts = self._layers, self._scores, self.experts
         routing, device = self._plan.routing, experts.device
         if method in ("router", "partial"):
@@ -92,15 +82,15 @@ class ExpertPrediction:
 
             def by_router(partial: Tensor) -> None:
                 if method == "router":
-                    gemv(layers.normed, router.rows, scores, bias=router.logit_bias)
+                    matmul.gemv(layers.normed, router.rows, scores, bias=router.logit_bias)
                 else:
-                    normed_gemv(partial, router.norm, [Product(router.rows, scores, router.logit_bias)])
-                rank(scores, experts, bias=router.bias, is_sigmoid=is_sigmoid)
+                    matmul.normed_gemv(partial, router.norm, [matmul.Product(router.rows, scores, router.logit_bias)])
+                predict.rank(scores, experts, bias=router.bias, is_sigmoid=is_sigmoid)
 
             return by_router
         assert routing is not None, "the other methods need a profile's routing"
         if method == "popularity":
-            popular = ranked(routing.paths.popularity[layer_idx].astype(np.float32)[None], len(experts))
+            popular = prefetch.ranked(routing.paths.popularity[layer_idx].astype(np.float32)[None], len(experts))
             fixed = torch.from_numpy(popular[0].astype(np.int32)).to(device)
 
             def by_popularity(partial: Tensor) -> None:
@@ -110,36 +100,38 @@ class ExpertPrediction:
         if method == "mlp":
             return self._network(layer_idx, routing.network(layer_idx))
         num_before = min(layer_idx, PATH_MEMORY)
-        paths = LayerPaths.of(routing.paths, layer_idx, num_before, device)
+        paths = predict.LayerPaths.of(routing.paths, layer_idx, num_before, device)
         routes = layers.routes[layer_idx - num_before : layer_idx]
 
         def by_paths(partial: Tensor) -> None:
-            score_paths(routes, paths, scores)
-            rank(scores, experts)
+            predict.score_paths(routes, paths, scores)
+            predict.rank(scores, experts)
 
         return by_paths
 
-    def _network(self, layer_idx: int, network: Predictor) -> Callable[[Tensor], None]:
+    def _network(self, layer_idx: int, network: offload.Predictor) -> Callable[[Tensor], None]:
         layers, scores, experts = self._layers, self._scores, self.experts
         is_deep, h = network.out_weight is not None, len(network.bias)
         padding = -h % _UNIT_STEP if is_deep else 0
         device, routes = experts.device, layers.routes[layer_idx - network.num_previous : layer_idx]
         x_weight = functional.pad(network.x_weight, (0, 0, 0, padding)).to(device)
-        rows = StoredRows(x_weight, stored_part("BF16", x_weight.shape[1]))
+        rows = matmul.StoredRows(x_weight, stored_part("BF16", x_weight.shape[1]))
         by_route = functional.pad(network.route_weight.permute(1, 2, 0), (0, padding)).contiguous().to(device)
         bias = functional.pad(network.bias, (0, padding)).to(device)
         first = torch.zeros(h + padding, device=device) if is_deep else scores
         out = None
         if network.out_weight is not None and network.out_bias is not None:
             out_weight = functional.pad(network.out_weight, (0, padding)).contiguous().to(device)
-            out = Product(StoredRows(out_weight, stored_part("BF16", h + padding)), scores, network.out_bias.to(device))
+            out = matmul.Product(
+                matmul.StoredRows(out_weight, stored_part("BF16", h + padding)), scores, network.out_bias.to(device)
+            )
 
         def by_network(partial: Tensor) -> None:
-            gemv(layers.normed, rows, first, bias=bias)
-            add_routes(first, by_route, routes, is_rectified=is_deep)
+            matmul.gemv(layers.normed, rows, first, bias=bias)
+            predict.add_routes(first, by_route, routes, is_rectified=is_deep)
             if out is not None:
-                gemv(first, out.matrix, scores, bias=out.bias)
-            rank(scores, experts)
+                matmul.gemv(first, out.matrix, scores, bias=out.bias)
+            predict.rank(scores, experts)
 
         return by_network
 
@@ -157,7 +149,7 @@ class RecordPrefetch:
         prediction: ExpertPrediction,
         weights: GpuWeights,
         layers: TokenLayers,
-        queues: Queues,
+        queues: devices.Queues,
         host_rows: list[HostRows | None],
     ) -> None:
         memory, spec, device = weights.memory, weights.spec, layers.x.device
@@ -197,7 +189,7 @@ class RecordPrefetch:
         """Whether records of a layer are pulled ahead."""
         return self.prediction.predicts(layer_idx) and self._slots[layer_idx].numel() > 0
 
-    def launch(self, layer_idx: int, partial: Tensor, after: Mark) -> None:
+    def launch(self, layer_idx: int, partial: Tensor, after: devices.Mark) -> None:
         """Launches what predicts the experts of a layer, while the layer before runs, and pulls their records.
 
         Args:    partial: float32 [d], as for the prediction.   after: what pulls the running layer's own records, which
@@ -214,11 +206,11 @@ class RecordPrefetch:
             inputs = self._turned
             rotate(layers.normed, rotation, self._matrix, inputs)
         experts, landing = self.prediction.experts, Landing(slots, 0, 0, 0)
-        select(inputs, experts, tables, running)
-        compact(experts, tables, running, landing, self._all, self._left_for(slots), is_split=True)
+        neurons.select(inputs, experts, tables, running)
+        neurons.compact(experts, tables, running, landing, self._all, self._left_for(slots), is_split=True)
         self._queues.wait_for(after)
         pull_records(experts, tables, running, host, is_split=True)
-        enter_pulled(self._pulled(slots), tables.record_at)
+        predict.enter_pulled(self._pulled(slots), tables.record_at)
 
     def forget(self, layer_idx: int, running: RunningNeurons) -> None:
         """Launches what takes a layer's records out of its table, after the layer is listed.
@@ -226,13 +218,13 @@ class RecordPrefetch:
         Args:    running: of the layer.
         """
         tables, experts = self._weights.memory.layers[layer_idx], self._layers.routes[layer_idx]
-        forget_pulled(self._pulled(self._slots[layer_idx]), experts, tables, running, self.totals[layer_idx])
+        predict.forget_pulled(self._pulled(self._slots[layer_idx]), experts, tables, running, self.totals[layer_idx])
 
     def _left_for(self, slots: Tensor) -> LeftToCpu:
         left = self._left
         pulled = left.pulled.view(-1)[: slots.numel()].view(slots.shape)
         return LeftToCpu(left.counts, left.neurons, left.a, left.pulled_counts, pulled)
 
-    def _pulled(self, slots: Tensor) -> PulledAhead:
+    def _pulled(self, slots: Tensor) -> predict.PulledAhead:
         left = self._left_for(slots)
-        return PulledAhead(self.prediction.experts, slots, left.pulled, left.pulled_counts)
+        return predict.PulledAhead(self.prediction.experts, slots, left.pulled, left.pulled_counts)

@@ -19,20 +19,12 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.layouts import DenseLayout
+from moe_pack.runtime import model
+from moe_pack.runtime.gpu import devices
 from moe_pack.runtime.gpu.cpu_share import PromptShare
-from moe_pack.runtime.gpu.devices import LINE_BYTES, HostArena, Mark, Queues
-from moe_pack.runtime.gpu.kernels.grouped import (
-    ExpertGroup,
-    Pairs,
-    combine,
-    max_pairs,
-    pairs_by_expert,
-    plan_tiles,
-    run_group,
-)
+from moe_pack.runtime.gpu.kernels import grouped
 from moe_pack.runtime.gpu.kernels.rotation import GpuOperations
 from moe_pack.runtime.gpu.weights import DeviceMatrix, ExpertMemory
-from moe_pack.runtime.model import ExpertRunner, Matrix, PackWeights, PartialState, tokens_by_expert
 from moe_pack.runtime.model.weights import from_experts, to_experts
 from moe_pack.runtime.offload import ExpertKey
 
@@ -47,14 +39,16 @@ class _Coming:
     key: ExpertKey
     begin: int
     end: int
-    copied: Mark
-    done: Mark | None = None
+    copied: devices.Mark
+    done: devices.Mark | None = None
 
 
 class ExpertStream:
     """The missing rows of experts on their way from host memory to a ring of the GPU's dynamic memory."""
 
-    def __init__(self, pack: Pack, memory: ExpertMemory, host: HostArena | None, queues: Queues) -> None:
+    def __init__(
+        self, pack: Pack, memory: ExpertMemory, host: devices.HostArena | None, queues: devices.Queues
+    ) -> None:
         self._pack, self._memory, self._host, self._queues = pack, memory, host, queues
         begin = 16 * memory.dynamic_at
         self._ring = memory.arena[begin : begin + memory.placement.dynamic_bytes]
@@ -65,7 +59,9 @@ class ExpertStream:
         """Takes all of the dynamic memory: what lies in it is overwritten after what was launched until now."""
         if len(self._ring):
             self._end = 0
-            self._entries = deque([_Coming(ExpertKey(-1, -1), 0, len(self._ring), Mark(None), self._queues.mark())])
+            self._entries = deque(
+                [_Coming(ExpertKey(-1, -1), 0, len(self._ring), devices.Mark(None), self._queues.mark())]
+            )
 
     def end_pass(self) -> None:
         """Makes the computation wait for copies that no expert waited for: something else may lie there from now on."""
@@ -91,7 +87,7 @@ class ExpertStream:
         assert self._host is not None, "experts are in host memory"
         layout = self._pack.layout.experts[key.layer_idx][key.expert]
         start, stop = self._missing(key)
-        size = -(-(stop - start) // LINE_BYTES) * LINE_BYTES
+        size = -(-(stop - start) // devices.LINE_BYTES) * devices.LINE_BYTES
         begin = self._end if self._end + size <= len(self._ring) else 0
         marks = self._overwritten(begin, begin + size)
         if marks is None:
@@ -109,7 +105,7 @@ class ExpertStream:
         begin = self._memory.dynamic_at + (entry.begin - self._missing(entry.key)[0]) // 16
         return begin, begin + layout.selector_bytes // 16
 
-    def release(self, keys: Sequence[ExpertKey], done: Mark) -> None:
+    def release(self, keys: Sequence[ExpertKey], done: devices.Mark) -> None:
         """Gives back the space of experts after a mark."""
         for entry in self._entries:
             if entry.key in keys and entry.done is None:
@@ -132,7 +128,7 @@ class ExpertStream:
             return 0, stop
         return layout.selector_bytes + int(placement.first_dynamic[key]) * layout.records.row_bytes, stop
 
-    def _overwritten(self, begin: int, end: int) -> list[Mark] | None:
+    def _overwritten(self, begin: int, end: int) -> list[devices.Mark] | None:
         """Forgets the oldest experts that lie in a piece of the ring; returns their marks, None if one has not run."""
         in_way = [entry for entry in self._entries if entry.begin < end and begin < entry.end]
         if any(entry.done is None for entry in in_way):
@@ -149,7 +145,7 @@ def _copy(to: Tensor, source: Tensor) -> None:
     to.copy_(source, non_blocking=True)
 
 
-class GpuWeights(PackWeights, ExpertRunner):
+class GpuWeights(model.PackWeights, model.ExpertRunner):
     """The weights of an open pack on a device; memory of experts, host memory and queues stay the caller's.
 
     `is_streaming`: whether a pass of many tokens has used the dynamic memory since `begin_token`.
@@ -163,10 +159,10 @@ class GpuWeights(PackWeights, ExpertRunner):
         pack: Pack,
         device: torch.device,
         memory: ExpertMemory,
-        host: HostArena | None,
-        queues: Queues,
+        host: devices.HostArena | None,
+        queues: devices.Queues,
         chunk_tokens: int,
-        tier: ExpertRunner | None = None,
+        tier: model.ExpertRunner | None = None,
         share: PromptShare | None = None,
         is_fast: bool = False,
     ) -> None:
@@ -175,13 +171,13 @@ class GpuWeights(PackWeights, ExpertRunner):
         self.memory, self.stream = memory, ExpertStream(pack, memory, host, queues)
         self._queues, self._tier, self._share = queues, tier, share
         f, d, k = pack.spec.expert.intermediate_size, pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
-        self._hidden = torch.empty((max_pairs(chunk_tokens, k, f), f), device=device)
+        self._hidden = torch.empty((grouped.max_pairs(chunk_tokens, k, f), f), device=device)
         self._outputs = torch.empty((chunk_tokens * k, d), device=device)
 
     def _keep(self, held: Tensor) -> None:
         super()._keep(held.to(self._device))  # one allocation, whose size is counted
 
-    def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
+    def _matrix(self, dense: DenseLayout, raw: Tensor) -> model.Matrix:
         return DeviceMatrix(dense, raw, self._is_fast and not dense.role.name.endswith("router"))
 
     def run_experts(
@@ -190,7 +186,7 @@ class GpuWeights(PackWeights, ExpertRunner):
         x: Tensor,
         experts: Tensor,
         router_weights: Tensor,
-        partial_state: PartialState | None = None,
+        partial_state: model.PartialState | None = None,
     ) -> Tensor:
         """Returns the weighted sum of a layer's routed experts for tokens x float32 [T, d].
 
@@ -215,7 +211,7 @@ class GpuWeights(PackWeights, ExpertRunner):
         self._stream_and_run(pass_, pairs, num_streamed, x_of_gpu, outputs)
         self._stream_ahead(layer_idx + 1, chosen.numel())
         y = torch.empty_like(x)
-        combine(outputs, y)
+        grouped.combine(outputs, y)
         if on_cpu is not None:
             y += on_cpu.result().to(self._device)
         y = from_experts(y, self, layer_idx)
@@ -225,7 +221,7 @@ class GpuWeights(PackWeights, ExpertRunner):
         self, share: PromptShare, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, pass_: "_Pass"
     ) -> tuple[Future[Tensor] | None, int]:
         """Begins to compute some missing experts on the CPU, and puts them last; returns how many others there are."""
-        jobs = {expert: (tokens, of_tokens) for expert, tokens, of_tokens in tokens_by_expert(experts, weights)}
+        jobs = {expert: (tokens, of_tokens) for expert, tokens, of_tokens in model.tokens_by_expert(experts, weights)}
         num_tokens = [len(jobs[expert][0]) for expert in pass_.missing]
         num_bytes = [self.stream.missing_bytes(ExpertKey(layer_idx, expert)) for expert in pass_.missing]
         on_cpu = share.choose(layer_idx, pass_.missing, num_tokens, num_bytes)
@@ -269,10 +265,10 @@ class GpuWeights(PackWeights, ExpertRunner):
             return
         kinds = self.memory.layers[pass_.layer_idx].kinds
         kind_idx = np.array([kinds.index(self.memory.kinds[pass_.layer_idx][expert]) for expert in experts])
-        plan = plan_tiles(counts, kind_idx, kinds, len(self._hidden), is_bf16=x.dtype == torch.bfloat16)
+        plan = grouped.plan_tiles(counts, kind_idx, kinds, len(self._hidden), is_bf16=x.dtype == torch.bfloat16)
         first = int(pass_.pairs.counts[:start].sum())
         some = slice(first, first + int(counts.sum()))
-        run_group(
+        grouped.run_group(
             x.contiguous(),
             pairs.tokens[some],
             pairs.places[some],
@@ -284,7 +280,7 @@ class GpuWeights(PackWeights, ExpertRunner):
             outputs,
         )
 
-    def _group(self, layer_idx: int, experts: Sequence[int]) -> ExpertGroup:
+    def _group(self, layer_idx: int, experts: Sequence[int]) -> grouped.ExpertGroup:
         """Returns some experts of a layer with the places of all their rows; waits for their copies."""
         tables, kinds = self.memory.layers[layer_idx], self.memory.kinds[layer_idx]
         offsets = self.memory.static_at.dtype
@@ -303,7 +299,7 @@ class GpuWeights(PackWeights, ExpertRunner):
             known = table.index_select(0, chosen)
             return torch.where(known >= 0, known, at[number][:, None] + rows * steps[number][:, None])
 
-        return ExpertGroup(
+        return grouped.ExpertGroup(
             arena=tables.arena,
             selector_units=None if tables.selector_at is None else places(tables.selector_at, 0),
             record_units=places(tables.record_at, 1),
@@ -313,7 +309,7 @@ class GpuWeights(PackWeights, ExpertRunner):
         )
 
     def _run_by_tier(
-        self, tier: ExpertRunner, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, missing: list[int]
+        self, tier: model.ExpertRunner, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, missing: list[int]
     ) -> Tensor:
         """Returns the outputs of missing experts, computed by the CPU's own engine: float32 [T, d], on the CPU."""
         is_missing = torch.isin(experts, torch.tensor(missing))
@@ -336,7 +332,7 @@ class _Pass:
     missing: list[int]
     experts: NDArray[np.int64]
     weights: NDArray[np.float32]
-    pairs: Pairs
+    pairs: grouped.Pairs
 
     @classmethod
     def of(cls, layer_idx: int, experts: Tensor, weights: Tensor, stream: ExpertStream) -> "_Pass":
@@ -347,7 +343,7 @@ class _Pass:
         num_experts = stream.num_experts(layer_idx)
         others = sorted(set(range(num_experts)) - {expert for expert, _ in numbers})
         order = np.array([*static, *missing, *others])
-        pairs = pairs_by_expert(experts.numpy(), weights.numpy(), order)
+        pairs = grouped.pairs_by_expert(experts.numpy(), weights.numpy(), order)
         return cls(layer_idx, static, missing, experts.numpy(), weights.numpy(), pairs)
 
     @property
@@ -359,7 +355,7 @@ class _Pass:
         """Puts some missing experts after all others."""
         self.missing = [expert for expert in self.missing if expert not in experts] + experts
         others = sorted(set(range(len(self.pairs.counts))) - set(self.order))
-        self.pairs = pairs_by_expert(self.experts, self.weights, np.array([*self.order, *others]))
+        self.pairs = grouped.pairs_by_expert(self.experts, self.weights, np.array([*self.order, *others]))
 
 
 class _PairsOnDevice(NamedTuple):

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.runtime.gpu.placements import NUM_TURNS, GpuPlacement
-from moe_pack.runtime.offload import ExpertKey
-from moe_pack.runtime.offload.cache import Eviction
+from moe_pack.runtime.gpu import placements
+from moe_pack.runtime.offload import cache
 
 Array = NDArray[Any]
 MOST_KEPT = 1 << 10  # records that a token brings to slots: the host takes some 1 ms for so many
@@ -47,7 +46,7 @@ class TableChanges:
 class Promotion:
     """Records to copy into slots while tokens run: of an expert its neurons int32 [n], and their offsets [n]."""
 
-    key: ExpertKey
+    key: cache.ExpertKey
     neurons: Array
     units: Array
 
@@ -78,7 +77,9 @@ class Residency:
              slots begin, in units of 16 bytes.   eviction: says which expert of a layer gives its slots.
     """
 
-    def __init__(self, placement: GpuPlacement, static_at: Array, slots_at: Array, eviction: Eviction) -> None:
+    def __init__(
+        self, placement: placements.GpuPlacement, static_at: Array, slots_at: Array, eviction: cache.Eviction
+    ) -> None:
         self._static_at, self._eviction = static_at, eviction
         self.promoted_rows = 0
         # Records that were pulled, records that have arrived, and as many that are evicted for the next.
@@ -111,7 +112,9 @@ class Residency:
         # A stack for each layer: slots that the tables do not name, or not after the next changes.
         self._free, self._num_free = np.arange(len(self._layer_of)), self._num_slots.copy()
         self._num_pulled = np.zeros(len(self.at), np.int64)  # slots of each layer that the last token filled by pulling
-        self._landing_slots = np.stack([self._take(self._landing_place // self._k) for _ in range(NUM_TURNS)])
+        self._landing_slots = np.stack(
+            [self._take(self._landing_place // self._k) for _ in range(placements.NUM_TURNS)]
+        )
         self.landing = self._units[self._landing_slots]
 
     def changes(self) -> TableChanges:
@@ -156,7 +159,7 @@ class Residency:
         for l, chosen in enumerate(token.experts.tolist()):
             self._eviction.routed(l, sorted(set(chosen)), None if token.scores is None else token.scores[l])
             for expert in chosen:
-                self._eviction.used(ExpertKey(l, expert))
+                self._eviction.used(cache.ExpertKey(l, expert))
         order = (np.arange(len(self.at)) + self._first_layer) % len(self.at)
         found, rows_left, wanted = list[Promotion](), min(most_rows, MOST_KEPT - self._num_kept), self._num_pulled
         for begin in range(0, len(order), _LAYERS_AT_ONCE):
@@ -219,7 +222,7 @@ class Residency:
         for number, (begin, end) in zip(
             list_of[begins].tolist(), pairwise([*begins.tolist(), len(slots)]), strict=True
         ):
-            key = ExpertKey(int(layers_of[number]), int(experts_of[number]))
+            key = cache.ExpertKey(int(layers_of[number]), int(experts_of[number]))
             found.append(Promotion(key, neurons[begin:end], units[begin:end]))
             self._coming[found[-1]] = slots[begin:end]
         return found, lacking
@@ -236,7 +239,7 @@ class Residency:
         self._set(records, self._units[slots])
         num_new = np.bincount(experts, minlength=len(counts))
         for expert in np.flatnonzero((num_new > 0) & (counts == 0)).tolist():
-            self._eviction.fetched(ExpertKey(*divmod(expert, E)))
+            self._eviction.fetched(cache.ExpertKey(*divmod(expert, E)))
         counts += num_new
 
     def _make_space(self, l: int, number: int, can_give: Array) -> int:
@@ -262,7 +265,7 @@ class Residency:
         self._free[top : top + len(slots)] = slots
         self._num_free[l] += len(slots)
         for victim in victims[self._counts[l, victims] == 0].tolist():
-            self._eviction.evicted(ExpertKey(l, victim))
+            self._eviction.evicted(cache.ExpertKey(l, victim))
         return len(slots)
 
     def _set(self, records: Array, units: Array | int) -> None:

@@ -12,24 +12,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec, Projection
-from moe_pack.runtime.gpu.kernels.attention import (
-    AttentionWorkspace,
-    Entering,
-    QkNorms,
-    attend,
-    enter_latent,
-    leave_latent,
-)
+from moe_pack.formats import parts
+from moe_pack.runtime.gpu.kernels import attention, matmul
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm
-from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.weights import DeviceMatrix
-from moe_pack.runtime.model import PackWeights
-from moe_pack.runtime.model.caches import Angles, KVCache, RowStorage
+from moe_pack.runtime.model import PackWeights, caches
 
 
-def stored(weights: PackWeights, role: str) -> StoredRows:
+def stored(weights: PackWeights, role: str) -> matmul.StoredRows:
     """Returns a dense matrix as it is stored on the device."""
     matrix = weights.matrix(role)
     assert isinstance(matrix, DeviceMatrix), "weights of a GPU"
@@ -59,32 +50,34 @@ class GroupedAttention:
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
     """
 
-    def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
+    def __init__(self, weights: PackWeights, cache: caches.KVCache, angles: caches.Angles) -> None:
         spec, device = weights.spec.attention, cache.device
-        assert isinstance(spec, GroupedQuerySpec), "the spec has this kind of attention"
+        assert isinstance(spec, parts.GroupedQuerySpec), "the spec has this kind of attention"
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._q, self._k, self._v = (torch.zeros(width, device=device) for width in (queries, keys, keys))
         self._rotated = torch.zeros((spec.num_heads, spec.head_dim), device=device)
         self._mixed = torch.zeros_like(self._rotated)
-        self._rows = RowStorage(cache.dtype, (spec.head_dim,))
-        self._workspace = AttentionWorkspace.allocate(
+        self._rows = caches.RowStorage(cache.dtype, (spec.head_dim,))
+        self._workspace = attention.AttentionWorkspace.allocate(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, cache.context_tokens, device
         )
 
     def run(self, layer: int, x: Tensor, position: Tensor) -> None:
         """Adds a layer's attention to x; arguments as for `TokenAttention`."""
         weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
-        projections: tuple[tuple[Projection, Tensor], ...] = (("q", self._q), ("k", self._k), ("v", self._v))
+        projections: tuple[tuple[parts.Projection, Tensor], ...] = (("q", self._q), ("k", self._k), ("v", self._v))
         products = [
-            Product(stored(weights, f"{role}.{name}"), out, self._bias(role, name)) for name, out in projections
+            matmul.Product(stored(weights, f"{role}.{name}"), out, self._bias(role, name)) for name, out in projections
         ]
-        normed_gemv(x, norm_of(weights, f"{role}_norm"), products)
+        matmul.normed_gemv(x, norm_of(weights, f"{role}_norm"), products)
         norms = None
         if spec.qk_norm != "none":
-            norms = QkNorms(weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), weights.spec.norm.eps)
+            norms = attention.QkNorms(
+                weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), weights.spec.norm.eps
+            )
         cache = (self._cache.keys[layer], self._cache.values[layer])
-        entering = Entering(
+        entering = attention.Entering(
             self._q,
             self._k,
             self._v,
@@ -95,11 +88,13 @@ class GroupedAttention:
         )
         sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
         window, workspace = spec.window(layer), self._workspace
-        attend(self._rotated, cache, position, spec.scale, window, workspace, self._mixed, sinks, entering, self._rows)
+        attention.attend(
+            self._rotated, cache, position, spec.scale, window, workspace, self._mixed, sinks, entering, self._rows
+        )
         bias, scale = self._bias(role, "o"), weights.spec.residual_multiplier
-        gemv(self._mixed.view(-1), stored(weights, f"{role}.o"), x, bias=bias, residual=x, scale=scale)
+        matmul.gemv(self._mixed.view(-1), stored(weights, f"{role}.o"), x, bias=bias, residual=x, scale=scale)
 
-    def _bias(self, role: str, name: Projection) -> Tensor | None:
+    def _bias(self, role: str, name: parts.Projection) -> Tensor | None:
         return self._weights.vector(f"{role}.{name}_bias") if name in self._spec.bias else None
 
 
@@ -109,9 +104,9 @@ class LatentAttention:
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
     """
 
-    def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
+    def __init__(self, weights: PackWeights, cache: caches.KVCache, angles: caches.Angles) -> None:
         spec, device = weights.spec.attention, cache.device
-        assert isinstance(spec, LatentSpec), "the spec has this kind of attention"
+        assert isinstance(spec, parts.LatentSpec), "the spec has this kind of attention"
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
         heads, rank, rope = spec.num_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
         self._q = torch.zeros(heads * (spec.qk_nope_head_dim + rope), device=device)
@@ -120,33 +115,35 @@ class LatentAttention:
         self._moved = torch.zeros((heads, rank + rope), device=device)
         self._mixed = torch.zeros((heads, rank), device=device)
         self._values = torch.zeros(heads * spec.v_head_dim, device=device)
-        self._workspace = AttentionWorkspace.allocate(heads, 1, rank, cache.context_tokens, device)
+        self._workspace = attention.AttentionWorkspace.allocate(heads, 1, rank, cache.context_tokens, device)
 
     def run(self, layer: int, x: Tensor, position: Tensor) -> None:
         """Adds a layer's attention to x; arguments as for `TokenAttention`."""
         weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
-        kv = Product(stored(weights, f"{role}.kv_a"), self._kv)
+        kv = matmul.Product(stored(weights, f"{role}.kv_a"), self._kv)
         if spec.q_lora_rank is None:
-            normed_gemv(x, norm_of(weights, f"{role}_norm"), [Product(stored(weights, f"{role}.q"), self._q), kv])
+            matmul.normed_gemv(
+                x, norm_of(weights, f"{role}_norm"), [matmul.Product(stored(weights, f"{role}.q"), self._q), kv]
+            )
         else:
-            low = Product(stored(weights, f"{role}.q_a"), self._low)
-            normed_gemv(x, norm_of(weights, f"{role}_norm"), [low, kv])
+            low = matmul.Product(stored(weights, f"{role}.q_a"), self._low)
+            matmul.normed_gemv(x, norm_of(weights, f"{role}_norm"), [low, kv])
             low_norm = Norm(weights.vector(f"{role}.q_a_norm"), None, spec.lora_norm_eps)
-            normed_gemv(self._low, low_norm, [Product(stored(weights, f"{role}.q_b"), self._q)])
+            matmul.normed_gemv(self._low, low_norm, [matmul.Product(stored(weights, f"{role}.q_b"), self._q)])
         kv_b = stored(weights, f"{role}.kv_b")
         norm, interleaved = weights.vector(f"{role}.kv_a_norm"), weights.spec.rotation.interleaved
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         projected = (self._q, self._kv)
-        enter_latent(projected, norm, self._angles, interleaved, position, spec, kv_b, self._moved, keys)
-        attend(self._moved, (keys, values), position, spec.scale, None, self._workspace, self._mixed)
-        leave_latent(self._mixed, spec, kv_b, self._values)
+        attention.enter_latent(projected, norm, self._angles, interleaved, position, spec, kv_b, self._moved, keys)
+        attention.attend(self._moved, (keys, values), position, spec.scale, None, self._workspace, self._mixed)
+        attention.leave_latent(self._mixed, spec, kv_b, self._values)
         scale = weights.spec.residual_multiplier
-        gemv(self._values, stored(weights, f"{role}.o"), x, residual=x, scale=scale)
+        matmul.gemv(self._values, stored(weights, f"{role}.o"), x, residual=x, scale=scale)
 
 
-def token_attention(weights: PackWeights, cache: KVCache, angles: Angles) -> TokenAttention:
+def token_attention(weights: PackWeights, cache: caches.KVCache, angles: caches.Angles) -> TokenAttention:
     """Returns attention of the model's kind; arguments as above."""
-    kind = GroupedAttention if isinstance(weights.spec.attention, GroupedQuerySpec) else LatentAttention
+    kind = GroupedAttention if isinstance(weights.spec.attention, parts.GroupedQuerySpec) else LatentAttention
     return kind(weights, cache, angles)
 
 
@@ -159,7 +156,7 @@ class TokenLayers:
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position as the last one.
     """
 
-    def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
+    def __init__(self, weights: PackWeights, cache: caches.KVCache, angles: caches.Angles) -> None:
         spec, device = weights.spec, cache.device
         self._weights = weights
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}
@@ -182,7 +179,7 @@ class TokenLayers:
     def start(self) -> None:
         """Launches the token's embedding."""
         embed, scale = stored(self._weights, "embed"), self._weights.spec.embedding_multiplier
-        gather_row(embed, self.control[:1], self.x, scale=scale)
+        matmul.gather_row(embed, self.control[:1], self.x, scale=scale)
 
     def run(self, layer: int, x: Tensor) -> None:
         """Launches a layer without its routed experts: its attention, and its dense expert if it has one.
@@ -194,7 +191,9 @@ class TokenLayers:
         if layer not in self._layer_idx:
             role, weights = f"layers.{layer}", self._weights
             hidden = self._neurons(f"{role}.mlp", x, norm_of(weights, f"{role}.mlp_norm"), None)
-            gemv(hidden, stored(weights, f"{role}.mlp.down"), x, residual=x, scale=weights.spec.residual_multiplier)
+            matmul.gemv(
+                hidden, stored(weights, f"{role}.mlp.down"), x, residual=x, scale=weights.spec.residual_multiplier
+            )
 
     def route(self, layer_idx: int, changed: ChangedChoice | None = None) -> Tensor | None:
         """Launches the router of a MoE layer, which writes to `routes`, and the shared experts.
@@ -207,7 +206,7 @@ class TokenLayers:
             return None
         weight = self._shared_weight if shared.gated else None
         hidden = self._neurons(f"{role}.shared", self.normed, None, weight)
-        gemv(hidden, stored(self._weights, f"{role}.shared.down"), self._shared)
+        matmul.gemv(hidden, stored(self._weights, f"{role}.shared.down"), self._shared)
         return self._shared
 
     def finish(self) -> None:
@@ -217,7 +216,7 @@ class TokenLayers:
         norm(self.x, norm_of(weights, "norm"), self.normed)
         bias = weights.vector("head_bias") if spec.head_bias else None
         head = stored(weights, "embed" if spec.tied_head else "head")
-        gemv(self.normed, head, self.logits, bias=bias, scale=1 / spec.logits_scaling)
+        matmul.gemv(self.normed, head, self.logits, bias=bias, scale=1 / spec.logits_scaling)
 
     def router(self, layer_idx: int) -> Router:
         """Returns the router of a MoE layer."""
@@ -239,5 +238,5 @@ class TokenLayers:
         up = stored(weights, f"{role}.up")
         gate = stored(weights, f"{role}.gate") if "gate" in expert.matrices else None
         hidden = self._hidden[: len(up.rows)]
-        gated(x, gate, up, expert.function, hidden, norm=norm, weight=weight)
+        matmul.gated(x, gate, up, expert.function, hidden, norm=norm, weight=weight)
         return hidden

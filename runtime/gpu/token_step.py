@@ -18,10 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.runtime.gpu.cpu_share import CpuShare, Exchange
-from moe_pack.runtime.gpu.devices import HostArena, Mark, Queues
-from moe_pack.runtime.gpu.fit import LOGITS_AT_ONCE, GpuCounts
-from moe_pack.runtime.gpu.kernels.elementwise import hand_over, reduce
+from moe_pack.runtime.gpu import cpu_share, devices, fit
+from moe_pack.runtime.gpu.kernels import elementwise
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix as rotation_matrix
@@ -34,8 +32,7 @@ from moe_pack.runtime.gpu.prefetch import ExpertPrediction, PredictionPlan, Reco
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token_layers import TokenLayers
-from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.model.caches import CachedSequence, KvDtype
+from moe_pack.runtime.model import Decoder, caches
 from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.offload.split import fastest_share
 
@@ -70,10 +67,10 @@ class StepInputs:
     the link's rate divided by both rates, and no other is tried.
     """
 
-    queues: Queues
-    host: HostArena | None
-    share: CpuShare | None
-    exchange: Exchange
+    queues: devices.Queues
+    host: devices.HostArena | None
+    share: cpu_share.CpuShare | None
+    exchange: cpu_share.Exchange
     pulled_share: float
     needs_scores: bool
     whole_records: NDArray[np.float64]
@@ -117,7 +114,7 @@ class TokenStep:
         self._turned, self._sum = (torch.zeros(d * is_rotated, device=device) for _ in range(2))
         self._matrix = rotation_matrix(d, device)
         self._from_tier = torch.zeros(d, device=device)
-        self._own_pulled = Mark(None)  # reached when what a layer itself pulls is there
+        self._own_pulled = devices.Mark(None)  # reached when what a layer itself pulls is there
         self.routes, self.totals = (
             torch.zeros((NUM_TURNS, *shape), dtype=torch.int32, pin_memory=is_locked)
             for shape in ((num_layers, k), (num_layers, k, 4))
@@ -217,9 +214,9 @@ class TokenStep:
         layers, rotation, scale = self._layers, self._weights.rotation(layer_idx), self._spec.residual_multiplier
         if rotation is None:
             sums = {"pulled": pulled, "host": host, "residual": layers.x, "shared": shared}
-            reduce(self._partials, layers.router_weights, out, scale=scale, **sums)
+            elementwise.reduce(self._partials, layers.router_weights, out, scale=scale, **sums)
         else:
-            reduce(self._partials, layers.router_weights, self._sum, pulled=pulled, host=host)
+            elementwise.reduce(self._partials, layers.router_weights, self._sum, pulled=pulled, host=host)
             rotate_back(self._sum, rotation, self._matrix, out, residual=layers.x, shared=shared, scale=scale)
 
     def _look_ahead(self, layer_idx: int) -> None:
@@ -278,7 +275,7 @@ class TokenStep:
         assert share is not None, "what is neither resident nor pulled has a share of the CPU"
         # Before records are pulled: while they are, these few bytes take the link ten times as long (H200).
         x = self._layers.normed if share.adds_output else inputs
-        hand_over(x, self._layers.router_weights, experts, exchange.x, exchange.weights, exchange.experts)
+        elementwise.hand_over(x, self._layers.router_weights, experts, exchange.x, exchange.weights, exchange.experts)
         self._own_pulled = queues.mark()
         with queues.forked("cpu"):
             share.launch(turn, layer_idx)
@@ -300,7 +297,7 @@ class TokenStep:
         return bool(is_full.all() and placement.has_selector[layer_idx].all())
 
 
-def _host_rows(host: HostArena | None, layer_idx: int, device: torch.device) -> HostRows | None:
+def _host_rows(host: devices.HostArena | None, layer_idx: int, device: torch.device) -> HostRows | None:
     if host is None:
         return None
     return HostRows(host.rows(layer_idx), torch.from_numpy(host.extent_at[layer_idx] // 16).to(device))
@@ -322,7 +319,7 @@ class GpuDecoder(Decoder):
         context_tokens: int,
         device: torch.device,
         chunk_tokens: int,
-        cache_dtype: KvDtype = "f32",
+        cache_dtype: caches.KvDtype = "f32",
         link_rate: float = float("inf"),
     ) -> None:
         super().__init__(weights, context_tokens, device, chunk_tokens, cache_dtype)
@@ -351,7 +348,7 @@ class GpuDecoder(Decoder):
         self._runs: list[Callable[[], None]] = [lambda turn=turn: self.launch(turn) for turn in range(NUM_TURNS)]  # type: ignore[misc]  # bound now
         self._turn = 0
         self._undecided = False  # whether the last token's routes are still to be looked at
-        self._coming: list[tuple[Mark, list[Promotion]]] = []
+        self._coming: list[tuple[devices.Mark, list[Promotion]]] = []
         self._token_seconds = _FIRST_TOKEN_SECONDS
         self._counts = np.zeros(7, np.int64)
         self._record_bytes = np.array([[16 * kind.record_units for kind in layer] for layer in weights.memory.kinds])
@@ -368,11 +365,11 @@ class GpuDecoder(Decoder):
             [
                 self._head(some).cpu()
                 for hidden in self._forward(self.sequences[0], ids)
-                for some in torch.split(hidden, LOGITS_AT_ONCE)
+                for some in torch.split(hidden, fit.LOGITS_AT_ONCE)
             ]
         )
 
-    def extend(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
+    def extend(self, sequence: caches.CachedSequence, ids: list[int]) -> Tensor:
         """Returns the last logits in host memory, valid until the next call; see `Decoder.next_logits`."""
         return self._one(ids[0]) if self._is_alone(ids) else super().extend(sequence, ids).cpu()
 
@@ -447,14 +444,14 @@ class GpuDecoder(Decoder):
         """The experts of the last token that ran alone: int32 [L, k]."""
         return self._step.routes[1 - self._turn]
 
-    def counts(self) -> GpuCounts:
+    def counts(self) -> fit.GpuCounts:
         """Returns what tokens that ran alone needed until now."""
         resident, pulled, left, whole, ahead, ahead_ran, changed = self._counts.tolist()
         promoted = 0 if self._residency is None else self._residency.promoted_rows
         link_bytes = self._promoted_bytes + self._pulled_bytes
         cpu_seconds = self._busy_seconds() - self._busy_before
         counts = (resident, pulled, left, whole, promoted, ahead, ahead_ran, changed)
-        return GpuCounts(self._num_tokens, *counts, link_bytes, cpu_seconds)
+        return fit.GpuCounts(self._num_tokens, *counts, link_bytes, cpu_seconds)
 
     def _clear_counts(self) -> None:
         """Forgets what launches have counted that were no tokens of the caller."""
@@ -471,7 +468,7 @@ class GpuDecoder(Decoder):
         before = self.cache.num_tokens
         return len(ids) == 1 and not self._ropes.outgrows(before, before + 1)
 
-    def _forward(self, sequence: CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
+    def _forward(self, sequence: caches.CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
         self._empty_slots()
         self._gpu_weights.stream.begin_pass()
         hidden = super()._forward(sequence, ids, last_only)
@@ -509,7 +506,7 @@ class GpuDecoder(Decoder):
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
-    def _between_tokens(self, last: int, begin: Mark) -> None:
+    def _between_tokens(self, last: int, begin: devices.Mark) -> None:
         """Decides on the slots, while a token runs, by what the token before it lacked, for the token after it.
 
         Args:    last: the turn of the token before.   begin: of the token that runs; what its tables do not name may be

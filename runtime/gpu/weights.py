@@ -14,18 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, Pack, RunError, size_text
+from moe_pack import formats
 from moe_pack.formats.pack.layouts import DenseLayout, check_rows
-from moe_pack.runtime.gpu.devices import LINE_BYTES, HostArena
-from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemm, gemv
+from moe_pack.runtime import model
+from moe_pack.runtime.gpu import devices, placements
+from moe_pack.runtime.gpu.kernels import matmul, tables
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
-from moe_pack.runtime.gpu.kernels.tables import ExpertKind, Landing, LayerTables, kind_of
-from moe_pack.runtime.gpu.placements import REACH_BYTES, GpuPlacement
-from moe_pack.runtime.model import RowMatrix, StoredMatrix
-from moe_pack.runtime.model.matrices import TORCH_DTYPES, InMemoryMatrix
+from moe_pack.runtime.model import matrices
 
 
-class DeviceMatrix(InMemoryMatrix):
+class DeviceMatrix(matrices.InMemoryMatrix):
     """A matrix [num_rows, num_cols] in the pack's row layout, or in plain values; see `Matrix`.
 
     Args:    raw: u8, all bytes of the matrix, on the device.   is_bf16: whether products of many tokens take them in
@@ -35,18 +33,18 @@ class DeviceMatrix(InMemoryMatrix):
     def __init__(self, dense: DenseLayout, raw: Tensor, is_bf16: bool = False) -> None:
         self.num_rows, self.num_cols = dense.role.shape
         self._is_bf16 = is_bf16
-        self._plain: RowMatrix | StoredMatrix
+        self._plain: model.RowMatrix | model.StoredMatrix
         if dense.rows is not None:
             rows = raw.view(-1, dense.rows.row_bytes)
-            self._rows = StoredRows(rows, part_of(dense.rows, dense.rows.parts[0].name))
-            self._plain = RowMatrix(dense.rows, rows)
+            self._rows = matmul.StoredRows(rows, part_of(dense.rows, dense.rows.parts[0].name))
+            self._plain = model.RowMatrix(dense.rows, rows)
         else:
-            rows = raw.view(TORCH_DTYPES[dense.dtype]).view(-1, self.num_cols)
-            self._rows = StoredRows(rows, stored_part(dense.dtype, self.num_cols))
-            self._plain = StoredMatrix(rows)
+            rows = raw.view(matrices.TORCH_DTYPES[dense.dtype]).view(-1, self.num_cols)
+            self._rows = matmul.StoredRows(rows, stored_part(dense.dtype, self.num_cols))
+            self._plain = model.StoredMatrix(rows)
 
     @property
-    def stored(self) -> StoredRows:
+    def stored(self) -> matmul.StoredRows:
         """The rows as they are stored, [num_rows, num_cols]."""
         return self._rows
 
@@ -62,14 +60,14 @@ class DeviceMatrix(InMemoryMatrix):
         """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
         out = torch.empty((len(x), self.num_rows), device=x.device)
         if len(x) == 1:
-            gemv(x[0].contiguous(), self._rows, out[0])
+            matmul.gemv(x[0].contiguous(), self._rows, out[0])
         else:
             x = x.bfloat16() if self._is_bf16 else x.contiguous()
-            gemm(x, self._rows.raw, self._rows.part, self._rows.row_units, out)
+            matmul.gemm(x, self._rows.raw, self._rows.part, self._rows.row_units, out)
         return out
 
 
-def down_biases(pack: Pack, layer_idx: int) -> Tensor | None:
+def down_biases(pack: formats.Pack, layer_idx: int) -> Tensor | None:
     """Returns the biases of down of a layer's experts, float32 [E, d] in host memory; None if the family has none.
 
     Raises:  PackError if they are damaged or cannot be read.
@@ -94,13 +92,19 @@ class ExpertMemory:
     bytes.   `num_bytes`: the size of the allocation, equal to the placement's `num_bytes`.
     """
 
-    def __init__(self, pack: Pack, placement: GpuPlacement, host: HostArena | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        pack: formats.Pack,
+        placement: placements.GpuPlacement,
+        host: devices.HostArena | None,
+        device: torch.device,
+    ) -> None:
         """Allocates memory, copies static rows, and fills the tables.
 
         Args:    host: all experts' extents; None: static experts are read from the pack.
         Raises:  RunError if the device has too little memory; PackError if an expert is damaged or cannot be read.
         """
-        assert placement.num_bytes <= REACH_BYTES or placement.offset_bytes == 8, "offsets reach all rows"
+        assert placement.num_bytes <= placements.REACH_BYTES or placement.offset_bytes == 8, "offsets reach all rows"
         memory = _Memory(placement.num_bytes, device)
         num_layers = len(placement.num_slots)
         self.placement, self.num_bytes, self.device = placement, placement.num_bytes, device
@@ -124,7 +128,7 @@ class ExpertMemory:
             torch.zeros(int(placement.num_active * placement.num_landing.sum()), dtype=self.record_at.dtype)
         )
         self.landing = self._landing(placement)
-        self.layers: tuple[LayerTables, ...] = tuple(
+        self.layers: tuple[tables.LayerTables, ...] = tuple(
             _tables(
                 pack,
                 l,
@@ -136,8 +140,8 @@ class ExpertMemory:
             )
             for l in range(num_layers)
         )
-        self.kinds: tuple[tuple[ExpertKind, ...], ...] = tuple(
-            tuple(kind_of(e, pack.manifest.selector, pack.spec.expert.function) for e in layer)
+        self.kinds: tuple[tuple[tables.ExpertKind, ...], ...] = tuple(
+            tuple(tables.kind_of(e, pack.manifest.selector, pack.spec.expert.function) for e in layer)
             for layer in pack.layout.experts
         )
 
@@ -146,13 +150,13 @@ class ExpertMemory:
         self.layers, self.landing = (), ()
         self.arena = self.record_at = self.landing_slots = torch.empty(0)
 
-    def _landing(self, placement: GpuPlacement) -> tuple[Landing, ...]:
+    def _landing(self, placement: placements.GpuPlacement) -> tuple[tables.Landing, ...]:
         k, found, end = placement.num_active, [], 0
         sizes = (placement.num_landing.tolist(), placement.num_scratch.tolist(), placement.slot_bytes.tolist())
         for num_landing, num_scratch, slot_bytes in zip(*sizes, strict=True):
             begin, end = end, end + k * num_landing
             slots = self.landing_slots[begin:end].view(k, num_landing)
-            found.append(Landing(slots, self.dynamic_at, num_scratch, slot_bytes // 16))
+            found.append(tables.Landing(slots, self.dynamic_at, num_scratch, slot_bytes // 16))
         return tuple(found)
 
 
@@ -163,13 +167,15 @@ class _Memory:
         try:
             self.bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as fault:
-            raise RunError(f"--budget: cannot allocate {size_text(num_bytes)} on the GPU; give less") from fault
-        self.bytes = self.bytes[-self.bytes.data_ptr() % LINE_BYTES :]  # host memory may begin anywhere
+            raise formats.RunError(
+                f"--budget: cannot allocate {formats.size_text(num_bytes)} on the GPU; give less"
+            ) from fault
+        self.bytes = self.bytes[-self.bytes.data_ptr() % devices.LINE_BYTES :]  # host memory may begin anywhere
         self._end = 0
 
     def take(self, num_bytes: int) -> Tensor:
         """Returns the next piece, u8, zeros."""
-        begin, self._end = self._end, -(-(self._end + num_bytes) // LINE_BYTES) * LINE_BYTES
+        begin, self._end = self._end, -(-(self._end + num_bytes) // devices.LINE_BYTES) * devices.LINE_BYTES
         assert begin + num_bytes <= len(self.bytes), "the placement counts all pieces"
         return self.bytes[begin : begin + num_bytes]
 
@@ -183,35 +189,35 @@ class _Memory:
 
 
 def _tables(
-    pack: Pack,
+    pack: formats.Pack,
     l: int,
-    placement: GpuPlacement,
+    placement: placements.GpuPlacement,
     arena: Tensor,
     selector_at: Tensor | None,
     record_at: Tensor,
     put: Callable[[Tensor], Tensor],
-) -> LayerTables:
+) -> tables.LayerTables:
     layouts, biases = pack.layout.experts[l], down_biases(pack, l)
     if biases is not None and placement.misses == "disk":
         biases[torch.from_numpy(placement.first_dynamic[l] == 0)] = 0  # the CPU's engine adds those of its experts
     # All layers' kinds, in one order: kernels are compiled for each such list.
-    kinds: list[ExpertLayout] = list(dict.fromkeys(chain.from_iterable(pack.layout.experts)))
-    return LayerTables(
+    kinds: list[formats.ExpertLayout] = list(dict.fromkeys(chain.from_iterable(pack.layout.experts)))
+    return tables.LayerTables(
         arena=arena,
         selector_at=selector_at,
         record_at=record_at,
         kind=put(torch.tensor([kinds.index(layout) for layout in layouts], dtype=torch.int32)),
         thresholds=put(torch.from_numpy(pack.thresholds[l].copy())),
-        kinds=tuple(kind_of(layout, pack.manifest.selector, pack.spec.expert.function) for layout in kinds),
+        kinds=tuple(tables.kind_of(layout, pack.manifest.selector, pack.spec.expert.function) for layout in kinds),
         down_bias=None if biases is None else put(biases),
     )
 
 
 def _copy_static(
-    pack: Pack,
+    pack: formats.Pack,
     l: int,
-    placement: GpuPlacement,
-    host: HostArena | None,
+    placement: placements.GpuPlacement,
+    host: devices.HostArena | None,
     to: Tensor,
     base: int,
     selector_at: NDArray[np.integer],
@@ -237,4 +243,4 @@ def _copy_static(
             selector_at[e] = (place + np.arange(f) * layout.selector.row_bytes) // 16
         records = place + layout.selector_bytes - start
         record_at[e, :first] = (records + np.arange(first) * layout.records.row_bytes) // 16
-        begin += -(-(stop - start) // LINE_BYTES) * LINE_BYTES
+        begin += -(-(stop - start) // devices.LINE_BYTES) * devices.LINE_BYTES

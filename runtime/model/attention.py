@@ -27,29 +27,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moe_pack.formats import ModelSpec
-from moe_pack.formats.parts import (
-    BlockIndexerSpec,
-    CompressedSpec,
-    CompressionSpec,
-    GroupedQuerySpec,
-    IndexerSpec,
-    LatentSpec,
-    OutputGateSpec,
-    RelativeSpec,
-    TemperatureSpec,
-)
-from moe_pack.runtime.model.caches import (
-    Angles,
-    Batch,
-    EntryCache,
-    LayerCache,
-    Rope,
-    RunningSoftmax,
-    each_sequence,
-    rotate,
-)
-from moe_pack.runtime.model.matrices import linear, linear_by_group
+from moe_pack.formats import ModelSpec, parts
+from moe_pack.runtime.model import caches, matrices
 from moe_pack.runtime.model.operations import (
     MAX_DECODED_BYTES,
     MAX_SCORE_BYTES,
@@ -64,44 +43,55 @@ from moe_pack.runtime.model.weights import Weights
 _LATENT, _INDEX = slice(0, 2), slice(2, 3)  # parts of a row of latent attention: latent and rotated key; indexer's key
 
 
-def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache | Batch[LayerCache], angles: Angles) -> Tensor:
+def attend(
+    x: Tensor,
+    weights: Weights,
+    layer: int,
+    cache: caches.LayerCache | caches.Batch[caches.LayerCache],
+    angles: caches.Angles,
+) -> Tensor:
     """Returns a layer's attention for new tokens; their keys and values are appended to the cache.
 
     Args:    x: float32 [T, d], normed.   cache: of one sequence, or of several with their tokens.   angles: of the T
              positions, from `Rope`.
     Returns: float32 [T, d].
     """
-    spec, sequences = weights.spec.attention_of(layer), each_sequence(cache, len(x))
-    if isinstance(spec, GroupedQuerySpec):
+    spec, sequences = weights.spec.attention_of(layer), caches.each_sequence(cache, len(x))
+    if isinstance(spec, parts.GroupedQuerySpec):
         return _attend_grouped(x, weights, spec, layer, sequences, angles)
-    if isinstance(spec, CompressedSpec):
+    if isinstance(spec, parts.CompressedSpec):
         return torch.cat(
             [
                 _attend_compressed(x[rows], weights, spec, layer, own, _angles_of(angles, rows))
                 for rows, own in _rows_and_caches(sequences)
             ]
         )
-    assert isinstance(spec, LatentSpec), "models with relative positions are run by encoder_decoder"
+    assert isinstance(spec, parts.LatentSpec), "models with relative positions are run by encoder_decoder"
     return attend_latent(x, weights, spec, layer, sequences, angles)
 
 
-def _angles_of(angles: Angles, rows: slice) -> Angles:
+def _angles_of(angles: caches.Angles, rows: slice) -> caches.Angles:
     return angles[0][rows], angles[1][rows]
 
 
-def _rows_and_caches(sequences: Batch[LayerCache]) -> Iterator[tuple[slice, LayerCache]]:
+def _rows_and_caches(sequences: caches.Batch[caches.LayerCache]) -> Iterator[tuple[slice, caches.LayerCache]]:
     return ((each.rows, each.cache) for each in sequences)
 
 
 def _attend_grouped(
-    x: Tensor, weights: Weights, spec: GroupedQuerySpec, layer: int, sequences: Batch[LayerCache], angles: Angles
+    x: Tensor,
+    weights: Weights,
+    spec: parts.GroupedQuerySpec,
+    layer: int,
+    sequences: caches.Batch[caches.LayerCache],
+    angles: caches.Angles,
 ) -> Tensor:
     role, eps, operations = f"layers.{layer}.attention", weights.spec.norm.eps, weights.operations
     is_rotated = spec.rotates(layer)
 
     def project(name: str, inputs: Tensor) -> Tensor:
         bias = weights.vector(f"{role}.{name}_bias") if name in spec.bias else None
-        return linear(inputs, weights.matrix(f"{role}.{name}"), bias)
+        return matrices.linear(inputs, weights.matrix(f"{role}.{name}"), bias)
 
     q, k = project("q", x), project("k", x)
     v = _clipped(k if spec.keys_as_values else project("v", x), spec)
@@ -149,15 +139,17 @@ def _attend_grouped(
     return project("o", _gated(mixed, x, weights, spec.gate, spec.value_dim, role))
 
 
-def _clipped(x: Tensor, spec: GroupedQuerySpec) -> Tensor:
+def _clipped(x: Tensor, spec: parts.GroupedQuerySpec) -> Tensor:
     return x if spec.clip is None else x.clamp(-spec.clip, spec.clip)
 
 
-def _gated(mixed: Tensor, x: Tensor, weights: Weights, spec: OutputGateSpec | None, head_dim: int, role: str) -> Tensor:
+def _gated(
+    mixed: Tensor, x: Tensor, weights: Weights, spec: parts.OutputGateSpec | None, head_dim: int, role: str
+) -> Tensor:
     """Returns what heads give, float32 [T, heads * head_dim], behind its gates, from the layer's input x [T, d]."""
     if spec is None:
         return mixed
-    gates = linear(x, weights.matrix(f"{role}.gate"))
+    gates = matrices.linear(x, weights.matrix(f"{role}.gate"))
     if spec.bias:
         bias = weights.vector(f"{role}.gate_bias")
         gates = gates + (bias if spec.each == "head" else bias.repeat_interleave(head_dim))
@@ -171,7 +163,9 @@ def is_interleaved(spec: ModelSpec, layer: int) -> bool:
     return rope is not None and rope.interleaved
 
 
-def _temperatures(spec: TemperatureSpec, sequences: Batch[LayerCache], device: torch.device) -> Tensor:
+def _temperatures(
+    spec: parts.TemperatureSpec, sequences: caches.Batch[caches.LayerCache], device: torch.device
+) -> Tensor:
     """Returns the factor of each token's queries, float32 [T, 1]."""
     each = [
         _temperature(spec, cache.num_tokens, rows.stop - rows.start, device)
@@ -180,7 +174,7 @@ def _temperatures(spec: TemperatureSpec, sequences: Batch[LayerCache], device: t
     return each[0] if len(each) == 1 else torch.cat(each)
 
 
-def _temperature(spec: TemperatureSpec, start: int, num_tokens: int, device: torch.device) -> Tensor:
+def _temperature(spec: parts.TemperatureSpec, start: int, num_tokens: int, device: torch.device) -> Tensor:
     """Returns the factor of each token's queries, float32 [T, 1], for tokens from position `start` on."""
     positions = torch.arange(start, start + num_tokens, device=device)[:, None]
     if spec.is_power:
@@ -190,7 +184,12 @@ def _temperature(spec: TemperatureSpec, start: int, num_tokens: int, device: tor
 
 @torch.no_grad()
 def choose_blocks(
-    x: Tensor, weights: Weights, spec: BlockIndexerSpec, layer: int, cache: LayerCache, angles: Angles
+    x: Tensor,
+    weights: Weights,
+    spec: parts.BlockIndexerSpec,
+    layer: int,
+    cache: caches.LayerCache,
+    angles: caches.Angles,
 ) -> Tensor | None:
     """Returns the blocks that each new token attends to; the indexer's keys of the tokens are written to the cache.
 
@@ -203,19 +202,19 @@ def choose_blocks(
     role, start, size = f"layers.{layer}.attention", cache.num_tokens, spec.block_tokens
     stop = start + len(x)
     interleaved, eps = is_interleaved(weights.spec, layer), weights.spec.norm.eps
-    k = linear(x, weights.matrix(f"{role}.index_k"))
+    k = matrices.linear(x, weights.matrix(f"{role}.index_k"))
     if spec.kind == "largest":
         k = weights.operations.rms_norm(k, weights.vector(f"{role}.index_k_norm"), eps)
-        k = rotate(k[None], angles, interleaved)[0]
+        k = caches.rotate(k[None], angles, interleaved)[0]
     cache.index[start:stop] = k
     if spec.kind == "pooled":
         _pool_blocks(weights, layer, cache.index, range(start // size, stop // size), size)
     num_blocks = -(-stop // size)
     if (stop // size if spec.kind == "pooled" else num_blocks) <= spec.num_blocks:
         return None
-    q = linear(x, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1)
+    q = matrices.linear(x, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1)
     q = weights.operations.rms_norm(q, weights.vector(f"{role}.index_q_norm"), eps).transpose(0, 1)
-    q = rotate(q, angles, interleaved)  # [heads, T, head_dim]
+    q = caches.rotate(q, angles, interleaved)  # [heads, T, head_dim]
     chosen, step = [], max(1, MAX_DECODED_BYTES // (4 * spec.num_heads * stop))
     score = _score_pooled if spec.kind == "pooled" else _score_largest
     for first in range(0, len(x), step):
@@ -229,18 +228,18 @@ def _pool_blocks(weights: Weights, layer: int, index: Tensor, blocks: range, siz
     if not blocks:
         return
     attention = weights.spec.attention_of(layer)
-    assert isinstance(attention, GroupedQuerySpec), "of a layer with an indexer of blocks"
+    assert isinstance(attention, parts.GroupedQuerySpec), "of a layer with an indexer of blocks"
     rows = index[blocks.start * size : blocks.stop * size].view(len(blocks), size, -1)
     norm = weights.vector(f"layers.{layer}.attention.index_k_norm")
     pooled = weights.operations.rms_norm(rows.float().mean(dim=1), norm, weights.spec.norm.eps)
     if attention.rotates(layer):
         positions = torch.arange(blocks.start, blocks.stop, device=index.device) * size
-        angles = Rope(weights.spec.rope_of(layer), index.device)(positions, blocks.stop * size)
-        pooled = rotate(pooled[None], angles, is_interleaved(weights.spec, layer))[0]
+        angles = caches.Rope(weights.spec.rope_of(layer), index.device)(positions, blocks.stop * size)
+        pooled = caches.rotate(pooled[None], angles, is_interleaved(weights.spec, layer))[0]
     rows[:, -1] = pooled
 
 
-def _score_pooled(q: Tensor, index: Tensor, positions: Tensor, spec: BlockIndexerSpec) -> Tensor:
+def _score_pooled(q: Tensor, index: Tensor, positions: Tensor, spec: parts.BlockIndexerSpec) -> Tensor:
     """Returns the blocks that are chosen by their own keys, and those that tokens are in the middle of.
 
     Args:    q: float32 [heads, T, head_dim].   index: float32 [S, head_dim], a complete block's key at its last
@@ -256,7 +255,7 @@ def _score_pooled(q: Tensor, index: Tensor, positions: Tensor, spec: BlockIndexe
     return (chosen | ((numbers == complete) & (numbers == positions[:, None] // size)))[None]
 
 
-def _score_largest(q: Tensor, index: Tensor, positions: Tensor, spec: BlockIndexerSpec) -> Tensor:
+def _score_largest(q: Tensor, index: Tensor, positions: Tensor, spec: parts.BlockIndexerSpec) -> Tensor:
     """Returns the blocks that are chosen by the best of their positions, and the last ones.
 
     Args:    q: float32 [heads, T, head_dim].   index: float32 [S, head_dim].   positions: int64 [T].
@@ -288,27 +287,27 @@ def largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
 def attend_latent(
     x: Tensor,
     weights: Weights,
-    spec: LatentSpec,
+    spec: parts.LatentSpec,
     layer: int,
-    cache: LayerCache | Batch[LayerCache],
-    angles: Angles,
+    cache: caches.LayerCache | caches.Batch[caches.LayerCache],
+    angles: caches.Angles,
 ) -> Tensor:
     """Returns a layer's latent attention for new tokens; their latents and rotated keys are appended to the cache.
 
     Args:    x: float32 [T, d], normed.
     Returns: float32 [T, d].
     """
-    role, sequences = f"layers.{layer}.attention", each_sequence(cache, len(x))
+    role, sequences = f"layers.{layer}.attention", caches.each_sequence(cache, len(x))
     rope_dim, interleaved = spec.qk_rope_head_dim, is_interleaved(weights.spec, layer)
     q, q_latent, gates = _queries(x, weights, spec, role)
     q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
-    q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)
+    q = torch.cat((q_nope, caches.rotate(q_rope, angles, interleaved)), dim=-1)
     if spec.temperature is not None:
         q = q * _temperatures(spec.temperature, sequences, x.device)
-    latent, key = torch.split(linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
+    latent, key = torch.split(matrices.linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
     latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps)
     latent = latent if spec.kv_latent_scale == 1 else latent * spec.kv_latent_scale
-    entered = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
+    entered = torch.cat((latent, caches.rotate(key[None], angles, interleaved)[0]), dim=-1)
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
     outputs = []
     for rows, own in _rows_and_caches(sequences):
@@ -319,17 +318,17 @@ def attend_latent(
     mixed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)  # [heads, T, v]
     mixed = mixed if gates is None else mixed * gates.sigmoid()
     mixed = _gated(mixed.transpose(0, 1).flatten(1), x, weights, spec.gate, spec.v_head_dim, role)
-    return linear(mixed, weights.matrix(f"{role}.o"))
+    return matrices.linear(mixed, weights.matrix(f"{role}.o"))
 
 
 def _latent_mask(
     x: Tensor,
     q_latent: Tensor | None,
     weights: Weights,
-    spec: LatentSpec,
+    spec: parts.LatentSpec,
     role: str,
-    cache: LayerCache,
-    angles: Angles,
+    cache: caches.LayerCache,
+    angles: caches.Angles,
 ) -> Tensor | None:
     """Returns which positions each of a sequence's new tokens sees, bool [T, S]; None: all.
 
@@ -355,9 +354,9 @@ def _latent_mask(
 def _attend_latents(
     q: Tensor,
     weights: Weights,
-    spec: LatentSpec,
+    spec: parts.LatentSpec,
     role: str,
-    cache: LayerCache,
+    cache: caches.LayerCache,
     mask: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -372,9 +371,9 @@ def _attend_latents(
 def _attend_latent_blocks(
     q: Tensor,
     weights: Weights,
-    spec: LatentSpec,
+    spec: parts.LatentSpec,
     role: str,
-    cache: LayerCache,
+    cache: caches.LayerCache,
     mask: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -382,7 +381,7 @@ def _attend_latent_blocks(
     rank, nope, num_heads, num_tokens = spec.kv_lora_rank, spec.qk_nope_head_dim, *q.shape[:2]
     stop, width = cache.num_tokens + num_tokens, spec.qk_nope_head_dim + spec.qk_rope_head_dim + spec.v_head_dim
     is_absorbed = absorbs(num_tokens, stop, spec)
-    softmax = RunningSoftmax(num_heads, num_tokens, rank if is_absorbed else spec.v_head_dim, q.device, sinks)
+    softmax = caches.RunningSoftmax(num_heads, num_tokens, rank if is_absorbed else spec.v_head_dim, q.device, sinks)
     for begin, end in cache.blocks(0, stop, MAX_DECODED_BYTES):
         cached = cache.read_parts(begin, end, _LATENT)
         latent, rope = cached[:, :rank], cached[:, rank:]
@@ -405,7 +404,7 @@ def _attend_latent_blocks(
     return torch.cat([mixed[heads] @ w_v.transpose(1, 2) for heads, _, w_v in projections])
 
 
-def absorbs(num_new: int, num_seen: int, spec: LatentSpec) -> bool:
+def absorbs(num_new: int, num_seen: int, spec: parts.LatentSpec) -> bool:
     """Whether the absorbed way multiplies less, for `num_new` tokens that see up to `num_seen` positions."""
     rank, nope, rope, v = spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
     absorbed = num_new * (nope + v) * rank + num_new * num_seen * (2 * rank + rope)
@@ -413,19 +412,21 @@ def absorbs(num_new: int, num_seen: int, spec: LatentSpec) -> bool:
     return absorbed <= expanded
 
 
-def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _queries(
+    x: Tensor, weights: Weights, spec: parts.LatentSpec, role: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the queries of tokens x, [heads, T, nope + rope], not rotated, their latents [T, q_lora_rank], and gates.
 
     Latents are normed; None if queries have none. Gates: [heads, T, v]; None unless queries come with them.
     """
     if spec.q_lora_rank is None:
-        latent, q = None, linear(x, weights.matrix(f"{role}.q"))
+        latent, q = None, matrices.linear(x, weights.matrix(f"{role}.q"))
     else:
-        plain = linear(x, weights.matrix(f"{role}.q_a"))
+        plain = matrices.linear(x, weights.matrix(f"{role}.q_a"))
         latent = weights.operations.rms_norm(plain, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps)
         latent = latent if spec.q_latent_scale == 1 else latent * spec.q_latent_scale
         read = torch.cat((latent, plain), dim=-1) if spec.gated else latent
-        q = linear(read, weights.matrix(f"{role}.q_b"))
+        q = matrices.linear(read, weights.matrix(f"{role}.q_b"))
     q = q.view(len(x), spec.num_heads, -1).transpose(0, 1)
     if not spec.gated:
         return q, latent, None
@@ -433,26 +434,26 @@ def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> tuple[
     return q, latent, gates
 
 
-def _index_keys(x: Tensor, weights: Weights, spec: IndexerSpec, role: str, angles: Angles) -> Tensor:
+def _index_keys(x: Tensor, weights: Weights, spec: parts.IndexerSpec, role: str, angles: caches.Angles) -> Tensor:
     """Returns the indexer's keys of tokens x, float32 [T, head_dim]."""
     norm = weights.vector(f"{role}.index_k_norm"), weights.vector(f"{role}.index_k_norm_bias")
-    k = linear(x, weights.matrix(f"{role}.index_k"))
+    k = matrices.linear(x, weights.matrix(f"{role}.index_k"))
     k = torch.nn.functional.layer_norm(k, (spec.head_dim,), *norm, spec.norm_eps)
     return _rotated_index(k[None], spec, angles)[0]
 
 
-def _rotated_index(x: Tensor, spec: IndexerSpec, angles: Angles) -> Tensor:
+def _rotated_index(x: Tensor, spec: parts.IndexerSpec, angles: caches.Angles) -> Tensor:
     """Returns an indexer's queries or keys x [heads, T, head_dim], rotated."""
-    return (_rotate_last if spec.rotates_last else rotate)(x, angles, spec.interleaved)
+    return (_rotate_last if spec.rotates_last else caches.rotate)(x, angles, spec.interleaved)
 
 
 def _indexed(
     x: Tensor,
     q_latent: Tensor,
     weights: Weights,
-    spec: IndexerSpec,
+    spec: parts.IndexerSpec,
     role: str,
-    angles: Angles,
+    angles: caches.Angles,
     keys: Callable[[], Iterator[Tensor]],
     mask: Tensor | None,
 ) -> Tensor:
@@ -461,14 +462,16 @@ def _indexed(
     Args:    keys: of `_largest_scores`, the indexer's.   mask: bool [T, S], which positions are seen; None: all.
     Returns: bool [T, S]; among equal scores, the first positions.
     """
-    q = linear(q_latent, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1).transpose(0, 1)
+    q = matrices.linear(q_latent, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1).transpose(0, 1)
     q = _rotated_index(q, spec, angles)
-    head_weights = linear(x, weights.matrix(f"{role}.index_weights")) * (spec.num_heads * spec.head_dim) ** -0.5
+    head_weights = (
+        matrices.linear(x, weights.matrix(f"{role}.index_weights")) * (spec.num_heads * spec.head_dim) ** -0.5
+    )
     return _largest_scores(q, keys, head_weights, spec.top_k, mask)
 
 
 def _up_projections(
-    weights: Weights, spec: LatentSpec, role: str, head_bytes: int
+    weights: Weights, spec: parts.LatentSpec, role: str, head_bytes: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yields some heads at a time: which heads, W_k [heads, nope, rank] and W_v [heads, v, rank], float32.
 
@@ -486,7 +489,13 @@ def _up_projections(
 
 
 def _absorbed(
-    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None, sinks: Tensor | None
+    q: Tensor,
+    weights: Weights,
+    spec: parts.LatentSpec,
+    role: str,
+    cached: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
 ) -> Iterator[Tensor]:
     """Yields outputs of some heads, [heads, T, v], in the latent's space.
 
@@ -507,7 +516,13 @@ def _absorbed(
 
 
 def _expanded(
-    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None, sinks: Tensor | None
+    q: Tensor,
+    weights: Weights,
+    spec: parts.LatentSpec,
+    role: str,
+    cached: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
 ) -> Iterator[Tensor]:
     """Yields the same with expanded keys and values."""
     latent, rope = torch.split(cached, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
@@ -532,16 +547,18 @@ def _expanded(
 
 
 def _attend_compressed(
-    x: Tensor, weights: Weights, spec: CompressedSpec, layer: int, cache: LayerCache, angles: Angles
+    x: Tensor, weights: Weights, spec: parts.CompressedSpec, layer: int, cache: caches.LayerCache, angles: caches.Angles
 ) -> Tensor:
     """Returns a layer's compressed attention; keys of new tokens, and entries that they complete, enter the cache."""
     role, eps, operations = f"layers.{layer}.attention", weights.spec.norm.eps, weights.operations
     start, stop, interleaved = cache.num_tokens, cache.num_tokens + len(x), is_interleaved(weights.spec, layer)
-    latent = operations.rms_norm(linear(x, weights.matrix(f"{role}.q_a")), weights.vector(f"{role}.q_a_norm"), eps)
-    q = linear(latent, weights.matrix(f"{role}.q_b")).view(len(x), spec.num_heads, spec.head_dim)
+    latent = operations.rms_norm(
+        matrices.linear(x, weights.matrix(f"{role}.q_a")), weights.vector(f"{role}.q_a_norm"), eps
+    )
+    q = matrices.linear(latent, weights.matrix(f"{role}.q_b")).view(len(x), spec.num_heads, spec.head_dim)
     q = operations.rms_norm(q, torch.ones(spec.head_dim, device=x.device), eps)
     q = _rotate_last(q.transpose(0, 1), angles, interleaved)
-    key = operations.rms_norm(linear(x, weights.matrix(f"{role}.kv")), weights.vector(f"{role}.kv_norm"), eps)
+    key = operations.rms_norm(matrices.linear(x, weights.matrix(f"{role}.kv")), weights.vector(f"{role}.kv_norm"), eps)
     key = _rotate_last(key[None], angles, interleaved)
     cache.append(key, key)
     number, seen = 0, None
@@ -557,20 +574,20 @@ def _attend_compressed(
     else:
         mixed = attend_entry_blocks(q, cache, cache.compressed, spec, start, number, seen, sinks)
     mixed = _rotate_last(mixed, (angles[0], -angles[1]), interleaved).transpose(0, 1).flatten(1)
-    mixed = linear_by_group(mixed, weights.matrix(f"{role}.o_a"), spec.num_groups)
-    return linear(mixed, weights.matrix(f"{role}.o_b"))
+    mixed = matrices.linear_by_group(mixed, weights.matrix(f"{role}.o_a"), spec.num_groups)
+    return matrices.linear(mixed, weights.matrix(f"{role}.o_b"))
 
 
-def _rotate_last(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
+def _rotate_last(x: Tensor, angles: caches.Angles, interleaved: bool) -> Tensor:
     """Returns x [heads, T, n] with its last `rotary_dim` values turned by the angles of its positions."""
     first = x.shape[-1] - 2 * angles[0].shape[1]
-    return torch.cat((x[..., :first], rotate(x[..., first:], angles, interleaved)), dim=-1)
+    return torch.cat((x[..., :first], caches.rotate(x[..., first:], angles, interleaved)), dim=-1)
 
 
 def _attend_entries(
     q: Tensor,
-    cache: LayerCache,
-    spec: CompressedSpec,
+    cache: caches.LayerCache,
+    spec: parts.CompressedSpec,
     start: int,
     entries: Tensor,
     seen: Tensor | None,
@@ -606,10 +623,10 @@ def _attend_entries(
 def _compress(
     x: Tensor,
     weights: Weights,
-    spec: CompressedSpec,
-    compression: CompressionSpec,
+    spec: parts.CompressedSpec,
+    compression: parts.CompressionSpec,
     layer: int,
-    cache: EntryCache,
+    cache: caches.EntryCache,
     start: int,
 ) -> None:
     """Writes to the cache what entries follow from, of tokens x from position `start` on, and entries that they end."""
@@ -618,8 +635,8 @@ def _compress(
     raw, places = list[Tensor](), torch.arange(start, start + len(x), device=x.device) % size
     for name, _ in names:
         positions = weights.matrix(f"{role}.{name}_positions").rows(0, size)[places]
-        raw.append(linear(x, weights.matrix(f"{role}.{name}_kv")))
-        raw.append(linear(x, weights.matrix(f"{role}.{name}_gate")) + positions)
+        raw.append(matrices.linear(x, weights.matrix(f"{role}.{name}_kv")))
+        raw.append(matrices.linear(x, weights.matrix(f"{role}.{name}_gate")) + positions)
     cache.append(start, torch.cat(raw, dim=1))
     first, last = start // size, (start + len(x)) // size
     if first == last:
@@ -627,7 +644,7 @@ def _compress(
     before = min(first, int(compression.overlap))  # windows that the first new entry averages too
     rows = cache.between((first - before) * size, last * size).view(last - first + before, size, -1)
     positions, rope = torch.arange(first, last, device=x.device) * size, weights.spec.rope_of(layer)
-    angles, begin, made = Rope(rope, x.device)(positions, last * size), 0, list[Tensor]()
+    angles, begin, made = caches.Rope(rope, x.device)(positions, last * size), 0, list[Tensor]()
     for name, dim in names:
         width = dim * (2 if compression.overlap else 1)
         values, logits = rows[..., begin : begin + width], rows[..., begin + width : begin + 2 * width]
@@ -657,11 +674,11 @@ def _seen_entries(
     x: Tensor,
     latent: Tensor,
     weights: Weights,
-    spec: CompressionSpec,
+    spec: parts.CompressionSpec,
     layer: int,
-    cache: EntryCache,
+    cache: caches.EntryCache,
     num_entries: int,
-    angles: Angles,
+    angles: caches.Angles,
     start: int,
 ) -> Tensor | None:
     """Returns which entries each token attends to: those that it sees, or the indexer's choice among them.
@@ -678,9 +695,13 @@ def _seen_entries(
         return seen
     seen = torch.ones((1, num_entries), dtype=torch.bool, device=x.device) if seen is None else seen
     role, scale = f"layers.{layer}.attention", (indexer.num_heads * indexer.head_dim) ** -0.5
-    q = linear(latent, weights.matrix(f"{role}.index_q")).view(num_tokens, indexer.num_heads, -1).transpose(0, 1)
+    q = (
+        matrices.linear(latent, weights.matrix(f"{role}.index_q"))
+        .view(num_tokens, indexer.num_heads, -1)
+        .transpose(0, 1)
+    )
     q = _rotate_last(q, angles, is_interleaved(weights.spec, layer))
-    head_weights = linear(x, weights.matrix(f"{role}.index_weights")) * scale
+    head_weights = matrices.linear(x, weights.matrix(f"{role}.index_weights")) * scale
 
     def keys() -> Iterator[Tensor]:
         return cache.index_keys(num_entries, MAX_DECODED_BYTES)
@@ -709,7 +730,7 @@ def _largest_scores(
     return torch.cat(chosen)
 
 
-def distance_buckets(spec: RelativeSpec, num_distances: int, is_mutual: bool) -> Tensor:
+def distance_buckets(spec: parts.RelativeSpec, num_distances: int, is_mutual: bool) -> Tensor:
     """Returns the bucket of each distance from 0 up to a key that does not come later, int64 [num_distances].
 
     The first half of the buckets have one distance each, the others grow by powers up to `max_distance`, and the last
@@ -732,7 +753,7 @@ class PositionBias:
              bias is minus infinity.
     """
 
-    def __init__(self, spec: RelativeSpec, table: Tensor, context_tokens: int, is_mutual: bool) -> None:
+    def __init__(self, spec: parts.RelativeSpec, table: Tensor, context_tokens: int, is_mutual: bool) -> None:
         buckets = distance_buckets(spec, context_tokens, is_mutual).to(table.device)
         before = table[buckets].T  # [heads, N], in rising order of distances
         if is_mutual:
@@ -751,19 +772,21 @@ class PositionBias:
         return windows[:, last - stop + 1 : last - start + 1].flip(1)
 
 
-def enter_keys(x: Tensor, weights: Weights, spec: RelativeSpec, role: str, cache: LayerCache, start: int) -> None:
+def enter_keys(
+    x: Tensor, weights: Weights, spec: parts.RelativeSpec, role: str, cache: caches.LayerCache, start: int
+) -> None:
     """Writes keys and values of tokens x float32 [T, d] into a cache, the first at position `start`."""
     for name, cached in (("k", cache.keys), ("v", cache.values)):
-        projected = linear(x, weights.matrix(f"{role}.{name}")).view(len(x), spec.num_heads, spec.head_dim)
+        projected = matrices.linear(x, weights.matrix(f"{role}.{name}")).view(len(x), spec.num_heads, spec.head_dim)
         cached[:, start : start + len(x)] = projected.transpose(0, 1)  # [heads, T, head_dim]
 
 
 def attend_keys(
     x: Tensor,
     weights: Weights,
-    spec: RelativeSpec,
+    spec: parts.RelativeSpec,
     role: str,
-    cache: LayerCache,
+    cache: caches.LayerCache,
     bias: PositionBias | None,
     start: int = 0,
 ) -> Tensor:
@@ -772,7 +795,7 @@ def attend_keys(
     Args:    role: of the projections (`layers.{i}.attention`, `layers.{i}.cross`).   bias: None: every token sees all
              keys, without a bias.   start: the position of the first token; only the bias uses it.
     """
-    q = linear(x, weights.matrix(f"{role}.q")).view(len(x), spec.num_heads, spec.head_dim).transpose(0, 1)
+    q = matrices.linear(x, weights.matrix(f"{role}.q")).view(len(x), spec.num_heads, spec.head_dim).transpose(0, 1)
     keys, values = cache.keys[None, :, : cache.num_tokens], cache.values[None, :, : cache.num_tokens]
     mixed = []
     for first, last in _query_blocks(len(x), spec.num_heads * cache.num_tokens):
@@ -781,7 +804,7 @@ def attend_keys(
             q[None, :, first:last], keys, values, attn_mask=mask, scale=spec.scale
         )  # [1, heads, block, head_dim]
         mixed.append(block[0].transpose(0, 1).flatten(1))
-    return linear(mixed[0] if len(mixed) == 1 else torch.cat(mixed), weights.matrix(f"{role}.o"))
+    return matrices.linear(mixed[0] if len(mixed) == 1 else torch.cat(mixed), weights.matrix(f"{role}.o"))
 
 
 def _query_blocks(num_tokens: int, scores_each: int) -> Iterator[tuple[int, int]]:

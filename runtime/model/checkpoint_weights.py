@@ -11,19 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ModelSpec, Selector, dense_roles
-from moe_pack.formats.families import SCALE_BLOCK, Checkpoint, SourceMatrix, SourceReader
-from moe_pack.formats.pack.codecs import e2m1_values, powers_of_two
+from moe_pack import formats
+from moe_pack.formats import families
+from moe_pack.formats.pack import codecs
+from moe_pack.runtime.model import matrices, mixers, operations
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.matrices import TORCH_DTYPES, Matrix, StoredMatrix
-from moe_pack.runtime.model.mixers import LaterRows, RowTable
-from moe_pack.runtime.model.operations import TORCH, row_blocks
 from moe_pack.runtime.model.rotation import Rotation
 
 _MXFP4_GROUP = 32  # values that share a scale
 
 
-def read_codes(reader: SourceReader, source: SourceMatrix, start: int, stop: int) -> Tensor:
+def read_codes(reader: families.SourceReader, source: families.SourceMatrix, start: int, stop: int) -> Tensor:
     """Returns the codes of rows of a coded matrix, one in a byte: u8 [stop - start, num_cols].
 
     `fp8` is E4M3, `mxfp4` E2M1, `packed` the value plus half the number of codes.
@@ -34,7 +32,7 @@ def read_codes(reader: SourceReader, source: SourceMatrix, start: int, stop: int
     return codes.view(stop - start, source.num_cols)
 
 
-def read_scales(reader: SourceReader, source: SourceMatrix, start: int, stop: int) -> Tensor:
+def read_scales(reader: families.SourceReader, source: families.SourceMatrix, start: int, stop: int) -> Tensor:
     """Returns the scales of rows of a coded matrix, for each row its own.
 
     Returns: `fp8`: float32 [stop - start, groups of 128].   `mxfp4`: E8M0 bytes, u8 [stop - start, groups of 32].
@@ -43,45 +41,45 @@ def read_scales(reader: SourceReader, source: SourceMatrix, start: int, stop: in
     scales = torch.from_numpy(reader.scales(source, start, stop))
     if source.codec == "mxfp4":
         return scales
-    blocks = scales.view(TORCH_DTYPES[reader.scale_dtype(source)]).to(torch.float32)
+    blocks = scales.view(matrices.TORCH_DTYPES[reader.scale_dtype(source)]).to(torch.float32)
     if source.codec == "packed":
         return blocks
-    return blocks[torch.arange(start, stop) // SCALE_BLOCK - start // SCALE_BLOCK]
+    return blocks[torch.arange(start, stop) // families.SCALE_BLOCK - start // families.SCALE_BLOCK]
 
 
-def read_rows(reader: SourceReader, source: SourceMatrix, start: int, stop: int) -> Tensor:
+def read_rows(reader: families.SourceReader, source: families.SourceMatrix, start: int, stop: int) -> Tensor:
     """Reads rows of a source matrix, [stop - start, columns]; a vector has one column.
 
     Returns: the source's dtype; float32 for FP8 and packed codes, bfloat16 for MXFP4 codes, which is exact.
     """
     if source.codec == "plain":
         raw = torch.from_numpy(reader.rows(source, start, stop))
-        return raw.view(TORCH_DTYPES[reader.dtype(source)]).view(stop - start, source.num_cols)
+        return raw.view(matrices.TORCH_DTYPES[reader.dtype(source)]).view(stop - start, source.num_cols)
     codes, scales = (read(reader, source, start, stop) for read in (read_codes, read_scales))
     return _weights(source, codes, scales)
 
 
-def weights_dtype(reader: SourceReader, source: SourceMatrix) -> torch.dtype:
+def weights_dtype(reader: families.SourceReader, source: families.SourceMatrix) -> torch.dtype:
     """Returns the dtype of the tensors that `read_rows` returns."""
     exact = {"fp8": torch.float32, "mxfp4": torch.bfloat16, "packed": torch.float32}
-    return exact.get(source.codec) or TORCH_DTYPES[reader.dtype(source)]
+    return exact.get(source.codec) or matrices.TORCH_DTYPES[reader.dtype(source)]
 
 
-def read_neurons(reader: SourceReader, source: SourceMatrix) -> Tensor:
+def read_neurons(reader: families.SourceReader, source: families.SourceMatrix) -> Tensor:
     """Reads a matrix of an expert with a row for each neuron: [f, d] in the dtype of `read_rows`, maybe transposed."""
     matrix = read_rows(reader, source, 0, source.num_rows)
     return matrix.T if source.neurons == "columns" else matrix
 
 
-def read_vector(reader: SourceReader, source: SourceMatrix) -> Tensor:
+def read_vector(reader: families.SourceReader, source: families.SourceMatrix) -> Tensor:
     """Reads a vector of the source, float32 [n]."""
     return read_rows(reader, source, 0, source.num_rows).flatten().to(torch.float32)
 
 
-def load_matrix(reader: SourceReader, source: SourceMatrix, device: torch.device) -> Matrix:
+def load_matrix(reader: families.SourceReader, source: families.SourceMatrix, device: torch.device) -> matrices.Matrix:
     """Reads a whole matrix into memory, in the source's bytes."""
     if source.codec == "plain":
-        return StoredMatrix(read_rows(reader, source, 0, source.num_rows).to(device))
+        return matrices.StoredMatrix(read_rows(reader, source, 0, source.num_rows).to(device))
     codes, scales = (read(reader, source, 0, source.num_rows) for read in (read_codes, read_scales))
     return _CodedMatrix(source, codes.to(device), scales.to(device))
 
@@ -89,7 +87,7 @@ def load_matrix(reader: SourceReader, source: SourceMatrix, device: torch.device
 class _CodedMatrix:
     """A coded matrix in memory; some rows are decoded at a time."""
 
-    def __init__(self, source: SourceMatrix, codes: Tensor, scales: Tensor) -> None:
+    def __init__(self, source: families.SourceMatrix, codes: Tensor, scales: Tensor) -> None:
         self._source = source
         self._codes = codes
         self._scales = scales
@@ -99,31 +97,31 @@ class _CodedMatrix:
         return _weights(self._source, self._codes[start:stop], self._scales[start:stop]).to(torch.float32)
 
 
-def _weights(source: SourceMatrix, codes: Tensor, scales: Tensor) -> Tensor:
+def _weights(source: families.SourceMatrix, codes: Tensor, scales: Tensor) -> Tensor:
     """Returns the weights of codes [n, columns] and scales [n, groups]."""
     num_cols = source.num_cols
     if source.codec == "fp8":
         weights = codes.view(torch.float8_e4m3fn).to(torch.float32)
-        for group, start in enumerate(range(0, num_cols, SCALE_BLOCK)):
-            weights[:, start : start + SCALE_BLOCK].mul_(scales[:, group : group + 1])
+        for group, start in enumerate(range(0, num_cols, families.SCALE_BLOCK)):
+            weights[:, start : start + families.SCALE_BLOCK].mul_(scales[:, group : group + 1])
         return weights
     if source.codec == "packed":
         values = codes.to(torch.float32).sub_(2 ** (source.num_bits - 1))
         grouped = values.view(-1, num_cols // source.group_size, source.group_size)  # [n, groups, columns]
         return grouped.mul_(scales.unsqueeze(2)).view(len(codes), num_cols)
-    grouped = e2m1_values(codes).view(-1, num_cols // _MXFP4_GROUP, _MXFP4_GROUP)  # [n, groups, 32]
-    return grouped.mul_(powers_of_two(scales).unsqueeze(2)).view(len(codes), num_cols).to(torch.bfloat16)
+    grouped = codecs.e2m1_values(codes).view(-1, num_cols // _MXFP4_GROUP, _MXFP4_GROUP)  # [n, groups, 32]
+    return grouped.mul_(codecs.powers_of_two(scales).unsqueeze(2)).view(len(codes), num_cols).to(torch.bfloat16)
 
 
 class CheckpointWeights:
     """The weights of an open checkpoint, in which all neurons run; the caller closes the checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device | None = None) -> None:
-        self.spec: ModelSpec = checkpoint.spec
-        self.selector: Selector = "none"
-        self.operations = TORCH
+    def __init__(self, checkpoint: families.Checkpoint, device: torch.device | None = None) -> None:
+        self.spec: formats.ModelSpec = checkpoint.spec
+        self.selector: formats.Selector = "none"
+        self.operations = operations.TORCH
         self._checkpoint = checkpoint
-        self._offsets = {role.name: role.offset for role in dense_roles(checkpoint.spec) if role.offset}
+        self._offsets = {role.name: role.offset for role in formats.dense_roles(checkpoint.spec) if role.offset}
         self._device = device or torch.device("cpu")
 
     def vector(self, role: str) -> Tensor:
@@ -131,11 +129,11 @@ class CheckpointWeights:
         vector = read_vector(self._checkpoint, self._checkpoint.dense_source(role)).to(self._device)
         return vector + self._offsets[role] if role in self._offsets else vector
 
-    def matrix(self, role: str) -> Matrix:
+    def matrix(self, role: str) -> matrices.Matrix:
         """Returns a dense matrix by its role, which reads its rows when they are needed."""
         return _SourceMatrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
 
-    def load(self, role: str) -> Matrix:
+    def load(self, role: str) -> matrices.Matrix:
         """Reads a dense matrix into memory, in the source's bytes."""
         return load_matrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
 
@@ -151,28 +149,28 @@ class CheckpointWeights:
         """Returns None: the original is not rotated."""
         return None
 
-    def ngram_table(self, layer: int) -> RowTable:
+    def ngram_table(self, layer: int) -> mixers.RowTable:
         """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
         return _SourceTable(self._checkpoint, layer)
 
 
 class _SourceTable:
-    def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
+    def __init__(self, checkpoint: families.Checkpoint, layer: int) -> None:
         self._checkpoint = checkpoint
         self._layer = layer
 
-    def begin(self, numbers: NDArray[np.int64]) -> LaterRows:
-        dtype = TORCH_DTYPES[self._checkpoint.table_dtype(self._layer)]
+    def begin(self, numbers: NDArray[np.int64]) -> mixers.LaterRows:
+        dtype = matrices.TORCH_DTYPES[self._checkpoint.table_dtype(self._layer)]
 
         def read() -> Tensor:
             rows = torch.from_numpy(self._checkpoint.table_rows_at(self._layer, numbers))
             return rows.view(dtype).to(torch.float32)
 
-        return LaterRows(read)
+        return mixers.LaterRows(read)
 
 
 class _SourceMatrix:
-    def __init__(self, checkpoint: Checkpoint, source: SourceMatrix, device: torch.device) -> None:
+    def __init__(self, checkpoint: families.Checkpoint, source: families.SourceMatrix, device: torch.device) -> None:
         self._checkpoint = checkpoint
         self._source = source
         self._device = device
@@ -183,7 +181,7 @@ class _SourceMatrix:
 
 
 class _SourceExpert:
-    def __init__(self, checkpoint: Checkpoint, layer_idx: int, expert: int, device: torch.device) -> None:
+    def __init__(self, checkpoint: families.Checkpoint, layer_idx: int, expert: int, device: torch.device) -> None:
         self._checkpoint = checkpoint
         self._device = device
         spec = checkpoint.spec.expert
@@ -195,7 +193,7 @@ class _SourceExpert:
         # A matrix with neurons in columns is read whole, in the source's dtype: every row has a value of each neuron.
         whole = {m: read_neurons(self._checkpoint, s) for m, s in self._sources.items() if s.neurons == "columns"}
         biases = {m: read_vector(self._checkpoint, s).to(self._device) for m, s in self._biases.items()}
-        for start, stop in row_blocks(spec.expert.intermediate_size, spec.hidden_size, len(self._sources)):
+        for start, stop in operations.row_blocks(spec.expert.intermediate_size, spec.hidden_size, len(self._sources)):
             rows = {
                 m: (whole[m][start:stop] if m in whole else read_rows(self._checkpoint, s, start, stop)).to(
                     self._device, torch.float32

@@ -21,38 +21,9 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.model import mixers
-from moe_pack.runtime.model.caches import (
-    Angles,
-    Batch,
-    CachedSequence,
-    Chosen,
-    KVCache,
-    KvDtype,
-    LayerCache,
-    LayerRopes,
-    SequenceRows,
-    joined_angles,
-)
-from moe_pack.runtime.model.layer_calls import MAX_CALL_TOKENS, BegunLayer, LayerCalls
-from moe_pack.runtime.model.layers import (
-    PREFILL_TOKENS,
-    ExpertRunner,
-    PartialState,
-    add_attention,
-    add_ngrams,
-    check_context,
-    check_vocabulary,
-    embed,
-    enter_second,
-    head,
-    mlp_input,
-    route_tokens,
-    run_experts,
-    run_unrouted,
-    with_returned,
-)
-from moe_pack.runtime.model.mixers import LayerState
+from moe_pack.runtime.model import layer_calls, layers, mixers
+from moe_pack.runtime.model.caches import CachedSequence, KvDtype, joined_angles, kv_cache
+from moe_pack.runtime.model.layers import add_attention, add_ngrams
 from moe_pack.runtime.model.weights import Weights
 
 
@@ -71,28 +42,28 @@ class Decoder:
         weights: Weights,
         context_tokens: int,
         device: torch.device | None = None,
-        chunk_tokens: int = PREFILL_TOKENS,
+        chunk_tokens: int = layers.PREFILL_TOKENS,
         cache_dtype: KvDtype = "f32",
         num_sequences: int = 1,
         num_checkpoints: int = 0,
     ) -> None:
         self.spec = spec = weights.spec
-        check_context(context_tokens, spec)
+        layers.check_context(context_tokens, spec)
         self.device = device or torch.device("cpu")
         self._weights, self.chunk_tokens = weights, chunk_tokens
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}  # of layers that have experts
-        self._ropes = LayerRopes(spec, self.device)
+        self._ropes = kv_cache.LayerRopes(spec, self.device)
         self._verified = torch.empty((0, 0))  # hidden states of the tokens that `verify` appended last
-        self._calls = LayerCalls(weights)
+        self._calls = layer_calls.LayerCalls(weights)
 
         def sequence() -> CachedSequence:
-            cache = KVCache(spec, context_tokens, self.device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
+            cache = kv_cache.KVCache(spec, context_tokens, self.device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
             return CachedSequence(spec, cache, self._ropes, num_checkpoints)
 
         self.sequences = tuple(sequence() for _ in range(num_sequences))
 
     @property
-    def cache(self) -> KVCache:
+    def cache(self) -> kv_cache.KVCache:
         """The cache of the first sequence."""
         return self.sequences[0].cache
 
@@ -249,7 +220,7 @@ class Decoder:
             with closing(self._chunks(sequence.ids, len(new))) as chunks, self._told(is_prompt=len(new) > 1):
                 for tokens, rows in chunks:
                     batch = _Pass([sequence], [rows], len(tokens), [len(sequence.ids)])
-                    piece = self._pass(batch, tokens, ends_early and len(tokens) > MAX_CALL_TOKENS)
+                    piece = self._pass(batch, tokens, ends_early and len(tokens) > layer_calls.MAX_CALL_TOKENS)
                     hidden = [piece] if last_only else [*hidden, piece]
                     sequence.hidden = piece[-1].clone() if len(piece) > 1 else piece[0]
         except BaseException:
@@ -300,7 +271,7 @@ class Decoder:
     @contextmanager
     def _told(self, is_batch: bool = False, is_prompt: bool = False) -> Iterator[None]:
         """Tells weights that run experts themselves what the tokens of a pass are."""
-        runner = self._weights if isinstance(self._weights, ExpertRunner) else None
+        runner = self._weights if isinstance(self._weights, layers.ExpertRunner) else None
         if runner is not None:
             runner.is_batch, runner.is_prompt = is_batch, is_prompt
         try:
@@ -312,7 +283,7 @@ class Decoder:
     def _check_ids(self, sequence: CachedSequence, ids: list[int]) -> None:
         if sequence.num_tokens + len(ids) > sequence.cache.context_tokens:
             raise RunError(f"the context of {sequence.cache.context_tokens} tokens is full")
-        check_vocabulary(ids, self.spec)
+        layers.check_vocabulary(ids, self.spec)
 
     def _chunks(self, ids: list[int], num_new: int) -> "Generator[tuple[Tensor, mixers.NgramRows | None], None, None]":
         """Yields the tokens of each pass, int64 [T], and their rows, which are read while the pass before it runs.
@@ -348,9 +319,9 @@ class Decoder:
         Args:    ends_early: the last layer's experts run for the last token alone, whose state alone is returned.
         """
         weights, last = self._weights, self.spec.num_hidden_layers - 1
-        if isinstance(weights, ExpertRunner):
+        if isinstance(weights, layers.ExpertRunner):
             weights.begin_pass(ids, 1 if ends_early else len(ids))
-        x = embed(ids, weights)
+        x = layers.embed(ids, weights)
         layer = 0
         while layer < self.spec.num_hidden_layers:
             x = batch.add_ngrams(x, weights, layer)
@@ -368,32 +339,37 @@ class Decoder:
         return x
 
     def _second_half(
-        self, x: Tensor, layer: int, ids: Tensor, partial_state: PartialState | None, begun: BegunLayer | None
+        self,
+        x: Tensor,
+        layer: int,
+        ids: Tensor,
+        partial_state: layers.PartialState | None,
+        begun: layer_calls.BegunLayer | None,
     ) -> Tensor:
         """Returns hidden states after a layer's experts, or its dense expert, from those after its first half.
 
         Args:    ids: the tokens, int64 [T].   begun: what is computed already.
         """
         weights, routed = self._weights, None
-        inputs = mlp_input(x, weights, layer) if begun is None else begun.inputs
-        unrouted = begun.unrouted if begun and begun.has_unrouted else run_unrouted(inputs, weights, layer)
+        inputs = layers.mlp_input(x, weights, layer) if begun is None else begun.inputs
+        unrouted = begun.unrouted if begun and begun.has_unrouted else layers.run_unrouted(inputs, weights, layer)
         if layer in self._layer_idx:
             route = None if begun is None else begun.route
-            experts, router_weights = route or route_tokens(inputs, weights, layer, ids)
-            routed = run_experts(inputs, experts, router_weights, weights, self._layer_idx[layer], partial_state)
-            routed = with_returned(routed, inputs, weights, layer)
-        return enter_second(x, unrouted, routed, weights, layer)
+            experts, router_weights = route or layers.route_tokens(inputs, weights, layer, ids)
+            routed = layers.run_experts(inputs, experts, router_weights, weights, self._layer_idx[layer], partial_state)
+            routed = layers.with_returned(routed, inputs, weights, layer)
+        return layers.enter_second(x, unrouted, routed, weights, layer)
 
-    def _partial_state(self, x: Tensor, layer: int, batch: "_Pass") -> PartialState | None:
+    def _partial_state(self, x: Tensor, layer: int, batch: "_Pass") -> layers.PartialState | None:
         """Returns the `PartialState` of the next layer, from x after this layer's attention; None without experts."""
         weights, after = self._weights, layer + 1
         if after not in self._layer_idx:
             return None
 
         def partial_state(y: Tensor) -> Tensor:
-            inputs = mlp_input(x, weights, layer)
-            routed = with_returned(y, inputs, weights, layer)
-            partial = enter_second(x, run_unrouted(inputs, weights, layer), routed, weights, layer)
+            inputs = layers.mlp_input(x, weights, layer)
+            routed = layers.with_returned(y, inputs, weights, layer)
+            partial = layers.enter_second(x, layers.run_unrouted(inputs, weights, layer), routed, weights, layer)
             partial = batch.add_ngrams(partial, weights, after, is_trial=True)
             return batch.add_attention(partial, weights, after, is_trial=True)
 
@@ -401,10 +377,10 @@ class Decoder:
 
     @torch.inference_mode()
     def _head(self, hidden: Tensor) -> Tensor:
-        return head(hidden, self._weights)
+        return layers.head(hidden, self._weights)
 
 
-def _keep_what_is_whole(cache: KVCache, kept: int) -> None:
+def _keep_what_is_whole(cache: kv_cache.KVCache, kept: int) -> None:
     """Drops what a pass that failed has left in a cache.
 
     The first `kept` tokens stay, unless the pass was to compute them again, or a ring lost places to new tokens, or
@@ -456,12 +432,12 @@ class _Pass:
             pieces.append(add_ngrams(x[own], rows, weights, layer, state))
         return torch.cat(pieces)
 
-    def caches(self, layer: int) -> Batch[LayerCache]:
+    def caches(self, layer: int) -> kv_cache.Batch[kv_cache.LayerCache]:
         """Returns the caches of a layer with attention, and the rows of their sequences."""
-        kept = tuple(SequenceRows(*each) for each in zip(self._rows, self._caches(layer, False), strict=True))
-        return cast(Batch[LayerCache], kept)
+        kept = tuple(kv_cache.SequenceRows(*each) for each in zip(self._rows, self._caches(layer, False), strict=True))
+        return cast(kv_cache.Batch[kv_cache.LayerCache], kept)
 
-    def angles(self, layer: int) -> Angles:
+    def angles(self, layer: int) -> kv_cache.Angles:
         """Returns the rotary angles of all tokens in a layer."""
         return self._angles[self._sequences[0].spec.attention_kind(layer)]
 
@@ -471,14 +447,14 @@ class _Pass:
         Args:    is_trial: the outcome does not count, and leaves no trace in the caches.
         """
         caches = self._caches(layer, is_trial)
-        kept = tuple(SequenceRows(*each) for each in zip(self._rows, caches, strict=True))
-        return add_attention(x, weights, layer, cast(Batch[LayerCache], kept), self.angles(layer))
+        kept = tuple(kv_cache.SequenceRows(*each) for each in zip(self._rows, caches, strict=True))
+        return add_attention(x, weights, layer, cast(kv_cache.Batch[kv_cache.LayerCache], kept), self.angles(layer))
 
-    def _caches(self, layer: int, is_trial: bool) -> list[LayerCache | LayerState]:
+    def _caches(self, layer: int, is_trial: bool) -> list[kv_cache.LayerCache | mixers.LayerState]:
         caches = [sequence.cache for sequence in self._sequences]
         return [cache.trial(layer) if is_trial else cache.of(layer) for cache in caches]
 
-    def _ngram_states(self, layer: int, is_trial: bool) -> list[LayerState | None]:
+    def _ngram_states(self, layer: int, is_trial: bool) -> list[mixers.LayerState | None]:
         caches = [sequence.cache for sequence in self._sequences]
         return [cache.trial_of_ngrams(layer) if is_trial else cache.of_ngrams(layer) for cache in caches]
 
@@ -496,16 +472,16 @@ class _TokenPass(_Pass):
         self.num_sequences = num_new
         self._ngram_rows = rows
         self._rows = [slice(i, i + 1) for i in range(num_new)]
-        self._chosen = [Chosen() for _ in rows]  # a layer's choice is for one token
+        self._chosen = [kv_cache.Chosen() for _ in rows]  # a layer's choice is for one token
 
-    def _caches(self, layer: int, is_trial: bool) -> list[LayerCache | LayerState]:
+    def _caches(self, layer: int, is_trial: bool) -> list[kv_cache.LayerCache | mixers.LayerState]:
         (cache,) = super()._caches(layer, is_trial)
-        if isinstance(cache, LayerState):
+        if isinstance(cache, mixers.LayerState):
             return [cache] * len(self._rows)
         return [
             replace(cache, num_tokens=cache.num_tokens + i, chosen=replace(chosen) if is_trial else chosen)
             for i, chosen in enumerate(self._chosen)
         ]
 
-    def _ngram_states(self, layer: int, is_trial: bool) -> list[LayerState | None]:
+    def _ngram_states(self, layer: int, is_trial: bool) -> list[mixers.LayerState | None]:
         return super()._ngram_states(layer, is_trial) * len(self._rows)

@@ -17,27 +17,18 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.formats.parts import RelativeSpec
-from moe_pack.runtime.model.attention import PositionBias, attend_keys, enter_keys
-from moe_pack.runtime.model.caches import KVCache, LayerCache
-from moe_pack.runtime.model.layers import (
-    PREFILL_TOKENS,
-    PartialState,
-    check_context,
-    check_vocabulary,
-    embed,
-    head,
-    mlp_input,
-    route_tokens,
-    run_experts,
-    run_unrouted,
-    scaled,
-)
+from moe_pack.runtime.model import attention, caches, layers
 from moe_pack.runtime.model.operations import row_blocks
 from moe_pack.runtime.model.weights import Weights, norm
 
 
 def add_own_attention(
-    x: Tensor, weights: Weights, layer: int, cache: LayerCache, bias: PositionBias, chunk_tokens: int = PREFILL_TOKENS
+    x: Tensor,
+    weights: Weights,
+    layer: int,
+    cache: caches.LayerCache,
+    bias: attention.PositionBias,
+    chunk_tokens: int = layers.PREFILL_TOKENS,
 ) -> Tensor:
     """Returns hidden states float32 [T, d] with a layer's attention to its own stack added; keys enter the cache.
 
@@ -47,33 +38,38 @@ def add_own_attention(
     normed = torch.split(norm(x, weights, f"layers.{layer}.attention_norm"), chunk_tokens)
     firsts = range(start, start + len(x), chunk_tokens)
     for piece, first in zip(normed, firsts, strict=True):
-        enter_keys(piece, weights, spec, role, cache, first)
+        attention.enter_keys(piece, weights, spec, role, cache, first)
     seen = replace(cache, num_tokens=start + len(x))
-    pieces = [attend_keys(p, weights, spec, role, seen, bias, first) for p, first in zip(normed, firsts, strict=True)]
-    return x + scaled(_joined(pieces), weights.spec.residual_multiplier)
+    pieces = [
+        attention.attend_keys(p, weights, spec, role, seen, bias, first)
+        for p, first in zip(normed, firsts, strict=True)
+    ]
+    return x + layers.scaled(_joined(pieces), weights.spec.residual_multiplier)
 
 
 def add_cross_attention(
-    x: Tensor, weights: Weights, layer: int, read: LayerCache, chunk_tokens: int = PREFILL_TOKENS
+    x: Tensor, weights: Weights, layer: int, read: caches.LayerCache, chunk_tokens: int = layers.PREFILL_TOKENS
 ) -> Tensor:
     """Returns hidden states float32 [T, d] with a decoder layer's attention to the text added; `read` has its keys."""
     spec, role = _attention(weights), f"layers.{layer}.cross"
     normed = torch.split(norm(x, weights, f"layers.{layer}.cross_norm"), chunk_tokens)
-    pieces = [attend_keys(piece, weights, spec, role, read, None) for piece in normed]
-    return x + scaled(_joined(pieces), weights.spec.residual_multiplier)
+    pieces = [attention.attend_keys(piece, weights, spec, role, read, None) for piece in normed]
+    return x + layers.scaled(_joined(pieces), weights.spec.residual_multiplier)
 
 
-def enter_text(encoded: Tensor, weights: Weights, layer: int, read: LayerCache, chunk_tokens: int) -> None:
+def enter_text(encoded: Tensor, weights: Weights, layer: int, read: caches.LayerCache, chunk_tokens: int) -> None:
     """Writes a decoder layer's keys and values of the text into `read`; `encoded` is float32 [S, d]."""
     for first in range(0, len(encoded), chunk_tokens):
         piece = encoded[first : first + chunk_tokens]
-        enter_keys(piece, weights, _attention(weights), f"layers.{layer}.cross", read, first)
+        attention.enter_keys(piece, weights, _attention(weights), f"layers.{layer}.cross", read, first)
 
 
-def position_bias(weights: Weights, context_tokens: int, is_encoder: bool) -> PositionBias:
+def position_bias(weights: Weights, context_tokens: int, is_encoder: bool) -> attention.PositionBias:
     """Returns the position biases of the encoder, or of the decoder."""
     table = weights.matrix("encoder_position_bias" if is_encoder else "position_bias")
-    return PositionBias(_attention(weights), table.rows(0, table.num_rows), context_tokens, is_mutual=is_encoder)
+    return attention.PositionBias(
+        _attention(weights), table.rows(0, table.num_rows), context_tokens, is_mutual=is_encoder
+    )
 
 
 def _attention(weights: Weights) -> RelativeSpec:
@@ -100,17 +96,17 @@ class EncoderDecoder:
         weights: Weights,
         context_tokens: int,
         device: torch.device | None = None,
-        chunk_tokens: int = PREFILL_TOKENS,
+        chunk_tokens: int = layers.PREFILL_TOKENS,
     ) -> None:
         self.spec = spec = weights.spec
         assert spec.encoder is not None, "Decoder runs models without one"
-        check_context(context_tokens, spec)
+        layers.check_context(context_tokens, spec)
         self.device = device or torch.device("cpu")
         self._num_encoder_layers = spec.encoder.num_layers
         self._start_token = spec.encoder.start_token
         num_decoder_layers = spec.num_hidden_layers - self._num_encoder_layers
-        self.cache = KVCache(spec, context_tokens, self.device, num_decoder_layers)
-        self.read = KVCache(spec, context_tokens, self.device, num_decoder_layers)
+        self.cache = caches.KVCache(spec, context_tokens, self.device, num_decoder_layers)
+        self.read = caches.KVCache(spec, context_tokens, self.device, num_decoder_layers)
         self._weights = weights
         self._chunk_tokens = chunk_tokens
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}
@@ -135,8 +131,8 @@ class EncoderDecoder:
         self.reset()
         if not 0 < len(text_ids) <= self.read.context_tokens:
             raise RunError(f"the text has {len(text_ids)} tokens; give 1 to {self.read.context_tokens}, the context")
-        check_vocabulary(text_ids, self.spec)
-        x = embed(torch.tensor(text_ids), self._weights)
+        layers.check_vocabulary(text_ids, self.spec)
+        x = layers.embed(torch.tensor(text_ids), self._weights)
         # The encoder's layers need keys for a moment only: they take the place of decoder layer 0's, which come last.
         scratch = replace(self.read.layer(0), num_tokens=0)
         for layer in range(self._num_encoder_layers):
@@ -169,8 +165,8 @@ class EncoderDecoder:
             raise RunError("there is no text to answer; encode one first")
         if self.cache.num_tokens + len(ids) > self.cache.context_tokens:
             raise RunError(f"the context of {self.cache.context_tokens} tokens is full")
-        check_vocabulary(ids, self.spec)
-        x = embed(torch.tensor(ids), self._weights)
+        layers.check_vocabulary(ids, self.spec)
+        x = layers.embed(torch.tensor(ids), self._weights)
         for layer in range(self._num_encoder_layers, self.spec.num_hidden_layers):
             x = self._attend_answer(x, layer)
             last = self.spec.num_hidden_layers
@@ -178,7 +174,7 @@ class EncoderDecoder:
         self.cache.num_tokens += len(ids)
         return x
 
-    def _attend_text(self, x: Tensor, layer: int, scratch: LayerCache) -> Tensor:
+    def _attend_text(self, x: Tensor, layer: int, scratch: caches.LayerCache) -> Tensor:
         return add_own_attention(x, self._weights, layer, scratch, self._encoder_bias, self._chunk_tokens)
 
     def _attend_answer(self, x: Tensor, layer: int) -> Tensor:
@@ -188,7 +184,7 @@ class EncoderDecoder:
 
     def _partial_state(
         self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]
-    ) -> PartialState | None:
+    ) -> layers.PartialState | None:
         """Returns the `PartialState` of the next layer; None if it has no experts, or `layer` is the stack's last.
 
         Args:    end: the stack's layers are those before it.   attend: adds a layer's attention.
@@ -198,23 +194,23 @@ class EncoderDecoder:
             return None
 
         def partial_state(y: Tensor) -> Tensor:
-            normed = mlp_input(x, weights, layer)
-            unrouted = self._in_pieces(normed, lambda piece: run_unrouted(piece, weights, layer))
-            partial_x = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
+            normed = layers.mlp_input(x, weights, layer)
+            unrouted = self._in_pieces(normed, lambda piece: layers.run_unrouted(piece, weights, layer))
+            partial_x = x + layers.scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
             return attend(partial_x, after)
 
         return partial_state
 
-    def _add_mlp(self, x: Tensor, layer: int, partial_state: PartialState | None) -> Tensor:
+    def _add_mlp(self, x: Tensor, layer: int, partial_state: layers.PartialState | None) -> Tensor:
         """Returns hidden states float32 [T, d] with the output of the layer's experts added, or of its dense expert."""
-        weights, normed = self._weights, mlp_input(x, self._weights, layer)
-        y = self._in_pieces(normed, lambda piece: run_unrouted(piece, weights, layer))
+        weights, normed = self._weights, layers.mlp_input(x, self._weights, layer)
+        y = self._in_pieces(normed, lambda piece: layers.run_unrouted(piece, weights, layer))
         if layer in self._layer_idx:
-            experts, router_weights = route_tokens(normed, weights, layer)
-            routed = run_experts(normed, experts, router_weights, weights, self._layer_idx[layer], partial_state)
+            experts, router_weights = layers.route_tokens(normed, weights, layer)
+            routed = layers.run_experts(normed, experts, router_weights, weights, self._layer_idx[layer], partial_state)
             y = routed if y is None else routed + y
         assert y is not None, "a layer without experts is dense"
-        return x + scaled(y, self.spec.residual_multiplier)
+        return x + layers.scaled(y, self.spec.residual_multiplier)
 
     def _in_pieces(self, x: Tensor, operation: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         outputs = [operation(piece) for piece in torch.split(x, self._chunk_tokens)]
@@ -224,5 +220,7 @@ class EncoderDecoder:
     @torch.inference_mode()
     def _head(self, hidden: Tensor) -> Tensor:
         spec = self.spec
-        pieces = [head(hidden[first:last], self._weights) for first, last in row_blocks(len(hidden), spec.vocab_size)]
+        pieces = [
+            layers.head(hidden[first:last], self._weights) for first, last in row_blocks(len(hidden), spec.vocab_size)
+        ]
         return _joined(pieces)

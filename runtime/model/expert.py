@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.formats import LimitedFunction, NeuronFunction, Selector
+from moe_pack import formats
 
 # ---- the neuron functions -------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ def _within(limit: float, up: Tensor) -> Tensor:
     return up.clamp(-limit, limit)
 
 
-_NEURONS: dict[NeuronFunction, Neuron] = {
+_NEURONS: dict[formats.NeuronFunction, Neuron] = {
     "silu": Neuron(torch.nn.functional.silu, _identity),
     "relu": Neuron(torch.relu, _identity),
     "relu2": Neuron(_squared_relu, _identity),
@@ -85,9 +85,9 @@ _NEURONS: dict[NeuronFunction, Neuron] = {
 _LIMITED: dict[str, Callable[[float, Tensor], Tensor]] = {"clipped_silu": _clipped_silu, "capped_silu": _capped_silu}
 
 
-def neuron_of(function: NeuronFunction) -> Neuron:
+def neuron_of(function: formats.NeuronFunction) -> Neuron:
     """Returns what a neuron function computes."""
-    if not isinstance(function, LimitedFunction):
+    if not isinstance(function, formats.LimitedFunction):
         return _NEURONS[function]
     return Neuron(partial(_LIMITED[function.name], function.limit), partial(_within, function.limit))
 
@@ -124,7 +124,9 @@ class Expert(Protocol):
 # ---- an expert runs -------------------------------------------------------------------------------------------------
 
 
-def run_expert(x: Tensor, expert: Expert, function: NeuronFunction, selector: Selector, threshold: float) -> Tensor:
+def run_expert(
+    x: Tensor, expert: Expert, function: formats.NeuronFunction, selector: formats.Selector, threshold: float
+) -> Tensor:
     """Returns the output of an expert for tokens, by the formula at the top.
 
     Args:    x: float32 [T, d].   threshold: t, on `abs(a)`.
@@ -153,12 +155,12 @@ class Activations:
     gate: Tensor
     h: Tensor
 
-    def of(self, selector: Selector) -> Tensor:
+    def of(self, selector: formats.Selector) -> Tensor:
         """Returns the activation a of a selector kind, which a threshold is compared with."""
         return {"up": self.up, "gate": self.gate, "both": self.h, "none": self.h}[selector]
 
 
-def activations(x: Tensor, block: NeuronBlock, function: NeuronFunction) -> Activations:
+def activations(x: Tensor, block: NeuronBlock, function: formats.NeuronFunction) -> Activations:
     """Returns what a block's neurons compute for tokens x float32 [T, d]; without a gate all three are h."""
     neuron = neuron_of(function)
     u = x @ block.up.T

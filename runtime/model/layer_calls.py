@@ -14,29 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats.parts import PROJECTIONS, GroupedQuerySpec, Projection
-from moe_pack.runtime.cpu import (
-    CACHE_KINDS,
-    FloatAngles,
-    Floats,
-    LayerCutError,
-    LayerFacts,
-    LayerMatrices,
-    LayerMatrix,
-    LayerPass,
-    LayerVectors,
-    NativeLayers,
-    SequenceCaches,
-)
+from moe_pack.formats import parts
+from moe_pack.runtime import cpu
+from moe_pack.runtime.model import operations
 from moe_pack.runtime.model.attention import is_interleaved
-from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
+from moe_pack.runtime.model.caches import kv_cache
 from moe_pack.runtime.model.layers import RowsInMemory
 from moe_pack.runtime.model.matrices import DivisibleMatrix
-from moe_pack.runtime.model.operations import NativeOperations, hartley_array
 from moe_pack.runtime.model.router import least_sum
 from moe_pack.runtime.model.weights import Weights
 
-_Step = tuple[Floats, Floats, SequenceCaches]  # angles and caches of a layer
+_Step = tuple[cpu.Floats, cpu.Floats, cpu.SequenceCaches]  # angles and caches of a layer
 MAX_CALL_TOKENS = 16  # of a sequence in a pass: for more, what lies between operations does not matter
 
 
@@ -66,11 +54,11 @@ class PassOfLayers(Protocol):
         """The number of sequences, with equally many tokens each."""
         ...
 
-    def caches(self, layer: int) -> Batch[LayerCache]:
+    def caches(self, layer: int) -> kv_cache.Batch[kv_cache.LayerCache]:
         """Returns the caches of a layer with attention."""
         ...
 
-    def angles(self, layer: int) -> Angles:
+    def angles(self, layer: int) -> kv_cache.Angles:
         """Returns the rotary angles of all tokens in a layer."""
         ...
 
@@ -83,7 +71,7 @@ class _Kind:
     `runs_neurons`: something does.   `completes`: the layer to its end, if the chosen experts are set.
     """
 
-    spec: GroupedQuerySpec
+    spec: parts.GroupedQuerySpec
     is_rotated: bool
     num_chosen: int
     routes: bool
@@ -101,9 +89,9 @@ class LayerCalls:
         self._kinds: dict[int, _Kind | None] = {}
         self._set_experts: set[tuple[int, int]] = set()
         self._bytes = _CacheBytes()
-        self._native: NativeLayers | None = None
-        if isinstance(weights.operations, NativeOperations):
-            self._native = NativeLayers(weights.operations.kernels, weights.spec.num_hidden_layers)
+        self._native: cpu.NativeLayers | None = None
+        if isinstance(weights.operations, operations.NativeOperations):
+            self._native = cpu.NativeLayers(weights.operations.kernels, weights.spec.num_hidden_layers)
 
     def has(self, layer: int) -> bool:
         """Returns whether a layer has a call, at least for its first half."""
@@ -159,17 +147,17 @@ class LayerCalls:
         done = route_idx = 0
         try:
             while done < len(kinds):
-                left = LayerPass(hidden, inputs, unrouted, experts[route_idx:], router_weights[route_idx:])
+                left = cpu.LayerPass(hidden, inputs, unrouted, experts[route_idx:], router_weights[route_idx:])
                 complete = self._native.run(first + done, left, steps[done:])
                 route_idx += sum(kind.routes for kind in kinds[done : done + complete])
                 done += complete
                 if done < len(kinds):
                     own = unrouted if kinds[done].runs_neurons else None
                     route = experts[route_idx], router_weights[route_idx]
-                    self._end(first + done, LayerPass(hidden, inputs, own, *route))
+                    self._end(first + done, cpu.LayerPass(hidden, inputs, own, *route))
                     route_idx += 1
                     done += 1
-        except LayerCutError as fault:
+        except cpu.LayerCutError as fault:
             assert isinstance(self._weights, RowsInMemory), "only experts in memory are mapped"
             raise self._weights.cut_error(self._layer_idx[fault.layer]) from fault
         routing = [first + number for number, kind in enumerate(kinds) if kind.routes]
@@ -179,13 +167,13 @@ class LayerCalls:
         last = first + len(kinds) - 1
         return BegunLayer(torch.from_numpy(hidden), last, True, torch.from_numpy(inputs), None, True, None)
 
-    def _end(self, layer: int, arrays: LayerPass) -> None:
+    def _end(self, layer: int, arrays: cpu.LayerPass) -> None:
         """Runs the rest of a layer that chose experts which are not all set."""
         assert self._native is not None, "calls are native"
         self._set_chosen(layer, arrays)
         self._native.end(layer, arrays)
 
-    def _set_chosen(self, layer: int, arrays: LayerPass) -> None:
+    def _set_chosen(self, layer: int, arrays: cpu.LayerPass) -> None:
         """Sets the chosen experts that have not been set."""
         assert isinstance(self._weights, RowsInMemory) and arrays.experts is not None and self._native is not None
         for expert in np.unique(arrays.experts).tolist():
@@ -203,9 +191,9 @@ class LayerCalls:
         """Sets a layer on the native side, as much of it as is standard."""
         weights, spec, role = self._weights, self._weights.spec, f"layers.{layer}"
         attention = spec.attention_of(layer)
-        if not isinstance(attention, GroupedQuerySpec) or not _is_standard(weights, layer, attention):
+        if not isinstance(attention, parts.GroupedQuerySpec) or not _is_standard(weights, layer, attention):
             return None
-        q, k, v, o = (_projection(weights, layer, name, attention) for name in PROJECTIONS)
+        q, k, v, o = (_projection(weights, layer, name, attention) for name in parts.PROJECTIONS)
         if q is None or k is None or v is None or o is None:
             return None
         has_experts = layer in self._layer_idx
@@ -225,7 +213,9 @@ class LayerCalls:
         )
         assert self._native is not None, "calls are native"
         vectors = _vectors(weights, layer, attention, self._layer_idx.get(layer) if kind.completes else None)
-        self._native.set(layer, _facts(weights, layer, attention), vectors, LayerMatrices(q, k, v, o, router, *neurons))
+        self._native.set(
+            layer, _facts(weights, layer, attention), vectors, cpu.LayerMatrices(q, k, v, o, router, *neurons)
+        )
         return kind
 
     def _runs_experts(self, layer: int) -> bool:
@@ -234,13 +224,13 @@ class LayerCalls:
         if not isinstance(weights, RowsInMemory) or not weights.runs_in_place or weights.spec.router.on_input:
             return False
         rotation = weights.rotation(self._layer_idx[layer])
-        return rotation is None or hartley_array(weights.spec.hidden_size) is not None
+        return rotation is None or operations.hartley_array(weights.spec.hidden_size) is not None
 
 
 # ---- what is standard -----------------------------------------------------------------------------------------------
 
 
-def _is_standard(weights: Weights, layer: int, attention: GroupedQuerySpec) -> bool:
+def _is_standard(weights: Weights, layer: int, attention: parts.GroupedQuerySpec) -> bool:
     """Whether a layer's first half, and the norm of its second, are what a call computes."""
     spec = weights.spec
     if spec.residual is not None or spec.norm.kind != "rms" or spec.encoder is not None:
@@ -262,7 +252,7 @@ def _routes(weights: Weights, layer: int) -> bool:
     return is_plain and router.capacity is None and layer not in router.table_layers
 
 
-def _fits(spec: GroupedQuerySpec, caches: Batch[LayerCache], num_tokens: int) -> bool:
+def _fits(spec: parts.GroupedQuerySpec, caches: kv_cache.Batch[kv_cache.LayerCache], num_tokens: int) -> bool:
     """Whether a call takes these tokens: those of chunks one of a sequence at a time."""
     return not spec.chunked or num_tokens == len(caches)
 
@@ -285,8 +275,8 @@ class _CacheBytes:
 
 
 def _given(
-    kind: _Kind, caches: Batch[LayerCache], angles: Angles, stored: _CacheBytes
-) -> tuple[FloatAngles, SequenceCaches]:
+    kind: _Kind, caches: kv_cache.Batch[kv_cache.LayerCache], angles: kv_cache.Angles, stored: _CacheBytes
+) -> tuple[cpu.FloatAngles, cpu.SequenceCaches]:
     """Returns the angles and caches of a layer as its call takes them."""
     cosines, sines = angles
     if not kind.is_rotated:
@@ -294,14 +284,16 @@ def _given(
     kept = []
     for each in caches:
         cache, (rows, _) = each.cache, each.cache.rows
-        kept.append((stored.of(cache.keys), stored.of(cache.values), cache.num_tokens, CACHE_KINDS.index(rows.dtype)))
+        kept.append(
+            (stored.of(cache.keys), stored.of(cache.values), cache.num_tokens, cpu.CACHE_KINDS.index(rows.dtype))
+        )
     return (np.ascontiguousarray(cosines.numpy()), np.ascontiguousarray(sines.numpy())), kept
 
 
-def _arrays(x: Tensor, kind: _Kind) -> LayerPass:
+def _arrays(x: Tensor, kind: _Kind) -> cpu.LayerPass:
     """Returns the arrays of a pass; hidden states are copied, because the call changes them."""
     hidden, chosen = x.numpy().copy(), (len(x), kind.num_chosen)
-    return LayerPass(
+    return cpu.LayerPass(
         hidden,
         np.empty_like(hidden),
         np.empty_like(hidden) if kind.runs_neurons else None,
@@ -310,23 +302,25 @@ def _arrays(x: Tensor, kind: _Kind) -> LayerPass:
     )
 
 
-def _projection(weights: Weights, layer: int, name: Projection, attention: GroupedQuerySpec) -> LayerMatrix | None:
+def _projection(
+    weights: Weights, layer: int, name: parts.Projection, attention: parts.GroupedQuerySpec
+) -> cpu.LayerMatrix | None:
     role = f"layers.{layer}.attention.{name}"
     return _matrix(weights, role, f"{role}_bias" if name in attention.bias else None)
 
 
-def _matrix(weights: Weights, role: str, bias: str | None = None) -> LayerMatrix | None:
+def _matrix(weights: Weights, role: str, bias: str | None = None) -> cpu.LayerMatrix | None:
     """Returns a dense matrix as a call takes it, with the bias of a role; None if no kernel multiplies it."""
     matrix = weights.matrix(role)
     product = matrix.native if isinstance(matrix, DivisibleMatrix) else None
     if product is None:
         return None
-    return LayerMatrix(product.layout, product.rows, None if bias is None else weights.vector(bias).numpy())
+    return cpu.LayerMatrix(product.layout, product.rows, None if bias is None else weights.vector(bias).numpy())
 
 
 def _unrouted(
     weights: Weights, layer: int
-) -> tuple[tuple[LayerMatrix | None, LayerMatrix | None, LayerMatrix | None], bool]:
+) -> tuple[tuple[cpu.LayerMatrix | None, cpu.LayerMatrix | None, cpu.LayerMatrix | None], bool]:
     """Returns up, gate and down of what runs for every token, and whether a call computes all of it.
 
     It does where nothing runs for every token, too.
@@ -347,9 +341,9 @@ def _unrouted(
     return (up, gate, down), True
 
 
-def _facts(weights: Weights, layer: int, attention: GroupedQuerySpec) -> LayerFacts:
+def _facts(weights: Weights, layer: int, attention: parts.GroupedQuerySpec) -> cpu.LayerFacts:
     spec = weights.spec
-    return LayerFacts(
+    return cpu.LayerFacts(
         spec.hidden_size,
         attention,
         attention.window(layer),
@@ -362,13 +356,15 @@ def _facts(weights: Weights, layer: int, attention: GroupedQuerySpec) -> LayerFa
     )
 
 
-def _vectors(weights: Weights, layer: int, attention: GroupedQuerySpec, layer_idx: int | None) -> LayerVectors:
+def _vectors(
+    weights: Weights, layer: int, attention: parts.GroupedQuerySpec, layer_idx: int | None
+) -> cpu.LayerVectors:
     """Returns the vectors of a layer. `layer_idx`: of a MoE layer whose experts the call runs."""
     spec, role = weights.spec, f"layers.{layer}"
     normed, router = attention.qk_norm != "none", spec.router
     has_bias = router.bias and layer in spec.moe_layers and layer not in router.table_layers
     rotation = None if layer_idx is None else weights.rotation(layer_idx)
-    return LayerVectors(
+    return cpu.LayerVectors(
         weights.vector(f"{role}.attention_norm").numpy(),
         weights.vector(f"{role}.mlp_norm").numpy(),
         weights.vector(f"{role}.attention.q_norm").numpy() if normed else None,
@@ -377,5 +373,5 @@ def _vectors(weights: Weights, layer: int, attention: GroupedQuerySpec, layer_id
         weights.vector(f"{role}.router_bias").numpy() if has_bias else None,
         None if rotation is None else rotation.input.numpy(),
         None if rotation is None else rotation.output.numpy(),
-        None if rotation is None else hartley_array(spec.hidden_size),
+        None if rotation is None else operations.hartley_array(spec.hidden_size),
     )

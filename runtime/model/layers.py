@@ -18,24 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ModelSpec, NeuronFunction, PackError, RunError
-from moe_pack.formats.parts import (
-    FactorsSpec,
-    GatedStreamsSpec,
-    MixedStreamsSpec,
-    NormedResidualSpec,
-    NormedStateSpec,
-    ParallelResidualSpec,
-    ShortcutResidualSpec,
-)
+from moe_pack import formats
+from moe_pack.formats import parts
 from moe_pack.formats.parts.residual import Half, has_input_gates, has_input_norm, has_output_norm
 from moe_pack.runtime.cpu import ExpertRows
-from moe_pack.runtime.model import mixers
+from moe_pack.runtime.model import caches, matrices, mixers
 from moe_pack.runtime.model.attention import attend
-from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
 from moe_pack.runtime.model.expert import run_expert
-from moe_pack.runtime.model.matrices import gather_rows, linear
-from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.router import expert_scores, identity_share, router_weights
 from moe_pack.runtime.model.weights import Weights, from_experts, norm, to_experts
 
@@ -44,17 +33,17 @@ PREFILL_TOKENS = 512  # of a forward pass, where memory allows
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_context(context_tokens: int, spec: ModelSpec) -> None:
+def check_context(context_tokens: int, spec: formats.ModelSpec) -> None:
     """Raises RunError if the model does not have so many positions."""
     if not 0 < context_tokens <= spec.max_position_embeddings:
         most = spec.max_position_embeddings
-        raise RunError(f"a context of {context_tokens} tokens is not possible; this model has {most} positions")
+        raise formats.RunError(f"a context of {context_tokens} tokens is not possible; this model has {most} positions")
 
 
-def check_vocabulary(ids: list[int], spec: ModelSpec) -> None:
+def check_vocabulary(ids: list[int], spec: formats.ModelSpec) -> None:
     """Raises RunError if a token is not in the model's vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < spec.vocab_size:
-        raise RunError(f"token {max(ids)} is not in the model's vocabulary of {spec.vocab_size} tokens")
+        raise formats.RunError(f"token {max(ids)} is not in the model's vocabulary of {spec.vocab_size} tokens")
 
 
 # ---- how the halves of a layer read and change hidden states --------------------------------------------------------
@@ -73,13 +62,13 @@ def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
 def _half_input(x: Tensor, weights: Weights, layer: int, half: Half) -> Tensor:
     spec, role = weights.spec, f"layers.{layer}.{half}"
     residual, d = spec.residual, spec.hidden_size
-    if residual is None or isinstance(residual, ShortcutResidualSpec):
+    if residual is None or isinstance(residual, parts.ShortcutResidualSpec):
         return norm(x[:, :d], weights, f"{role}_norm")
-    if isinstance(residual, ParallelResidualSpec):
+    if isinstance(residual, parts.ParallelResidualSpec):
         return norm(x[:, :d], weights, f"layers.{layer}.attention_norm")
-    if isinstance(residual, GatedStreamsSpec):
+    if isinstance(residual, parts.GatedStreamsSpec):
         return _gated_average(x, weights, residual, f"{role}_streams")
-    if isinstance(residual, MixedStreamsSpec):
+    if isinstance(residual, parts.MixedStreamsSpec):
         read, _, _ = _stream_weights(x, weights, residual, f"{role}_streams")
         return norm(_weighted(x, read), weights, f"{role}_norm")
     if has_input_norm(residual, half, layer in spec.moe_layers):
@@ -89,26 +78,26 @@ def _half_input(x: Tensor, weights: Weights, layer: int, half: Half) -> Tensor:
             if has_input_gates(residual, half, layer in spec.moe_layers)
             else normed
         )
-    is_apart = isinstance(residual, NormedResidualSpec) and residual.apart
+    is_apart = isinstance(residual, parts.NormedResidualSpec) and residual.apart
     return _unit(x, weights) if is_apart and half == "mlp" else x
 
 
 def enter_first(x: Tensor, y: Tensor, weights: Weights, layer: int) -> Tensor:
     """Returns hidden states [T, w] after a layer's first half, whose output is y float32 [T, d]."""
     spec, residual, d = weights.spec, weights.spec.residual, weights.spec.hidden_size
-    if isinstance(residual, ShortcutResidualSpec):
+    if isinstance(residual, parts.ShortcutResidualSpec):
         return torch.cat((x[:, :d] + y, x[:, d:]), dim=1)
-    if isinstance(residual, ParallelResidualSpec):
+    if isinstance(residual, parts.ParallelResidualSpec):
         return torch.cat((x[:, :d], y), dim=1)
-    if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec):
+    if isinstance(residual, parts.GatedStreamsSpec | parts.MixedStreamsSpec):
         return _enter_streams(x, y, weights, residual, f"layers.{layer}.attention_streams")
-    if isinstance(residual, NormedStateSpec):
+    if isinstance(residual, parts.NormedStateSpec):
         factors = residual.attention if spec.mixer_of(layer) is None else residual.mixer
         assert factors is not None, "a checked spec"
         return _on_normed(x, y, weights, f"layers.{layer}.attention_norm", factors)
     if has_output_norm(residual, "attention", False):
         y = norm(y, weights, f"layers.{layer}.attention_post_norm")
-    if isinstance(residual, NormedResidualSpec) and residual.by_depth:
+    if isinstance(residual, parts.NormedResidualSpec) and residual.by_depth:
         return _by_depth(x, y, 2 * layer + 2)
     return x + scaled(y, spec.residual_multiplier)
 
@@ -120,21 +109,21 @@ def enter_second(x: Tensor, unrouted: Tensor | None, routed: Tensor | None, weig
              there is none.   routed: the weighted sum of its routed experts likewise. One of both is there.
     """
     spec, residual, d = weights.spec, weights.spec.residual, weights.spec.hidden_size
-    if isinstance(residual, ShortcutResidualSpec):
+    if isinstance(residual, parts.ShortcutResidualSpec):
         waiting = routed if layer in residual.layers else None
         y = _sum(_sum(unrouted, None if waiting is not None else routed), x[:, d:])
         return torch.cat((x[:, :d] + y, torch.zeros_like(y) if waiting is None else waiting), dim=1)
-    if isinstance(residual, ParallelResidualSpec):
+    if isinstance(residual, parts.ParallelResidualSpec):
         y = _sum(unrouted, routed)
         if residual.averaged and unrouted is not None and routed is not None:
             y = y / 2
         x = x[:, :d] + x[:, d:] + y
         return torch.cat((x, torch.zeros_like(x)), dim=1)
-    if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec):
+    if isinstance(residual, parts.GatedStreamsSpec | parts.MixedStreamsSpec):
         return _enter_streams(x, _sum(unrouted, routed), weights, residual, f"layers.{layer}.mlp_streams")
-    if isinstance(residual, NormedStateSpec):
+    if isinstance(residual, parts.NormedStateSpec):
         return _on_normed(x, _sum(unrouted, routed), weights, f"layers.{layer}.mlp_norm", residual.mlp)
-    if isinstance(residual, NormedResidualSpec):
+    if isinstance(residual, parts.NormedResidualSpec):
         return _enter_normed(x, unrouted, routed, weights, residual, layer)
     return x + scaled(_sum(unrouted, routed), spec.residual_multiplier)
 
@@ -146,7 +135,12 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor:
 
 
 def _enter_normed(
-    x: Tensor, unrouted: Tensor | None, routed: Tensor | None, weights: Weights, spec: NormedResidualSpec, layer: int
+    x: Tensor,
+    unrouted: Tensor | None,
+    routed: Tensor | None,
+    weights: Weights,
+    spec: parts.NormedResidualSpec,
+    layer: int,
 ) -> Tensor:
     role = f"layers.{layer}"
     if spec.apart and unrouted is not None and routed is not None:
@@ -167,15 +161,15 @@ def _by_depth(x: Tensor, y: Tensor, number: int) -> Tensor:
     return x * math.sqrt((number - 1) / number) + y * math.sqrt(1 / number)
 
 
-def _on_normed(x: Tensor, y: Tensor, weights: Weights, role: str, factors: FactorsSpec) -> Tensor:
+def _on_normed(x: Tensor, y: Tensor, weights: Weights, role: str, factors: parts.FactorsSpec) -> Tensor:
     """Returns hidden states after a half that read `norm(x)` and returned y: the sum of both, by their factors."""
     return scaled(norm(x, weights, role), factors.state) + scaled(y, factors.output)
 
 
 def _gated(x: Tensor, weights: Weights, role: str) -> Tensor:
     """Returns x float32 [T, d], each value behind a gate that comes from x: `x * sigmoid(up silu(down x))`."""
-    gates = torch.nn.functional.silu(linear(x, weights.matrix(f"{role}.down")))
-    return x * linear(gates, weights.matrix(f"{role}.up")).sigmoid()
+    gates = torch.nn.functional.silu(matrices.linear(x, weights.matrix(f"{role}.down")))
+    return x * matrices.linear(gates, weights.matrix(f"{role}.up")).sigmoid()
 
 
 def _unit(x: Tensor, weights: Weights) -> Tensor:
@@ -186,27 +180,27 @@ def _unit(x: Tensor, weights: Weights) -> Tensor:
 # ---- several residual streams ---------------------------------------------------------------------------------------
 
 
-def _gated_average(x: Tensor, weights: Weights, spec: GatedStreamsSpec, role: str) -> Tensor:
+def _gated_average(x: Tensor, weights: Weights, spec: parts.GatedStreamsSpec, role: str) -> Tensor:
     """Returns the average of the normed streams, each value behind a gate: float32 [T, d]."""
     normed = _normed_streams(x, weights, spec, role)
-    gates = torch.nn.functional.silu(linear(normed, weights.matrix(f"{role}.down")) / spec.streams)
-    gates = linear(gates, weights.matrix(f"{role}.up")).sigmoid()
+    gates = torch.nn.functional.silu(matrices.linear(normed, weights.matrix(f"{role}.down")) / spec.streams)
+    gates = matrices.linear(gates, weights.matrix(f"{role}.up")).sigmoid()
     return (gates * normed).view(len(x), spec.streams, -1).mean(dim=1)
 
 
-def _normed_streams(x: Tensor, weights: Weights, spec: GatedStreamsSpec, role: str) -> Tensor:
+def _normed_streams(x: Tensor, weights: Weights, spec: parts.GatedStreamsSpec, role: str) -> Tensor:
     return _unit(x.view(len(x), spec.streams, -1), weights).flatten(1) * weights.vector(f"{role}.norm")
 
 
 def _stream_weights(
-    x: Tensor, weights: Weights, spec: MixedStreamsSpec, role: str
+    x: Tensor, weights: Weights, spec: parts.MixedStreamsSpec, role: str
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns with what weights streams are read, float32 [T, n], an output enters them, [T, n], and they are mixed.
 
     The last, float32 [T, n, n], is of stream j in stream k; None if streams are not mixed.
     """
     n, scale = spec.streams, weights.vector(f"{role}.scale")
-    found = linear(_unit(x, weights), weights.matrix(f"{role}.weights"))
+    found = matrices.linear(_unit(x, weights), weights.matrix(f"{role}.weights"))
     base = weights.vector(f"{role}.base")
     read = (found[:, :n] * scale[0] + base[:n]).sigmoid() + spec.eps
     enter = spec.magnitude * (found[:, n : 2 * n] * scale[1] + base[n : 2 * n]).sigmoid()
@@ -226,12 +220,12 @@ def _weighted(x: Tensor, shares: Tensor) -> Tensor:
 
 
 def _enter_streams(
-    x: Tensor, y: Tensor, weights: Weights, spec: GatedStreamsSpec | MixedStreamsSpec, role: str
+    x: Tensor, y: Tensor, weights: Weights, spec: parts.GatedStreamsSpec | parts.MixedStreamsSpec, role: str
 ) -> Tensor:
     """Returns streams [T, n d] after an output y float32 [T, d] entered them."""
-    if isinstance(spec, GatedStreamsSpec):
+    if isinstance(spec, parts.GatedStreamsSpec):
         normed, mix = _normed_streams(x, weights, spec, role), None
-        enter = 2 * (linear(normed, weights.matrix(f"{role}.inject")) / spec.streams).sigmoid()
+        enter = 2 * (matrices.linear(normed, weights.matrix(f"{role}.inject")) / spec.streams).sigmoid()
     else:
         _, enter, mix = _stream_weights(x, weights, spec, role)
     if mix is not None:
@@ -242,10 +236,10 @@ def _enter_streams(
 def _final_stream(x: Tensor, weights: Weights) -> Tensor:
     """Returns one stream of those after the last layer, float32 [T, d], normed."""
     residual = weights.spec.residual
-    if isinstance(residual, GatedStreamsSpec):
+    if isinstance(residual, parts.GatedStreamsSpec):
         return _gated_average(x, weights, residual, "streams")
-    if isinstance(residual, MixedStreamsSpec):
-        found = linear(_unit(x, weights), weights.matrix("streams.weights")) * weights.vector("streams.scale")
+    if isinstance(residual, parts.MixedStreamsSpec):
+        found = matrices.linear(_unit(x, weights), weights.matrix("streams.weights")) * weights.vector("streams.scale")
         x = _weighted(x, (found + weights.vector("streams.base")).sigmoid() + residual.eps)
     return norm(x[:, : weights.spec.hidden_size], weights, "norm")
 
@@ -261,16 +255,16 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 def embed(ids: Tensor, weights: Weights) -> Tensor:
     """Returns the hidden states before the first layer, for tokens int64 [T]."""
     x, residual = (
-        scaled(gather_rows(weights.matrix("embed"), ids), weights.spec.embedding_multiplier),
+        scaled(matrices.gather_rows(weights.matrix("embed"), ids), weights.spec.embedding_multiplier),
         weights.spec.residual,
     )
-    if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec):
+    if isinstance(residual, parts.GatedStreamsSpec | parts.MixedStreamsSpec):
         return x.repeat(1, residual.streams)
     return x if residual is None or residual.streams == 1 else torch.cat((x, torch.zeros_like(x)), dim=1)
 
 
 def add_ngrams(
-    x: Tensor, rows: "mixers.NgramRows | None", weights: Weights, layer: int, state: LayerState | None
+    x: Tensor, rows: "mixers.NgramRows | None", weights: Weights, layer: int, state: mixers.LayerState | None
 ) -> Tensor:
     """Returns hidden states with a layer's n-grams added; x itself in a layer without. New tokens enter the state.
 
@@ -288,8 +282,8 @@ def add_attention(
     x: Tensor,
     weights: Weights,
     layer: int,
-    cache: LayerCache | LayerState | Batch[LayerCache] | Batch[LayerState],
-    angles: Angles,
+    cache: caches.LayerCache | mixers.LayerState | caches.Batch[caches.LayerCache] | caches.Batch[mixers.LayerState],
+    angles: caches.Angles,
 ) -> Tensor:
     """Returns hidden states with a layer's attention, or its mixer, added; new tokens enter the cache.
 
@@ -301,11 +295,11 @@ def add_attention(
     normed = first_input(x, weights, layer)
     mixer = weights.spec.mixer_of(layer)
     if mixer is None:
-        y = attend(normed, weights, layer, cast(LayerCache | Batch[LayerCache], cache), angles)
+        y = attend(normed, weights, layer, cast(caches.LayerCache | caches.Batch[caches.LayerCache], cache), angles)
     else:
         from moe_pack.runtime.model.mixer import mix
 
-        y = mix(normed, weights, layer, mixer, cast(LayerState | Batch[LayerState], cache))
+        y = mix(normed, weights, layer, mixer, cast(mixers.LayerState | caches.Batch[mixers.LayerState], cache))
     return enter_first(x, y, weights, layer)
 
 
@@ -318,7 +312,7 @@ def router_logits(x: Tensor, weights: Weights, layer: int) -> Tensor:
     bias = weights.vector(f"{role}.router_logit_bias") if spec.router.logit_bias else None
     if spec.router.input_scale:
         x = x * (weights.vector(f"{role}.router_scale") * spec.hidden_size**-0.5)
-    return linear(x, weights.matrix(f"{role}.router"), bias)
+    return matrices.linear(x, weights.matrix(f"{role}.router"), bias)
 
 
 def route_tokens(x: Tensor, weights: Weights, layer: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -342,13 +336,13 @@ def experts_of_tokens(ids: Tensor, weights: Weights, layer: int) -> Tensor:
 
     Raises:  RunError if they are not different experts of the model.
     """
-    named = gather_rows(weights.matrix(f"layers.{layer}.router_table"), ids.cpu()).long()
+    named = matrices.gather_rows(weights.matrix(f"layers.{layer}.router_table"), ids.cpu()).long()
     ordered = named.sort(dim=1).values
     is_known = (ordered[:, 0] >= 0) & (ordered[:, -1] < weights.spec.router.num_experts)
     is_sound = is_known & (ordered[:, 1:] != ordered[:, :-1]).all(dim=1)
     if not is_sound.all():
         place = int((~is_sound).nonzero()[0, 0])
-        raise RunError(
+        raise formats.RunError(
             f"layer {layer}: the router's table names experts {named[place].tolist()} for token {int(ids[place])}, "
             f"expected different ones from 0 to {weights.spec.router.num_experts - 1}"
         )
@@ -451,7 +445,7 @@ class RowsInMemory(ABC):
         """
 
     @abstractmethod
-    def cut_error(self, layer_idx: int) -> PackError:
+    def cut_error(self, layer_idx: int) -> formats.PackError:
         """Returns the error for a layer whose file was cut while its map was read."""
 
 
@@ -507,7 +501,7 @@ def expert_inputs(x: Tensor, router_weights: Tensor, weights: Weights, layer_idx
 def experts_norm(weights: Weights, layer: int) -> Tensor | None:
     """Returns the weights of the norm that a layer's routed experts have of their own, float32 [d]; None if none."""
     residual = weights.spec.residual
-    is_apart = isinstance(residual, NormedResidualSpec) and residual.apart
+    is_apart = isinstance(residual, parts.NormedResidualSpec) and residual.apart
     return weights.vector(f"layers.{layer}.experts_norm") if is_apart else None
 
 
@@ -551,23 +545,23 @@ def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:
         return run_dense_expert(x, weights, f"{role}.mlp", function)
     if spec.shared_expert is None:
         return None
-    if isinstance(spec.residual, NormedResidualSpec) and spec.residual.apart:
+    if isinstance(spec.residual, parts.NormedResidualSpec) and spec.residual.apart:
         x = x * weights.vector(f"{role}.shared_norm")
     output = run_dense_expert(x, weights, f"{role}.shared", function)
     if spec.shared_expert.gated:
-        output = output * torch.sigmoid(linear(x, weights.matrix(f"{role}.shared_router")))
+        output = output * torch.sigmoid(matrices.linear(x, weights.matrix(f"{role}.shared_router")))
     return output
 
 
-def run_dense_expert(x: Tensor, weights: Weights, role: str, function: NeuronFunction) -> Tensor:
+def run_dense_expert(x: Tensor, weights: Weights, role: str, function: formats.NeuronFunction) -> Tensor:
     """Returns the output of an expert that is stored as dense matrices; all its neurons run.
 
     Args:    x: float32 [T, d].   role: the beginning of its matrices' roles (`layers.{i}.shared`).
     Returns: float32 [T, d].
     """
-    up = linear(x, weights.matrix(f"{role}.up"))
-    gate = linear(x, weights.matrix(f"{role}.gate")) if "gate" in weights.spec.expert.matrices else None
-    return linear(weights.operations.activate(gate, up, function), weights.matrix(f"{role}.down"))
+    up = matrices.linear(x, weights.matrix(f"{role}.up"))
+    gate = matrices.linear(x, weights.matrix(f"{role}.gate")) if "gate" in weights.spec.expert.matrices else None
+    return matrices.linear(weights.operations.activate(gate, up, function), weights.matrix(f"{role}.down"))
 
 
 # ---- after the layers -----------------------------------------------------------------------------------------------
@@ -578,7 +572,7 @@ def head(x: Tensor, weights: Weights) -> Tensor:
     spec = weights.spec
     matrix = weights.matrix("embed" if spec.tied_head else "head")
     bias = weights.vector("head_bias") if spec.head_bias else None
-    logits = linear(_final_stream(x, weights), matrix, bias)
+    logits = matrices.linear(_final_stream(x, weights), matrix, bias)
     if spec.logits_scaling != 1.0:
         logits = logits / spec.logits_scaling
     cap = spec.logits_softcap

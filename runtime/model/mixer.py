@@ -18,9 +18,8 @@ from moe_pack.formats.parts import (
     MixerSpec,
     ShortConvSpec,
 )
-from moe_pack.runtime.model.caches import Batch, each_sequence
+from moe_pack.runtime.model import caches, mixers
 from moe_pack.runtime.model.matrices import linear
-from moe_pack.runtime.model.mixers import LayerState, convolve
 from moe_pack.runtime.model.operations import Operations
 from moe_pack.runtime.model.weights import Weights
 
@@ -28,13 +27,19 @@ _L2_EPS = 1e-6  # of queries' and keys' lengths; no config names it
 _LEAST_GATE = 1e-6  # of the size of a gate of n-grams before its root is taken; no config names it
 
 
-def mix(x: Tensor, weights: Weights, layer: int, mixer: MixerSpec, state: LayerState | Batch[LayerState]) -> Tensor:
+def mix(
+    x: Tensor,
+    weights: Weights,
+    layer: int,
+    mixer: MixerSpec,
+    state: mixers.LayerState | caches.Batch[mixers.LayerState],
+) -> Tensor:
     """Returns a layer's mixer for new tokens, which update the layer's state.
 
     Args:    x: float32 [T, d], normed.   state: of one sequence, or of several with their tokens.
     Returns: float32 [T, d].
     """
-    role, states = f"layers.{layer}.mixer", each_sequence(state, len(x))
+    role, states = f"layers.{layer}.mixer", caches.each_sequence(state, len(x))
     if isinstance(mixer, GatedDeltaSpec):
         return _gated_delta(x, weights, role, mixer, states)
     if isinstance(mixer, KimiDeltaSpec):
@@ -49,7 +54,7 @@ def mix(x: Tensor, weights: Weights, layer: int, mixer: MixerSpec, state: LayerS
 
 
 def _convolve(
-    operations: Operations, x: Tensor, kernel: Tensor, bias: Tensor | None, states: Batch[LayerState]
+    operations: Operations, x: Tensor, kernel: Tensor, bias: Tensor | None, states: caches.Batch[mixers.LayerState]
 ) -> Tensor:
     """Returns the convolution of each sequence's tokens, as `mixers.convolve` says."""
     each = [operations.convolve(x[own.rows], kernel, bias, own.cache) for own in states]
@@ -63,7 +68,7 @@ def _recur(
     v: Tensor,
     log_decay: Tensor,
     rate: Tensor | None,
-    states: Batch[LayerState],
+    states: caches.Batch[mixers.LayerState],
 ) -> Tensor:
     """Returns what each sequence's tokens read from its state, as `mixers.recur` says."""
     each = []
@@ -73,7 +78,9 @@ def _recur(
     return each[0] if len(each) == 1 else torch.cat(each)
 
 
-def _gated_delta(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec, states: Batch[LayerState]) -> Tensor:
+def _gated_delta(
+    x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec, states: caches.Batch[mixers.LayerState]
+) -> Tensor:
     """Returns Gated DeltaNet of tokens x."""
     operations, num_tokens = weights.operations, len(x)
     qkv, z, b, a = (_interleaved if spec.interleaved else _separate)(x, weights, role, spec)
@@ -114,7 +121,9 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _L2_EPS)
 
 
-def _kimi_delta(x: Tensor, weights: Weights, role: str, spec: KimiDeltaSpec, states: Batch[LayerState]) -> Tensor:
+def _kimi_delta(
+    x: Tensor, weights: Weights, role: str, spec: KimiDeltaSpec, states: caches.Batch[mixers.LayerState]
+) -> Tensor:
     """Returns Kimi delta attention of tokens x."""
     operations, shape = weights.operations, (len(x), spec.num_heads, spec.head_dim)
     qkv = torch.cat([linear(x, weights.matrix(f"{role}.{name}")) for name in "qkv"], dim=1)
@@ -142,7 +151,9 @@ def _through(x: Tensor, weights: Weights, role: str) -> Tensor:
     return linear(linear(x, weights.matrix(f"{role}_a")), weights.matrix(f"{role}_b"))
 
 
-def _mamba2(x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, states: Batch[LayerState]) -> Tensor:
+def _mamba2(
+    x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, states: caches.Batch[mixers.LayerState]
+) -> Tensor:
     """Returns Mamba-2 of tokens x."""
     operations, silu, num_tokens = weights.operations, torch.nn.functional.silu, len(x)
     bias = weights.vector(f"{role}.in_bias") if spec.proj_bias else None
@@ -165,7 +176,7 @@ def _mamba2(x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, states: Ba
     return linear(y, weights.matrix(f"{role}.o"), bias)
 
 
-def _mamba(x: Tensor, weights: Weights, role: str, spec: MambaSpec, states: Batch[LayerState]) -> Tensor:
+def _mamba(x: Tensor, weights: Weights, role: str, spec: MambaSpec, states: caches.Batch[mixers.LayerState]) -> Tensor:
     """Returns Mamba of tokens x."""
     operations, silu, eps = weights.operations, torch.nn.functional.silu, weights.spec.norm.eps
     bias = weights.vector(f"{role}.in_bias") if spec.proj_bias else None
@@ -183,7 +194,9 @@ def _mamba(x: Tensor, weights: Weights, role: str, spec: MambaSpec, states: Batc
     return linear(y, weights.matrix(f"{role}.o"), weights.vector(f"{role}.o_bias") if spec.proj_bias else None)
 
 
-def _short_conv(x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, states: Batch[LayerState]) -> Tensor:
+def _short_conv(
+    x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, states: caches.Batch[mixers.LayerState]
+) -> Tensor:
     """Returns a short convolution of tokens x, between a gate before it and one after it."""
     bias = {name: weights.vector(f"{role}.{name}_bias") if spec.bias else None for name in ("in", "conv", "o")}
     before, after, value = linear(x, weights.matrix(f"{role}.in"), bias["in"]).chunk(3, dim=1)
@@ -191,7 +204,9 @@ def _short_conv(x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, sta
     return linear(after * y, weights.matrix(f"{role}.o"), bias["o"])
 
 
-def _lightning(x: Tensor, weights: Weights, layer: int, spec: LightningSpec, states: Batch[LayerState]) -> Tensor:
+def _lightning(
+    x: Tensor, weights: Weights, layer: int, spec: LightningSpec, states: caches.Batch[mixers.LayerState]
+) -> Tensor:
     """Returns lightning attention of tokens x."""
     operations, role = weights.operations, f"layers.{layer}.mixer"
     qkv = torch.nn.functional.silu(linear(x, weights.matrix(f"{role}.qkv")))
@@ -202,7 +217,7 @@ def _lightning(x: Tensor, weights: Weights, layer: int, spec: LightningSpec, sta
     return linear(y * linear(x, weights.matrix(f"{role}.gate")).sigmoid(), weights.matrix(f"{role}.o"))
 
 
-def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, state: LayerState) -> Tensor:
+def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, state: mixers.LayerState) -> Tensor:
     """Returns what a layer's n-grams add to the hidden states of new tokens, which update the layer's state.
 
     Args:    x: float32 [T, streams * d].   embedded: float32 [T, embed_dim], the tokens' rows of the layer's table.
@@ -223,5 +238,5 @@ def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, stat
     gate = gate.abs().clamp_min(_LEAST_GATE).sqrt() * gate.sign()
     value = gate.sigmoid() * linear(embedded, weights.matrix(f"{role}.value"))[:, None]
     inputs = normed(value, "conv").flatten(1)
-    convolved = convolve(inputs, weights.vector(f"{role}.conv"), None, state, ngrams.dilation)
+    convolved = mixers.convolve(inputs, weights.vector(f"{role}.conv"), None, state, ngrams.dilation)
     return value.flatten(1) + torch.nn.functional.silu(convolved)

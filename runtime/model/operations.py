@@ -15,16 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import NeuronFunction, RouterSpec, RowLayout
+from moe_pack import formats
 from moe_pack.formats.pack.layouts import Part
-from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec
-from moe_pack.runtime.cpu import MAX_ODD_FACTOR, Kernels, open_kernels, row_numbers, stored_numbers
-from moe_pack.runtime.model import mixers
-from moe_pack.runtime.model.caches import Angles, EntryCache, LayerCache, RunningSoftmax, rotate
+from moe_pack.formats.parts import attention
+from moe_pack.runtime import cpu
+from moe_pack.runtime.model import caches, mixers, router
+from moe_pack.runtime.model.caches import rotate
 from moe_pack.runtime.model.expert import neuron_of
-from moe_pack.runtime.model.mixers import LayerState
 from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor, transform
-from moe_pack.runtime.model.router import choose, least_sum, limit_to_capacity
 
 MAX_DECODED_BYTES = 16 << 20  # the most that an operation dequantizes at once
 # The most scores that attention computes at once on the CPU, and the largest mask on a GPU, whose kernel stores none.
@@ -63,7 +61,7 @@ class Operations:
         """Returns `x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
-    def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the experts of each token, int64 [T, k], best first, and their weights, float32 [T, k].
 
         The weight is zero if the token is beyond the expert's capacity.
@@ -71,19 +69,19 @@ class Operations:
                  same width, added for the choice only; None if the spec has none.
         """
         experts, weights = self._choose(logits, spec, bias)
-        return experts, limit_to_capacity(experts, weights, spec)
+        return experts, router.limit_to_capacity(experts, weights, spec)
 
-    def _choose(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        return choose(logits, spec, bias)
+    def _choose(self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        return router.choose(logits, spec, bias)
 
     def attend(
         self,
         projected: tuple[Tensor, Tensor, Tensor],
         norms: HeadNorms | None,
-        angles: Angles,
+        angles: caches.Angles,
         interleaved: bool,
-        cache: LayerCache,
-        spec: GroupedQuerySpec,
+        cache: caches.LayerCache,
+        spec: attention.GroupedQuerySpec,
         window: int | None,
         sinks: Tensor | None,
         chosen: Tensor | None = None,
@@ -128,16 +126,16 @@ class Operations:
         whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)  # [heads, T, value_dim]
         return whole.transpose(0, 1).flatten(1)
 
-    def activate(self, gate: Tensor | None, up: Tensor, function: NeuronFunction) -> Tensor:
+    def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""
         return neuron_of(function).h(gate, up)
 
-    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
+    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: mixers.LayerState) -> Tensor:
         """Returns a causal convolution of each channel of x float32 [T, channels], as `mixers.convolve` says."""
         return mixers.convolve(x, kernel, bias, state)
 
     def recur(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: LayerState
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: mixers.LayerState
     ) -> Tensor:
         """Returns what tokens read from a recurrent state, float32 [T, heads, values], as `mixers.recur` says."""
         return mixers.recur(q, k, v, log_decay, rate, state)
@@ -151,7 +149,7 @@ class Operations:
 
         return lambda x: product_by_blocks(x, num_rows, num_cols, rows)
 
-    def row_product(self, layout: RowLayout, rows: Tensor) -> Product:
+    def row_product(self, layout: formats.RowLayout, rows: Tensor) -> Product:
         """Returns the product with rows in a row layout of one part, u8 [rows, row bytes]."""
         (part,) = layout.parts
 
@@ -160,7 +158,7 @@ class Operations:
 
         return lambda x: product_by_blocks(x, len(rows), layout.num_cols, decoded)
 
-    def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
+    def decode(self, layout: formats.RowLayout, part: Part, rows: Tensor) -> Tensor:
         """Returns a part of rows u8 [rows, row bytes] as float32 [rows, columns]; all operations give the same bits."""
         from moe_pack.formats.pack.codecs import decode_part  # kernels decode without it
 
@@ -313,9 +311,9 @@ def _softmax_attention(
 
 def _attend_cache_blocks(
     q: Tensor,
-    cache: LayerCache,
+    cache: caches.LayerCache,
     first: int,
-    spec: GroupedQuerySpec,
+    spec: attention.GroupedQuerySpec,
     window: int | None,
     sinks: Tensor | None,
     chosen: Tensor | None,
@@ -327,7 +325,7 @@ def _attend_cache_blocks(
     """
     num_heads, num_tokens = q.shape[:2]
     start, stop = cache.num_tokens, cache.num_tokens + num_tokens
-    softmax = RunningSoftmax(num_heads, num_tokens, spec.value_dim, q.device, sinks)
+    softmax = caches.RunningSoftmax(num_heads, num_tokens, spec.value_dim, q.device, sinks)
     queries = torch.arange(start, stop, device=q.device)[:, None]
     for begin, end in cache.blocks(first, stop, MAX_DECODED_BYTES):
         keys, values = cache.between(begin, end)
@@ -353,9 +351,9 @@ def _attend_cache_blocks(
 
 def attend_entry_blocks(
     q: Tensor,
-    cache: LayerCache,
-    compressed: EntryCache,
-    spec: CompressedSpec,
+    cache: caches.LayerCache,
+    compressed: caches.EntryCache,
+    spec: attention.CompressedSpec,
     start: int,
     num_entries: int,
     seen: Tensor | None,
@@ -370,7 +368,7 @@ def attend_entry_blocks(
     """
     num_heads, num_tokens = q.shape[:2]
     first, stop = max(0, start + 1 - spec.sliding_window), start + num_tokens
-    softmax = RunningSoftmax(num_heads, num_tokens, spec.head_dim, q.device, sinks)
+    softmax = caches.RunningSoftmax(num_heads, num_tokens, spec.head_dim, q.device, sinks)
 
     def add(keys: Tensor, mask: Tensor | None) -> None:
         step = max(1, MAX_DECODED_BYTES // (4 * num_heads * max(len(keys), 1)))
@@ -393,7 +391,7 @@ def attend_entry_blocks(
 
 
 def _attend_blocks(
-    q: Tensor, keys: Tensor, values: Tensor, start: int, chosen: Tensor, spec: GroupedQuerySpec
+    q: Tensor, keys: Tensor, values: Tensor, start: int, chosen: Tensor, spec: attention.GroupedQuerySpec
 ) -> Tensor:
     """Returns the attention of queries [heads, T, head_dim] from position `start` on over blocks of keys from 0 on.
 
@@ -458,7 +456,7 @@ def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple
     return q, keys, pad(values, (0, 0, 0, 1))
 
 
-def kernels_attend(spec: GroupedQuerySpec) -> bool:
+def kernels_attend(spec: attention.GroupedQuerySpec) -> bool:
     """Whether native kernels compute every pass of such attention; torch computes what they lack."""
     return (
         spec.value_dim == spec.head_dim and spec.indexer is None and not spec.chunked and spec.qk_norm != "rotated_head"
@@ -469,7 +467,7 @@ def kernels_attend(spec: GroupedQuerySpec) -> bool:
 class NativeProduct:
     """The product with rows u8 [rows, row bytes] in one piece, whose layout is from `row_numbers`, by a kernel."""
 
-    kernels: Kernels
+    kernels: cpu.Kernels
     layout: NDArray[np.int32]
     rows: NDArray[np.uint8]
 
@@ -481,7 +479,7 @@ class NativeProduct:
 class NativeOperations(Operations):
     """The operations by native kernels; all tensors are on the CPU. The caller closes the kernels."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: cpu.Kernels) -> None:
         self.kernels = kernels
 
     def tokens_alone(self) -> AbstractContextManager[None]:
@@ -492,19 +490,19 @@ class NativeOperations(Operations):
         """Returns `x / rms(x) * weight` over the last dimension of x float32 [..., n]."""
         return self.kernels.rms_norm(x, weight, eps)
 
-    def _choose(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         if spec.num_identity or spec.zero_outside:  # the kernel lacks them
-            return choose(logits, spec, bias)
-        return self.kernels.route(logits, spec, bias, least_sum(spec))
+            return router.choose(logits, spec, bias)
+        return self.kernels.route(logits, spec, bias, router.least_sum(spec))
 
     def attend(
         self,
         projected: tuple[Tensor, Tensor, Tensor],
         norms: HeadNorms | None,
-        angles: Angles,
+        angles: caches.Angles,
         interleaved: bool,
-        cache: LayerCache,
-        spec: GroupedQuerySpec,
+        cache: caches.LayerCache,
+        spec: attention.GroupedQuerySpec,
         window: int | None,
         sinks: Tensor | None,
         chosen: Tensor | None = None,
@@ -537,16 +535,16 @@ class NativeOperations(Operations):
             sinks,
         )
 
-    def activate(self, gate: Tensor | None, up: Tensor, function: NeuronFunction) -> Tensor:
+    def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""
         return self.kernels.activate(gate, up, function)
 
-    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
+    def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: mixers.LayerState) -> Tensor:
         """Returns a causal convolution of each channel, float32 [T, channels]."""
         return self.kernels.convolve(x, kernel, bias, state.conv)
 
     def recur(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: LayerState
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: mixers.LayerState
     ) -> Tensor:
         """Returns what tokens read from a recurrent state, float32 [T, heads, values], one token after the other."""
         return self.kernels.recur(q, k, v, log_decay, rate, state.recurrent)
@@ -554,15 +552,15 @@ class NativeOperations(Operations):
     def stored_product(self, weight: Tensor) -> Product:
         """Returns the product with a matrix of 16- or 32-bit values, without a copy in float32."""
         rows = weight.contiguous().view(torch.uint8).numpy()
-        return NativeProduct(self.kernels, stored_numbers(weight.dtype, weight.shape[1]), rows)
+        return NativeProduct(self.kernels, cpu.stored_numbers(weight.dtype, weight.shape[1]), rows)
 
-    def row_product(self, layout: RowLayout, rows: Tensor) -> Product:
+    def row_product(self, layout: formats.RowLayout, rows: Tensor) -> Product:
         """Returns the product with rows of codes, which the kernel decodes as it multiplies."""
-        return NativeProduct(self.kernels, row_numbers(layout, layout.parts[0].name), rows.numpy())
+        return NativeProduct(self.kernels, cpu.row_numbers(layout, layout.parts[0].name), rows.numpy())
 
-    def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
+    def decode(self, layout: formats.RowLayout, part: Part, rows: Tensor) -> Tensor:
         """Returns a part of rows in float32 [rows, columns]."""
-        return self.kernels.decode(row_numbers(layout, part.name), rows.numpy())
+        return self.kernels.decode(cpu.row_numbers(layout, part.name), rows.numpy())
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Returns `R (a * x)`, float32 [T, d]."""
@@ -590,13 +588,13 @@ def hartley_array(hidden_size: int) -> NDArray[np.float32] | None:
     Those sizes are 64 times a prime above `MAX_ODD_FACTOR`, which no published model has.
     """
     m = odd_factor(hidden_size)
-    return None if m > MAX_ODD_FACTOR else np.array(hartley(m), np.float32)
+    return None if m > cpu.MAX_ODD_FACTOR else np.array(hartley(m), np.float32)
 
 
 @contextmanager
 def operations_for(device: torch.device, threads: int | None = None) -> Iterator[Operations]:
     """Yields the operations for a device and closes them: on the CPU native ones if they were built, else torch."""
-    kernels = open_kernels(threads) if device.type == "cpu" else None
+    kernels = cpu.open_kernels(threads) if device.type == "cpu" else None
     if kernels is None:
         yield TORCH
         return

@@ -16,15 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, ModelSpec, NeuronFunction, Pack, PackError, Selector
+from moe_pack import formats
 from moe_pack.formats import Matrix as MatrixName
 from moe_pack.formats.pack.layouts import DENSE_FILE, DenseLayout, NgramLayout, check_rows, ngrams_file
-from moe_pack.runtime.cpu import ExpertRows, MapCutError, extent_rows
-from moe_pack.runtime.cpu.reads import Numbers, cut_error, open_reads
-from moe_pack.runtime.model import mixers
+from moe_pack.runtime import cpu
+from moe_pack.runtime.cpu import reads
+from moe_pack.runtime.cpu.reads import cut_error
+from moe_pack.runtime.model import layers, matrices, mixers
 from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.layers import ExpertRunner, ObservedWeights, PartialState, RowsInMemory, expert_inputs
-from moe_pack.runtime.model.matrices import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
 from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, row_blocks
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import from_experts, to_experts
@@ -38,14 +37,14 @@ def named_if_cut(place: str) -> Iterator[None]:
     """
     try:
         yield
-    except MapCutError as fault:
+    except cpu.MapCutError as fault:
         raise cut_error(place) from fault
 
 
 class PackedExpert:
     """An expert in the bytes of its extent, u8 on any device; its neurons are dequantized block by block."""
 
-    def __init__(self, layout: ExpertLayout, extent: Tensor, operations: Operations = TORCH) -> None:
+    def __init__(self, layout: formats.ExpertLayout, extent: Tensor, operations: Operations = TORCH) -> None:
         self._layout = layout
         self._extent = extent
         self._operations = operations
@@ -94,9 +93,9 @@ class MappedExpert:
 
     def __init__(
         self,
-        layout: ExpertLayout,
-        selector: Selector,
-        function: NeuronFunction,
+        layout: formats.ExpertLayout,
+        selector: formats.Selector,
+        function: formats.NeuronFunction,
         threshold: float,
         mapped: NDArray[np.uint8],
         operations: NativeOperations,
@@ -107,7 +106,7 @@ class MappedExpert:
         self._mapped = mapped
         self._operations = operations
         self.num_bytes = layout.num_bytes
-        self.rows = extent_rows(layout, selector, function, threshold, mapped)
+        self.rows = cpu.extent_rows(layout, selector, function, threshold, mapped)
 
     def blocks(self) -> Iterator[NeuronBlock]:
         """Yields every neuron once, in stored order; the kernels copy the extent first."""
@@ -125,7 +124,7 @@ class MappedExpert:
         return torch.from_numpy(copied[: self._layout.extra.crc_offset]).view(torch.float32)
 
 
-def rotations(pack: Pack, device: torch.device) -> tuple[Rotation | None, ...]:
+def rotations(pack: formats.Pack, device: torch.device) -> tuple[Rotation | None, ...]:
     """Returns the rotation of each MoE layer on a device; None for layers that are not rotated."""
     vectors = pack.rotation
     if vectors is None:
@@ -137,14 +136,14 @@ def rotations(pack: Pack, device: torch.device) -> tuple[Rotation | None, ...]:
     )
 
 
-def table_values(table: NgramLayout, rows: NDArray[np.uint8], numbers: Numbers) -> Tensor:
+def table_values(table: NgramLayout, rows: NDArray[np.uint8], numbers: reads.Numbers) -> Tensor:
     """Returns the values of rows of an n-gram table, u8 [n, row_bytes]: float32 [n, values], in their own memory.
 
     Args:    numbers: int64 [n], of the rows, for the message.
     Raises:  PackError that names the first damaged row.
     """
     check_rows(table.rows, rows, ngrams_file(table.layer), numbers)
-    values = torch.from_numpy(rows).view(TORCH_DTYPES[table.dtype])[:, : table.rows.num_cols]
+    values = torch.from_numpy(rows).view(matrices.TORCH_DTYPES[table.dtype])[:, : table.rows.num_cols]
     return values.to(torch.float32, copy=True)
 
 
@@ -156,7 +155,7 @@ class PackTables:
     a map of so many scattered pages takes megabytes of page tables for each gigabyte.
     """
 
-    def __init__(self, pack: Pack) -> None:
+    def __init__(self, pack: formats.Pack) -> None:
         ngrams, tables = pack.spec.ngrams, pack.layout.ngrams
         assert ngrams is not None, "a model with n-gram tables"
         self.pack, self.slot_rows = pack, mixers.SLOT_TOKENS * ngrams.num_heads
@@ -164,7 +163,7 @@ class PackTables:
         num_slots = mixers.SLOTS_PER_TABLE * len(tables)
         self.memory = np.empty(num_slots * self.slot_bytes, np.uint8)
         self.free = list(range(num_slots))
-        self.reads = open_reads(self.memory, direct=False)
+        self.reads = reads.open_reads(self.memory, direct=False)
         self._tables = {t.layer: (t, self.reads.open(pack.folder / ngrams_file(t.layer))) for t in tables}
 
     def table(self, layer: int) -> "mixers.RowTable":
@@ -181,7 +180,7 @@ class _PackTable:
     def __init__(self, tables: PackTables, table: NgramLayout, file: int) -> None:
         self._tables, self._table, self._file = tables, table, file
 
-    def begin(self, numbers: Numbers) -> "_PackRows | mixers.LaterRows":
+    def begin(self, numbers: reads.Numbers) -> "_PackRows | mixers.LaterRows":
         """Begins to read rows; without a free buffer, they are read when somebody waits for them."""
         tables, table = self._tables, self._table
         if not tables.free:
@@ -192,7 +191,7 @@ class _PackTable:
 class _PackRows:
     """Rows on their way into a buffer; if there are more than fit it, the others follow when somebody waits."""
 
-    def __init__(self, tables: PackTables, table: NgramLayout, file: int, numbers: Numbers) -> None:
+    def __init__(self, tables: PackTables, table: NgramLayout, file: int, numbers: reads.Numbers) -> None:
         self._tables, self._table, self._file, self._numbers = tables, table, file, numbers
         self._slot: int | None = tables.free.pop()
         self._ticket: int | None = None
@@ -224,7 +223,7 @@ class _PackRows:
             self._tables.free.append(self._slot)
             self._slot = None
 
-    def _submit(self, numbers: Numbers) -> None:
+    def _submit(self, numbers: reads.Numbers) -> None:
         assert self._slot is not None, "rows have a buffer"
         row_bytes = self._table.rows.row_bytes
         places = self._slot * self._tables.slot_bytes + np.arange(len(numbers), dtype=np.int64) * row_bytes
@@ -235,7 +234,7 @@ class _PackRows:
         assert self._ticket is not None, "rows were requested"
         try:
             self._tables.reads.wait(self._ticket)
-        except PackError:
+        except formats.PackError:
             self._ticket = None  # it is forgotten; after a signal it is not
             raise
         self._ticket = None
@@ -244,7 +243,7 @@ class _PackRows:
 _FIRST_TOKEN = np.zeros(1, np.int64)
 
 
-class PackWeights(ObservedWeights):
+class PackWeights(layers.ObservedWeights):
     """The weights of an open pack, with the dense part on the device. `close` them; the caller closes the pack.
 
     An expert is read and copied to the device each time it is needed; `bytes_read` counts these bytes. `dense_bytes`:
@@ -252,15 +251,15 @@ class PackWeights(ObservedWeights):
     Raises:  PackError if the dense part is damaged; later, if a needed expert is.
     """
 
-    def __init__(self, pack: Pack, device: torch.device, operations: Operations = TORCH) -> None:
-        self.spec: ModelSpec = pack.spec
+    def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> None:
+        self.spec: formats.ModelSpec = pack.spec
         self.selector = pack.manifest.selector
         self.operations = operations
         self.bytes_read = 0
         self.dense_bytes = pack.layout.dense_file.num_bytes + pack.layout.rotation_bytes
         self._pack = pack
         self._device = device
-        self._dense: dict[str, Matrix] = {}
+        self._dense: dict[str, matrices.Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
         self._rotations = rotations(pack, device)
         self._tables: PackTables | None = None  # opened when they are needed
@@ -276,14 +275,14 @@ class PackWeights(ObservedWeights):
             else:
                 self._dense[dense.role.name] = self._matrix(dense, raw)
 
-    def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
+    def _matrix(self, dense: DenseLayout, raw: Tensor) -> matrices.Matrix:
         return stored_matrix(dense, raw, self.operations)
 
     def vector(self, role: str) -> Tensor:
         """Returns a norm's weight or a bias, float32 [n]."""
         return self._vectors[role]
 
-    def matrix(self, role: str) -> Matrix:
+    def matrix(self, role: str) -> matrices.Matrix:
         """Returns a dense matrix by its role."""
         return self._dense[role]
 
@@ -317,7 +316,7 @@ class PackWeights(ObservedWeights):
             self._tables = None
 
 
-class MappedPackWeights(PackWeights, ExpertRunner, RowsInMemory):
+class MappedPackWeights(PackWeights, layers.ExpertRunner, layers.RowsInMemory):
     """The weights of an open pack on the CPU, whose experts native operations use in their mapped files.
 
     An expert is checked when it is first needed.
@@ -325,7 +324,7 @@ class MappedPackWeights(PackWeights, ExpertRunner, RowsInMemory):
 
     operations: NativeOperations
 
-    def __init__(self, pack: Pack, operations: NativeOperations) -> None:
+    def __init__(self, pack: formats.Pack, operations: NativeOperations) -> None:
         super().__init__(pack, torch.device("cpu"), operations)
         self._last_layer_idx = len(pack.layout.experts) - 1
         self._mapped: dict[tuple[int, int], MappedExpert] = {}
@@ -354,7 +353,7 @@ class MappedPackWeights(PackWeights, ExpertRunner, RowsInMemory):
         x: Tensor,
         experts: Tensor,
         router_weights: Tensor,
-        partial_state: PartialState | None = None,
+        partial_state: layers.PartialState | None = None,
     ) -> Tensor:
         """Returns the outputs of a layer's routed experts for x float32 [T, d], weighted and added up.
 
@@ -364,14 +363,14 @@ class MappedPackWeights(PackWeights, ExpertRunner, RowsInMemory):
         if self.observer is not None:
             self.observer.routed(layer_idx, experts.numpy())
         works = []
-        x, router_weights = expert_inputs(x, router_weights, self, layer_idx)
+        x, router_weights = layers.expert_inputs(x, router_weights, self, layer_idx)
         for number, tokens, weights in tokens_by_expert(experts, router_weights):
             expert = self._mapped_expert(layer_idx, number)
             works.append((expert.rows, tokens, weights))
             self.bytes_read += expert.num_bytes
         try:
             y = self.operations.kernels.experts(to_experts(x, self, layer_idx), works)
-        except MapCutError as fault:
+        except cpu.MapCutError as fault:
             raise cut_error(self._pack.manifest.expert_files[layer_idx].name) from fault
         if layer_idx == self._last_layer_idx:
             self._check_files()
@@ -382,7 +381,7 @@ class MappedPackWeights(PackWeights, ExpertRunner, RowsInMemory):
         """Whether native layers may run the experts instead of `run_experts`."""
         return type(self).run_experts is MappedPackWeights.run_experts
 
-    def expert_rows(self, layer_idx: int, expert: int) -> ExpertRows:
+    def expert_rows(self, layer_idx: int, expert: int) -> cpu.ExpertRows:
         """Returns the rows of an expert in its mapped file; it is checked the first time."""
         return self._mapped_expert(layer_idx, expert).rows
 
@@ -396,7 +395,7 @@ class MappedPackWeights(PackWeights, ExpertRunner, RowsInMemory):
         if layer_idx == self._last_layer_idx:
             self._check_files()
 
-    def cut_error(self, layer_idx: int) -> PackError:
+    def cut_error(self, layer_idx: int) -> formats.PackError:
         """Returns the error for a layer whose file was cut while its map was read."""
         return cut_error(self._pack.manifest.expert_files[layer_idx].name)
 
@@ -407,7 +406,7 @@ class MappedPackWeights(PackWeights, ExpertRunner, RowsInMemory):
                 raise cut_error(listed.name)
 
 
-def open_weights(pack: Pack, device: torch.device, operations: Operations = TORCH) -> PackWeights:
+def open_weights(pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> PackWeights:
     """Returns a pack's weights: native operations use experts in mapped files, others read them."""
     if isinstance(operations, NativeOperations):
         return MappedPackWeights(pack, operations)
@@ -443,9 +442,9 @@ class StreamedPackWeights:
     Raises:  PackError if the dense part is damaged; later, if a needed expert is.
     """
 
-    def __init__(self, pack: Pack, device: torch.device, operations: Operations = TORCH) -> None:
+    def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> None:
         pack.check_file(DENSE_FILE)
-        self.spec: ModelSpec = pack.spec
+        self.spec: formats.ModelSpec = pack.spec
         self.selector = pack.manifest.selector
         self._pack = pack
         self.operations = operations
@@ -457,11 +456,11 @@ class StreamedPackWeights:
         """Returns a norm's weight or a bias, float32 [n]."""
         return stored_vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
 
-    def matrix(self, role: str) -> Matrix:
+    def matrix(self, role: str) -> matrices.Matrix:
         """Returns a dense matrix by its role, which reads its rows when they are needed."""
         return _StreamedMatrix(self, role, self._dense[role])
 
-    def load(self, role: str) -> Matrix:
+    def load(self, role: str) -> matrices.Matrix:
         """Reads a dense matrix into memory, in its stored bytes."""
         dense = self._dense[role]
         return stored_matrix(dense, self._rows(role, 0, dense.role.shape[0]), self.operations)
@@ -492,10 +491,10 @@ class StreamedPackWeights:
 
 
 class _StreamedTable:
-    def __init__(self, pack: Pack, table: NgramLayout) -> None:
+    def __init__(self, pack: formats.Pack, table: NgramLayout) -> None:
         self._pack, self._table = pack, table
 
-    def begin(self, numbers: Numbers) -> "mixers.LaterRows":
+    def begin(self, numbers: reads.Numbers) -> "mixers.LaterRows":
         pack, table = self._pack, self._table
         return mixers.LaterRows(lambda: table_values(table, pack.read_ngram_rows(table, numbers), numbers))
 
@@ -512,13 +511,15 @@ class _StreamedMatrix:
 
 def stored_vector(dense: DenseLayout, raw: Tensor) -> Tensor:
     """Returns a vector, given as its stored bytes, u8: float32 [n]."""
-    vector = raw.view(TORCH_DTYPES[dense.dtype]).to(torch.float32)
+    vector = raw.view(matrices.TORCH_DTYPES[dense.dtype]).to(torch.float32)
     return vector + dense.role.offset if dense.role.offset else vector
 
 
-def stored_matrix(dense: DenseLayout, raw: Tensor, operations: Operations = TORCH) -> Matrix:
+def stored_matrix(dense: DenseLayout, raw: Tensor, operations: Operations = TORCH) -> matrices.Matrix:
     """Returns a matrix of some rows, given as their stored bytes, u8."""
     if dense.rows is not None:
-        return RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes), operations)
-    values = raw.view(TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1])
-    return StoredMatrix(values, TORCH if dense.role.integers else operations)  # integers are read, not multiplied
+        return matrices.RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes), operations)
+    values = raw.view(matrices.TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1])
+    return matrices.StoredMatrix(
+        values, TORCH if dense.role.integers else operations
+    )  # integers are read, not multiplied

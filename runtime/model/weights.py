@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.formats import ModelSpec, NormSpec, Selector
+from moe_pack import formats
 from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.expert import Expert
 from moe_pack.runtime.model.matrices import Matrix
@@ -19,8 +19,8 @@ from moe_pack.runtime.model.rotation import Rotation
 class Weights(Protocol):
     """All weights of a model. `selector` and `threshold` decide which neurons of an expert run."""
 
-    spec: ModelSpec
-    selector: Selector
+    spec: formats.ModelSpec
+    selector: formats.Selector
 
     @property
     def operations(self) -> Operations:
@@ -66,7 +66,7 @@ def from_experts(y: Tensor, weights: Weights, layer_idx: int) -> Tensor:
 
 def norm(x: Tensor, weights: Weights, role: str) -> Tensor:
     """Returns x float32 [T, d] after the model's norm over the last dimension, with the weight (and bias) of a role."""
-    spec: NormSpec = weights.spec.norm
+    spec: formats.NormSpec = weights.spec.norm
     if spec.kind == "rms":
         return weights.operations.rms_norm(x, weights.vector(role), spec.eps)
     bias = weights.vector(f"{role}_bias") if spec.has_bias else None

@@ -16,14 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, ModelSpec, PackLayout, RunError, dense_roles, size_text
-from moe_pack.formats.pack.layouts import plain_layout, whole_blocks
-from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RelativeSpec
+from moe_pack import formats
+from moe_pack.formats.pack import layouts
+from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RelativeSpec, specs
 from moe_pack.formats.parts.attention import raw_places
-from moe_pack.formats.parts.specs import cache_values, cached_tokens, state_values
-from moe_pack.runtime.model import PREFILL_TOKENS, mixers
-from moe_pack.runtime.model.caches import KvDtype, layer_cache_bytes, plain_dtype, row_storages
-from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, MAX_SCORE_BYTES, kernels_attend
+from moe_pack.runtime.model import PREFILL_TOKENS, caches, mixers, operations
 from moe_pack.runtime.offload.presets import ROUTING_FILE
 
 LEAST_PREFILL_TOKENS = 16  # with shorter passes a prompt would read every expert again and again
@@ -53,7 +50,7 @@ class Sequences:
 
     number: int = 1
     checkpoints: int = 0
-    kv_dtype: KvDtype = "f32"
+    kv_dtype: caches.KvDtype = "f32"
     draft_bytes: int = 0
 
 
@@ -184,19 +181,20 @@ def divide_or_refuse(
         return division
     fixed = division.fixed
     parts = [
-        f"{size_text(fixed.dense)} of dense weights",
-        f"{size_text(fixed.cache)} of key-value cache for {context_tokens} tokens",
-        f"{size_text(fixed.workspace)} of workspace",
+        f"{formats.size_text(fixed.dense)} of dense weights",
+        f"{formats.size_text(fixed.cache)} of key-value cache for {context_tokens} tokens",
+        f"{formats.size_text(fixed.workspace)} of workspace",
     ]
     if fixed.predictors:
-        parts.append(f"{size_text(fixed.predictors)} of predictors")
+        parts.append(f"{formats.size_text(fixed.predictors)} of predictors")
     if fixed.drafts:
-        parts.append(f"{size_text(fixed.drafts)} of the prediction layer")
+        parts.append(f"{formats.size_text(fixed.drafts)} of the prediction layer")
     if fixed.overhead:
-        parts.append(f"{size_text(fixed.overhead)} for the GPU's driver")
-    raise RunError(
-        f"{options.budget}: {size_text(budget_bytes)} is too little; the model needs at least "
-        f"{size_text(needs.least_budget)}: {', '.join(parts)} and {size_text(needs.largest)} for experts; "
+        parts.append(f"{formats.size_text(fixed.overhead)} for the GPU's driver")
+    raise formats.RunError(
+        f"{options.budget}: {formats.size_text(budget_bytes)} is too little; the model needs at least "
+        f"{formats.size_text(needs.least_budget)}: {', '.join(parts)} and {formats.size_text(needs.largest)} for "
+        "experts; "
         f"{options.advice(advice)}"
     )
 
@@ -262,7 +260,7 @@ class PageSizes(NamedTuple):
 
 
 def cpu_needs(
-    layout: PackLayout,
+    layout: formats.PackLayout,
     pages: PageSizes,
     context_tokens: int,
     predictor_bytes: int,
@@ -289,7 +287,7 @@ def cpu_needs(
 
 
 def divide_budget(
-    layout: PackLayout,
+    layout: formats.PackLayout,
     budget_bytes: int,
     context_tokens: int,
     predictor_bytes: int,
@@ -348,7 +346,7 @@ def selector_heat(popularity: NDArray[np.floating[Any]], skips: NDArray[np.bool_
 
 
 def resident_selectors(
-    layout: PackLayout, heat: NDArray[np.floating[Any]] | None, num_selectors: int
+    layout: formats.PackLayout, heat: NDArray[np.floating[Any]] | None, num_selectors: int
 ) -> NDArray[np.bool_]:
     """Returns the experts whose selectors stay in memory, the hottest: bool [L, E].
 
@@ -368,20 +366,22 @@ def _hottest_first(heat: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
     return order
 
 
-def _selector_bytes(layout: PackLayout) -> NDArray[np.int64]:
+def _selector_bytes(layout: formats.PackLayout) -> NDArray[np.int64]:
     """Returns the bytes of each expert's selector in memory, in whole blocks: int64 [L, E]."""
-    return np.array([[whole_blocks(expert.selector_bytes) for expert in layer] for layer in layout.experts], np.int64)
+    return np.array(
+        [[layouts.whole_blocks(expert.selector_bytes) for expert in layer] for layer in layout.experts], np.int64
+    )
 
 
 def least_budget(
-    layout: PackLayout, context_tokens: int, predictor_bytes: int, sequences: Sequences = ONE_SEQUENCE
+    layout: formats.PackLayout, context_tokens: int, predictor_bytes: int, sequences: Sequences = ONE_SEQUENCE
 ) -> int:
     """Returns the smallest budget that `divide_budget` divides."""
     return cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes, sequences).least_budget
 
 
 def whole_bytes(
-    layout: PackLayout, context_tokens: int, predictor_bytes: int, sequences: Sequences = ONE_SEQUENCE
+    layout: formats.PackLayout, context_tokens: int, predictor_bytes: int, sequences: Sequences = ONE_SEQUENCE
 ) -> int:
     """Returns the smallest budget with all experts resident and the longest forward passes."""
     needs = cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes, sequences)
@@ -389,7 +389,7 @@ def whole_bytes(
 
 
 def expert_pages(
-    layout: PackLayout, page_bytes: int, has_selector: NDArray[np.bool_] | None = None
+    layout: formats.PackLayout, page_bytes: int, has_selector: NDArray[np.bool_] | None = None
 ) -> NDArray[np.int64]:
     """Returns the number of pages of each expert: int64 [L, E].
 
@@ -398,13 +398,13 @@ def expert_pages(
     num_bytes = extent_bytes(layout)
     if has_selector is not None:
         before = np.array([[begin_block(expert) for expert in layer] for layer in layout.experts], np.int64)
-        num_bytes = num_bytes - before * DISK_BLOCK_BYTES * has_selector
+        num_bytes = num_bytes - before * formats.DISK_BLOCK_BYTES * has_selector
     return -(-num_bytes // page_bytes)
 
 
-def begin_block(expert: ExpertLayout) -> int:
+def begin_block(expert: formats.ExpertLayout) -> int:
     """Returns the block of an extent in which its records begin."""
-    return expert.selector_bytes // DISK_BLOCK_BYTES
+    return expert.selector_bytes // formats.DISK_BLOCK_BYTES
 
 
 def routing_bytes(folder: Path) -> int:
@@ -413,52 +413,58 @@ def routing_bytes(folder: Path) -> int:
     return routing.stat().st_size if routing.exists() else 0
 
 
-def page_sizes(layout: PackLayout) -> PageSizes:
+def page_sizes(layout: formats.PackLayout) -> PageSizes:
     """Returns the page size that wastes least over a pack's experts; of equally good ones the largest.
 
     Both sizes are whole blocks, and the head is at least as long as the longest row.
     """
     sizes, counts = np.unique(extent_bytes(layout), return_counts=True)
-    head = whole_blocks(max(rows.row_bytes for layer in layout.experts for expert in layer for rows in expert.rows()))
-    quarter = int(sizes.min()) // 4 // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES
-    least = max(head, min(LEAST_PAGE_BYTES, quarter), DISK_BLOCK_BYTES)
-    pages = np.arange(least, max(MAX_PAGE_BYTES, least) + 1, DISK_BLOCK_BYTES)[::-1]
+    head = layouts.whole_blocks(
+        max(rows.row_bytes for layer in layout.experts for expert in layer for rows in expert.rows())
+    )
+    quarter = int(sizes.min()) // 4 // formats.DISK_BLOCK_BYTES * formats.DISK_BLOCK_BYTES
+    least = max(head, min(LEAST_PAGE_BYTES, quarter), formats.DISK_BLOCK_BYTES)
+    pages = np.arange(least, max(MAX_PAGE_BYTES, least) + 1, formats.DISK_BLOCK_BYTES)[::-1]
     costs = ((-(-sizes[None] // pages[:, None])) * counts).sum(axis=1) * (pages + head)
     return PageSizes(best_page_bytes(pages, costs), head)
 
 
-def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype = "f32") -> int:
+def cache_bytes(
+    spec: formats.ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: caches.KvDtype = "f32"
+) -> int:
     """Returns the bytes of the key-value cache, and of states with their copy, for passes of at most `chunk_tokens`.
 
     States are float32, and so is the cache of a model with an encoder.
     """
     if spec.encoder is not None:
-        return 4 * (cache_values(spec, context_tokens, chunk_tokens) + 2 * state_values(spec))
+        return 4 * (specs.cache_values(spec, context_tokens, chunk_tokens) + 2 * specs.state_values(spec))
     layers = range(spec.num_hidden_layers)
-    cached = sum(layer_cache_bytes(spec, layer, context_tokens, chunk_tokens, kv_dtype) for layer in layers)
-    return cached + 4 * 2 * state_values(spec)
+    cached = sum(caches.layer_cache_bytes(spec, layer, context_tokens, chunk_tokens, kv_dtype) for layer in layers)
+    return cached + 4 * 2 * specs.state_values(spec)
 
 
-def checkpoint_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype = "f32") -> int:
+def checkpoint_bytes(
+    spec: formats.ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: caches.KvDtype = "f32"
+) -> int:
     """Returns the bytes of a checkpoint of a sequence: its states, and the windows of layers that cache a ring."""
-    num_bytes = 4 * state_values(spec)
+    num_bytes = 4 * specs.state_values(spec)
     for layer in range(spec.num_hidden_layers):
-        attention, places = spec.attention_of(layer), cached_tokens(spec, layer, context_tokens, chunk_tokens)
+        attention, places = spec.attention_of(layer), specs.cached_tokens(spec, layer, context_tokens, chunk_tokens)
         if 0 < places < context_tokens:
-            heads, rows = row_storages(attention, kv_dtype)
-            window = cached_tokens(spec, layer, context_tokens, 0)
+            heads, rows = caches.row_storages(attention, kv_dtype)
+            window = specs.cached_tokens(spec, layer, context_tokens, 0)
             num_bytes += window * heads * sum(each.row_bytes for each in rows)
         if not isinstance(attention, CompressedSpec) or attention.compression is None or not places:
             continue
         compression = attention.compression
         if raw_places(compression, context_tokens, chunk_tokens) < context_tokens:
-            raw_bytes = plain_dtype(kv_dtype).itemsize * compression.raw_width(attention.head_dim)
+            raw_bytes = caches.plain_dtype(kv_dtype).itemsize * compression.raw_width(attention.head_dim)
             num_bytes += compression.earlier_tokens * raw_bytes
     return num_bytes
 
 
 def decoded_cache_bytes(
-    spec: ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: KvDtype, has_kernels: bool = True
+    spec: formats.ModelSpec, context_tokens: int, chunk_tokens: int, kv_dtype: caches.KvDtype, has_kernels: bool = True
 ) -> int:
     """Returns the most bytes of keys and values that are dequantized at once, with their scores and sums, by torch.
 
@@ -469,13 +475,15 @@ def decoded_cache_bytes(
         return 0
     most = 0
     for attention, _ in spec.attention_kinds:
-        if has_kernels and isinstance(attention, GroupedQuerySpec) and kernels_attend(attention):
+        if has_kernels and isinstance(attention, GroupedQuerySpec) and operations.kernels_attend(attention):
             continue
-        heads, rows = row_storages(attention, "f32")
+        heads, rows = caches.row_storages(attention, "f32")
         positions = 2 * context_tokens * heads * sum(each.row_bytes for each in rows)
         scores = 2 * 4 * attention.num_heads * chunk_tokens * context_tokens
         width = 2 * 4 * chunk_tokens * attention.num_heads * _mixed_width(attention)
-        most = max(most, min(positions, MAX_DECODED_BYTES) + min(scores, 2 * MAX_DECODED_BYTES) + width)
+        most = max(
+            most, min(positions, operations.MAX_DECODED_BYTES) + min(scores, 2 * operations.MAX_DECODED_BYTES) + width
+        )
     return most
 
 
@@ -488,14 +496,14 @@ def _mixed_width(attention: AttentionSpec) -> int:
     return attention.head_dim
 
 
-def workspace_bytes(spec: ModelSpec, chunk_tokens: int, num_sequences: int = 1) -> int:
+def workspace_bytes(spec: formats.ModelSpec, chunk_tokens: int, num_sequences: int = 1) -> int:
     """Returns the most bytes that a pass of `chunk_tokens` tokens needs besides weights and cache.
 
     Args:    num_sequences: that get logits from a pass.
     """
     d, k, E = spec.hidden_size, spec.router.num_experts_per_tok, spec.router.num_experts
     width = max(_attention_width(attention) for attention, _ in spec.attention_kinds)
-    hidden = [role.shape[0] for role in dense_roles(spec) if role.name.endswith((".up", ".gate"))]
+    hidden = [role.shape[0] for role in formats.dense_roles(spec) if role.name.endswith((".up", ".gate"))]
     widest = max([spec.expert.intermediate_size, *hidden])
     # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.
     mixing = 0 if spec.mixer is None else spec.mixer.width
@@ -511,7 +519,7 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int, num_sequences: int = 1) 
     return 4 * floats + few + many + _score_bytes(spec, chunk_tokens) + ngram_bytes(spec) + _THREADS_BYTES
 
 
-def most_verified_tokens(spec: ModelSpec, chunk_tokens: int, most: int) -> int:
+def most_verified_tokens(spec: formats.ModelSpec, chunk_tokens: int, most: int) -> int:
     """Returns how many tokens of one sequence may get logits from a pass within the workspace of `chunk_tokens` tokens.
 
     Their pass has fewer tokens than the workspace is for, and leaves the rest to their logits.
@@ -554,7 +562,7 @@ def _compressed_width(attention: CompressedSpec) -> int:
     return heads + outputs + 3 * compression.raw_width(attention.head_dim) + indexed
 
 
-def _score_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
+def _score_bytes(spec: formats.ModelSpec, chunk_tokens: int) -> int:
     """Returns the most bytes of scores, and of a mask of them; only torch's attention stores any."""
     unequal = [
         attention.num_heads
@@ -570,10 +578,10 @@ def _score_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     scores, with_sinks = (
         4 * max(heads, default=0) * chunk_tokens * spec.max_position_embeddings for heads in (unequal, sinking)
     )
-    return min(scores, MAX_SCORE_BYTES) * 5 // 4 + min(with_sinks, MAX_DECODED_BYTES)
+    return min(scores, operations.MAX_SCORE_BYTES) * 5 // 4 + min(with_sinks, operations.MAX_DECODED_BYTES)
 
 
-def _mixer_floats(spec: ModelSpec) -> int:
+def _mixer_floats(spec: formats.ModelSpec) -> int:
     """Returns the floats that mixers need, however many tokens there are.
 
     They are the tables of a chunk; three copies of a layer's state, one of them for predictions; and the vectors of all
@@ -585,7 +593,7 @@ def _mixer_floats(spec: ModelSpec) -> int:
     return spec.mixer.chunk_floats + 3 * spec.mixer.state.num_values + len(spec.mixer.layers) * vectors
 
 
-def ngram_bytes(spec: ModelSpec) -> int:
+def ngram_bytes(spec: formats.ModelSpec) -> int:
     """Returns the bytes that n-grams need, however many tokens there are: nothing of their tables but rows being read.
 
     They are the buffers of these rows; a copy of a layer's state for predictions, and of its last inputs and outputs;
@@ -594,13 +602,13 @@ def ngram_bytes(spec: ModelSpec) -> int:
     if spec.ngrams is None:
         return 0
     ngrams, width = spec.ngrams, spec.stream_width
-    row_bytes = plain_layout(ngrams.row_values, "F32").row_bytes
+    row_bytes = layouts.plain_layout(ngrams.row_values, "F32").row_bytes
     buffers = mixers.SLOTS_PER_TABLE * len(ngrams.layers) * mixers.SLOT_TOKENS * ngrams.num_heads * row_bytes
     vectors = sum(role.shape[0] for role in ngrams.roles(spec.hidden_size, width, 0.0) if len(role.shape) == 1)
     return buffers + 4 * (len(ngrams.layers) * vectors + 3 * ngrams.state(width).num_values)
 
 
-def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) -> int:
+def whole_pass_bytes(spec: formats.ModelSpec, chunk_tokens: int, context_tokens: int) -> int:
     """Returns the additional bytes of a pass in which each token has something of each position of the context.
 
     With an indexer they are masks, of the positions that are seen, and that are chosen, with copies. With compressed
@@ -619,7 +627,7 @@ def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) ->
     # Hidden states, normed ones, halves' outputs in pieces and whole, experts' outputs; routers' logits and scores.
     states = context_tokens * (6 * spec.hidden_size + 3 * spec.router.num_experts)
     biases = 2 * attention.num_heads * 2 * context_tokens
-    scores = min(12 * attention.num_heads * chunk_tokens * context_tokens, 2 * MAX_DECODED_BYTES)
+    scores = min(12 * attention.num_heads * chunk_tokens * context_tokens, 2 * operations.MAX_DECODED_BYTES)
     return 4 * (states + biases) + scores
 
 
@@ -629,7 +637,7 @@ def _entry_bytes(attention: CompressedSpec, chunk_tokens: int, context_tokens: i
     return (window + num_entries) * (_MASKS * chunk_tokens + 4 * attention.head_dim)
 
 
-def extent_bytes(layout: PackLayout) -> NDArray[np.int64]:
+def extent_bytes(layout: formats.PackLayout) -> NDArray[np.int64]:
     """Returns the bytes of each expert's extent: int64 [L, E]."""
     return np.array([[expert.num_bytes for expert in layer] for layer in layout.experts], np.int64)
 
@@ -645,7 +653,7 @@ class LinkCompression:
     stored: float
 
 
-def expert_compression(expert: ExpertLayout, sparsity: float) -> LinkCompression:
+def expert_compression(expert: formats.ExpertLayout, sparsity: float) -> LinkCompression:
     """Returns the size of an expert's matrices in 16 bit over that of its selector and running records.
 
     `codes` leaves out scales, zeros, CRC and padding.
@@ -667,7 +675,7 @@ class ResidentRows(NamedTuple):
     row_shares: Array
 
 
-def resident_rows(layout: PackLayout, popularity: Array, heat: Array, num_bytes: int) -> ResidentRows:
+def resident_rows(layout: formats.PackLayout, popularity: Array, heat: Array, num_bytes: int) -> ResidentRows:
     """Chooses the selectors and rows to keep in `num_bytes`: those that a token reads with the highest probability.
 
     A fractional knapsack: every item is worth its probability for each of its bytes.

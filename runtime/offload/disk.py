@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import DISK_BLOCK_BYTES, RunError
+from moe_pack import formats
 from moe_pack.formats.base import anonymous_memory
-from moe_pack.runtime.cpu import PagedRows, is_available
+from moe_pack.runtime import cpu
 from moe_pack.runtime.cpu.reads import Numbers
 
 
@@ -28,7 +28,9 @@ class PageArena:
 
     def __init__(self, num_pages: int, page_bytes: int, head_bytes: int, front_bytes: int = 0) -> None:
         assert num_pages > 0 and head_bytes > 0, "pages, and heads"
-        assert not any(size % DISK_BLOCK_BYTES for size in (page_bytes, head_bytes, front_bytes)), "whole blocks"
+        assert not any(size % formats.DISK_BLOCK_BYTES for size in (page_bytes, head_bytes, front_bytes)), (
+            "whole blocks"
+        )
         self.num_pages, self.page_bytes, self.head_bytes = num_pages, page_bytes, head_bytes
         self.slot_bytes = page_bytes + head_bytes
         self._front_bytes = front_bytes
@@ -36,7 +38,9 @@ class PageArena:
         try:
             pages = anonymous_memory(num_bytes)
         except (OSError, OverflowError) as fault:
-            raise RunError(f"--budget: cannot allocate {num_bytes:,} bytes ({fault}); give a smaller budget") from fault
+            raise formats.RunError(
+                f"--budget: cannot allocate {num_bytes:,} bytes ({fault}); give a smaller budget"
+            ) from fault
         # No huge pages: a virtual machine may need seconds for each gigabyte that it gets back from its host.
         self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
         self._free = list(range(num_pages - 1, -1, -1))
@@ -54,10 +58,10 @@ class PageArena:
         """Gives pages back to the arena."""
         self._free += slots[::-1].tolist()
 
-    def rows(self, slots: NDArray[np.int32], begin: int) -> PagedRows:
+    def rows(self, slots: NDArray[np.int32], begin: int) -> cpu.PagedRows:
         """Returns the rows from byte `begin` of the extent in these pages, for the kernels."""
         pages = self.memory[self._front_bytes :]
-        return PagedRows(pages, slots, self.slot_bytes, self.head_bytes, self.page_bytes, begin)
+        return cpu.PagedRows(pages, slots, self.slot_bytes, self.head_bytes, self.page_bytes, begin)
 
     def places(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
         """Returns the positions in `memory` where pages begin: int64 [n]."""
@@ -68,7 +72,7 @@ class PageArena:
         self.memory = np.empty(0, np.uint8)
 
 
-if is_available():
+if cpu.is_available():
     import moe_pack.runtime.cpu._native as _native
 
 

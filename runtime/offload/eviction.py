@@ -19,33 +19,32 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moe_pack.runtime.offload.cache import Array, CacheFacts, Eviction, ExpertCache, ExpertKey
-from moe_pack.runtime.offload.presets import EvictionName, Preset
+from moe_pack.runtime.offload import cache, presets
 
 
 class EvictionBase:
     """The four observations, each ignored: a policy overrides those that it needs."""
 
-    def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
+    def routed(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None) -> None:
         """Ignores what a router chose."""
 
-    def used(self, key: ExpertKey) -> None:
+    def used(self, key: cache.ExpertKey) -> None:
         """Ignores that an expert was computed."""
 
-    def fetched(self, key: ExpertKey) -> None:
+    def fetched(self, key: cache.ExpertKey) -> None:
         """Ignores that an expert is being fetched."""
 
-    def evicted(self, key: ExpertKey) -> None:
+    def evicted(self, key: cache.ExpertKey) -> None:
         """Ignores that an expert was evicted."""
 
 
 class NoEviction(EvictionBase):
     """Every expert is worth the same: for policies that place experts and keep no others."""
 
-    def __init__(self, facts: CacheFacts) -> None:
+    def __init__(self, facts: cache.CacheFacts) -> None:
         self._worth = np.zeros(facts.pages.shape)
 
-    def worth(self, layer_idx: int) -> Array:
+    def worth(self, layer_idx: int) -> cache.Array:
         """Returns zeros [L, E]."""
         return self._worth
 
@@ -53,20 +52,20 @@ class NoEviction(EvictionBase):
 class LRU(EvictionBase):
     """Least recently used, over all layers at once: the expert that was used last is worth most."""
 
-    def __init__(self, facts: CacheFacts) -> None:
+    def __init__(self, facts: cache.CacheFacts) -> None:
         self._last = np.zeros(facts.pages.shape)
         self._clock = 0
 
-    def used(self, key: ExpertKey) -> None:
+    def used(self, key: cache.ExpertKey) -> None:
         """Makes the expert the last used."""
         self._clock += 1
         self._last[key] = self._clock
 
-    def fetched(self, key: ExpertKey) -> None:
+    def fetched(self, key: cache.ExpertKey) -> None:
         """Counts as a use: a predicted expert is needed soon."""
         self.used(key)
 
-    def worth(self, layer_idx: int) -> Array:
+    def worth(self, layer_idx: int) -> cache.Array:
         """Returns the time of each expert's last use [L, E]."""
         return self._last
 
@@ -80,22 +79,22 @@ class LayerLRU(LRU):
              each MoE layer".
     """
 
-    def __init__(self, facts: CacheFacts) -> None:
+    def __init__(self, facts: cache.CacheFacts) -> None:
         super().__init__(facts)
         self._pages = facts.pages
         self._share = facts.num_pages / len(facts.pages)
         self._layer_pages = np.zeros(len(facts.pages), np.int64)  # without those of placed experts
 
-    def fetched(self, key: ExpertKey) -> None:
+    def fetched(self, key: cache.ExpertKey) -> None:
         """Makes the expert the last used, and counts its pages to its layer's share."""
         super().fetched(key)
         self._layer_pages[key.layer_idx] += self._pages[key]
 
-    def evicted(self, key: ExpertKey) -> None:
+    def evicted(self, key: cache.ExpertKey) -> None:
         """Takes the expert's pages from its layer's share."""
         self._layer_pages[key.layer_idx] -= self._pages[key]
 
-    def worth(self, layer_idx: int) -> Array:
+    def worth(self, layer_idx: int) -> cache.Array:
         """Returns the time of each expert's last use; less than all others for layers that have to give pages."""
         if self._layer_pages[layer_idx] + self._pages[layer_idx].max() > self._share:
             gives = np.arange(len(self._layer_pages)) == layer_idx
@@ -110,18 +109,18 @@ class LFU(EvictionBase):
     Source:  one of the classic policies that EdgeMoE is compared with (EdgeMoE §III-C2, Fig. 14).
     """
 
-    def __init__(self, facts: CacheFacts) -> None:
+    def __init__(self, facts: cache.CacheFacts) -> None:
         self._uses = np.zeros(facts.pages.shape)
         self._last = np.zeros(facts.pages.shape)
         self._clock = 0
 
-    def used(self, key: ExpertKey) -> None:
+    def used(self, key: cache.ExpertKey) -> None:
         """Counts a use."""
         self._clock += 1
         self._uses[key] += 1
         self._last[key] = self._clock
 
-    def worth(self, layer_idx: int) -> Array:
+    def worth(self, layer_idx: int) -> cache.Array:
         """Returns each expert's number of uses plus a fraction below 1 that grows with the time of the last use."""
         return self._uses + self._last / (self._clock + 1)
 
@@ -140,7 +139,7 @@ class EdgeMoE(EvictionBase):
              first, against the sentence before it ("whose layers are farther away from the current block").
     """
 
-    def __init__(self, facts: CacheFacts) -> None:
+    def __init__(self, facts: cache.CacheFacts) -> None:
         self._frequency = facts.popularity.astype(np.float64) * facts.num_active
         self._num_encoder_layers = facts.num_encoder_layers
         self._frequency[: facts.num_encoder_layers] = 0
@@ -150,14 +149,14 @@ class EdgeMoE(EvictionBase):
         is_encoding = layers[:, None] < facts.num_encoder_layers
         self._distance = np.where(is_encoding, np.maximum(ahead, 1), decoding)
 
-    def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
+    def routed(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None) -> None:
         """Counts a pass for each chosen expert of a decoder."""
         if layer_idx >= self._num_encoder_layers:
             self._frequency[layer_idx, experts] += 1
 
-    def worth(self, layer_idx: int) -> Array:
+    def worth(self, layer_idx: int) -> cache.Array:
         """Returns f / D for each expert [L, E]."""
-        worth: Array = self._frequency / self._distance[layer_idx][:, None]
+        worth: cache.Array = self._frequency / self._distance[layer_idx][:, None]
         return worth
 
 
@@ -175,12 +174,12 @@ class Importance(EvictionBase):
              because the running layer needs them are locked by `ExpertCache`.
     """
 
-    def __init__(self, facts: CacheFacts, num_passes: int = NUM_PASSES) -> None:
-        self._last: Array = np.zeros((len(facts.pages), num_passes, facts.pages.shape[1]), np.float16)
-        self._sums: Array = np.zeros(facts.pages.shape)  # exact: float64 is, for sums of some thousand float16
+    def __init__(self, facts: cache.CacheFacts, num_passes: int = NUM_PASSES) -> None:
+        self._last: cache.Array = np.zeros((len(facts.pages), num_passes, facts.pages.shape[1]), np.float16)
+        self._sums: cache.Array = np.zeros(facts.pages.shape)  # exact: float64 is, for sums of some thousand float16
         self._num_passes = np.zeros(len(facts.pages), np.int64)
 
-    def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
+    def routed(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None) -> None:
         """Puts the scores of the pass in the place of the oldest."""
         if scores is None:
             scores = np.zeros(self._sums.shape[1], np.float16)
@@ -191,10 +190,10 @@ class Importance(EvictionBase):
         self._sums[layer_idx] += oldest
         self._num_passes[layer_idx] += 1
 
-    def worth(self, layer_idx: int) -> Array:
+    def worth(self, layer_idx: int) -> cache.Array:
         """Returns the mean scores [L, E]; 0 in layers that no pass has reached."""
         num_known = np.clip(self._num_passes, 1, self._last.shape[1])
-        worth: Array = self._sums / num_known[:, None]
+        worth: cache.Array = self._sums / num_known[:, None]
         return worth
 
 
@@ -207,10 +206,10 @@ class Belady(EvictionBase):
              figure for comparison and no bound.
     """
 
-    def __init__(self, facts: CacheFacts, steps: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def __init__(self, facts: cache.CacheFacts, steps: Sequence[tuple[int, Sequence[int]]]) -> None:
         never = float(len(steps) + 1)
         self._worth = np.full(facts.pages.shape, -never)  # of each expert: minus the step that needs it next
-        self._next: list[Array] = []  # of each step, last first: the worth of its experts after it
+        self._next: list[cache.Array] = []  # of each step, last first: the worth of its experts after it
         for number in range(len(steps) - 1, -1, -1):
             layer_idx, experts = steps[number]
             self._next.append(self._worth[layer_idx, experts])  # a copy
@@ -218,18 +217,18 @@ class Belady(EvictionBase):
         self._steps = steps
         self._num_done = 0
 
-    def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
+    def routed(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None) -> None:
         """Goes on to the next step, which must be this one."""
         assert self._steps[self._num_done] == (layer_idx, experts), "the steps are those that were given"
         self._num_done += 1
         self._worth[layer_idx, experts] = self._next.pop()
 
-    def worth(self, layer_idx: int) -> Array:
+    def worth(self, layer_idx: int) -> cache.Array:
         """Returns minus the step that needs each expert next [L, E]."""
         return self._worth
 
 
-def placed_by_popularity(facts: CacheFacts, num_pages: int) -> list[ExpertKey]:
+def placed_by_popularity(facts: cache.CacheFacts, num_pages: int) -> list[cache.ExpertKey]:
     """Returns the experts to place in `num_pages` pages, most popular first, over all layers.
 
     An expert that does not fit is skipped, and a smaller one may follow. Unless all experts are placed, pages for the
@@ -238,17 +237,17 @@ def placed_by_popularity(facts: CacheFacts, num_pages: int) -> list[ExpertKey]:
     Source:  Fiddler (2402.07033) §3.2: "as many experts as the memory capacity permits in order of popularity".
     """
     if facts.pages.sum() <= num_pages:
-        return [ExpertKey(*divmod(place, facts.pages.shape[1])) for place in range(facts.pages.size)]
+        return [cache.ExpertKey(*divmod(place, facts.pages.shape[1])) for place in range(facts.pages.size)]
     free_pages, placed = min(num_pages, facts.num_pages - int(facts.pages.max())), []
     for place in np.argsort(-facts.popularity.ravel(), kind="stable").tolist():
-        key = ExpertKey(*divmod(place, facts.pages.shape[1]))
+        key = cache.ExpertKey(*divmod(place, facts.pages.shape[1]))
         if facts.pages[key] <= free_pages:
             free_pages -= int(facts.pages[key])
             placed.append(key)
     return placed
 
 
-def experts_to_start_with(facts: CacheFacts) -> list[ExpertKey]:
+def experts_to_start_with(facts: cache.CacheFacts) -> list[cache.ExpertKey]:
     """Returns the experts that fill an empty cache before a run, in the order in which they are fetched.
 
     An encoder's experts come first, in the order in which they run; then all others, most popular first; of equally
@@ -264,14 +263,14 @@ def experts_to_start_with(facts: CacheFacts) -> list[ExpertKey]:
     others = first_place + np.argsort(-facts.popularity.ravel()[first_place:], kind="stable")
     free_pages, chosen = facts.num_pages, []
     for place in [*range(first_place), *others.tolist()]:
-        key = ExpertKey(*divmod(place, num_experts))
+        key = cache.ExpertKey(*divmod(place, num_experts))
         if facts.pages[key] <= free_pages:
             free_pages -= int(facts.pages[key])
             chosen.append(key)
     return chosen
 
 
-_EVICTIONS: dict[EvictionName, Callable[[CacheFacts], Eviction]] = {
+_EVICTIONS: dict[presets.EvictionName, Callable[[cache.CacheFacts], cache.Eviction]] = {
     "lru": LRU,
     "layer_lru": LayerLRU,
     "lfu": LFU,
@@ -281,12 +280,12 @@ _EVICTIONS: dict[EvictionName, Callable[[CacheFacts], Eviction]] = {
 }
 
 
-def placed_by(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
+def placed_by(preset: presets.Preset, facts: cache.CacheFacts) -> list[cache.ExpertKey]:
     """Returns the experts that the preset places for the whole run."""
     return placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
 
 
-def initial_of(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
+def initial_of(preset: presets.Preset, facts: cache.CacheFacts) -> list[cache.ExpertKey]:
     """Returns the experts with which the preset fills the cache before the run, in the order of their fetches.
 
     Placed experts are not among them.
@@ -297,12 +296,12 @@ def initial_of(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
     return [key for key in experts_to_start_with(facts) if key not in placed]
 
 
-def eviction_of(preset: Preset, facts: CacheFacts) -> Eviction:
+def eviction_of(preset: presets.Preset, facts: cache.CacheFacts) -> cache.Eviction:
     """Returns a new instance of the preset's eviction policy."""
     return _EVICTIONS[preset.eviction](facts)
 
 
-def expert_cache_for(preset: Preset, facts: CacheFacts) -> ExpertCache:
+def expert_cache_for(preset: presets.Preset, facts: cache.CacheFacts) -> cache.ExpertCache:
     """Returns a cache under the preset's policies; the experts that it places or starts with are resident."""
     placed, initial = placed_by(preset, facts), initial_of(preset, facts)
-    return ExpertCache(facts, eviction_of(preset, facts), placed, preset.keeps, initial)
+    return cache.ExpertCache(facts, eviction_of(preset, facts), placed, preset.keeps, initial)

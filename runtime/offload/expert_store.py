@@ -20,24 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import (
-    DISK_BLOCK_BYTES,
-    ExpertLayout,
-    NeuronFunction,
-    Pack,
-    PackError,
-    PackLayout,
-    RowLayout,
-    RunError,
-    Selector,
-)
+from moe_pack import formats
 from moe_pack.formats.pack.layouts import whole_blocks
-from moe_pack.runtime.cpu import ExpertRows, ExpertWork, Kernels, PagedRows, SelectedNeurons, expert_numbers
+from moe_pack.runtime import cpu, model
 from moe_pack.runtime.cpu.reads import Reads
-from moe_pack.runtime.model import NativeOperations, NeuronBlock, Operations, PackedExpert, run_expert
-from moe_pack.runtime.offload.budgets import BudgetPlan, begin_block
+from moe_pack.runtime.offload import budgets, disk
 from moe_pack.runtime.offload.cache import ExpertKey
-from moe_pack.runtime.offload.disk import PageArena, Pieces, pieces_of_rows
+from moe_pack.runtime.offload.disk import pieces_of_rows
 
 _MAX_EVENTS = 1000  # in memory between two writes
 
@@ -136,7 +125,7 @@ class Trace:
         except OSError as fault:
             raise self._failed(fault) from fault
 
-    def _failed(self, fault: OSError) -> RunError:
+    def _failed(self, fault: OSError) -> formats.RunError:
         """Closes and deletes the file; returns the error to raise."""
         with suppress(OSError):  # the failed write fails again; the descriptor is closed anyway
             self._file.close()
@@ -144,8 +133,8 @@ class Trace:
             self._path.unlink()
         return self._error(fault)
 
-    def _error(self, fault: OSError) -> RunError:
-        return RunError(f"--trace: {self._path}: cannot be written ({fault.strerror}); give another path")
+    def _error(self, fault: OSError) -> formats.RunError:
+        return formats.RunError(f"--trace: {self._path}: cannot be written ({fault.strerror}); give another path")
 
 
 Blocks = NDArray[np.int64]
@@ -165,7 +154,7 @@ class ResidentSelectors:
         self._is_checked = np.zeros(places.shape, bool)
 
     @classmethod
-    def laid_out(cls, memory: NDArray[np.uint8], layout: PackLayout, is_resident: NDArray[np.bool_]) -> Self:
+    def laid_out(cls, memory: NDArray[np.uint8], layout: formats.PackLayout, is_resident: NDArray[np.bool_]) -> Self:
         """Returns places for the selectors of some experts, bool [L, E], one after the other."""
         sizes = np.array([[whole_blocks(expert.selector_bytes) for expert in layer] for layer in layout.experts])
         ends = np.cumsum(np.where(is_resident, sizes, 0)).reshape(sizes.shape)
@@ -175,7 +164,7 @@ class ResidentSelectors:
         """Returns whether an expert's selector stays here."""
         return bool(self._places[key] >= 0)
 
-    def rows(self, key: ExpertKey, layout: ExpertLayout) -> NDArray[np.uint8] | None:
+    def rows(self, key: ExpertKey, layout: formats.ExpertLayout) -> NDArray[np.uint8] | None:
         """Returns the place of an expert's selector rows, u8 [f, row bytes], read or not; None if it has none."""
         if not self.has(key) or layout.selector is None:
             return None
@@ -210,10 +199,10 @@ class PagedExpert:
 
     def __init__(
         self,
-        arena: PageArena,
-        layout: ExpertLayout,
-        selector: Selector,
-        function: NeuronFunction,
+        arena: disk.PageArena,
+        layout: formats.ExpertLayout,
+        selector: formats.Selector,
+        function: formats.NeuronFunction,
         threshold: float,
         offset: int,
         place: str,
@@ -221,23 +210,23 @@ class PagedExpert:
         row_is_checked: NDArray[np.bool_] | None = None,
     ) -> None:
         self.layout, self.offset, self.place = layout, offset, place
-        self.function: NeuronFunction = function
-        self.num_blocks = -(-layout.num_bytes // DISK_BLOCK_BYTES)
+        self.function: formats.NeuronFunction = function
+        self.num_blocks = -(-layout.num_bytes // formats.DISK_BLOCK_BYTES)
         self._selector_stays = selector_rows is not None
-        self._first_block = begin_block(layout) if self._selector_stays else 0
+        self._first_block = budgets.begin_block(layout) if self._selector_stays else 0
         self.has_block = np.arange(self.num_blocks) < self._first_block
         self.is_whole = self.is_selector_checked = False
         self.ticket: int | None = None
         self._arena = arena
-        first = self._first_block * DISK_BLOCK_BYTES
+        first = self._first_block * formats.DISK_BLOCK_BYTES
         self._slots = arena.take(-(-(layout.num_bytes - first) // arena.page_bytes))
         self._places = arena.places(self._slots)
         self._row_is_checked = np.zeros(layout.num_rows, bool) if row_is_checked is None else row_is_checked
         rows = arena.rows(self._slots, 0) if layout.selector else None
         self.records = arena.rows(self._slots, layout.selector_bytes - first)
         self.extra = arena.rows(self._slots, layout.num_bytes - layout.extra_bytes - first) if layout.extra else None
-        numbers = expert_numbers(layout, selector, function)
-        self.rows = ExpertRows(
+        numbers = cpu.expert_numbers(layout, selector, function)
+        self.rows = cpu.ExpertRows(
             numbers, rows if selector_rows is None else selector_rows, self.records, threshold, self.extra
         )
 
@@ -254,13 +243,19 @@ class PagedExpert:
 
         They have the selector rows, unless these stay elsewhere, and the bias of down.
         """
-        selector = _NO_BLOCKS if self._selector_stays else np.arange(-(-self.layout.selector_bytes // DISK_BLOCK_BYTES))
+        selector = (
+            _NO_BLOCKS
+            if self._selector_stays
+            else np.arange(-(-self.layout.selector_bytes // formats.DISK_BLOCK_BYTES))
+        )
         if self.layout.extra is None:
             return selector
-        extra = np.arange((self.layout.num_bytes - self.layout.extra_bytes) // DISK_BLOCK_BYTES, self.num_blocks)
+        extra = np.arange(
+            (self.layout.num_bytes - self.layout.extra_bytes) // formats.DISK_BLOCK_BYTES, self.num_blocks
+        )
         return np.union1d(selector, extra)
 
-    def pieces_of_rows(self, neurons: NDArray[np.int32], gap_blocks: int) -> Pieces:
+    def pieces_of_rows(self, neurons: NDArray[np.int32], gap_blocks: int) -> disk.Pieces:
         """Returns the pieces to read for the records of some neurons, as far as they have not arrived.
 
         Args:    neurons: rising.   gap_blocks: gaps of at most so many blocks are read too.
@@ -272,7 +267,7 @@ class PagedExpert:
             self.layout.selector_bytes,
             self.layout.records.row_bytes,
             self._first_block,
-            self._arena.page_bytes // DISK_BLOCK_BYTES,
+            self._arena.page_bytes // formats.DISK_BLOCK_BYTES,
             gap_blocks,
             self.offset,
         )
@@ -281,7 +276,7 @@ class PagedExpert:
         """Returns the first and the last block of each record."""
         row_bytes = self.layout.records.row_bytes
         begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
-        return begin // DISK_BLOCK_BYTES, (begin + row_bytes - 1) // DISK_BLOCK_BYTES
+        return begin // formats.DISK_BLOCK_BYTES, (begin + row_bytes - 1) // formats.DISK_BLOCK_BYTES
 
     def present(self, neurons: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns those of some neurons whose records have arrived."""
@@ -290,37 +285,37 @@ class PagedExpert:
         present: NDArray[np.int32] = neurons[num_before[last + 1] - num_before[first] == last + 1 - first]
         return present
 
-    def pieces(self, blocks: Blocks) -> Pieces:
+    def pieces(self, blocks: Blocks) -> disk.Pieces:
         """Returns the pieces to read for those of `blocks` (rising) that have not arrived.
 
         A piece is a run of blocks in one page.
         """
         blocks = blocks[~self.has_block[blocks]]
-        page_blocks = self._arena.page_bytes // DISK_BLOCK_BYTES
+        page_blocks = self._arena.page_bytes // formats.DISK_BLOCK_BYTES
         page, within = np.divmod(blocks - self._first_block, page_blocks)
         is_new = within == 0
         is_new[:1] = True
         is_new[1:] |= blocks[1:] - blocks[:-1] != 1
         starts = np.flatnonzero(is_new)
         lengths = np.append(starts[1:], len(blocks)) - starts
-        places = self._places[page[starts]] + within[starts] * DISK_BLOCK_BYTES
-        offsets = self.offset + blocks[starts] * DISK_BLOCK_BYTES
-        return Pieces(blocks, offsets, places, lengths * DISK_BLOCK_BYTES)
+        places = self._places[page[starts]] + within[starts] * formats.DISK_BLOCK_BYTES
+        offsets = self.offset + blocks[starts] * formats.DISK_BLOCK_BYTES
+        return disk.Pieces(blocks, offsets, places, lengths * formats.DISK_BLOCK_BYTES)
 
     def arrived(self, blocks: Blocks) -> None:
         """Takes note that blocks have been read."""
         self.has_block[blocks] = True
         self.is_whole = bool(self.has_block.all())
 
-    def stitch(self, kernels: Kernels) -> None:
+    def stitch(self, kernels: cpu.Kernels) -> None:
         """Copies rows together that cross from page to page: after each arrival, before anything is computed."""
-        if self.layout.selector and isinstance(self.rows.selector, PagedRows):
+        if self.layout.selector and isinstance(self.rows.selector, cpu.PagedRows):
             kernels.stitch(self.rows.selector, self.layout.selector, self.layout.num_rows)
         kernels.stitch(self.records, self.layout.records, self.layout.num_rows)
         if self.layout.extra and self.extra is not None:
             kernels.stitch(self.extra, self.layout.extra, 1)
 
-    def check_rows(self, kernels: Kernels, rows: NDArray[np.int32], number: int) -> None:
+    def check_rows(self, kernels: cpu.Kernels, rows: NDArray[np.int32], number: int) -> None:
         """Checks the records of some neurons that have not been checked before.
 
         Raises:  PackError, which names the first damaged row.
@@ -331,7 +326,7 @@ class PagedExpert:
         self._check(kernels, self.records, self.layout.records, unchecked, number)
         self._row_is_checked[unchecked] = True
 
-    def check_selector(self, kernels: Kernels, number: int) -> None:
+    def check_selector(self, kernels: cpu.Kernels, number: int) -> None:
         """Checks every selector row and the bias of down.
 
         Raises:  PackError, which names the first damaged row.
@@ -343,7 +338,7 @@ class PagedExpert:
             self._check(kernels, self.extra, self.layout.extra, every[:1], number)
         self.is_selector_checked = True
 
-    def check_all_rows(self, kernels: Kernels, number: int) -> None:
+    def check_all_rows(self, kernels: cpu.Kernels, number: int) -> None:
         """Checks every record that has not been checked before, and the bias of down, of an expert that is whole.
 
         Raises:  PackError, which names the first damaged row.
@@ -355,15 +350,15 @@ class PagedExpert:
 
     def _check(
         self,
-        kernels: Kernels,
-        rows: PagedRows | NDArray[np.uint8],
-        layout: RowLayout,
+        kernels: cpu.Kernels,
+        rows: cpu.PagedRows | NDArray[np.uint8],
+        layout: formats.RowLayout,
         neurons: NDArray[np.int32],
         number: int,
     ) -> None:
         damaged = kernels.damaged_row(rows, layout, neurons)
         if damaged is not None:
-            raise PackError(
+            raise formats.PackError(
                 f"{self.place}: expert {number}: CRC-32 of row {damaged} does not match its bytes; the file is damaged"
             )
 
@@ -375,13 +370,13 @@ class PagedExpert:
             out[page * page_bytes : (page + 1) * page_bytes] = self._arena.memory[place : place + page_bytes]
         return torch.from_numpy(out[: self.layout.num_bytes])
 
-    def blocks(self) -> Iterator[NeuronBlock]:
+    def blocks(self) -> Iterator[model.NeuronBlock]:
         """Yields all neurons once, in stored order, dequantized."""
-        return PackedExpert(self.layout, self.extent()).blocks()
+        return model.PackedExpert(self.layout, self.extent()).blocks()
 
     def down_bias(self) -> Tensor | None:
         """Returns the bias of down, float32 [d]; None if the family has none."""
-        return PackedExpert(self.layout, self.extent()).down_bias()
+        return model.PackedExpert(self.layout, self.extent()).down_bias()
 
 
 class PagedWork(NamedTuple):
@@ -394,14 +389,14 @@ class PagedWork(NamedTuple):
     tokens: NDArray[np.int64]
     weights: NDArray[np.float32]
     places: NDArray[np.int64]
-    selected: SelectedNeurons | None = None
+    selected: cpu.SelectedNeurons | None = None
 
 
 class PagedOperations:
     """Computes in plain torch with a copy of each expert, which must be resident whole."""
 
-    def __init__(self, selector: Selector) -> None:
-        self._selector: Selector = selector
+    def __init__(self, selector: formats.Selector) -> None:
+        self._selector: formats.Selector = selector
 
     def stitch(self, expert: PagedExpert) -> None:
         """Copies rows together that cross from page to page, after each arrival; here, experts are copied anyway."""
@@ -414,14 +409,14 @@ class PagedOperations:
         """Runs whole experts over x float32 [T, d]; each writes its rows of `outputs`, weighted."""
         for work in works:
             some, threshold = x[torch.from_numpy(work.tokens)], work.expert.rows.threshold
-            y = run_expert(some, work.expert, work.expert.function, self._selector, threshold)
+            y = model.run_expert(some, work.expert, work.expert.function, self._selector, threshold)
             outputs[work.places] = work.weights[:, None] * y.numpy()
 
 
 class NativePagedOperations(PagedOperations):
     """Computes with native kernels on the pages; with a selector, the rows of running neurons suffice."""
 
-    def __init__(self, selector: Selector, kernels: Kernels) -> None:
+    def __init__(self, selector: formats.Selector, kernels: cpu.Kernels) -> None:
         super().__init__(selector)
         self._kernels = kernels
 
@@ -435,7 +430,7 @@ class NativePagedOperations(PagedOperations):
 
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
         """Runs experts, all in one call."""
-        jobs = [ExpertWork(w.expert.rows, w.tokens, w.weights, w.places, w.selected) for w in works]
+        jobs = [cpu.ExpertWork(w.expert.rows, w.tokens, w.weights, w.places, w.selected) for w in works]
         self._kernels.experts_apart(x, jobs, outputs)
 
     def check_selector(self, expert: PagedExpert, number: int) -> None:
@@ -450,14 +445,14 @@ class NativePagedOperations(PagedOperations):
         """Checks all records and the bias of down. Raises PackError, which names the first damaged row."""
         expert.check_all_rows(self._kernels, number)
 
-    def select(self, x: Tensor, works: Sequence[tuple[PagedExpert, NDArray[np.int64]]]) -> list[SelectedNeurons]:
+    def select(self, x: Tensor, works: Sequence[tuple[PagedExpert, NDArray[np.int64]]]) -> list[cpu.SelectedNeurons]:
         """Returns which neurons of experts run, each for some tokens, int64 [n], of x float32 [T, d]."""
         return self._kernels.select_each(x, [(expert.rows, tokens) for expert, tokens in works])
 
 
-def paged_operations(operations: Operations, selector: Selector) -> PagedOperations:
+def paged_operations(operations: model.Operations, selector: formats.Selector) -> PagedOperations:
     """Returns the operations on experts in pages that go with the `operations` of the dense part."""
-    if isinstance(operations, NativeOperations):
+    if isinstance(operations, model.NativeOperations):
         return NativePagedOperations(selector, operations.kernels)
     return PagedOperations(selector)
 
@@ -513,9 +508,9 @@ class ExpertStore:
 
     def __init__(
         self,
-        pack: Pack,
-        operations: Operations,
-        plan: BudgetPlan,
+        pack: formats.Pack,
+        operations: model.Operations,
+        plan: budgets.BudgetPlan,
         open_reads: Callable[[NDArray[np.uint8]], Reads],
         verify: bool,
         rows_below: float = 0.0,
@@ -529,14 +524,14 @@ class ExpertStore:
         self._pack, self._verify = pack, verify
         self.operations = paged_operations(operations, pack.manifest.selector)
         self.by_rows = self.operations if isinstance(self.operations, NativePagedOperations) else None
-        self._gap_blocks = gap_bytes // DISK_BLOCK_BYTES
+        self._gap_blocks = gap_bytes // formats.DISK_BLOCK_BYTES
         self._rows_below = 0.0 if self.by_rows is None else rows_below
         self.shares = RunningShares(len(pack.layout.experts))
         self._checked = np.zeros(pack.index.size.shape, bool)
         self._rows_checked: dict[ExpertKey, NDArray[np.bool_]] = {}
         self._experts: dict[ExpertKey, PagedExpert] = {}
         self._reading: dict[ExpertKey, _Reading] = {}
-        self._arena = PageArena(plan.num_pages, plan.page_bytes, plan.head_bytes, plan.selectors)
+        self._arena = disk.PageArena(plan.num_pages, plan.page_bytes, plan.head_bytes, plan.selectors)
         if has_selector is None:
             has_selector = np.zeros(pack.index.size.shape, bool)
         assert self.by_rows is not None or not has_selector.any(), "torch needs whole experts"
@@ -652,11 +647,11 @@ class ExpertStore:
         if self._trace is not None:
             self._trace.read_ends(_name(key), self._traced.pop(key))
 
-    def _begin(self, key: ExpertKey, pieces: Pieces, urgent: bool) -> None:
+    def _begin(self, key: ExpertKey, pieces: disk.Pieces, urgent: bool) -> None:
         """Requests pieces of an expert, and its selector if that stays in memory and was not read yet."""
         expert = self._experts[key]
         blocks, offsets, places, sizes = pieces
-        num_bytes = len(blocks) * DISK_BLOCK_BYTES
+        num_bytes = len(blocks) * formats.DISK_BLOCK_BYTES
         place = self._selectors.place_to_read(key)
         if place is not None:
             size = whole_blocks(expert.layout.selector_bytes)
@@ -688,7 +683,7 @@ class ExpertStore:
         expected = int(self._pack.index.crc32[key])
         if expert.is_whole:
             if self.operations.checksum(expert) != expected:
-                raise PackError(
+                raise formats.PackError(
                     f"{expert.place}: expert {key.expert}: CRC-32 does not match its bytes; the file is damaged"
                 )
             self._checked[key] = True

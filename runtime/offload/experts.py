@@ -18,21 +18,13 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.parts.specs import first_moe_layers
+from moe_pack.runtime import model
 from moe_pack.runtime.cpu import SelectedNeurons
-from moe_pack.runtime.model import (
-    ExpertRunner,
-    Operations,
-    PackWeights,
-    PartialState,
-    tokens_by_expert,
-)
 from moe_pack.runtime.model.layers import expert_inputs, experts_of_tokens, router_logits, weights_of_experts
 from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.weights import from_experts, to_experts
-from moe_pack.runtime.offload.cache import ComputeEvent, EvictEvent, ExpertCache, ExpertKey, FetchEvent
-from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, Trace
+from moe_pack.runtime.offload import cache, expert_store, presets
 from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher, most_chosen
-from moe_pack.runtime.offload.presets import EXACT, Approximations
 
 if TYPE_CHECKING:
     from moe_pack.runtime.offload.record import Recorder
@@ -73,13 +65,13 @@ class PhaseCounts:
 class ExpertJob:
     """An expert to run: its tokens int64 [n], their weights float32 [n], and the rows int64 [n] of its outputs."""
 
-    key: ExpertKey
+    key: cache.ExpertKey
     tokens: NDArray[np.int64]
     weights: NDArray[np.float32]
     places: NDArray[np.int64]
 
 
-class OffloadedWeights(PackWeights, ExpertRunner):
+class OffloadedWeights(model.PackWeights, model.ExpertRunner):
     """A pack's weights inside a budget: the dense part in memory, experts in the pages of `store`.
 
     `prefill`, `decode`: the counts so far. The caller owns pack, operations, store and trace.
@@ -91,15 +83,15 @@ class OffloadedWeights(PackWeights, ExpertRunner):
     def __init__(
         self,
         pack: Pack,
-        operations: Operations,
-        store: ExpertStore,
-        expert_cache: ExpertCache,
+        operations: model.Operations,
+        store: expert_store.ExpertStore,
+        expert_cache: cache.ExpertCache,
         *,
         scores_matter: bool = False,
         reuses_selector: bool = False,
-        approximations: Approximations = EXACT,
+        approximations: presets.Approximations = presets.EXACT,
         recorder: "Recorder | None" = None,
-        trace: Trace | None = None,
+        trace: expert_store.Trace | None = None,
     ) -> None:
         super().__init__(pack, torch.device("cpu"), operations)
         self.prefill, self.decode = PhaseCounts(), PhaseCounts()
@@ -108,10 +100,12 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self._expert_cache, self._recorder = expert_cache, recorder
         self._scores_matter = scores_matter
         self._reuses_selector = reuses_selector
-        self._prefetched: set[ExpertKey] = set()  # since the last run of their layer
-        self._rows_pending: list[ExpertKey] = []  # predicted: their rows will be once their selectors are resident
-        self._prefetched_rows: dict[ExpertKey, NDArray[np.int32]] = {}  # since the last run of their layer
-        self.predicted: dict[ExpertKey, NDArray[np.int32]] = {}  # the predicted rows of the layer that runs
+        self._prefetched: set[cache.ExpertKey] = set()  # since the last run of their layer
+        self._rows_pending: list[
+            cache.ExpertKey
+        ] = []  # predicted: their rows will be once their selectors are resident
+        self._prefetched_rows: dict[cache.ExpertKey, NDArray[np.int32]] = {}  # since the last run of their layer
+        self.predicted: dict[cache.ExpertKey, NDArray[np.int32]] = {}  # the predicted rows of the layer that runs
         self._expected: tuple[int, list[int]] | None = None  # the next layer, and experts predicted for its one token
         self._routes: list[NDArray[np.int64]] = []  # of the last layers
         self._named: dict[int, NDArray[np.int64]] = {}  # by the layers of the pass whose experts a table names
@@ -120,7 +114,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         # The first layer of a stack is not predicted: the stack before says nothing about it.
         self._first_layers = frozenset(first_moe_layers(self.spec))
         for layer_idx, expert in np.argwhere(expert_cache.is_placed).tolist():
-            store.fetch(ExpertKey(layer_idx, expert), urgent=False)
+            store.fetch(cache.ExpertKey(layer_idx, expert), urgent=False)
         for key in expert_cache.initial:
             store.fetch(key, urgent=False)
         self._initial = set(expert_cache.initial)  # until their layer runs or they are evicted
@@ -150,7 +144,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         x: Tensor,
         experts: Tensor,
         router_weights: Tensor,
-        partial_state: PartialState | None = None,
+        partial_state: model.PartialState | None = None,
     ) -> Tensor:
         """Returns the sum of the routed experts of a layer, weighted: float32 [T, d] for x float32 [T, d].
 
@@ -192,7 +186,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         jobs: dict[int, ExpertJob],
         run: "LayerRun",
         counts: PhaseCounts,
-        partial_state: PartialState | None,
+        partial_state: model.PartialState | None,
     ) -> None:
         """Carries out the cache's decisions, and prefetches once everything that this layer needs is on its way."""
         is_last = layer_idx == self._last_layer_idx or layer_idx + 1 in self._first_layers
@@ -220,11 +214,11 @@ class OffloadedWeights(PackWeights, ExpertRunner):
 
         with closing(self._expert_cache.schedule(layer_idx, list(jobs), scores)) as events:
             for event in events:
-                if isinstance(event, ComputeEvent):
+                if isinstance(event, cache.ComputeEvent):
                     is_prefetch_done = prefetch(event.is_hit)
                     counts.hits += event.is_hit
                     run.add(jobs[event.key.expert])
-                elif isinstance(event, FetchEvent):
+                elif isinstance(event, cache.FetchEvent):
                     self._note_fetch(event.key)
                     run.fetch(event.key)
                 else:
@@ -239,7 +233,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         """Returns which experts are in fast memory now, a copy: bool [L, E]. May be called from any thread."""
         return self._expert_cache.is_resident.copy()
 
-    def _note_fetch(self, key: ExpertKey) -> None:
+    def _note_fetch(self, key: cache.ExpertKey) -> None:
         if self.observer is not None:
             self.observer.fetched(key.layer_idx, key.expert)
 
@@ -347,7 +341,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             self._expected = (layer_idx + 1, list(predicted))
         self._fetch_ahead(layer_idx + 1, predicted, layer_idx, run.evict, counts)
         if self._reuses_selector and is_alone:
-            keys = [ExpertKey(layer_idx + 1, expert) for expert in predicted]
+            keys = [cache.ExpertKey(layer_idx + 1, expert) for expert in predicted]
             self._rows_pending = [key for key in keys if self._expert_cache.is_resident[key]]
 
     def _fetch_ahead(
@@ -355,14 +349,14 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         layer_idx: int,
         experts: Sequence[int],
         during: int,
-        evict: Callable[[ExpertKey], None],
+        evict: Callable[[cache.ExpertKey], None],
         counts: PhaseCounts,
     ) -> None:
         """Prefetches experts of a layer while layer `during` runs."""
         for event in self._expert_cache.prefetch(layer_idx, experts, during):
-            if isinstance(event, EvictEvent):
+            if isinstance(event, cache.EvictEvent):
                 evict(event.key)
-            elif isinstance(event, FetchEvent):
+            elif isinstance(event, cache.FetchEvent):
                 self._note_fetch(event.key)
                 self.store.fetch(event.key, urgent=False)
                 self._prefetched.add(event.key)
@@ -382,7 +376,9 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             self.store.fetch_records(key, neurons, urgent=False)
             self._prefetched_rows[key] = neurons
 
-    def _predict_neurons(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
+    def _predict_neurons(
+        self, x: Tensor, keys: Sequence[cache.ExpertKey]
+    ) -> list[tuple[cache.ExpertKey, NDArray[np.int32]]]:
         """Returns the neurons that would run on x, of experts with all selector rows and not all records.
 
         Args:    x: float32 [1, d], as the experts get it.
@@ -404,17 +400,24 @@ class LayerRun:
     """
 
     def __init__(
-        self, weights: OffloadedWeights, store: ExpertStore, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts
+        self,
+        weights: OffloadedWeights,
+        store: expert_store.ExpertStore,
+        x: Tensor,
+        jobs: dict[int, ExpertJob],
+        counts: PhaseCounts,
     ) -> None:
         num_outputs = sum(len(job.tokens) for job in jobs.values())
         self.outputs = np.zeros((num_outputs, x.shape[1]), np.float32)
         self._weights, self._store, self._x, self._jobs, self._counts = weights, store, x, jobs, counts
-        self._whole: list[tuple[ExpertJob, PagedExpert]] = []
-        self._to_select: list[tuple[ExpertJob, PagedExpert]] = []  # in part; which neurons run is not known yet
+        self._whole: list[tuple[ExpertJob, expert_store.PagedExpert]] = []
+        self._to_select: list[
+            tuple[ExpertJob, expert_store.PagedExpert]
+        ] = []  # in part; which neurons run is not known yet
         self._in_part: list[tuple[ExpertJob, SelectedNeurons]] = []
         self._late: list[ExpertJob] = []  # not all bytes had arrived
 
-    def fetch(self, key: ExpertKey) -> None:
+    def fetch(self, key: cache.ExpertKey) -> None:
         """Reads an expert of this layer, which has just got its pages, before all prefetches."""
         self._store.fetch(key, urgent=True)
 
@@ -449,7 +452,7 @@ class LayerRun:
                 self._store.fetch_records(job.key, neurons, urgent=True)
                 self._in_part.append((job, selected))
 
-    def evict(self, key: ExpertKey) -> None:
+    def evict(self, key: cache.ExpertKey) -> None:
         """Evicts an expert; if it is to be computed, that happens before."""
         gathered = (*self._whole, *self._to_select, *self._in_part)
         if any(job.key == key for job in (*self._late, *(job for job, _ in gathered))):
@@ -480,7 +483,7 @@ class LayerRun:
     def _compute(self) -> None:
         whole, self._whole = self._whole, []
         if whole:
-            self._run([PagedWork(expert, job.tokens, job.weights, job.places) for job, expert in whole])
+            self._run([expert_store.PagedWork(expert, job.tokens, job.weights, job.places) for job, expert in whole])
         while self._in_part:  # some at a time: those whose rows have arrived, at least the first
             _, *others = self._in_part
             here = [True, *(self._store.is_here(job.key) for job, _ in others)]
@@ -490,10 +493,10 @@ class LayerRun:
             for job, selected in arrived:
                 expert = self._store.arrive(job.key)  # waits for the first
                 self._store.check_records(job.key, selected.neurons.numpy())
-                works.append(PagedWork(expert, job.tokens, job.weights, job.places, selected))
+                works.append(expert_store.PagedWork(expert, job.tokens, job.weights, job.places, selected))
             self._run(works)
 
-    def _run(self, works: list[PagedWork]) -> None:
+    def _run(self, works: list[expert_store.PagedWork]) -> None:
         self._store.operations.run(self._x, works, self.outputs)
 
     def added_up(self) -> Tensor:
@@ -507,9 +510,9 @@ class LayerRun:
 def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, ExpertJob]:
     """Returns the job of each expert, ascending; its output rows follow those of the experts before it."""
     jobs, first = {}, 0
-    for number, tokens, weights in tokens_by_expert(experts, router_weights):
+    for number, tokens, weights in model.tokens_by_expert(experts, router_weights):
         places = np.arange(first, first + len(tokens))
-        jobs[number] = ExpertJob(ExpertKey(layer_idx, number), tokens, weights, places)
+        jobs[number] = ExpertJob(cache.ExpertKey(layer_idx, number), tokens, weights, places)
         first += len(tokens)
     return jobs
 

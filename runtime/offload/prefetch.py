@@ -23,17 +23,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ModelSpec, RunError
+from moe_pack import formats
 from moe_pack.formats.parts.specs import first_moe_layers
-from moe_pack.runtime.model import TORCH, Operations, StoredMatrix, Weights, linear, mlp_input, router_scores
+from moe_pack.runtime import model
+from moe_pack.runtime.offload import presets
 from moe_pack.runtime.offload.cache import Array
-from moe_pack.runtime.offload.presets import PREDICTORS, PredictionName
 
 if TYPE_CHECKING:
+    from moe_pack.runtime.offload import routing_file
     from moe_pack.runtime.offload.paths import PathStatistics
-    from moe_pack.runtime.offload.routing_file import Predictor, Routing
 
-PREDICTION_NAMES: tuple[PredictionName, ...] = get_args(PredictionName)
+PREDICTION_NAMES: tuple[presets.PredictionName, ...] = get_args(presets.PredictionName)
 
 Scores = NDArray[np.float32]
 MethodName = Literal["popularity", "paths", "router", "mlp", "partial"]
@@ -124,13 +124,15 @@ class NextRouterPrediction(_WithoutPartial):
 
     num_bytes = 0
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: model.Weights) -> None:
         self._weights = weights
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         """Returns the router's scores; None for a layer whose router does not choose."""
         layer = self._weights.spec.moe_layers[layer_idx]
-        return None if _has_table(self._weights, layer) else _array(router_scores(observed.x, self._weights, layer))
+        return (
+            None if _has_table(self._weights, layer) else _array(model.router_scores(observed.x, self._weights, layer))
+        )
 
 
 class PartialPrediction:
@@ -141,7 +143,7 @@ class PartialPrediction:
 
     num_bytes = 0
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: model.Weights) -> None:
         self._weights = weights
 
     def needs_partial(self, layer_idx: int) -> bool:
@@ -153,10 +155,12 @@ class PartialPrediction:
         layer = self._weights.spec.moe_layers[layer_idx]
         if observed.partial is None or _has_table(self._weights, layer):
             return None
-        return _array(router_scores(mlp_input(observed.partial, self._weights, layer), self._weights, layer))
+        return _array(
+            model.router_scores(model.mlp_input(observed.partial, self._weights, layer), self._weights, layer)
+        )
 
 
-def _has_table(weights: Weights, layer: int) -> bool:
+def _has_table(weights: model.Weights, layer: int) -> bool:
     """Returns whether a table names a layer's experts for each token, whatever its router says."""
     return layer in weights.spec.router.table_layers
 
@@ -164,7 +168,9 @@ def _has_table(weights: Weights, layer: int) -> bool:
 class LearnedPrediction(_WithoutPartial):
     """Predicts by a network for each layer that has one. Source: FloE §3.3.1."""
 
-    def __init__(self, networks: "Mapping[int, Predictor]", operations: Operations = TORCH) -> None:
+    def __init__(
+        self, networks: "Mapping[int, routing_file.Predictor]", operations: model.Operations = model.TORCH
+    ) -> None:
         """`networks`: by the MoE layer that each predicts."""
         self._networks = {layer_idx: _LoadedNetwork(network, operations) for layer_idx, network in networks.items()}
         self.num_bytes = sum(network.num_bytes for network in self._networks.values())
@@ -193,7 +199,9 @@ class BestPrediction:
         return self._chosen.get(layer_idx, self._otherwise).scores(layer_idx, observed)
 
 
-def methods_by_layer(name: PredictionName, spec: ModelSpec, routing: "Routing | None") -> dict[int, MethodName]:
+def methods_by_layer(
+    name: presets.PredictionName, spec: formats.ModelSpec, routing: "routing_file.Routing | None"
+) -> dict[int, MethodName]:
     """Returns the method that predicts each MoE layer; the first layer of a stack, and others without one, are missing.
 
     Args:    routing: of the pack's folder, if there is one.
@@ -205,24 +213,26 @@ def methods_by_layer(name: PredictionName, spec: ModelSpec, routing: "Routing | 
         return {}
     if name == "best":
         judged = () if routing is None else routing.judged_layers
-        chosen = {} if routing is None else {l: _METHODS[PREDICTORS[routing.best[l]]] for l in judged}
+        chosen = {} if routing is None else {l: _METHODS[presets.PREDICTORS[routing.best[l]]] for l in judged}
         return {layer_idx: chosen.get(layer_idx, "router") for layer_idx in layers}
     if name in ("router", "partial"):
         return dict.fromkeys(layers, name)
     if routing is None:
-        raise RunError(
+        raise formats.RunError(
             f"prediction {name!r}: the pack has no routing of a profile, which it needs; "
             "run moe-pack attach PACK --profile DIR, or predict by router"
         )
     if name == "mlp" and not routing.judged_layers:
-        raise RunError(
+        raise formats.RunError(
             "prediction 'mlp': the pack's profile has no networks, because its text was too short to hold any out; "
             "profile longer text and attach that, or predict by paths"
         )
     return dict.fromkeys(routing.judged_layers if name == "mlp" else layers, name)
 
 
-def make_prediction(name: PredictionName, weights: Weights, routing: "Routing | None") -> Prediction | None:
+def make_prediction(
+    name: presets.PredictionName, weights: model.Weights, routing: "routing_file.Routing | None"
+) -> Prediction | None:
     """Returns the prediction of this name; None for `none`. Reads the networks that it needs.
 
     Args:    routing: of the pack's folder, if there is one.
@@ -252,18 +262,18 @@ class _LoadedNetwork:
     Sums are float32 as in `Predictor.scores`, in another order.
     """
 
-    def __init__(self, network: "Predictor", operations: Operations) -> None:
+    def __init__(self, network: "routing_file.Predictor", operations: model.Operations) -> None:
         h, P, E = network.route_weight.shape
         x_weight, out_weight = (
             None if weight is None else operations.fastest_stored(weight)
             for weight in (network.x_weight, network.out_weight)
         )
         assert x_weight is not None, "every network has weights for hidden states"
-        self._x_weight = StoredMatrix(x_weight, operations)
+        self._x_weight = model.StoredMatrix(x_weight, operations)
         self._by_route = network.route_weight.reshape(h, P * E).T.contiguous()  # [h, P, E] -> [P E, h]
         self._first_of = torch.arange(P)[:, None] * E  # [P, 1]: the first row of a layer
         self._bias = network.bias
-        self._out_weight = None if out_weight is None else StoredMatrix(out_weight, operations)
+        self._out_weight = None if out_weight is None else model.StoredMatrix(out_weight, operations)
         self._out_bias = network.out_bias
         tensors = (x_weight, self._by_route, self._bias, out_weight, self._out_bias)
         self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
@@ -271,10 +281,10 @@ class _LoadedNetwork:
     def scores(self, observed: PredictionInput) -> Scores:
         places = (torch.from_numpy(observed.routes) + self._first_of).flatten(1)  # [T, P, k] -> [T, P k]
         routed = self._by_route[places].float().sum(dim=1)  # [T, P k, h] -> [T, h]
-        first = linear(observed.x.cpu(), self._x_weight, self._bias) + routed
+        first = model.linear(observed.x.cpu(), self._x_weight, self._bias) + routed
         if self._out_weight is None:
             return _array(first)
-        return _array(linear(torch.relu(first), self._out_weight, self._out_bias))
+        return _array(model.linear(torch.relu(first), self._out_weight, self._out_bias))
 
 
 def _array(scores: Tensor) -> Scores:

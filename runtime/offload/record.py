@@ -14,11 +14,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import RangeReader, RunError, canonical, dump, load, parse
-from moe_pack.formats.base import sync_folder
-from moe_pack.formats.base.json_files import Count, Positive
-from moe_pack.formats.pack.safetensors import assemble, read_header
-from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Events, Eviction, ExpertCache, ExpertKey
+from moe_pack import formats
+from moe_pack.formats.base import json_files, sync_folder
+from moe_pack.formats.pack import safetensors
+from moe_pack.runtime.offload import cache
 from moe_pack.runtime.offload.eviction import eviction_of, initial_of, placed_by
 from moe_pack.runtime.offload.presets import Preset
 
@@ -37,9 +36,9 @@ class RecordingFacts:
     version: int
     root: str
     policy: str
-    budget_bytes: Count
-    context_tokens: Positive
-    num_pages: Count
+    budget_bytes: json_files.Count
+    context_tokens: json_files.Positive
+    num_pages: json_files.Count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +51,11 @@ class Passes:
     of one token are of decode.
     """
 
-    routes: Array
-    chunks: Array
-    scores: Array | None
-    popularity: Array
-    decode: Array | None = None
+    routes: cache.Array
+    chunks: cache.Array
+    scores: cache.Array | None
+    popularity: cache.Array
+    decode: cache.Array | None = None
 
     @property
     def is_decode(self) -> NDArray[np.bool_]:
@@ -99,8 +98,8 @@ class Recording:
     facts: RecordingFacts
     passes: Passes
     requests: tuple[PrefetchRequest, ...]
-    hits: Array
-    needed: Array
+    hits: cache.Array
+    needed: cache.Array
 
 
 def check_writable(path: Path) -> None:
@@ -111,11 +110,11 @@ def check_writable(path: Path) -> None:
     temporary = _temporary(path)
     try:
         if path.exists() and not path.is_file():
-            raise RunError(f"{path}: is no regular file; give another path")
+            raise formats.RunError(f"{path}: is no regular file; give another path")
         with temporary.open("wb"):
             temporary.unlink()
     except OSError as fault:
-        raise RunError(f"{path}: cannot be written ({fault.strerror}); give another path") from fault
+        raise formats.RunError(f"{path}: cannot be written ({fault.strerror}); give another path") from fault
 
 
 def _temporary(path: Path) -> Path:
@@ -128,8 +127,8 @@ def write_recording(recording: Recording, path: Path) -> None:
     Raises:  RunError if it cannot be written.
     """
     passes = recording.passes
-    arrays: dict[str, Array] = {
-        "facts": np.frombuffer(canonical(dump(recording.facts)), "<u1"),
+    arrays: dict[str, cache.Array] = {
+        "facts": np.frombuffer(formats.canonical(formats.dump(recording.facts)), "<u1"),
         "routes": passes.routes,
         "chunks": passes.chunks,
         "popularity": passes.popularity,
@@ -141,7 +140,9 @@ def write_recording(recording: Recording, path: Path) -> None:
         arrays["scores"] = passes.scores
     if passes.decode is not None:
         arrays["decode"] = passes.decode
-    raw = assemble((name, _NAMES[array.dtype], array.shape, array.tobytes()) for name, array in arrays.items())
+    raw = safetensors.assemble(
+        (name, _NAMES[array.dtype], array.shape, array.tobytes()) for name, array in arrays.items()
+    )
     temporary = _temporary(path)
     try:
         try:
@@ -155,10 +156,10 @@ def write_recording(recording: Recording, path: Path) -> None:
             raise
         sync_folder(path.parent)
     except OSError as fault:
-        raise RunError(f"{path}: cannot be written ({fault.strerror}); give another path") from fault
+        raise formats.RunError(f"{path}: cannot be written ({fault.strerror}); give another path") from fault
 
 
-def _rows_of(requests: Sequence[PrefetchRequest]) -> Array:
+def _rows_of(requests: Sequence[PrefetchRequest]) -> cache.Array:
     """Returns one row an expert: after, number of the request, layer_idx, expert, during, is_abandoned."""
     rows = [
         (r.after, number, r.layer_idx, expert, r.during, int(r.is_abandoned))
@@ -176,26 +177,30 @@ def read_recording(path: Path) -> Recording:
     arrays, place = _read_arrays(path), path.name
     raw = arrays["facts"].tobytes()
     if len(raw) > _MAX_FACTS_BYTES:
-        raise RunError(
+        raise formats.RunError(
             f"{place}: tensor 'facts' has {len(raw)} bytes, expected at most {_MAX_FACTS_BYTES}; record the run again"
         )
-    values = parse(raw, f"{place}: facts", RunError)
+    values = formats.parse(raw, f"{place}: facts", formats.RunError)
     if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
-        raise RunError(f"{place}: expected format {FORMAT!r}, version {VERSION}; record the run again")
-    facts = load(RecordingFacts, values, f"{place}: facts", RunError)
+        raise formats.RunError(f"{place}: expected format {FORMAT!r}, version {VERSION}; record the run again")
+    facts = formats.load(RecordingFacts, values, f"{place}: facts", formats.RunError)
     _check_values(arrays, place)
     popularity, decode = arrays["popularity"], arrays.get("decode")
     passes = Passes(arrays["routes"], arrays["chunks"], arrays.get("scores"), popularity, decode)
     return Recording(facts, passes, _requests_of(arrays, place), arrays["hits"], arrays["needed"])
 
 
-def _read_arrays(path: Path) -> dict[str, Array]:
+def _read_arrays(path: Path) -> dict[str, cache.Array]:
     """Reads the tensors of a recording: exactly those that it has, with fitting dtypes and shapes."""
     place = path.name
-    entries = {entry.name: entry for entry in read_header(path, RunError) if not entry.name.startswith("pad.")}
+    entries = {
+        entry.name: entry
+        for entry in safetensors.read_header(path, formats.RunError)
+        if not entry.name.startswith("pad.")
+    }
     shapes = {name: entry.shape for name, entry in entries.items()}
     if "routes" not in shapes or "chunks" not in shapes or "popularity" not in shapes:
-        raise RunError(f"{place}: routes, chunks or popularity are missing; give a file of moe-run --record")
+        raise formats.RunError(f"{place}: routes, chunks or popularity are missing; give a file of moe-run --record")
     N, C = (shapes[name][0] if shapes[name] else -1 for name in ("routes", "chunks"))
     L, E = shapes["popularity"] if len(shapes["popularity"]) == 2 else (-1, -1)
     k = shapes["routes"][-1] if shapes["routes"] else -1
@@ -214,7 +219,7 @@ def _read_arrays(path: Path) -> dict[str, Array]:
         expected_forms["decode"] = ("U8", (C,))
     for name in [*expected_forms, *entries]:
         if name not in expected_forms or name not in entries:
-            raise RunError(
+            raise formats.RunError(
                 f"{place}: tensor {name!r} is {'unknown' if name in entries else 'missing'}; record the run again"
             )
         dtype, shape = expected_forms[name]
@@ -222,15 +227,17 @@ def _read_arrays(path: Path) -> dict[str, Array]:
         fits = entry.shape == shape if shape else len(entry.shape) == (2 if name == "requests" else 1)
         if entry.dtype != dtype or not fits:
             expected = f"{dtype} {list(shape)}" if shape else f"{dtype}, a list"
-            raise RunError(f"{place}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {expected}")
-    with RangeReader(path, RunError) as reader:
+            raise formats.RunError(
+                f"{place}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {expected}"
+            )
+    with formats.RangeReader(path, formats.RunError) as reader:
         return {
             name: reader.read(entry.offset, entry.num_bytes).view(_DTYPES[entry.dtype]).reshape(entry.shape)
             for name, entry in entries.items()
         }
 
 
-def _check_values(arrays: Mapping[str, Array], place: str) -> None:
+def _check_values(arrays: Mapping[str, cache.Array], place: str) -> None:
     routes, chunks, popularity = arrays["routes"], arrays["chunks"], arrays["popularity"]
     E, scores = popularity.shape[1], arrays.get("scores")
     ordered = np.sort(routes, axis=2)
@@ -244,10 +251,10 @@ def _check_values(arrays: Mapping[str, Array], place: str) -> None:
     }
     for name, is_wrong in faults.items():
         if is_wrong:
-            raise RunError(f"{place}: tensor {name!r} has values that a run cannot have; record the run again")
+            raise formats.RunError(f"{place}: tensor {name!r} has values that a run cannot have; record the run again")
 
 
-def _requests_of(arrays: Mapping[str, Array], place: str) -> tuple[PrefetchRequest, ...]:
+def _requests_of(arrays: Mapping[str, cache.Array], place: str) -> tuple[PrefetchRequest, ...]:
     rows, (L, E) = arrays["requests"], arrays["popularity"].shape
     fits = rows.shape[1] == 6 and bool(
         (np.diff(rows[:, :2].astype(np.int64), axis=0) >= 0).all()
@@ -264,7 +271,7 @@ def _requests_of(arrays: Mapping[str, Array], place: str) -> tuple[PrefetchReque
             experts = tuple(row[3] for row in of_request)
             requests.append(PrefetchRequest(after, layer_idx, experts, during, bool(is_abandoned)))
     if not fits:
-        raise RunError(f"{place}: tensor 'requests' has values that a run cannot have; record the run again")
+        raise formats.RunError(f"{place}: tensor 'requests' has values that a run cannot have; record the run again")
     return tuple(requests)
 
 
@@ -279,7 +286,7 @@ class Recorder:
 
     def __init__(
         self,
-        facts: CacheFacts,
+        facts: cache.CacheFacts,
         root: str,
         policy: str,
         budget_bytes: int,
@@ -290,8 +297,8 @@ class Recorder:
         self._popularity = facts.popularity
         self._num_active = facts.num_active
         self._keeps_scores = keeps_scores
-        self._routes: list[Array] = []  # [T, k], layer by layer
-        self._scores: list[Array] = []  # [E], likewise
+        self._routes: list[cache.Array] = []  # [T, k], layer by layer
+        self._scores: list[cache.Array] = []  # [E], likewise
         self._decode: list[bool] = []  # likewise
         self._hits: list[int] = []
         self._needed: list[int] = []
@@ -299,7 +306,7 @@ class Recorder:
         self._num_events = 0
         self._whole = (0, 0)  # events and requests until the end of the last whole pass
 
-    def routed(self, layer_idx: int, routes: Array, is_decode: bool | None = None) -> None:
+    def routed(self, layer_idx: int, routes: cache.Array, is_decode: bool | None = None) -> None:
         """Records the routes [T, k], of any integer dtype, of a layer, before its schedule begins.
 
         Args:    is_decode: whether the pass is of decode; None: one of a single token is.
@@ -311,7 +318,7 @@ class Recorder:
         self._routes.append(routes.astype("<u2"))
         self._decode.append(len(routes) == 1 if is_decode is None else is_decode)
 
-    def layer_ended(self, num_hits: int, num_needed: int, scores: Array | None) -> None:
+    def layer_ended(self, num_hits: int, num_needed: int, scores: cache.Array | None) -> None:
         """Records the counts of a layer at the end of its schedule."""
         self._hits.append(num_hits)
         self._needed.append(num_needed)
@@ -365,43 +372,43 @@ class Recorder:
         write_recording(self.recording(), path)
 
 
-class RecordedExpertCache(ExpertCache):
+class RecordedExpertCache(cache.ExpertCache):
     """A cache that records its calls. The engine calls the recorder's `routed` before each schedule."""
 
     def __init__(
         self,
-        facts: CacheFacts,
-        eviction: Eviction,
+        facts: cache.CacheFacts,
+        eviction: cache.Eviction,
         recorder: Recorder,
-        placed: Iterable[ExpertKey] = (),
+        placed: Iterable[cache.ExpertKey] = (),
         keeps: bool = True,
-        initial: Sequence[ExpertKey] = (),
+        initial: Sequence[cache.ExpertKey] = (),
     ) -> None:
         super().__init__(facts, eviction, placed, keeps, initial)
         self._recorder = recorder
 
-    def schedule(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Events:
+    def schedule(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None = None) -> cache.Events:
         """Yields the events of `ExpertCache.schedule`, and counts them."""
         num_hits = 0
         for event in super().schedule(layer_idx, experts, scores):
-            num_hits += isinstance(event, ComputeEvent) and event.is_hit
+            num_hits += isinstance(event, cache.ComputeEvent) and event.is_hit
             self._recorder.event_happened()
             yield event
         self._recorder.event_happened()
         self._recorder.layer_ended(num_hits, len(experts), scores)
 
-    def prefetch(self, layer_idx: int, experts: Sequence[int], during: int) -> Events:
+    def prefetch(self, layer_idx: int, experts: Sequence[int], during: int) -> cache.Events:
         """Yields the events of `ExpertCache.prefetch`; take all of them before the schedule goes on."""
         self._recorder.requested(layer_idx, experts, during, False)
         yield from super().prefetch(layer_idx, experts, during)
 
-    def abandon(self, key: ExpertKey) -> None:
+    def abandon(self, key: cache.ExpertKey) -> None:
         """Evicts a predicted expert that was not chosen, and records that."""
         self._recorder.requested(key.layer_idx, (key.expert,), key.layer_idx, True)
         super().abandon(key)
 
 
-def recorded_expert_cache_for(preset: Preset, facts: CacheFacts, recorder: Recorder) -> RecordedExpertCache:
+def recorded_expert_cache_for(preset: Preset, facts: cache.CacheFacts, recorder: Recorder) -> RecordedExpertCache:
     """Returns a cache like `expert_cache_for` that records its calls."""
     placed, initial = placed_by(preset, facts), initial_of(preset, facts)
     return RecordedExpertCache(facts, eviction_of(preset, facts), recorder, placed, preset.keeps, initial)

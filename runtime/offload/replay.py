@@ -13,9 +13,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from moe_pack.formats import RunError
+from moe_pack.runtime.offload import eviction, presets
 from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Event, ExpertCache, ExpertKey, FetchEvent
-from moe_pack.runtime.offload.eviction import Belady, expert_cache_for
-from moe_pack.runtime.offload.presets import PRESETS, SIMPLEST_FIRST, PolicyName, Preset
 from moe_pack.runtime.offload.record import Passes, PrefetchRequest, Recording
 
 PredictionSource = Literal["none", "recorded", "routes", "not replayable"]
@@ -75,7 +74,7 @@ def replay(
     passes: Passes,
     facts: CacheFacts,
     extent_bytes: Array,
-    preset: Preset,
+    preset: presets.Preset,
     record: Recording | None = None,
     paths: PathShares | None = None,
 ) -> ReplayResult:
@@ -89,7 +88,7 @@ def replay(
     assert facts.pages.shape == (passes.routes.shape[1], passes.num_experts), "routes of this model"
     source, prefetches = _prefetches(passes, facts, preset, record, paths)
     result = ReplayResult(prediction=source)
-    _replay(passes, expert_cache_for(preset, facts), extent_bytes, result, prefetches)
+    _replay(passes, eviction.expert_cache_for(preset, facts), extent_bytes, result, prefetches)
     return result
 
 
@@ -97,28 +96,30 @@ def optimum(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> ReplayRes
     """Replays routes against Belady's eviction, without placement and without prediction."""
     steps = [step for layers in passes.needed() for step in enumerate(layers)]
     result = ReplayResult()
-    _replay(passes, ExpertCache(facts, Belady(facts, steps)), extent_bytes, result, _NoPrefetch())
+    _replay(passes, ExpertCache(facts, eviction.Belady(facts, steps)), extent_bytes, result, _NoPrefetch())
     return result
 
 
 def auto_policy(
     passes: Passes, facts: CacheFacts, extent_bytes: Array
-) -> tuple[PolicyName, dict[PolicyName, ReplayResult]]:
+) -> tuple[presets.PolicyName, dict[presets.PolicyName, ReplayResult]]:
     """Returns the best policy for such routes, by `best_of`, and the result of each policy without prediction.
 
     Prediction is left out because routes alone do not tell most predictions, and because it reads no fewer bytes. All
     begin with an empty cache, as the optimum does: policies are compared by what they keep.
     A policy that needs scores is left out where they are not known.
     """
-    names = [name for name in SIMPLEST_FIRST if not PRESETS[name].needs_scores or passes.scores is not None]
-    table = {name: replay(passes, facts, extent_bytes, PRESETS[name].without_prediction()) for name in names}
+    names = [
+        name for name in presets.SIMPLEST_FIRST if not presets.PRESETS[name].needs_scores or passes.scores is not None
+    ]
+    table = {name: replay(passes, facts, extent_bytes, presets.PRESETS[name].without_prediction()) for name in names}
     return best_of(table), table
 
 
-def best_of(table: Mapping[PolicyName, ReplayResult]) -> PolicyName:
+def best_of(table: Mapping[presets.PolicyName, ReplayResult]) -> presets.PolicyName:
     """Returns the policy with the highest hit rate in decode; of those within 0.2 points of it, the simplest."""
     best = max(result.decode.hit_rate for result in table.values())
-    return next(name for name in SIMPLEST_FIRST if name in table and table[name].decode.hit_rate >= best - _TIE)
+    return next(name for name in presets.SIMPLEST_FIRST if name in table and table[name].decode.hit_rate >= best - _TIE)
 
 
 class _NoPrefetch:
@@ -196,7 +197,7 @@ class _RoutePrefetch(_NoPrefetch):
 
 
 def _prefetches(
-    passes: Passes, facts: CacheFacts, preset: Preset, record: Recording | None, paths: PathShares | None
+    passes: Passes, facts: CacheFacts, preset: presets.Preset, record: Recording | None, paths: PathShares | None
 ) -> tuple[PredictionSource, _NoPrefetch]:
     num_predicted = preset.num_predicted(facts.num_active)
     if record is not None and (record.facts.policy, record.facts.num_pages) == (preset.name, facts.num_pages):

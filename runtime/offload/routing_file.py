@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from moe_pack.formats import ModelSpec, Pack, PackError
+from moe_pack import formats
 from moe_pack.formats.pack.manifests import root_without_thresholds
 from moe_pack.formats.pack.sidecar import TensorSidecar, open_tensor_sidecar, tensor_sidecar_bytes, write_tensor_sidecar
 from moe_pack.formats.parts.specs import first_moe_layers
+from moe_pack.runtime.offload import presets
 from moe_pack.runtime.offload.paths import PathStatistics
-from moe_pack.runtime.offload.presets import PREDICTORS, ROUTING_FILE
 
 Array = NDArray[Any]
 
@@ -132,7 +132,7 @@ class RoutingChecks:
     def nothing_else(self) -> None:
         """Checks that every array of the file has been read or left for later."""
         if self._left:
-            raise PackError(f"{self._place}: unknown tensor {min(self._left)!r}; attach the profile again")
+            raise formats.PackError(f"{self._place}: unknown tensor {min(self._left)!r}; attach the profile again")
 
     def _shape(self, name: str) -> tuple[int, ...]:
         entry = self._sidecar.entries.get(name)
@@ -145,8 +145,8 @@ class RoutingChecks:
             raise self._fault(name, f"{entry.dtype} {list(entry.shape)}", f"{dtype} {list(shape)}")
         return self.read(name)
 
-    def _fault(self, name: str, found: str, expected: str) -> PackError:
-        return PackError(
+    def _fault(self, name: str, found: str, expected: str) -> formats.PackError:
+        return formats.PackError(
             f"{self._place}: tensor {name!r}: found {found}, expected {expected}; attach the profile again"
         )
 
@@ -281,8 +281,8 @@ def _check_array(place: str, tensor: Tensor, is_weight: bool, axes: str, sizes: 
         raise _damaged(place, "found NaN or infinity", "finite numbers")
 
 
-def _damaged(place: str, found: str, expected: str) -> PackError:
-    return PackError(f"{place}: {found}, expected {expected}; the predictor is damaged, train it again")
+def _damaged(place: str, found: str, expected: str) -> formats.PackError:
+    return formats.PackError(f"{place}: {found}, expected {expected}; the predictor is damaged, train it again")
 
 
 MAX_ROUTED_TOKENS = 4096  # held-out tokens with stored routes, for the comparison of policies
@@ -313,13 +313,13 @@ class Routing:
     network: Callable[[int], Predictor]
 
     @classmethod
-    def open(cls, pack: Pack) -> "Routing | None":
+    def open(cls, pack: formats.Pack) -> "Routing | None":
         """Reads the routing file in a pack's folder; None if there is none, or if it belongs to other content.
 
         The checksum is that of the whole file; each network is read later, when it is needed.
         Raises:  PackError if the file is damaged, or its arrays cannot be of this model.
         """
-        sidecar = open_tensor_sidecar(pack.folder, ROUTING_FILE, root_without_thresholds(pack.manifest))
+        sidecar = open_tensor_sidecar(pack.folder, presets.ROUTING_FILE, root_without_thresholds(pack.manifest))
         if sidecar is None:
             return None
         with sidecar:
@@ -337,13 +337,13 @@ class Routing:
         return float(np.mean([self.recalls[l, self.best[l], 0] for l in layers])) if layers else None
 
 
-def write_routing(pack: Pack, routing: Routing) -> None:
+def write_routing(pack: formats.Pack, routing: Routing) -> None:
     """Writes `routing.safetensors` into the folder of a pack of the same model; it replaces an older file.
 
     Raises:  ConversionError if another process writes in the folder, or the file cannot be written.
     """
     tensors = ((name, _dtype(name, values), values) for name, values in _arrays(routing))
-    write_tensor_sidecar(pack.folder, ROUTING_FILE, tensors, root_without_thresholds(pack.manifest))
+    write_tensor_sidecar(pack.folder, presets.ROUTING_FILE, tensors, root_without_thresholds(pack.manifest))
 
 
 def routing_file_bytes(routing: Routing) -> int:
@@ -372,11 +372,11 @@ def _dtype(name: str, values: Array) -> str:
     return "BF16" if is_weight else _DTYPES[values.dtype]
 
 
-def _read(sidecar: TensorSidecar, folder: Path, spec: ModelSpec) -> Routing:
+def _read(sidecar: TensorSidecar, folder: Path, spec: formats.ModelSpec) -> Routing:
     L, E, k = len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok
-    checks = RoutingChecks(sidecar, ROUTING_FILE, L, E, k, all_have_weights=not spec.router.num_identity)
+    checks = RoutingChecks(sidecar, presets.ROUTING_FILE, L, E, k, all_have_weights=not spec.router.num_identity)
     popularity = checks.popularity("popularity")
-    mass, recalls = checks.mass("mass"), checks.recalls("recalls", len(PREDICTORS))
+    mass, recalls = checks.mass("mass"), checks.recalls("recalls", len(presets.PREDICTORS))
     best = checks.best("best", recalls, NO_PREDICTOR)
     sequence_length = checks.sequence_length("sequence_length", MAX_ROUTED_TOKENS)
     routes = checks.routes("routes", sequence_length, MAX_ROUTED_TOKENS)
@@ -388,7 +388,7 @@ def _read(sidecar: TensorSidecar, folder: Path, spec: ModelSpec) -> Routing:
     return Routing(
         popularity,
         mass,
-        PathStatistics.from_arrays(paths, f"{ROUTING_FILE}: {_PATHS}*", L, E, k),
+        PathStatistics.from_arrays(paths, f"{presets.ROUTING_FILE}: {_PATHS}*", L, E, k),
         recalls,
         best,
         routes,
@@ -403,22 +403,22 @@ class _Networks:
 
     folder: Path
     sha256: str
-    spec: ModelSpec
+    spec: formats.ModelSpec
 
     def read(self, layer_idx: int) -> Predictor:
         """Reads the network that predicts the `layer_idx`-th MoE layer."""
         prefix = f"{_NETWORK}{layer_idx}."
-        with TensorSidecar(self.folder, ROUTING_FILE, self.sha256) as sidecar:
+        with TensorSidecar(self.folder, presets.ROUTING_FILE, self.sha256) as sidecar:
             names = [name for name in sidecar.entries if name.startswith(prefix)]
             arrays = {name.removeprefix(prefix): sidecar.read(name) for name in names}
-        place = f"{ROUTING_FILE}: {prefix}*"
+        place = f"{presets.ROUTING_FILE}: {prefix}*"
         network = Predictor.from_stored(arrays, place)
         sizes = (network.hidden_size, network.num_experts, network.num_previous)
         begin = max(first for first in first_moe_layers(self.spec) if first <= layer_idx)  # of its stack
         expected = (self.spec.hidden_size, self.spec.router.num_experts, min(layer_idx - begin, MAX_PREVIOUS))
         if sizes != expected:
             d, E, P = expected
-            raise PackError(
+            raise formats.PackError(
                 f"{place}: found sizes {list(sizes)}, expected d = {d}, E = {E}, P = {P}; attach the profile again"
             )
         return network

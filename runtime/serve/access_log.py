@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
-from moe_pack.runtime.serve.requests import EndEvent, Event
+from moe_pack.runtime.serve import requests
 
 LogFormat = Literal["text", "json"]
 
@@ -66,9 +66,9 @@ class RequestRecord:
         """Returns the record of a request, with the client's number of it if that is short and plain."""
         return cls(asked_id if _PLAIN_ID.fullmatch(asked_id) else uuid.uuid4().hex)
 
-    def note_event(self, event: Event, is_first_of_prompt: bool) -> None:
+    def note_event(self, event: requests.Event, is_first_of_prompt: bool) -> None:
         """Notes what the scheduler says."""
-        if not isinstance(event, EndEvent):
+        if not isinstance(event, requests.EndEvent):
             self.generated_tokens += 1
             if self.first_token is None:
                 self.first_token = time.perf_counter()

@@ -33,10 +33,8 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import Text
-from moe_pack.runtime.helper import Helper, HelperBusyError, HelperError
-from moe_pack.runtime.serve import schemas
-from moe_pack.runtime.serve.requests import QueueFullError, RequestError
+from moe_pack.runtime import Text, helper
+from moe_pack.runtime.serve import requests, schemas
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -121,7 +119,7 @@ class GrammarCompiler:
         library = _llguidance()
         self._matcher: type[LLMatcher] = library.LLMatcher
         self._limits: LLParserLimits = library.LLParserLimits(**_LIMITS)
-        self._helper = Helper(_TRY_SECONDS, _TRY_MEMORY_BYTES)  # its own: no template waits for a grammar
+        self._helper = helper.Helper(_TRY_SECONDS, _TRY_MEMORY_BYTES)  # its own: no template waits for a grammar
         self._one_at_a_time = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._refusal = ""
@@ -149,7 +147,7 @@ class GrammarCompiler:
         try:
             text = json.dumps(schemas.closed(schema))
         except (TypeError, ValueError, RecursionError) as fault:
-            raise RequestError(
+            raise requests.RequestError(
                 f"{param}: the JSON schema is no JSON, or its parts are nested too deeply; change it", param
             ) from fault
         _refuse_size(text, "JSON schema", _MAX_SCHEMA_BYTES, param)
@@ -173,7 +171,7 @@ class GrammarCompiler:
         Raises:  RequestError if there are none, or they are too long.
         """
         if not texts:
-            raise RequestError(f"{param}: has no texts to choose from; add some", param)
+            raise requests.RequestError(f"{param}: has no texts to choose from; add some", param)
         return self.regex("|".join(map(re.escape, texts)), param)
 
     def lark(self, text: str, param: str = "grammar") -> TokenGrammar:
@@ -207,7 +205,7 @@ class GrammarCompiler:
         """
         tokenizer = self._tokenizer
         if tokenizer is None:
-            raise RequestError(f"{param}: no answer can follow a {kind} here, because {self._refusal}", param)
+            raise requests.RequestError(f"{param}: no answer can follow a {kind} here, because {self._refusal}", param)
 
         def work() -> "LLMatcher":
             matcher = self._matcher(tokenizer, grammar, log_level=0, limits=self._limits)
@@ -219,9 +217,11 @@ class GrammarCompiler:
             with self._one_at_a_time:
                 grammar = self._helper.try_grammar(form, source, _LIMITS)
                 matcher = _with_large_stack(work)
-        except HelperBusyError as fault:
-            raise QueueFullError(f"{param}: the {kind} could not be compiled in time ({fault}); try again") from fault
-        except (ValueError, HelperError) as fault:
+        except helper.HelperBusyError as fault:
+            raise requests.QueueFullError(
+                f"{param}: the {kind} could not be compiled in time ({fault}); try again"
+            ) from fault
+        except (ValueError, helper.HelperError) as fault:
             raise _wrong(kind, str(fault), param) from fault
         if matcher.is_error():
             raise _wrong(kind, matcher.get_error(), param)
@@ -275,16 +275,20 @@ def _refuse_size(text: str, kind: str, max_bytes: int, param: str, max_lines: in
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as fault:
-        raise RequestError(f"{param}: the {kind} has half a surrogate pair; remove it", param) from fault
+        raise requests.RequestError(f"{param}: the {kind} has half a surrogate pair; remove it", param) from fault
     if num_bytes > max_bytes:
-        raise RequestError(f"{param}: the {kind} has {num_bytes} bytes; shorten it to at most {max_bytes}", param)
+        raise requests.RequestError(
+            f"{param}: the {kind} has {num_bytes} bytes; shorten it to at most {max_bytes}", param
+        )
     num_lines = len(text.splitlines())
     if max_lines is not None and num_lines > max_lines:
-        raise RequestError(f"{param}: the {kind} has {num_lines} lines; shorten it to at most {max_lines}", param)
+        raise requests.RequestError(
+            f"{param}: the {kind} has {num_lines} lines; shorten it to at most {max_lines}", param
+        )
 
 
-def _wrong(kind: str, fault: str, param: str) -> RequestError:
-    return RequestError(f"{param}: the {kind} cannot be used ({_fault_text(fault)}); change it", param)
+def _wrong(kind: str, fault: str, param: str) -> requests.RequestError:
+    return requests.RequestError(f"{param}: the {kind} cannot be used ({_fault_text(fault)}); change it", param)
 
 
 def _fault_text(fault: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, Protocol
 
-from moe_pack.runtime.serve.styles import AnswerStyle, Call, Calls, JsonCalls, TagCalls, WholeCalls, call_of
+from moe_pack.runtime.serve import styles
 
 _ID_DIGITS = 24
 _SHORT_ID_DIGITS = 9
@@ -60,7 +60,7 @@ class AnswerParser(Protocol):
 
 
 def parser_for(
-    style: AnswerStyle,
+    style: styles.AnswerStyle,
     prompt_end: str,
     tools: bool,
     *,
@@ -75,7 +75,7 @@ def parser_for(
              of calls; None makes random ones.
     """
     if new_id is None:
-        has_short_ids = isinstance(style.calls, JsonCalls) and style.calls.has_short_ids
+        has_short_ids = isinstance(style.calls, styles.JsonCalls) and style.calls.has_short_ids
         new_id = _short_id if has_short_ids else _random_id
     if style.has_channels:
         return _ChannelParser(prompt_end, tools, new_id)
@@ -240,7 +240,7 @@ _BETWEEN = re.compile(r"[\s\],;]*")
 class _JsonReader:
     """Reads calls whose arguments are JSON; the arguments go on as they come."""
 
-    def __init__(self, calls: JsonCalls) -> None:
+    def __init__(self, calls: styles.JsonCalls) -> None:
         self._calls = calls
         self._close = calls.marks.close
         self._phase: Literal["head", "arguments", "object", "end"] = "head"
@@ -343,7 +343,7 @@ def _unquoted(text: str) -> str | None:
 def _parsed(text: str) -> tuple[str, str] | None:
     """Returns the name and the arguments, as JSON text, of a call that is a JSON object; None if it is no call."""
     try:
-        call = call_of(json.loads(text))
+        call = styles.call_of(json.loads(text))
         return None if call is None else (call.name, _json_text(call.arguments))
     except (ValueError, RecursionError):
         return None
@@ -352,7 +352,7 @@ def _parsed(text: str) -> tuple[str, str] | None:
 class _TagReader:
     """Reads calls with a pair of tags for each parameter; a parameter goes on when it is complete."""
 
-    def __init__(self, calls: TagCalls, schemas: Schemas) -> None:
+    def __init__(self, calls: styles.TagCalls, schemas: Schemas) -> None:
         self._calls, self._schemas = calls, schemas
         self._name: str | None = None
         self._num_parameters = 0
@@ -427,7 +427,7 @@ class _TagReader:
 class _WholeReader:
     """Reads calls that are complete."""
 
-    def __init__(self, calls: WholeCalls, schemas: Schemas) -> None:
+    def __init__(self, calls: styles.WholeCalls, schemas: Schemas) -> None:
         self._calls, self._schemas = calls, schemas
         self._searched = 0
 
@@ -448,7 +448,7 @@ class _WholeReader:
             return _Read(0, "wrong")
         return _Read(at + len(close), "done", tuple(events))
 
-    def _typed(self, call: Call) -> dict[str, object]:
+    def _typed(self, call: styles.Call) -> dict[str, object]:
         """Returns the arguments; those that are still text get the types that their schemas say."""
         read_value = self._calls.read_value
         if read_value is None:
@@ -517,9 +517,9 @@ class _MarkParser:
 
     def __init__(
         self,
-        style: AnswerStyle,
+        style: styles.AnswerStyle,
         prompt_end: str,
-        calls: Calls | None,
+        calls: styles.Calls | None,
         schemas: Schemas,
         new_id: Callable[[], str],
     ) -> None:
@@ -535,7 +535,7 @@ class _MarkParser:
         self._reader: _Reader | None = None
         self._before = ""  # the mark that began the call that is being read, and the spaces before it
         self._skips_spaces = self._in_reasoning
-        self._may_be_bare = isinstance(calls, JsonCalls) and calls.is_bare
+        self._may_be_bare = isinstance(calls, styles.JsonCalls) and calls.is_bare
 
     def push(self, text: str) -> list[Delta]:
         self._buffer += text
@@ -600,9 +600,9 @@ class _MarkParser:
 
     def _begin_call(self, before: str, num_chars: int) -> None:
         self._before, self._buffer = before, self._buffer[num_chars:]
-        if isinstance(self._calls, TagCalls):
+        if isinstance(self._calls, styles.TagCalls):
             self._reader = _TagReader(self._calls, self._schemas)
-        elif isinstance(self._calls, WholeCalls):
+        elif isinstance(self._calls, styles.WholeCalls):
             self._reader = _WholeReader(self._calls, self._schemas)
         elif self._calls is not None:
             self._reader = _JsonReader(self._calls)

@@ -20,26 +20,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_pack.formats import RunError
-from moe_pack.formats.base.errors import MoePackError
-from moe_pack.runtime import Sampler, Text
+from moe_pack import runtime
+from moe_pack.formats.base import errors
+from moe_pack.runtime import sampling
 from moe_pack.runtime.drafts import Drafts
-from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.model.caches import CachedSequence, Follower
+from moe_pack.runtime.model import Decoder, caches
 from moe_pack.runtime.options import check_sampling
-from moe_pack.runtime.sampling import TokenLogprob, logprobs_of_rows
-from moe_pack.runtime.serve.requests import (
-    EndEvent,
-    EndReason,
-    Event,
-    PromptEvent,
-    QueueFullError,
-    Request,
-    RequestError,
-    SchedulerCounts,
-    Timings,
-    TokenEvent,
-)
+from moe_pack.runtime.serve import requests
 from moe_pack.runtime.serve.sessions import SessionStore
 from moe_pack.runtime.text import TextStream
 
@@ -56,13 +43,13 @@ class PromptScores:
     """
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], top: int) -> None:
-        self.found: list[TokenLogprob | None] = [None]
+        self.found: list[sampling.TokenLogprob | None] = [None]
         self._decoder, self._prompt_ids, self._top = decoder, prompt_ids, top
         self._num_rows = max(1, SCORED_BYTES // (20 * decoder.spec.vocab_size))
-        self._other: Follower | None = None
+        self._other: caches.Follower | None = None
 
     @contextmanager
-    def following(self, sequence: CachedSequence) -> Iterator[None]:
+    def following(self, sequence: caches.CachedSequence) -> Iterator[None]:
         """Follows a sequence in a block; another follower goes on as well."""
         self._other, sequence.follower = sequence.follower, self
         try:
@@ -79,13 +66,15 @@ class PromptScores:
         for start in range(0, len(tokens), self._num_rows):
             own = tokens[start : start + self._num_rows]
             logits = self._decoder.logits_of(hidden[start : start + len(own)])
-            self.found += logprobs_of_rows(logits, own, self._top)
+            self.found += sampling.logprobs_of_rows(logits, own, self._top)
 
 
 class Job:
     """A request on its way: waiting, in prefill, or in decode. It is the request's `Ticket`."""
 
-    def __init__(self, request: Request, on_event: Callable[[Event], None], wake: Callable[[], None]) -> None:
+    def __init__(
+        self, request: requests.Request, on_event: Callable[[requests.Event], None], wake: Callable[[], None]
+    ) -> None:
         self.request, self.is_cancelled = request, False
         self._on_event, self._wake = on_event, wake
         self._submitted = time.perf_counter()
@@ -96,7 +85,7 @@ class Job:
         self.checkpoints: list[int] = []
         self.next_token: int | None = None  # chosen, and not appended yet
         self.scores: PromptScores | None = None  # until they are reported
-        self._sampler: Sampler | None = None
+        self._sampler: runtime.Sampler | None = None
         self._text: AnswerText | None = None
 
     def cancel(self) -> None:
@@ -104,17 +93,17 @@ class Job:
         self.is_cancelled = True
         self._wake()
 
-    def start(self, text: Text, kept: int) -> None:
+    def start(self, text: runtime.Text, kept: int) -> None:
         """Begins to run, with the first `kept` tokens of the prompt computed already."""
         request = self.request
         self._started = time.perf_counter()
         self.left = list(request.prompt_ids[kept:])
         self.cached_tokens = kept
-        self._sampler = Sampler(request.sampling, request.prompt_ids, request.grammar)
+        self._sampler = runtime.Sampler(request.sampling, request.prompt_ids, request.grammar)
         stream = text.stream(list(request.prompt_ids), request.keeps_special)
         self._text = AnswerText(stream, request.stop)
 
-    def take(self, logits: Tensor, is_full: bool) -> EndReason | None:
+    def take(self, logits: Tensor, is_full: bool) -> requests.EndReason | None:
         """Chooses a token from logits float32 [vocabulary] and reports it; returns why the answer ends, or None.
 
         Args:    is_full: whether the context has no place for the token.
@@ -122,7 +111,7 @@ class Job:
         assert self._sampler is not None and self._text is not None, "it was started"
         request = self.request
         if self.scores is not None:
-            self._on_event(PromptEvent(tuple(self.scores.found)))
+            self._on_event(requests.PromptEvent(tuple(self.scores.found)))
             self.scores = None
         if not request.max_tokens:
             return "length"
@@ -135,20 +124,22 @@ class Job:
             logprob = self._sampler.logprobs(logits, token, request.top_logprobs)
         if token in request.end_ids:
             if logprob is not None and request.prompt_logprobs is not None:
-                self._on_event(TokenEvent(token, "", logprob))
+                self._on_event(requests.TokenEvent(token, "", logprob))
             return "stop"
-        self._on_event(TokenEvent(token, self._text.push(token), logprob))
+        self._on_event(requests.TokenEvent(token, self._text.push(token), logprob))
         self.next_token = token
         if self._text.stop is not None:
             return "stop"
         return "length" if self.completion_tokens >= request.max_tokens or is_full else None
 
-    def end(self, reason: EndReason, message: str = "") -> None:
+    def end(self, reason: requests.EndReason, message: str = "") -> None:
         """Reports the end."""
         now = time.perf_counter()
         started = self._started or now
         first = self._first_token or now
-        timings = Timings(started - self._submitted, first - started, now - first if self.completion_tokens else 0.0)
+        timings = requests.Timings(
+            started - self._submitted, first - started, now - first if self.completion_tokens else 0.0
+        )
         rest = ""
         try:
             if self._text is not None and reason != "error":
@@ -158,7 +149,9 @@ class Job:
             reason, message = "error", _UNWRITTEN
         stop = None if self._text is None else self._text.stop
         number = len(self.request.prompt_ids)
-        end = EndEvent(reason, rest, stop, number, self.cached_tokens, self.completion_tokens, timings, message)
+        end = requests.EndEvent(
+            reason, rest, stop, number, self.cached_tokens, self.completion_tokens, timings, message
+        )
         try:
             self._on_event(end)
         except Exception as fault:  # the others go on
@@ -210,7 +203,7 @@ def _overlap(text: str, stop: str) -> int:
 class Slot:
     """One of the decoder's sequences, and the job that has it; None if it is idle."""
 
-    def __init__(self, sequence: CachedSequence) -> None:
+    def __init__(self, sequence: caches.CachedSequence) -> None:
         self.sequence = sequence
         self.job: Job | None = None
         self.used = 0  # a number that rises with each use
@@ -245,7 +238,7 @@ class BatchScheduler:
     def __init__(
         self,
         decoder: Decoder,
-        text: Text,
+        text: runtime.Text,
         most_waiting: int = 64,
         sessions: SessionStore | None = None,
         drafts: Drafts | None = None,
@@ -268,35 +261,35 @@ class BatchScheduler:
 
     # ---- from any thread --------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, on_event: Callable[[Event], None], num_places: int = 1) -> Job:
+    def submit(self, request: requests.Request, on_event: Callable[[requests.Event], None], num_places: int = 1) -> Job:
         """Queues a request; see `Scheduler.submit`. Where nothing waits, there are places for any number."""
         number = len(request.prompt_ids)
         if not number:
-            raise RequestError("the prompt has no tokens; give at least one character")
+            raise requests.RequestError("the prompt has no tokens; give at least one character")
         if number >= self.context_tokens:
-            raise RequestError(
+            raise requests.RequestError(
                 f"the prompt has {number} tokens, and the context of this server is {self.context_tokens}; shorten it "
                 "to leave room for an answer, or start the server with a longer --context"
             )
         try:
             check_sampling(request.sampling)
-        except RunError as fault:
-            raise RequestError(str(fault), str(fault).partition(":")[0]) from fault
+        except errors.RunError as fault:
+            raise requests.RequestError(str(fault), str(fault).partition(":")[0]) from fault
         job = Job(request, on_event, self._wake)
         with self._changed:
             if self._is_closing or self.failure is not None:
-                raise RunError(self.failure or "the server is shutting down")
+                raise errors.RunError(self.failure or "the server is shutting down")
             left = self._most_waiting + sum(slot.job is None for slot in self._slots) - len(self._waiting)
             if num_places > max(left, 0) and (self._waiting or left <= 0):
-                raise QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
+                raise requests.QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
             self._waiting.append(job)
             self._changed.notify_all()
         return job
 
-    def counts(self) -> SchedulerCounts:
+    def counts(self) -> requests.SchedulerCounts:
         """Returns the counts so far."""
         with self._changed:
-            return SchedulerCounts(
+            return requests.SchedulerCounts(
                 running=sum(slot.job is not None for slot in self._slots),
                 waiting=len(self._waiting),
                 num_slots=len(self._slots),
@@ -338,7 +331,7 @@ class BatchScheduler:
             self._save_all()
         except BaseException as fault:
             self.failure = f"the engine failed: {str(fault) or type(fault).__name__}"
-            if not isinstance(fault, MoePackError):
+            if not isinstance(fault, errors.MoePackError):
                 raise
         finally:
             with self._changed:
@@ -381,7 +374,7 @@ class BatchScheduler:
             if slot.job is not None and slot.job.is_cancelled:
                 self._end(slot, "cancelled")
 
-    def _end(self, slot: Slot, reason: EndReason, message: str = "") -> None:
+    def _end(self, slot: Slot, reason: requests.EndReason, message: str = "") -> None:
         job = slot.job
         assert job is not None, "a slot at work"
         with self._changed:
@@ -401,7 +394,7 @@ class BatchScheduler:
             # The job is in no queue and in no slot now: whatever happens, it gets a slot or its end.
             try:
                 slot, kept = self._begin(job, idle)
-            except RunError as fault:
+            except errors.RunError as fault:
                 job.end("error", str(fault))
                 continue
             except BaseException as fault:  # a tokenizer's panic too ends one request
@@ -472,7 +465,7 @@ class BatchScheduler:
         try:
             with nullcontext() if job.scores is None else job.scores.following(sequence):
                 logits = self._decoder.extend(sequence, job.left[:number])
-        except MoePackError as fault:
+        except errors.MoePackError as fault:
             self._end(slot, "error", str(fault))
             return
         job.left = job.left[number:]
@@ -494,7 +487,7 @@ class BatchScheduler:
         tokens = [job.next_token for job in jobs if job is not None and job.next_token is not None]
         try:
             logits = self._decoder.extend_each([slot.sequence for slot in slots], tokens)
-        except MoePackError as fault:
+        except errors.MoePackError as fault:
             for slot in slots:
                 self._end(slot, "error", str(fault))
             return
@@ -515,7 +508,7 @@ class BatchScheduler:
             drafts.begin(job)
             most = job.request.max_tokens - job.completion_tokens
             drafts.advance(self._decoder, slot.sequence, job.next_token, most, take)
-        except MoePackError as fault:
+        except errors.MoePackError as fault:
             self._end(slot, "error", str(fault))
             return
         self._note_step(began)
@@ -534,7 +527,7 @@ class BatchScheduler:
         before = job.completion_tokens
         try:
             reason = job.take(logits, num_tokens >= self.context_tokens)
-        except RunError as fault:
+        except errors.RunError as fault:
             self._end(slot, "error", str(fault))
             return
         except BaseException as fault:  # a tokenizer's or a grammar's panic too ends one request

@@ -16,14 +16,13 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import SamplingOptions
+from moe_pack.runtime import SamplingOptions, templates
 from moe_pack.runtime.sampling import Grammar
 from moe_pack.runtime.serve import schemas
 from moe_pack.runtime.serve.conversations import Conversations, Message, Template
 from moe_pack.runtime.serve.parsers import AnswerParser
 from moe_pack.runtime.serve.requests import Event, QueueFullError, Request, RequestError, Scheduler, Ticket
 from moe_pack.runtime.serve.workers import Workers
-from moe_pack.runtime.templates import ChatPrompt, prompt_of
 
 T = TypeVar("T")
 
@@ -314,7 +313,7 @@ class Service:
         tools: Sequence[Mapping[str, object]],
         template_kwargs: Mapping[str, object],
         continues: bool,
-    ) -> ChatPrompt:
+    ) -> templates.ChatPrompt:
         """Returns the prompt of a conversation.
 
         Args:    tools: objects as OpenAI writes them.   template_kwargs: the template's own variables.   continues:
@@ -341,13 +340,13 @@ class Service:
             self._refuse_length(text)
             return text
 
-        def work() -> ChatPrompt:
+        def work() -> templates.ChatPrompt:
             nonlocal brought
             try:
                 brought = conversations.brought(messages, bool(tools))
                 if tools:
                     conversations.writes_tools()
-                return prompt_of(self._tokenizer, render, continues)
+                return templates.prompt_of(self._tokenizer, render, continues)
             except RequestError:
                 raise
             except RunError as fault:

@@ -28,10 +28,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import PackError, RangeReader, RunError, load, parse
-from moe_pack.formats.base.json_files import Positive, check_seal, sealed
-from moe_pack.formats.pack.safetensors import TensorEntry, header_entries, header_length, lay_out
-from moe_pack.runtime.model.caches import CachedSequence, Checkpoint, KvDtype
+from moe_pack import formats
+from moe_pack.formats import load
+from moe_pack.formats.base import json_files
+from moe_pack.formats.pack import safetensors
+from moe_pack.runtime.model import caches
 
 LEAST_TOKENS = 64  # of a session; a shorter one is computed as fast
 _SUFFIX, _VERSION = ".session", 3
@@ -44,7 +45,7 @@ _LOG = logging.getLogger("moe_pack.serve")
 Ids = NDArray[np.int64]
 
 
-class SessionError(RunError):
+class SessionError(formats.RunError):
     """A session that is damaged, or belongs to another pack."""
 
 
@@ -59,7 +60,7 @@ class SessionOwner:
     root_digest: str
     context_tokens: int
     vocab_size: int
-    kv_dtype: KvDtype = "f32"
+    kv_dtype: caches.KvDtype = "f32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class _Facts:
     version: int
     root_digest: str
     kv_dtype: str
-    checkpoints: tuple[Positive, ...] | None
+    checkpoints: tuple[json_files.Positive, ...] | None
     sha256: str
 
 
@@ -96,8 +97,8 @@ class _Session:
 class _Tensors:
     """The tensors of an open session, by name: where they are, and the CRC-32 of each."""
 
-    reader: RangeReader
-    entries: dict[str, TensorEntry]
+    reader: formats.RangeReader
+    entries: dict[str, safetensors.TensorEntry]
     crcs: dict[str, str]
 
 
@@ -118,7 +119,9 @@ class SessionStore:
             names = sorted(os.listdir(folder))
             is_open = os.name == "posix" and folder.stat().st_mode & _OTHERS
         except OSError as fault:
-            raise RunError(f"--sessions: {folder} cannot be used ({fault.strerror}); give another folder") from fault
+            raise formats.RunError(
+                f"--sessions: {folder} cannot be used ({fault.strerror}); give another folder"
+            ) from fault
         if is_open:  # not changed: it may be a folder that others need, as /tmp
             _LOG.warning("--sessions: other users can read or list %s; run chmod -R go= %s", folder, folder)
         for name in names:
@@ -137,7 +140,7 @@ class SessionStore:
         """The bytes of all sessions."""
         return sum(session.num_bytes for session in self._sessions)
 
-    def save(self, sequence: CachedSequence) -> bool:
+    def save(self, sequence: caches.CachedSequence) -> bool:
         """Saves a sequence, in place of the sessions that it goes on from; returns whether it is on the disk.
 
         A disk that is full, or fails, is no error: the sequence will be computed again.
@@ -158,7 +161,7 @@ class SessionStore:
         self.num_saved += 1
         return True
 
-    def load(self, prompt_ids: list[int], sequence: CachedSequence, kept: int) -> bool:
+    def load(self, prompt_ids: list[int], sequence: caches.CachedSequence, kept: int) -> bool:
         """Loads the session that has most in common with a prompt, if that is well above `kept` tokens.
 
         A session that is damaged is left alone, and the next best is taken.
@@ -187,7 +190,7 @@ class SessionStore:
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
-    def _write(self, sequence: CachedSequence, ids: Ids) -> None:
+    def _write(self, sequence: caches.CachedSequence, ids: Ids) -> None:
         sequence.save_checkpoint()
         tensors = {"ids": torch.from_numpy(ids)}
         for number, part in enumerate(sequence.cache.whole_parts(len(ids))):
@@ -199,7 +202,7 @@ class SessionStore:
         positions = None if checkpoints is None else tuple(checkpoint.num_tokens for checkpoint in checkpoints)
         facts_bytes = len(self._facts(positions, dict.fromkeys(tensors, 0)))
         stored = [[(name, _DTYPES[part.dtype], tuple(part.shape))] for name, part in tensors.items()]
-        layout = lay_out([*stored, [("facts", "U8", (facts_bytes,))]], _ALIGN)
+        layout = safetensors.lay_out([*stored, [("facts", "U8", (facts_bytes,))]], _ALIGN)
         name = hashlib.sha256(ids.tobytes()).hexdigest()[:24]
         path, temporary = self._folder / f"{name}{_SUFFIX}", self._folder / f"{name}{_SUFFIX}.tmp"
         self._make_room(layout.num_bytes)
@@ -236,7 +239,7 @@ class SessionStore:
             self._forget(self._sessions[0])
 
     def _facts(self, positions: tuple[int, ...] | None, crcs: dict[str, int]) -> bytes:
-        return sealed(
+        return json_files.sealed(
             {
                 "version": _VERSION,
                 "root_digest": self._owner.root_digest,
@@ -249,20 +252,22 @@ class SessionStore:
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def _open(self, path: Path) -> _Session:
-        with RangeReader(path, SessionError) as reader:
+        with formats.RangeReader(path, SessionError) as reader:
             return self._content(path, reader)[0]
 
-    def _content(self, path: Path, reader: RangeReader) -> tuple[_Session, _Tensors]:
+    def _content(self, path: Path, reader: formats.RangeReader) -> tuple[_Session, _Tensors]:
         """Reads all of a session but its keys, values and states; nothing is allocated for more than the context has.
 
         Raises:  SessionError if it is damaged or does not fit.
         """
         place, owner = path.name, self._owner
         file_bytes = reader.num_bytes
-        length = header_length(reader.read(0, min(8, file_bytes)).tobytes(), place, file_bytes, SessionError)
+        length = safetensors.header_length(
+            reader.read(0, min(8, file_bytes)).tobytes(), place, file_bytes, SessionError
+        )
         _check_json_bytes("header", length)
         raw = reader.read(8, length).tobytes()
-        entries = {entry.name: entry for entry in header_entries(raw, place, file_bytes, SessionError)}
+        entries = {entry.name: entry for entry in safetensors.header_entries(raw, place, file_bytes, SessionError)}
         ids_entry, facts_entry = entries.get("ids"), entries.pop("facts", None)
         entries = {name: entry for name, entry in entries.items() if not name.startswith("pad.")}
         if facts_entry is None or ids_entry is None or ids_entry.dtype != "I64" or len(ids_entry.shape) != 1:
@@ -285,12 +290,12 @@ class SessionStore:
 
     def _checked_facts(self, raw: bytes) -> tuple[_Facts, dict[str, str]]:
         """Returns the facts of a session of this server, and the checksums of its tensors."""
-        values: Any = parse(raw, "facts", SessionError)
+        values: Any = formats.parse(raw, "facts", SessionError)
         if not isinstance(values, dict) or values.get("version") != _VERSION:
             raise SessionError("it was written by another version")
         try:
-            check_seal(raw, "facts")
-        except PackError as fault:
+            json_files.check_seal(raw, "facts")
+        except formats.PackError as fault:
             raise SessionError(str(fault)) from fault
         crcs = values.pop("crc32", None)
         if not isinstance(crcs, dict) or not all(isinstance(crc, str) and _CRC.fullmatch(crc) for crc in crcs.values()):
@@ -302,7 +307,7 @@ class SessionStore:
             raise SessionError("its keys and values are of another --kv-dtype")
         return facts, crcs
 
-    def _read(self, session: _Session, sequence: CachedSequence) -> None:
+    def _read(self, session: _Session, sequence: caches.CachedSequence) -> None:
         """Fills a sequence with a session, straight from the disk.
 
         Raises:  SessionError if it is damaged, or its caches are not those of this server.
@@ -311,12 +316,12 @@ class SessionStore:
         cache, number, positions = sequence.cache, len(session.ids), session.checkpoints
         if cache.is_cut_anywhere != (positions is None):
             raise SessionError("its caches are of another kind than this server's")
-        with RangeReader(session.path, SessionError) as reader:
+        with formats.RangeReader(session.path, SessionError) as reader:
             found, tensors = self._content(session.path, reader)
             if found.checkpoints != positions or not np.array_equal(found.ids, session.ids):
                 raise SessionError("it was changed by another program")
             parts = {f"whole.{place}": part for place, part in enumerate(cache.whole_parts(number))}
-            rooms: list[Checkpoint] = sequence.room_for(len(positions or ()))
+            rooms: list[caches.Checkpoint] = sequence.room_for(len(positions or ()))
             read = (positions or ())[len(positions or ()) - len(rooms) :]
             for room, position in zip(rooms, read, strict=True):
                 room.num_tokens = position

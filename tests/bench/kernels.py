@@ -27,7 +27,8 @@ from benchlib.llama import Llama, llama_option, make_gguf
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds
+from moe_pack.calib.evaluate import ThresholdRule
+from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.forward import Tokens
 from moe_pack.convert.synthetic import WeightDistribution, random_rows, random_stream
 from moe_pack.formats import (

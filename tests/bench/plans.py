@@ -32,17 +32,9 @@ from benchlib.predicting import measured_fixed_costs, measured_machine, predicte
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, assumed_losses, losses_of, make_profile
 from moe_pack.calib.profile.losses import assumed_figures
-from moe_pack.convert.plan import (
-    EstimatedPlan,
-    PlanningModel,
-    Target,
-    held_out_passes,
-    planner_for,
-    preset_decision,
-    two_digits,
-)
+from moe_pack.convert.plan import EstimatedPlan, PlanningModel, Target, held_out_passes, planner_for, preset_decision
 from moe_pack.convert.plan.options import PRESET_NAMES, USUAL_LIMIT, PresetName
-from moe_pack.convert.plan.planned import mean_sparsity, speed_text
+from moe_pack.convert.plan.planned import mean_sparsity, speed_text, two_digits
 from moe_pack.convert.plan.speed import TokenEstimate
 from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
 from moe_pack.formats.families import Checkpoint, model_spec

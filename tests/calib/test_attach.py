@@ -12,8 +12,8 @@ from support.predictors import random_predictor
 from support.profiles import profiled, random_tokens
 from support.routings import random_routes
 
-from moe_pack.calib.profile import Profile, attach, most_routing_bytes, routing_of
-from moe_pack.calib.profile.profiler import PATH_BYTES
+from moe_pack.calib.profile import Profile, attach
+from moe_pack.calib.profile.profiler import PATH_BYTES, most_routing_bytes, routing_of
 from moe_pack.calib.statistics import learn_paths, shapes_for
 from moe_pack.calib.statistics.predictors import recall_precision
 from moe_pack.formats import Pack, PlanError

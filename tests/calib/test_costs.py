@@ -20,8 +20,8 @@ from moe_pack.calib.sensitivity import (
     half_multiplications,
     kind_of,
     kinds_of_layers,
-    prediction_cost,
 )
+from moe_pack.calib.sensitivity.costs import prediction_cost
 from moe_pack.formats import trellis_format
 from moe_pack.formats.base.cli import StageTime
 from moe_pack.formats.families import Checkpoint

@@ -17,8 +17,8 @@ from support.models import pack
 from support.profiles import QUICK, Recorder, StoppedError, folder_bytes, profiled, random_tokens
 from torch import Tensor
 
-from moe_pack.calib.evaluate import ThresholdRule, evaluate, make_reference, measure_thresholds, read_reference
-from moe_pack.calib.evaluate.thresholds import realized_sparsity
+from moe_pack.calib.evaluate import ThresholdRule, evaluate, make_reference, read_reference
+from moe_pack.calib.evaluate.thresholds import measure_thresholds, realized_sparsity
 from moe_pack.calib.forward import Array, LayerStates, LayerwiseWeights, Sequences
 from moe_pack.calib.profile import ProfileOptions, attach, losses_of
 from moe_pack.calib.report import report_html

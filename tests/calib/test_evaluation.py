@@ -11,9 +11,9 @@ from support.cases import case
 from support.models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 from support.profiles import Recorder, StoppedError, random_tokens, tokens_of
 
-from moe_pack.calib.evaluate import Reference, ThresholdRule, evaluate, make_reference, measure_thresholds
+from moe_pack.calib.evaluate import Reference, ThresholdRule, evaluate, make_reference
 from moe_pack.calib.evaluate.evaluation import block_losses, quality_of
-from moe_pack.calib.evaluate.thresholds import realized_sparsity
+from moe_pack.calib.evaluate.thresholds import measure_thresholds, realized_sparsity
 from moe_pack.calib.forward import Tokens, read_tokens
 from moe_pack.formats import ConversionError, Pack, PlanError
 from moe_pack.formats.base.commands import Stage

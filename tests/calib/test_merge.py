@@ -11,8 +11,9 @@ from support.models import TinyMixtral
 from support.profiles import SMALLEST, Recorder, StoppedError, folder_bytes, profiled, random_tokens, reseal, tokens_of
 
 from moe_pack.calib.forward import Tokens
-from moe_pack.calib.profile import Profile, ProfileOptions, losses_of, merge_profiles, routing_of
+from moe_pack.calib.profile import Profile, ProfileOptions, losses_of, merge_profiles
 from moe_pack.calib.profile.merging import mixed_quantiles
+from moe_pack.calib.profile.profiler import routing_of
 from moe_pack.calib.report import report_html
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.convert.cli.main import main

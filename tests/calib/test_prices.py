@@ -9,9 +9,9 @@ import torch
 from support.models import TinyMixtral, pack
 from support.profiles import Recorder, StoppedError, random_tokens
 
-from moe_pack.calib.evaluate import ThresholdRule, measure_prices, measure_thresholds
+from moe_pack.calib.evaluate import ThresholdRule, measure_prices
 from moe_pack.calib.evaluate.prices import ALPHAS, POLICY, budget_with_room, first_tokens
-from moe_pack.calib.evaluate.thresholds import find_thresholds
+from moe_pack.calib.evaluate.thresholds import find_thresholds, measure_thresholds
 from moe_pack.formats import Pack
 from moe_pack.formats.base.commands import Stage
 from moe_pack.runtime import Engine, EngineOptions

@@ -8,7 +8,8 @@ from support.models import TinyMixtral, pack
 from support.native import operations_limited_to
 from support.profiles import Recorder, random_tokens
 
-from moe_pack.calib.evaluate import ThresholdRule, evaluate, measure_thresholds
+from moe_pack.calib.evaluate import ThresholdRule, evaluate
+from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.quantize import Rotate
 from moe_pack.formats import Pack
 from moe_pack.formats.families import Checkpoint

@@ -12,8 +12,8 @@ from support.cases import case
 from support.models import TinyMixtral, pack
 from support.profiles import Recorder, StoppedError, random_tokens
 
-from moe_pack.calib.evaluate import MeasuredThresholds, ThresholdRule, measure_thresholds
-from moe_pack.calib.evaluate.thresholds import realized_sparsity
+from moe_pack.calib.evaluate import ThresholdRule
+from moe_pack.calib.evaluate.thresholds import MeasuredThresholds, measure_thresholds, realized_sparsity
 from moe_pack.calib.forward import Tokens, num_held_out
 from moe_pack.formats import Pack, PlanError, Selector
 from moe_pack.runtime.model import PackWeights, activations, add_attention, embed, mlp_input, route_tokens

@@ -8,7 +8,6 @@ import torch
 from support.cases import case
 from torch import Tensor
 
-from moe_pack.calib.quantize import trellis
 from moe_pack.calib.quantize.trellis import TrellisCodes, plain_search, search, trellis_tables
 from moe_pack.formats import ROW_GROUP, trellis_format
 from moe_pack.formats.pack.codecs import (
@@ -20,6 +19,7 @@ from moe_pack.formats.pack.codecs import (
     trellis_levels,
 )
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
+from moe_pack.runtime import cpu
 from moe_pack.runtime.cpu import TrellisRows, is_available, search_trellis
 from moe_pack.runtime.cpu.kernels import InstructionSet
 
@@ -264,6 +264,6 @@ def test_rows_get_the_same_codes_without_the_extension(monkeypatch: pytest.Monke
     weights, factor, importance = random(7, 256), correlated(256)[1], correlated(256)[2]
     scales = torch.full((7, 256), TRELLIS_UNITS[5])
     found = search(weights, scales, importance, 5, [factor])
-    monkeypatch.setattr(trellis, "is_available", lambda: False)
+    monkeypatch.setattr(cpu, "is_available", lambda: False)
     plain = search(weights, scales, importance, 5, [factor])
     assert torch.equal(found.codes, plain.codes) and torch.equal(found.values, plain.values)

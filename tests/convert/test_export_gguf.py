@@ -83,8 +83,8 @@ def any_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """The vocabulary of the golden files has no merges, without which llama.cpp loads no file."""
-    monkeypatch.setattr("moe_pack.convert.export.gguf.vocabulary_fields", lambda files, vocab_size: {})
-    monkeypatch.setattr("moe_pack.convert.export.gguf.vocabulary_notes", lambda files: [])
+    monkeypatch.setattr("moe_pack.formats.gguf.vocabulary_fields", lambda files, vocab_size: {})
+    monkeypatch.setattr("moe_pack.formats.gguf.vocabulary_notes", lambda files: [])
 
 
 def is_same(found: Any, expected: Any) -> bool:

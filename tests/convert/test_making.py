@@ -9,7 +9,7 @@ import pytest
 from support.models import TinyMixtral
 from support.profiles import Recorder, StoppedError, folder_bytes, profiled, random_tokens
 
-from moe_pack.calib.evaluate import measure_thresholds
+from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.profile import Profile, ProfileOptions, hottest_first
 from moe_pack.convert import AutoPacker, AutoPackResult, convert, threshold_rule
 from moe_pack.convert.autopack import MADE_FILE, PackGoal, work_folder

@@ -14,7 +14,8 @@ from support.cases import case
 from support.models import DEMO_MODEL, TinyMixtral
 from support.profiles import Recorder, random_tokens
 
-from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds, read_tasks, task_score
+from moe_pack.calib.evaluate import ThresholdRule, read_tasks, task_score
+from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.forward import LayerwiseWeights
 from moe_pack.calib.sensitivity import log_probabilities
 from moe_pack.convert import convert

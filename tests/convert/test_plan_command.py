@@ -15,16 +15,8 @@ from support.published import CONFIGS, PUBLISHED
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.plan import (
-    PlanningModel,
-    Target,
-    check_budget,
-    kv_text,
-    planner_for,
-    read_plan,
-    two_digits,
-    with_kv_dtype,
-)
+from moe_pack.convert.plan import PlanningModel, Target, check_budget, kv_text, planner_for, read_plan, with_kv_dtype
+from moe_pack.convert.plan.planned import two_digits
 from moe_pack.formats import Pack, RunError, UsageError, dense_roles, part_format, size_text, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout

@@ -15,8 +15,9 @@ from support.specs import GROUPED
 
 from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.plan import LossLimit, PlanningModel, Target, preset_decision, two_digits
-from moe_pack.convert.plan.options import PRESET_NAMES, PresetName
+from moe_pack.convert.plan import PlanningModel, Target, preset_decision
+from moe_pack.convert.plan.options import PRESET_NAMES, LossLimit, PresetName
+from moe_pack.convert.plan.planned import two_digits
 from moe_pack.formats import BF16, Pack, PartFormat, Quantizer, Selector, dense_roles
 
 TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "512"]

@@ -16,7 +16,8 @@ from support.profiles import profiled, random_tokens
 from support.reseal import JsonObject, edit_array, refusal, reseal
 from support.second_reader import BadPackError, SecondReader
 
-from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds
+from moe_pack.calib.evaluate import ThresholdRule
+from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import (
     Calibration,

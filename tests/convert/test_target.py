@@ -10,17 +10,9 @@ from click.testing import CliRunner
 from support.cases import case
 from support.losses import random_losses
 
-from moe_pack.convert.plan import (
-    LossLimit,
-    PlanningModel,
-    Target,
-    check_budget,
-    choose_target_device,
-    defaults_text,
-    planner_for,
-)
+from moe_pack.convert.plan import PlanningModel, Target, check_budget, choose_target_device, defaults_text, planner_for
 from moe_pack.convert.plan.machines import assumed_cpu
-from moe_pack.convert.plan.options import Device, parse_limit
+from moe_pack.convert.plan.options import Device, LossLimit, parse_limit
 from moe_pack.convert.plan.target import context_of
 from moe_pack.formats import ModelSpec, RunError, dense_roles
 from moe_pack.formats.base.cli import options_from

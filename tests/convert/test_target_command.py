@@ -14,7 +14,8 @@ from support.models import BOOK, TinyMixtral
 from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.convert.autopack import work_folder
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.plan import PlanningModel, preset_decision, two_digits
+from moe_pack.convert.plan import PlanningModel, preset_decision
+from moe_pack.convert.plan.planned import two_digits
 from moe_pack.formats import Pack
 from moe_pack.runtime import machine
 from moe_pack.runtime.machine import GpuHere

@@ -250,7 +250,7 @@ def test_21_a_tokenizer_of_200_gigabytes_is_refused_by_its_size(tmp_path: Path) 
 def test_21_a_template_without_an_end_ends_in_one_line(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_pack.runtime.templates.HELPER", Helper(seconds=0.5))
+    monkeypatch.setattr("moe_pack.runtime.helper.HELPER", Helper(seconds=0.5))
     source = MODEL.write_with_tokenizer(tmp_path / "source")
     (source / "chat_template.jinja").write_text(template)
     result = run(moe_pack, "convert", source, "-o", tmp_path / "packed", "--quantizer", "nearest")

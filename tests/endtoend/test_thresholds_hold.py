@@ -11,8 +11,8 @@ from support.cases import case
 from support.models import BOOK, DEMO_MODEL, pack
 from support.profiles import Recorder
 
-from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds
-from moe_pack.calib.evaluate.thresholds import realized_sparsity
+from moe_pack.calib.evaluate import ThresholdRule
+from moe_pack.calib.evaluate.thresholds import measure_thresholds, realized_sparsity
 from moe_pack.calib.forward import read_tokens, unseen_tokens
 from moe_pack.formats import Pack, Selector
 from moe_pack.runtime import Text

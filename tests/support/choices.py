@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime.model import attention, operations
+from moe_pack.runtime.model import attention, router
 from moe_pack.runtime.model.router import choose, router_weights
 
 
@@ -46,7 +46,7 @@ class Choices:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention, "largest", noted_largest)
-            patch.setattr(operations, "choose", noted_choose)
+            patch.setattr(router, "choose", noted_choose)
             yield
 
     @contextmanager
@@ -70,7 +70,7 @@ class Choices:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention, "largest", forced_largest)
-            patch.setattr(operations, "choose", forced_choose)
+            patch.setattr(router, "choose", forced_choose)
             yield
         assert not self._seen and not self._routes, "the first run chose more often"
 

@@ -1,6 +1,6 @@
 """What a pack needs to run: the modules, lines and packages that commands load for a pack of the demo model.
 
-    python tests/support/loaded_packs.py
+    python -m support.loaded_packs
 
 Every command runs in an interpreter of its own, to its first tokens, or as a server until it has loaded the pack. With
 `--modules` it lists the modules, and who imported each first, so that what made a command larger is found.

@@ -143,7 +143,6 @@ NOT_HERE = {
     "make messages": "writes build/messages.txt, which tests/test_messages.py reads",
     "python -m support.references": "writes tests/data/references, as tests/endtoend/test_references.py",
     "python -c": "prints texts of Python's own documentation",
-    "python convert_hf_to_gguf.py": _LLAMA,
     "llama-quantize": _LLAMA,
     "make demo": ".ci/run calls it",
     "make test": ".ci/run calls it, with this test",
@@ -156,7 +155,7 @@ NOT_HERE = {
     "ray start": "starts a cluster on several machines",
     "lm_eval": "needs lm-evaluation-harness",
     "python tests/bench/smollm2_routed.py": "needs a package; tests/convert/test_smollm2_routed_bench.py makes one",
-    "python tests/support/loaded_packs.py": "tests/test_start_up.py counts the same, and has bounds",
+    "python -m support.loaded_packs": "tests/test_start_up.py counts the same, and has bounds",
     "moe-pack convert tests/models/tiny-mixtral --preset floe": "converts for half a minute; "
     "tests/convert/test_preset_command.py converts a tiny model with every preset",
     "pytest": "is this suite",

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         LayerCache,
         LayerRopes,
         Rope,
-        SequenceRows,
         each_sequence,
         rotate,
     )

@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from moe_pack.formats import ModelSpec
-from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RopeSpec
+from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RopeSpec, specs
 from moe_pack.formats.parts.attention import raw_places
 from moe_pack.formats.parts.positions import (
     DynamicSpec,
@@ -23,7 +22,7 @@ from moe_pack.formats.parts.positions import (
     ProportionalSpec,
     YarnSpec,
 )
-from moe_pack.formats.parts.specs import cached_tokens
+from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.caches.dtypes import KvDtype
 from moe_pack.runtime.model.caches.storage import (
     RowStorage,
@@ -35,7 +34,6 @@ from moe_pack.runtime.model.caches.storage import (
     position_blocks,
     row_storages,
 )
-from moe_pack.runtime.model.mixers import LayerState, States
 
 Angles = tuple[Tensor, Tensor]  # cosine and sine, float32 [T, rotary_dim / 2] each
 Kept = TypeVar("Kept")
@@ -121,7 +119,7 @@ class Rope:
 class LayerRopes:
     """The rotary angles of a model's kinds of attention, in the order of `ModelSpec.attention_kinds`."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(self, spec: specs.ModelSpec, device: torch.device) -> None:
         self._ropes = tuple(Rope(rope, device) for _, rope in spec.attention_kinds)
 
     def are_same(self, before: int, after: int) -> bool:
@@ -447,7 +445,7 @@ class KVCache:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: specs.ModelSpec,
         context_tokens: int,
         device: torch.device,
         num_layers: int | None = None,
@@ -455,9 +453,11 @@ class KVCache:
         chunk_tokens: int | None = None,
     ) -> None:
         chunk = context_tokens if chunk_tokens is None else chunk_tokens
-        self.states = States(spec if num_layers is None else None, device)
+        self.states = mixers.States(spec if num_layers is None else None, device)
         if num_layers is None:
-            places = [cached_tokens(spec, layer, context_tokens, chunk) for layer in range(spec.num_hidden_layers)]
+            places = [
+                specs.cached_tokens(spec, layer, context_tokens, chunk) for layer in range(spec.num_hidden_layers)
+            ]
         else:
             places = [context_tokens] * num_layers
         self.device, self.dtype = device, dtype
@@ -483,10 +483,10 @@ class KVCache:
         self._num_tokens = 0
         self._saved_tokens: int | None = None  # where states were copied
 
-    def _find_rings(self, spec: ModelSpec, context_tokens: int) -> Iterator["_Ring"]:
+    def _find_rings(self, spec: specs.ModelSpec, context_tokens: int) -> Iterator["_Ring"]:
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             if 0 < keys.shape[1] < context_tokens:
-                window = cached_tokens(spec, layer, context_tokens, 0)
+                window = specs.cached_tokens(spec, layer, context_tokens, 0)
                 yield _Ring(keys, 1, window)
                 if values.data_ptr() != keys.data_ptr():
                     yield _Ring(values, 1, window)
@@ -497,7 +497,7 @@ class KVCache:
             yield _Ring(entries.raw, 0, attention.compression.earlier_tokens)
 
     @staticmethod
-    def of_layer(spec: ModelSpec, layer: int, context_tokens: int, device: torch.device) -> LayerCache:
+    def of_layer(spec: specs.ModelSpec, layer: int, context_tokens: int, device: torch.device) -> LayerCache:
         """Returns the keys and values, float32, of one layer that keeps the whole context and has seen nothing."""
         attention = spec.attention_of(layer)
         index = _index_keys(attention, context_tokens, "f32", device)
@@ -623,21 +623,21 @@ class KVCache:
         own = self.keys[idx], self.values[idx], self.num_tokens
         return LayerCache(*own, self._chosen, self._index[idx], self._entries.get(idx), self._storage[idx])
 
-    def of(self, idx: int) -> LayerCache | LayerState:
+    def of(self, idx: int) -> LayerCache | mixers.LayerState:
         """Returns what a layer keeps of earlier tokens: keys and values, or a state."""
         state = self.states.of(idx)
         return self.layer(idx) if state is None else state
 
-    def of_ngrams(self, idx: int) -> LayerState | None:
+    def of_ngrams(self, idx: int) -> mixers.LayerState | None:
         """Returns the state of a layer's n-grams; None if it has none."""
         return self.states.of_ngrams(idx)
 
-    def trial_of_ngrams(self, idx: int) -> LayerState | None:
+    def trial_of_ngrams(self, idx: int) -> mixers.LayerState | None:
         """Returns the same for a pass whose outcome does not count."""
         state = self.states.of_ngrams(idx)
         return None if state is None else state.copied()
 
-    def trial(self, idx: int) -> LayerCache | LayerState:
+    def trial(self, idx: int) -> LayerCache | mixers.LayerState:
         """Returns the same for a pass whose outcome does not count, before the layer's own pass for these tokens."""
         state = self.states.of(idx)
         return replace(self.layer(idx), chosen=replace(self._chosen)) if state is None else state.copied()

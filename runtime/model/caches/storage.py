@@ -26,10 +26,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_pack.formats import ModelSpec
-from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec
+from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, specs
 from moe_pack.formats.parts.attention import raw_places
-from moe_pack.formats.parts.specs import cached_tokens
 from moe_pack.runtime.model.caches.dtypes import KvDtype
 
 BLOCK_VALUES = 32  # the most of a block
@@ -219,9 +217,9 @@ def entry_storage(attention: CompressedSpec, dtype: KvDtype) -> RowStorage | Non
     return None if compression is None else RowStorage(dtype, compression.dims(attention.head_dim))
 
 
-def layer_cache_bytes(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int, dtype: KvDtype) -> int:
+def layer_cache_bytes(spec: specs.ModelSpec, layer: int, context_tokens: int, chunk_tokens: int, dtype: KvDtype) -> int:
     """Returns the bytes of a decoder layer's keys and values, and of all else that it caches of positions."""
-    places = cached_tokens(spec, layer, context_tokens, chunk_tokens)
+    places = specs.cached_tokens(spec, layer, context_tokens, chunk_tokens)
     return attention_cache_bytes(spec.attention_of(layer), places, context_tokens, chunk_tokens, dtype)
 
 

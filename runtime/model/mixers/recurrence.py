@@ -20,7 +20,7 @@ section 3; the recurrences of transformers 5.23, models/qwen3_next and models/ki
 import torch
 from torch import Tensor
 
-from moe_pack.formats.parts.mixers import CHUNK_TOKENS, KEYED_CHUNK_TOKENS
+from moe_pack.formats.parts import mixers
 from moe_pack.runtime.model.mixers.states import LayerState
 
 
@@ -55,7 +55,7 @@ def recur(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | Non
     # Heads first: [heads, T, ...].
     q, k, v, log_decay = (each.transpose(0, 1) for each in (q, k, v, log_decay))
     rate = None if rate is None else rate.T
-    step = CHUNK_TOKENS if log_decay.dim() == 2 else KEYED_CHUNK_TOKENS
+    step = mixers.CHUNK_TOKENS if log_decay.dim() == 2 else mixers.KEYED_CHUNK_TOKENS
     if v.shape[2] == 1:
         step = 1  # a chunk's tables would be larger than the states of all its tokens
     # Gradients need the state as it was.

@@ -27,12 +27,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_pack.formats import RunError
 from moe_pack.formats.base.version import VERSION
-from moe_pack.runtime.serve.access_log import RECORD, RequestRecord
-from moe_pack.runtime.serve.http.bodies import Bodies, BodyLimits
-from moe_pack.runtime.serve.http.connections import KEEP_ALIVE_SECONDS, MAX_HEAD_BYTES, Connection, most_connections
+from moe_pack.runtime.serve import access_log
+from moe_pack.runtime.serve.http import bodies, connections
 from moe_pack.runtime.serve.http.live import page_router
-from moe_pack.runtime.serve.protocols import anthropic_api, model_api, openai_api, responses_api
-from moe_pack.runtime.serve.protocols.answers import LOADING_RETRY_SECONDS, Problem, problem_of
+from moe_pack.runtime.serve.protocols import answers, anthropic_api, model_api, openai_api, responses_api
 from moe_pack.runtime.serve.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health"})  # need no key: the page asks its user for one
@@ -77,8 +75,8 @@ def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
     requests = _add_own_routes(app)
     for kind in (RequestValidationError, HTTPException, RunError):
         app.add_exception_handler(kind, _refuse)
-    limits = BodyLimits(options.max_body_bytes, options.body_timeout_s)
-    app.add_middleware(Bodies, limits=limits, refusal=refusal)
+    limits = bodies.BodyLimits(options.max_body_bytes, options.body_timeout_s)
+    app.add_middleware(bodies.Bodies, limits=limits, refusal=refusal)
     app.add_middleware(_Gate, options=options)
     if options.cors_origins:
         app.add_middleware(
@@ -98,11 +96,11 @@ def server_of(app: FastAPI, host: str, port: int, options: ServeOptions) -> uvic
         app,
         host=host,
         port=port,
-        http=Connection,
+        http=connections.Connection,
         ws="none",
-        backlog=most_connections() // 4,  # so many come at once, before the first of them is counted
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        backlog=connections.most_connections() // 4,  # so many come at once, before the first of them is counted
+        timeout_keep_alive=connections.KEEP_ALIVE_SECONDS,
+        h11_max_incomplete_event_size=connections.MAX_HEAD_BYTES,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -125,7 +123,7 @@ def _add_own_routes(app: FastAPI) -> Counter:
         """Says whether the model answers."""
         service: Service | None = app.state.service
         if service is None:
-            return JSONResponse({"status": "loading"}, 503, headers={"Retry-After": str(LOADING_RETRY_SECONDS)})
+            return JSONResponse({"status": "loading"}, 503, headers={"Retry-After": str(answers.LOADING_RETRY_SECONDS)})
         return JSONResponse({"status": "ok"}) if service.failure() is None else JSONResponse({"status": "failed"}, 503)
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
@@ -168,24 +166,26 @@ async def _refuse(http: HttpRequest, fault: Exception) -> Response:
     return refusal(http.scope, _problem(http.scope, fault))
 
 
-def _problem(scope: Scope, fault: Exception) -> Problem:
+def _problem(scope: Scope, fault: Exception) -> answers.Problem:
     if isinstance(fault, RequestValidationError):
         return _wrong_field(fault)
     if isinstance(fault, HTTPException):
         where = f"{scope['method']} {scope['path']}"
         if fault.status_code == 404:
-            return Problem(404, f"{where}: there is no such endpoint", code="not_found")
+            return answers.Problem(404, f"{where}: there is no such endpoint", code="not_found")
         if fault.status_code == 405:
-            return Problem(405, f"{where}: this endpoint does not take {scope['method']}", code="method_not_allowed")
-        return Problem(fault.status_code, str(fault.detail))
-    return problem_of(fault)
+            return answers.Problem(
+                405, f"{where}: this endpoint does not take {scope['method']}", code="method_not_allowed"
+            )
+        return answers.Problem(fault.status_code, str(fault.detail))
+    return answers.problem_of(fault)
 
 
-def _wrong_field(fault: RequestValidationError) -> Problem:
+def _wrong_field(fault: RequestValidationError) -> answers.Problem:
     """Returns what is wrong with a body: of a value that may be of several types, what fits best."""
     first: dict[str, Any] = max(fault.errors(), key=lambda error: len(error["loc"]))
     if first["type"] == "json_invalid":
-        return Problem(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+        return answers.Problem(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     place = ""
     for part in first["loc"][1:]:
         if isinstance(part, int):
@@ -194,10 +194,10 @@ def _wrong_field(fault: RequestValidationError) -> Problem:
             place += f".{part}" if place else part
     what = str(first["msg"]).removeprefix("Value error, ")
     if not place and first["type"] == "value_error":
-        return Problem(400, f"the body cannot be used: {what}")
+        return answers.Problem(400, f"the body cannot be used: {what}")
     if not place:
-        return Problem(400, "the body has to be a JSON object, sent with Content-Type: application/json")
-    return Problem(400, f"{place[:200]}: {what}", place[:200])
+        return answers.Problem(400, "the body has to be a JSON object, sent with Content-Type: application/json")
+    return answers.Problem(400, f"{place[:200]}: {what}", place[:200])
 
 
 def _is_field(part: str) -> bool:
@@ -205,9 +205,9 @@ def _is_field(part: str) -> bool:
     return not (part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper())
 
 
-def refusal(scope: Scope, problem: Problem) -> JSONResponse:
+def refusal(scope: Scope, problem: answers.Problem) -> JSONResponse:
     """Returns a problem in the shape of the protocol that a request uses."""
-    record = RECORD.get()
+    record = access_log.RECORD.get()
     if record is not None:
         record.refuse(problem.status, problem.message, problem.param, problem.code)
     is_anthropic = scope["path"].startswith("/v1/messages")
@@ -228,8 +228,8 @@ class _Frame:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record, method = RequestRecord.of(Headers(scope=scope).get("x-request-id", "")), scope["method"]
-        before = RECORD.set(record)
+        record, method = access_log.RequestRecord.of(Headers(scope=scope).get("x-request-id", "")), scope["method"]
+        before = access_log.RECORD.set(record)
         is_head, status = method == "HEAD", 0
         if is_head:
             scope = {**scope, "method": "GET"}
@@ -251,11 +251,11 @@ class _Frame:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as fault:
-            problem = problem_of(fault)
+            problem = answers.problem_of(fault)
             if not status:
                 await refusal(scope, problem)(scope, receive, send_with_headers)
         finally:
-            RECORD.reset(before)
+            access_log.RECORD.reset(before)
             route = getattr(scope.get("route"), "path", "other")
             if status:
                 self._requests.labels(route, str(status)).inc()
@@ -277,13 +277,13 @@ class _Gate:
         else:
             await refusal(scope, problem)(scope, receive, send)
 
-    def _problem(self, path: str, headers: Headers) -> Problem | None:
+    def _problem(self, path: str, headers: Headers) -> answers.Problem | None:
         """Returns why a request may not pass; None if it may."""
         if self._names and _host_name(headers.get("host", "")) not in self._names:
             allowed = ", ".join(sorted(self._names))
-            return Problem(403, f"this server is not called so; its names are {allowed}", code="wrong_host")
+            return answers.Problem(403, f"this server is not called so; its names are {allowed}", code="wrong_host")
         if not self._digests and path != "/health" and self._is_foreign(headers):
-            return Problem(
+            return answers.Problem(
                 403,
                 "a page of another site may not use this server; --cors-origins ORIGIN allows it, and --api-key asks "
                 "for a key instead",
@@ -291,7 +291,7 @@ class _Gate:
             )
         if not self._digests or path in OPEN_PATHS or self._has_key(headers):
             return None
-        return Problem(
+        return answers.Problem(
             401,
             "this server needs a key; send it as Authorization: Bearer KEY, or as x-api-key",
             code="invalid_api_key",

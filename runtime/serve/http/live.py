@@ -34,10 +34,10 @@ from fastapi.responses import HTMLResponse
 from numpy.typing import NDArray
 from sse_starlette import EventSourceResponse
 
-from moe_pack.formats import Pack, PackError
+from moe_pack import formats
 from moe_pack.runtime import Engine
 from moe_pack.runtime.quality import bits_per_weight, read_quality
-from moe_pack.runtime.serve.requests import Scheduler, SchedulerCounts
+from moe_pack.runtime.serve import requests
 
 Counts = NDArray[np.uint32]
 
@@ -144,7 +144,7 @@ class HasSlots(Protocol):
         ...
 
 
-def _slots(scheduler: Scheduler, counts: SchedulerCounts) -> list[dict[str, Any]]:
+def _slots(scheduler: requests.Scheduler, counts: requests.SchedulerCounts) -> list[dict[str, Any]]:
     context = scheduler.context_tokens
     if isinstance(scheduler, HasSlots):
         return [{"state": s.state, "tokens": s.tokens, "context": s.context} for s in scheduler.slots()]
@@ -163,13 +163,13 @@ class _Reading:
     """
 
     at_s: float
-    counts: SchedulerCounts
+    counts: requests.SchedulerCounts
     expert_bytes: int
     needed: int
     hits: int
 
 
-def _read_gauges(engine: Engine, scheduler: Scheduler) -> _Reading:
+def _read_gauges(engine: Engine, scheduler: requests.Scheduler) -> _Reading:
     weights, choices, counts = engine.offloaded, engine.choices, scheduler.counts()
     if weights is None or choices is None:
         return _Reading(time.monotonic(), counts, engine.weights.bytes_read, 0, 0)
@@ -205,7 +205,7 @@ def _ratio(number: float, whole: float) -> float:
 # ---- events ---------------------------------------------------------------------------------------------------------
 
 
-def engine_facts(engine: Engine, scheduler: Scheduler, model: str) -> dict[str, Any]:
+def engine_facts(engine: Engine, scheduler: requests.Scheduler, model: str) -> dict[str, Any]:
     """Returns what does not change while the server runs: the `engine` event."""
     spec, plan, use = engine.weights.spec, engine.plan, engine.gpu_use
     mode = "gpu" if engine.options.device != "cpu" else "mapped" if engine.offloaded is None else "offloaded"
@@ -230,14 +230,14 @@ def engine_facts(engine: Engine, scheduler: Scheduler, model: str) -> dict[str, 
     }
 
 
-def _measured_loss(pack: Pack) -> dict[str, Any] | None:
+def _measured_loss(pack: formats.Pack) -> dict[str, Any] | None:
     """Returns the loss as `moe-pack inspect` prints it; None if it was not measured, or the file is damaged.
 
     `kl` (nats a token), `kl_half_width` and `perplexity_increase` (0.01 for 1%) are None without a comparison.
     """
     try:
         quality = read_quality(pack)
-    except PackError as fault:  # the server needs no figures to answer
+    except formats.PackError as fault:  # the server needs no figures to answer
         _LOG.warning("%s; the page shows no loss", fault)
         return None
     if quality is None:
@@ -256,7 +256,7 @@ def _measured_loss(pack: Pack) -> dict[str, Any] | None:
 class _Picture:
     """The states of the engine as one watcher sees them."""
 
-    def __init__(self, live: LiveCounts, engine: Engine, scheduler: Scheduler) -> None:
+    def __init__(self, live: LiveCounts, engine: Engine, scheduler: requests.Scheduler) -> None:
         self._engine, self._scheduler, self._watcher = engine, scheduler, live.watch()
         self._readings = deque([_read_gauges(engine, scheduler)])
         self._decoded: dict[str, float | None] = {}  # the rates of the last decode that had a token
@@ -297,7 +297,7 @@ def saturated(counts: Counts) -> str:
 
 
 async def engine_events(
-    live: LiveCounts, engine: Engine, scheduler: Scheduler, facts: dict[str, Any]
+    live: LiveCounts, engine: Engine, scheduler: requests.Scheduler, facts: dict[str, Any]
 ) -> AsyncIterator[dict[str, str]]:
     """Yields server-sent events, without end: `engine` with the facts, then a `state` whenever something has changed.
 
@@ -318,7 +318,7 @@ def _event(name: str, values: dict[str, Any]) -> dict[str, str]:
     return {"event": name, "data": json.dumps(values, separators=(",", ":"))}
 
 
-def engine_router(live: LiveCounts, engine: Engine, scheduler: Scheduler, model: str) -> APIRouter:
+def engine_router(live: LiveCounts, engine: Engine, scheduler: requests.Scheduler, model: str) -> APIRouter:
     """Returns the routes of `GET /engine`; `model` is the name under which the server offers the pack."""
     router, facts = APIRouter(), engine_facts(engine, scheduler, model)
 

@@ -19,11 +19,11 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import Grammar, TokenLogprob
-from moe_pack.runtime.serve.access_log import LOG, RECORD
+from moe_pack.runtime.serve import access_log
 from moe_pack.runtime.serve.grammars import TokenGrammar
 from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from moe_pack.runtime.serve.protocols import formed
 from moe_pack.runtime.serve.protocols.constraints import AnswerLimits
-from moe_pack.runtime.serve.protocols.formed import FormedCallParser, PlainParser, new_id
 from moe_pack.runtime.serve.requests import (
     EndEvent,
     PromptEvent,
@@ -99,7 +99,7 @@ def problem_of(fault: Exception) -> Problem:
         return Problem(503, str(fault), code="not_ready", retry_s=LOADING_RETRY_SECONDS)
     if isinstance(fault, RunError):
         return Problem(500, str(fault))
-    LOG.error("a request failed", exc_info=fault)
+    access_log.LOG.error("a request failed", exc_info=fault)
     return Problem(500, "the server failed; its log says why")
 
 
@@ -209,8 +209,8 @@ async def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
 
     def parser() -> AnswerParser:
         if source is not None and source.kind == "call":
-            return FormedCallParser([tool.name for tool in called or tools], can_be_content=not is_forced)
-        return PlainParser() if is_formed else service.parser(prompt.text, definitions)
+            return formed.FormedCallParser([tool.name for tool in called or tools], can_be_content=not is_forced)
+        return formed.PlainParser() if is_formed else service.parser(prompt.text, definitions)
 
     requests = several(request, await service.grammars(source, question.num_answers), limits.rules)
     warnings = question.warnings
@@ -326,7 +326,7 @@ class Answer:
             yield from self._close()
             block = Block(kind, len(self.blocks))
             if isinstance(delta, ToolCallDelta):
-                block.call_id, block.name = delta.call_id or new_id("call_"), delta.name or ""
+                block.call_id, block.name = delta.call_id or formed.new_id("call_"), delta.name or ""
             self.blocks.append(block)
             self._call_index = call_index
             yield BlockEvent("open", block)
@@ -362,7 +362,7 @@ async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
 
     Raises:  AnswerError if the engine could not finish one; RequestError if its grammar cannot be followed.
     """
-    record = RECORD.get()
+    record = access_log.RECORD.get()
     whole: set[int] = set()  # answers that need no more: one call was asked for, and a second one began
     async for numbered in run:
         index, event = numbered.index, numbered.event
@@ -505,7 +505,7 @@ class _Started:
         except StopAsyncIteration:
             raise
         except Exception as fault:  # the status was sent already
-            problem, record = problem_of(fault), RECORD.get()
+            problem, record = problem_of(fault), access_log.RECORD.get()
             if record is not None:
                 record.refuse(problem.status, problem.message, problem.param, problem.code)
             return self._failed(problem)

@@ -15,50 +15,16 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
 
-from moe_pack.runtime.serve.protocols.answers import (
-    EVENT_STREAM,
-    Answer,
-    Block,
-    BlockEvent,
-    ChatQuestion,
-    OfferedTool,
-    Prepared,
-    Problem,
-    ToolChoice,
-    Usage,
-    event_of,
-    prepare_chat,
-    respond,
-    service_of,
-    steps,
-    stream,
-    whole_answers,
-)
-from moe_pack.runtime.serve.protocols.constraints import (
-    AnswerFields,
-    grammar_source,
-    limits,
-    strict_warning,
-    warnings_of,
-)
-from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, RequestBody, stop_texts
+from moe_pack.runtime.serve.protocols import answers, constraints, fields, openai_api
+from moe_pack.runtime.serve.protocols.answers import stream
 from moe_pack.runtime.serve.protocols.formed import new_id
-from moe_pack.runtime.serve.protocols.openai_api import (
-    FunctionTool,
-    effort_kwargs,
-    function_tool,
-    some_tools,
-    template_call,
-    unknown_tool,
-    warned,
-)
 from moe_pack.runtime.serve.requests import RequestError
 from moe_pack.runtime.serve.service import GrammarSource, Service
 
 router = APIRouter()
 
 
-class InputBlock(Body):
+class InputBlock(fields.Body):
     """A block of a message's content: text, thinking, a tool call, or a tool's result."""
 
     type: str
@@ -66,30 +32,30 @@ class InputBlock(Body):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: JsonObject | None = None
+    input: fields.JsonObject | None = None
     tool_use_id: str | None = None
     is_error: bool | None = None
-    content: "str | Many[InputBlock] | None" = None
+    content: "str | fields.Many[InputBlock] | None" = None
 
 
-class InputMessage(Body):
+class InputMessage(fields.Body):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Many[InputBlock]
+    content: str | fields.Many[InputBlock]
 
 
-class InputTool(Body):
+class InputTool(fields.Body):
     """A tool that the model may call; `type` is custom, or absent."""
 
     type: str | None = None
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
-    input_schema: JsonObject | None = None
+    input_schema: fields.JsonObject | None = None
     strict: bool | None = None
 
 
-class InputChoice(Body):
+class InputChoice(fields.Body):
     """Whether the model may call tools, or has to."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -97,44 +63,44 @@ class InputChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
+class Thinking(fields.Body):
     """Whether the model thinks before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=0)
 
 
-class OutputFormat(Body):
+class OutputFormat(fields.Body):
     """The form of the answer."""
 
     type: Literal["json_schema"]
-    schema_: JsonObject = Field(alias="schema")
+    schema_: fields.JsonObject = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class OutputConfig(fields.Body):
     """How the answer is made: its form, and how much effort the model takes."""
 
     format: OutputFormat | None = None
     effort: str | None = None
 
 
-class CountRequest(RequestBody):
+class CountRequest(fields.RequestBody):
     """A conversation whose tokens are to be counted."""
 
     model: str | None = None
-    messages: Many[InputMessage] = Field(min_length=1)
-    system: str | Many[InputBlock] | None = None
-    tools: Many[InputTool] | None = None
+    messages: fields.Many[InputMessage] = Field(min_length=1)
+    system: str | fields.Many[InputBlock] | None = None
+    tools: fields.Many[InputTool] | None = None
     tool_choice: InputChoice | None = None
     thinking: Thinking | None = None
-    thread: JsonObject | None = Field(None, description="refused: nothing is stored")
+    thread: fields.JsonObject | None = Field(None, description="refused: nothing is stored")
 
 
-class MessagesRequest(AnswerFields, CountRequest):
+class MessagesRequest(constraints.AnswerFields, CountRequest):
     """A request for an answer in a conversation."""
 
     max_tokens: int = Field(ge=1, lt=2**31)
-    stop_sequences: Many[str] | None = None
+    stop_sequences: fields.Many[str] | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="an older name of output_config.format")
     stream: bool | None = None
@@ -176,7 +142,7 @@ class TokenCountAnswer(BaseModel):
 
 ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": AnthropicError, "description": "An error"}}
 STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"model": MessageAnswer, "content": EVENT_STREAM},
+    200: {"model": MessageAnswer, "content": answers.EVENT_STREAM},
     **ANTHROPIC_ERRORS,
 }
 _ERROR_TYPES = {
@@ -189,7 +155,7 @@ _ERROR_TYPES = {
 }
 
 
-def anthropic_error(problem: Problem) -> dict[str, Any]:
+def anthropic_error(problem: answers.Problem) -> dict[str, Any]:
     """Returns a problem in Anthropic's shape."""
     usual = "invalid_request_error" if problem.status < 500 else "api_error"
     error: dict[str, Any] = {"type": _ERROR_TYPES.get(problem.status, usual), "message": problem.message}
@@ -198,22 +164,22 @@ def anthropic_error(problem: Problem) -> dict[str, Any]:
     return {"type": "error", "error": error}
 
 
-def _failed_event(problem: Problem) -> ServerSentEvent:
-    return event_of(anthropic_error(problem), "error")
+def _failed_event(problem: answers.Problem) -> ServerSentEvent:
+    return answers.event_of(anthropic_error(problem), "error")
 
 
 def _ping() -> ServerSentEvent:
-    return event_of({"type": "ping"}, "ping")
+    return answers.event_of({"type": "ping"}, "ping")
 
 
 @router.post("/v1/messages", response_model=MessageAnswer, responses=STREAMED)
 async def create_message(http: HttpRequest, body: MessagesRequest) -> Response:
     """Answers a conversation."""
-    return await respond(http, _answered(service_of(http), body))
+    return await answers.respond(http, _answered(answers.service_of(http), body))
 
 
 async def _answered(service: Service, body: MessagesRequest) -> Response:
-    prepared = await prepare_chat(service, _question(service, body))
+    prepared = await answers.prepare_chat(service, _question(service, body))
     if body.stream:
         return await stream(_streamed(service, prepared), _failed_event, _ping)
     return await _written(service, prepared)
@@ -222,7 +188,7 @@ async def _answered(service: Service, body: MessagesRequest) -> Response:
 @router.post("/v1/messages/count_tokens", response_model=TokenCountAnswer, responses=ANTHROPIC_ERRORS)
 async def count_tokens(http: HttpRequest, body: CountRequest) -> Response:
     """Counts the tokens of a conversation as the model reads it."""
-    return await respond(http, _counted(service_of(http), body))
+    return await answers.respond(http, _counted(answers.service_of(http), body))
 
 
 async def _counted(service: Service, body: CountRequest) -> Response:
@@ -233,30 +199,32 @@ async def _counted(service: Service, body: CountRequest) -> Response:
     return JSONResponse({"input_tokens": len(prompt.ids)})
 
 
-def _question(service: Service, body: MessagesRequest) -> ChatQuestion:
+def _question(service: Service, body: MessagesRequest) -> answers.ChatQuestion:
     """Returns the question of a request.
 
     Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
     """
     _check_request(service, body)
-    warnings = warnings_of(body)
+    warnings = constraints.warnings_of(body)
     choice = body.tool_choice or InputChoice(type="auto")
     found = _tool_choice(choice)
     tools, unknown = _offered_tools(body)
-    strict = strict_warning([tool.strict for tool in body.tools or ()], found.kind == "required")
+    strict = constraints.strict_warning([tool.strict for tool in body.tools or ()], found.kind == "required")
     kwargs = _template_kwargs(body)
     if body.output_config is not None and body.output_config.effort is not None:
-        kwargs = {**effort_kwargs(body.output_config.effort), **kwargs}
-    return ChatQuestion(
+        kwargs = {**openai_api.effort_kwargs(body.output_config.effort), **kwargs}
+    return answers.ChatQuestion(
         messages=_messages(body),
         sampling=body.over(service.default_sampling, service.vocab_size),
-        limits=limits(service, body, body.max_tokens, stop_texts(body.stop_sequences, "stop_sequences")),
+        limits=constraints.limits(
+            service, body, body.max_tokens, fields.stop_texts(body.stop_sequences, "stop_sequences")
+        ),
         tools=tools,
         choice=found,
         several_calls=choice.disable_parallel_tool_use is not True,
         template_kwargs=kwargs,
         continues=_continues(body),
-        grammar=grammar_source(body, _output_form(body)),
+        grammar=constraints.grammar_source(body, _output_form(body)),
         warnings=(*warnings, *unknown, *_thinking_warning(body), *strict),
     )
 
@@ -301,29 +269,31 @@ def _template_kwargs(body: CountRequest) -> dict[str, Any]:
     return {"enable_thinking": body.thinking.type == "enabled"}
 
 
-def _tool_choice(choice: InputChoice) -> ToolChoice:
+def _tool_choice(choice: InputChoice) -> answers.ToolChoice:
     if choice.type == "tool":
         if choice.name is None:
             raise RequestError("tool_choice has type tool and no name; add it", "tool_choice")
-        return ToolChoice("required", choice.name)
+        return answers.ToolChoice("required", choice.name)
     if choice.type == "any":
-        return ToolChoice("required")
-    return ToolChoice("none" if choice.type == "none" else "auto")
+        return answers.ToolChoice("required")
+    return answers.ToolChoice("none" if choice.type == "none" else "auto")
 
 
-def _offered_tools(body: CountRequest) -> tuple[list[OfferedTool], list[str]]:
+def _offered_tools(body: CountRequest) -> tuple[list[answers.OfferedTool], list[str]]:
     """Returns the tools that the client runs, and what to say about those that Anthropic's servers run."""
-    offered: list[OfferedTool] = []
+    offered: list[answers.OfferedTool] = []
     unknown: list[str] = []
     for i, tool in enumerate(body.tools or []):
         if tool.type not in (None, "custom"):
-            unknown.append(unknown_tool(f"tools[{i}]", tool.type))
+            unknown.append(openai_api.unknown_tool(f"tools[{i}]", tool.type))
         elif tool.input_schema is None:
             raise RequestError(f"tools[{i}]: has no input_schema; add it")
         else:
-            function = FunctionTool(name=tool.name, description=tool.description, parameters=tool.input_schema)
-            offered.append(OfferedTool(function_tool(function), f"tools[{i}].input_schema"))
-    return some_tools(offered, unknown)
+            function = openai_api.FunctionTool(
+                name=tool.name, description=tool.description, parameters=tool.input_schema
+            )
+            offered.append(answers.OfferedTool(openai_api.function_tool(function), f"tools[{i}].input_schema"))
+    return openai_api.some_tools(offered, unknown)
 
 
 def _messages(body: CountRequest) -> list[dict[str, Any]]:
@@ -356,7 +326,7 @@ def _assistant_message(content: str | list[InputBlock], place: str, names: dict[
                 raise RequestError(f"{place}[{i}]: has type tool_use and no name; add it")
             if block.id is not None:
                 names[block.id] = block.name
-            calls.append(template_call(block.id, block.name, block.input or {}))
+            calls.append(openai_api.template_call(block.id, block.name, block.input or {}))
         elif block.type == "thinking":
             thoughts.append(block.thinking or "")
         elif block.type != "redacted_thinking":
@@ -408,16 +378,16 @@ def _block_text(block: InputBlock, place: str) -> str:
     return block.text
 
 
-async def _written(service: Service, prepared: Prepared) -> Response:
+async def _written(service: Service, prepared: answers.Prepared) -> Response:
     """Returns the response with a whole answer."""
-    (answer,) = await whole_answers(service, prepared)
+    (answer,) = await answers.whole_answers(service, prepared)
     return JSONResponse(
         {
             **_head(service),
             "content": [_whole_block(block) for block in answer.blocks],
             **_stop(answer),
             "usage": _usage(answer),
-            **warned(prepared),
+            **openai_api.warned(prepared),
         }
     )
 
@@ -426,7 +396,7 @@ def _head(service: Service) -> dict[str, Any]:
     return {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": service.model_id}
 
 
-def _whole_block(block: Block) -> dict[str, Any]:
+def _whole_block(block: answers.Block) -> dict[str, Any]:
     if block.kind == "content":
         return {"type": "text", "text": block.text}  # without citations: null, which @ai-sdk/anthropic refuses
     if block.kind == "reasoning":
@@ -443,7 +413,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _stop(answer: Answer) -> dict[str, Any]:
+def _stop(answer: answers.Answer) -> dict[str, Any]:
     """Returns why an answer ended, in Anthropic's words."""
     end = answer.ended
     if end.reason == "length":
@@ -453,9 +423,9 @@ def _stop(answer: Answer) -> dict[str, Any]:
     return {"stop_reason": "end_turn" if end.stop is None else "stop_sequence", "stop_sequence": end.stop}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def _usage(answer: answers.Answer) -> dict[str, int]:
     """Returns the tokens that an answer took; `input_tokens` are those that no cache had."""
-    found = Usage.of([answer])
+    found = answers.Usage.of([answer])
     return {
         "input_tokens": found.prompt - found.cached,
         "cache_creation_input_tokens": 0,
@@ -464,9 +434,9 @@ def _usage(answer: Answer) -> dict[str, int]:
     }
 
 
-async def _streamed(service: Service, prepared: Prepared) -> AsyncGenerator[ServerSentEvent, None]:
+async def _streamed(service: Service, prepared: answers.Prepared) -> AsyncGenerator[ServerSentEvent, None]:
     """Yields the events of a stream."""
-    answer = Answer()
+    answer = answers.Answer()
     with service.generate(prepared.requests) as run:
         usage = {
             "input_tokens": prepared.prompt_tokens,
@@ -475,22 +445,22 @@ async def _streamed(service: Service, prepared: Prepared) -> AsyncGenerator[Serv
             "output_tokens": 0,
         }
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        message = {**_head(service), **begun, **warned(prepared)}
-        yield event_of({"type": "message_start", "message": message}, "message_start")
+        message = {**_head(service), **begun, **openai_api.warned(prepared)}
+        yield answers.event_of({"type": "message_start", "message": message}, "message_start")
         yield _ping()
-        async for step in steps(run, prepared):
+        async for step in answers.steps(run, prepared):
             for change in answer.take(step):
                 yield _block_event(change)
     ended = {"type": "message_delta", "delta": _stop(answer), "usage": _usage(answer)}
-    yield event_of(ended, "message_delta")
-    yield event_of({"type": "message_stop"}, "message_stop")
+    yield answers.event_of(ended, "message_delta")
+    yield answers.event_of({"type": "message_stop"}, "message_stop")
 
 
-def _block_event(change: BlockEvent) -> ServerSentEvent:
+def _block_event(change: answers.BlockEvent) -> ServerSentEvent:
     """Returns the event for a change of a block."""
     index, kind = change.block.index, change.block.kind
     if change.change == "close":
-        return event_of({"type": "content_block_stop", "index": index}, "content_block_stop")
+        return answers.event_of({"type": "content_block_stop", "index": index}, "content_block_stop")
     if change.change == "open":
         empty = {"type": "text", "text": ""}
         if kind == "reasoning":
@@ -499,11 +469,11 @@ def _block_event(change: BlockEvent) -> ServerSentEvent:
         if kind == "call":
             begun = {"type": "tool_use", "id": change.block.call_id, "name": change.block.name, "input": {}}
         event = {"type": "content_block_start", "index": index, "content_block": begun}
-        return event_of(event, "content_block_start")
+        return answers.event_of(event, "content_block_start")
     if kind == "call":
         delta = {"type": "input_json_delta", "partial_json": change.text}
     elif kind == "reasoning":
         delta = {"type": "thinking_delta", "thinking": change.text}
     else:
         delta = {"type": "text_delta", "text": change.text}
-    return event_of({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
+    return answers.event_of({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")

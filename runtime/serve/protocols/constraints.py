@@ -15,17 +15,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moe_pack.runtime.serve.protocols.fields import (
-    Body,
-    JsonObject,
-    Many,
-    SamplingFields,
-    Token,
-    TokenCount,
-    asked_tokens,
-    plain_json,
-    stop_texts,
-)
+from moe_pack.runtime.serve.protocols import fields
 from moe_pack.runtime.serve.requests import RequestError
 from moe_pack.runtime.serve.rules import TokenRules, sequences_of
 from moe_pack.runtime.serve.service import GrammarSource, Service
@@ -212,60 +202,66 @@ _HARMLESS = frozenset(
 )
 
 
-class SchemaFormat(Body):
+class SchemaFormat(fields.Body):
     """A JSON schema with a name."""
 
     name: str = "answer"
-    schema_: JsonObject | None = Field(None, alias="schema")
+    schema_: fields.JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(fields.Body):
     """The form of the answer; llama.cpp takes the schema of a json_object too."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
-    schema_: JsonObject | None = Field(None, alias="schema")
+    schema_: fields.JsonObject | None = Field(None, alias="schema")
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(fields.Body):
     """The form of the answer, as vLLM writes it."""
 
-    json_: JsonObject | str | None = Field(None, alias="json")
+    json_: fields.JsonObject | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Many[str] | None = None
+    choice: fields.Many[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | JsonObject | None = None
+    structural_tag: str | fields.JsonObject | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
 
 
-class AnswerFields(SamplingFields):
+class AnswerFields(fields.SamplingFields):
     """What an answer may be, in all dialects; each protocol adds its own fields."""
 
-    stop: str | Many[str] | None = None
+    stop: str | fields.Many[str] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = Field(None, description="GBNF, as llama.cpp takes it")
     ebnf: str | None = Field(None, description="SGLang's name of grammar")
-    json_schema: JsonObject | str | None = Field(None, description="a JSON schema, as llama.cpp takes it")
+    json_schema: fields.JsonObject | str | None = Field(None, description="a JSON schema, as llama.cpp takes it")
     regex: str | None = Field(None, description="a regular expression, as SGLang takes it")
-    format: Literal["json", ""] | JsonObject | None = Field(None, description="json or a schema, as Ollama takes it")
+    format: Literal["json", ""] | fields.JsonObject | None = Field(
+        None, description="json or a schema, as Ollama takes it"
+    )
     structured_outputs: StructuredOutputs | None = Field(None, description="as vLLM takes it")
-    guided_json: JsonObject | str | None = Field(None, description="as vLLM took it; also guided_regex and so on")
+    guided_json: fields.JsonObject | str | None = Field(
+        None, description="as vLLM took it; also guided_regex and so on"
+    )
     guided_regex: str | None = None
-    guided_choice: Many[str] | None = None
+    guided_choice: fields.Many[str] | None = None
     guided_grammar: str | None = None
-    stop_token_ids: Many[Token] | None = Field(None, description="tokens that end the answer", max_length=1024)
-    min_tokens: TokenCount | None = Field(None, description="so many tokens come before the end")
-    min_new_tokens: TokenCount | None = Field(None, description="SGLang's name of min_tokens")
-    allowed_token_ids: Many[Token] | None = Field(None, description="the only tokens that may come")
-    bad_words: Many[str] | None = Field(None, description="words that may not come", max_length=MAX_WORDS)
-    max_completion_tokens: TokenCount | None = None
-    max_output_tokens: TokenCount | None = None
-    n_predict: TokenCount | None = Field(None, description="llama.cpp's name of max_tokens")
-    max_new_tokens: TokenCount | None = Field(None, description="SGLang's name of max_tokens")
+    stop_token_ids: fields.Many[fields.Token] | None = Field(
+        None, description="tokens that end the answer", max_length=1024
+    )
+    min_tokens: fields.TokenCount | None = Field(None, description="so many tokens come before the end")
+    min_new_tokens: fields.TokenCount | None = Field(None, description="SGLang's name of min_tokens")
+    allowed_token_ids: fields.Many[fields.Token] | None = Field(None, description="the only tokens that may come")
+    bad_words: fields.Many[str] | None = Field(None, description="words that may not come", max_length=MAX_WORDS)
+    max_completion_tokens: fields.TokenCount | None = None
+    max_output_tokens: fields.TokenCount | None = None
+    n_predict: fields.TokenCount | None = Field(None, description="llama.cpp's name of max_tokens")
+    max_new_tokens: fields.TokenCount | None = Field(None, description="SGLang's name of max_tokens")
 
 
 def warnings_of(body: AnswerFields) -> tuple[str, ...]:
@@ -326,14 +322,14 @@ def grammar_source(body: AnswerFields, form: GrammarSource | None = None) -> Gra
     return found[0] if found else None
 
 
-def schema_source(schema: JsonObject | str, param: str) -> GrammarSource:
+def schema_source(schema: fields.JsonObject | str, param: str) -> GrammarSource:
     """Returns the form of a JSON schema, which may be JSON text.
 
     Raises:  RequestError if the text is no object of JSON.
     """
     if isinstance(schema, str):
         try:
-            schema = plain_json(json.loads(schema))
+            schema = fields.plain_json(json.loads(schema))
         except (ValueError, RecursionError) as fault:
             raise RequestError(f"{param}: is no JSON; give a JSON schema", param) from fault
         if not isinstance(schema, dict):
@@ -428,13 +424,13 @@ def limits(service: Service, body: AnswerFields, max_tokens: int | None, stops: 
     lengths = {"max_tokens": max_tokens}
     for name in ("max_completion_tokens", "max_output_tokens", "n_predict", "max_new_tokens"):
         lengths[name] = getattr(body, name)
-    most = [count for name, asked in lengths.items() if (count := asked_tokens(asked, name)) is not None]
+    most = [count for name, asked in lengths.items() if (count := fields.asked_tokens(asked, name)) is not None]
     least = {"min_tokens": body.min_tokens, "min_new_tokens": body.min_new_tokens}
     counts = [count for count in least.values() if count is not None and count > 0]
     texts = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return AnswerLimits(
         max_tokens=min(most, default=None),
-        stop=stop_texts([*stops, *texts]),
+        stop=fields.stop_texts([*stops, *texts]),
         end_ids=_tokens(service, body.stop_token_ids, "stop_token_ids"),
         ignores_ends=body.ignore_eos is True,
         rules=TokenRules(

@@ -7,7 +7,7 @@ import json
 import re
 import uuid
 
-from moe_pack.runtime.serve.parsers import ContentDelta, Delta, ToolCallDelta
+from moe_pack.runtime.serve import parsers
 
 # How a call begins, step by step: its first key, what follows the name, the second key.
 _KEY = re.compile(r'\s*\{\s*"((?:[^"\\]|\\.)*)"\s*:\s*(\S)')
@@ -24,11 +24,11 @@ def new_id(prefix: str) -> str:
 class PlainParser:
     """Takes an answer as content, as it is."""
 
-    def push(self, text: str) -> list[Delta]:
+    def push(self, text: str) -> list[parsers.Delta]:
         """Returns what a piece of text adds."""
-        return [ContentDelta(text)] if text else []
+        return [parsers.ContentDelta(text)] if text else []
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[parsers.Delta]:
         """Returns nothing: there is no rest."""
         return []
 
@@ -49,22 +49,22 @@ class FormedCallParser:
         self._text = ""
         self._is_content = False
 
-    def push(self, text: str) -> list[Delta]:
+    def push(self, text: str) -> list[parsers.Delta]:
         """Returns what a piece of text adds."""
         if not text:
             return []
         if self._is_content:
-            return [ContentDelta(text)]
+            return [parsers.ContentDelta(text)]
         is_first, self._text = not self._text, self._text + text
         if not self._has_name:
             name, call_id = (self._names[0], self._call_id) if is_first else (None, None)
-            return [ToolCallDelta(0, call_id, name, text)]
+            return [parsers.ToolCallDelta(0, call_id, name, text)]
         if self._can_be_content and self._is_no_call():
             self._is_content = True
-            return [ContentDelta(self._text)]
+            return [parsers.ContentDelta(self._text)]
         return []
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[parsers.Delta]:
         """Returns the rest after the last piece."""
         if self._is_content or not self._has_name:
             return []
@@ -72,10 +72,10 @@ class FormedCallParser:
             call = json.loads(self._text)
             if call["name"] in self._names:
                 arguments = json.dumps(call["arguments"], ensure_ascii=False)
-                return [ToolCallDelta(0, self._call_id, call["name"], arguments)]
+                return [parsers.ToolCallDelta(0, self._call_id, call["name"], arguments)]
         except (ValueError, LookupError, TypeError, RecursionError):
             pass
-        return [ContentDelta(self._text)] if self._text else []
+        return [parsers.ContentDelta(self._text)] if self._text else []
 
     def _is_no_call(self) -> bool:
         """Whether the text so far cannot become a call."""

@@ -15,17 +15,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from moe_pack.formats.base.version import VERSION
-from moe_pack.runtime.serve.protocols.answers import Problem, service_of
+from moe_pack.runtime.serve.protocols import answers, openai_api
 from moe_pack.runtime.serve.protocols.completions import FINGERPRINT
 from moe_pack.runtime.serve.protocols.fields import JsonObject, Many, RequestBody, Token
-from moe_pack.runtime.serve.protocols.openai_api import (
-    OPENAI_ERRORS,
-    ChatMessage,
-    ChatRequest,
-    Tool,
-    chat_question,
-    openai_error,
-)
 from moe_pack.runtime.serve.requests import RequestError
 from moe_pack.runtime.serve.service import Service
 
@@ -65,8 +57,8 @@ class TokenizeRequest(RequestBody):
     model: str | None = None
     content: str | None = None
     prompt: str | None = None
-    messages: Many[ChatMessage] | None = None
-    tools: Many[Tool] | None = None
+    messages: Many[openai_api.ChatMessage] | None = None
+    tools: Many[openai_api.Tool] | None = None
     chat_template_kwargs: JsonObject | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -118,10 +110,10 @@ class PropsAnswer(BaseModel):
     build_info: str
 
 
-@router.post("/tokenize", response_model=TokenizeAnswer, responses=OPENAI_ERRORS)
+@router.post("/tokenize", response_model=TokenizeAnswer, responses=openai_api.OPENAI_ERRORS)
 async def tokenize(http: HttpRequest, body: TokenizeRequest) -> Response:
     """Returns the tokens of a text, or of a conversation."""
-    service = service_of(http)
+    service = answers.service_of(http)
     ids = await _tokens(service, body)
     tokens: list[Any] = list(ids)
     if body.with_pieces:
@@ -164,7 +156,9 @@ async def _conversation_tokens(service: Service, body: TokenizeRequest) -> tuple
             "add_generation_prompt false is not supported: prompts end where the answer begins", "add_generation_prompt"
         )
     fields = ("messages", "tools", "chat_template_kwargs", "continue_final_message")
-    question = chat_question(service, ChatRequest.model_validate({name: getattr(body, name) for name in fields}))
+    question = openai_api.chat_question(
+        service, openai_api.ChatRequest.model_validate({name: getattr(body, name) for name in fields})
+    )
     tools = [tool.definition for tool in question.tools]
     prompt = await service.chat_prompt(question.messages, tools, question.template_kwargs, question.continues)
     return tuple(prompt.ids)
@@ -178,10 +172,10 @@ def _piece(raw: bytes) -> str | list[int]:
         return list(raw)
 
 
-@router.post("/detokenize", response_model=DetokenizeAnswer, responses=OPENAI_ERRORS)
+@router.post("/detokenize", response_model=DetokenizeAnswer, responses=openai_api.OPENAI_ERRORS)
 async def detokenize(http: HttpRequest, body: DetokenizeRequest) -> Response:
     """Returns the text of tokens."""
-    service = service_of(http)
+    service = answers.service_of(http)
     service.check_model(body.model)
     if any(token >= service.vocab_size for token in body.tokens):
         found = f"tokens: has token {max(body.tokens)}, and the model has {service.vocab_size} tokens"
@@ -190,10 +184,10 @@ async def detokenize(http: HttpRequest, body: DetokenizeRequest) -> Response:
     return JSONResponse({"content": text, "prompt": text})
 
 
-@router.get("/props", response_model=PropsAnswer, responses=OPENAI_ERRORS)
+@router.get("/props", response_model=PropsAnswer, responses=openai_api.OPENAI_ERRORS)
 async def props(http: HttpRequest) -> Response:
     """Says what llama.cpp's clients ask of a server."""
-    service = service_of(http)
+    service = answers.service_of(http)
     sampling = service.default_sampling
     params = {
         "temperature": sampling.temperature,
@@ -220,10 +214,10 @@ async def props(http: HttpRequest) -> Response:
     return JSONResponse(answer)
 
 
-@router.get("/tokenizer_info", response_model=dict[str, str], responses=OPENAI_ERRORS)
+@router.get("/tokenizer_info", response_model=dict[str, str], responses=openai_api.OPENAI_ERRORS)
 async def tokenizer_info(http: HttpRequest) -> Response:
     """Returns what vLLM's clients ask of a tokenizer; what the pack's files do not have is left out."""
-    facts = service_of(http).facts
+    facts = answers.service_of(http).facts
     found = {"chat_template": facts.chat_template, "bos_token": facts.bos_token, "eos_token": facts.eos_token}
     return JSONResponse({"tokenizer_class": "moe-pack", **{name: text for name, text in found.items() if text}})
 
@@ -235,10 +229,10 @@ async def version() -> Response:
     return JSONResponse({"version": VERSION})
 
 
-@router.get("/api/tags", response_model=dict[str, Any], responses=OPENAI_ERRORS)
+@router.get("/api/tags", response_model=dict[str, Any], responses=openai_api.OPENAI_ERRORS)
 async def list_tags(http: HttpRequest) -> Response:
     """Lists the served model under each of its names, as Ollama does."""
-    service = service_of(http)
+    service = answers.service_of(http)
     made_at = datetime.fromtimestamp(service.created, UTC).isoformat()
     common = {"modified_at": made_at, "size": 0, "digest": "", "details": _details()}
     return JSONResponse({"models": [{"name": name, "model": name, **common} for name in service.listed_names]})
@@ -251,10 +245,10 @@ class ShowRequest(RequestBody):
     name: str | None = None
 
 
-@router.post("/api/show", response_model=dict[str, Any], responses=OPENAI_ERRORS)
+@router.post("/api/show", response_model=dict[str, Any], responses=openai_api.OPENAI_ERRORS)
 async def show(http: HttpRequest, body: ShowRequest) -> Response:
     """Describes the served model, as Ollama does."""
-    service = service_of(http)
+    service = answers.service_of(http)
     service.check_model(body.model or body.name)
     facts = {"general.architecture": "moe", "general.basename": service.model_id}
     return JSONResponse(
@@ -278,8 +272,8 @@ def _details() -> dict[str, Any]:
 async def absent(http: HttpRequest) -> Response:
     """Says that this server has nothing for an endpoint, and what to use."""
     path = http.url.path
-    problem = Problem(NOT_SUPPORTED, f"{path}: {_ABSENT.get(path, _NO_SLOTS)}", code="not_supported")
-    content: dict[str, Any] = openai_error(problem)
+    problem = answers.Problem(NOT_SUPPORTED, f"{path}: {_ABSENT.get(path, _NO_SLOTS)}", code="not_supported")
+    content: dict[str, Any] = openai_api.openai_error(problem)
     if path.startswith("/api/"):
         content = {"error": problem.message}  # Ollama's clients read a text
     return JSONResponse(content, NOT_SUPPORTED)

@@ -20,6 +20,7 @@ from sse_starlette import ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 
 from moe_pack.runtime.sampling import TokenLogprob
+from moe_pack.runtime.serve.protocols import completions, constraints, fields
 from moe_pack.runtime.serve.protocols.answers import (
     EVENT_STREAM,
     Answer,
@@ -38,15 +39,6 @@ from moe_pack.runtime.serve.protocols.answers import (
     stream,
     whole_answers,
 )
-from moe_pack.runtime.serve.protocols.completions import ChatWriter, TextWriter, check_scored
-from moe_pack.runtime.serve.protocols.constraints import (
-    AnswerFields,
-    grammar_source,
-    limits,
-    strict_warning,
-    warnings_of,
-)
-from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, Token, TokenCount, plain_json
 from moe_pack.runtime.serve.protocols.formed import PlainParser
 from moe_pack.runtime.serve.requests import Request, RequestError
 from moe_pack.runtime.serve.service import Service
@@ -59,7 +51,7 @@ DONE = ServerSentEvent("[DONE]", sep="\n")
 router = APIRouter()
 
 
-class ContentPart(Body):
+class ContentPart(fields.Body):
     """A part of a message's content; text alone is taken."""
 
     type: str
@@ -67,14 +59,14 @@ class ContentPart(Body):
     refusal: str | None = None
 
 
-class FunctionCall(Body):
+class FunctionCall(fields.Body):
     """The function that a tool call names. `arguments` is JSON text."""
 
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(Body):
+class ToolCall(fields.Body):
     """A tool call of an earlier answer."""
 
     id: str | None = None
@@ -82,69 +74,69 @@ class ToolCall(Body):
     function: FunctionCall
 
 
-class ChatMessage(Body):
+class ChatMessage(fields.Body):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[ContentPart] | None = None
+    content: str | fields.Many[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Many[ToolCall] | None = None
+    tool_calls: fields.Many[ToolCall] | None = None
     tool_call_id: str | None = None
     prefix: bool | None = Field(None, description="continue this last message, as some services take it")
     partial: bool | None = Field(None, description="the same, as Kimi and Qwen take it")
 
 
-class FunctionTool(Body):
+class FunctionTool(fields.Body):
     """A function that the model may call. `parameters` is a JSON schema."""
 
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
-    parameters: JsonObject | None = None
+    parameters: fields.JsonObject | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(fields.Body):
     """A tool; functions alone are taken."""
 
     type: str
     function: FunctionTool | None = None
 
 
-class NamedFunction(Body):
+class NamedFunction(fields.Body):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(fields.Body):
     """A tool that the answer has to call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(Body):
+class AllowedTools(fields.Body):
     """Some of the tools, of which the answer may call one, or has to."""
 
     mode: Literal["auto", "required"]
-    tools: Many[JsonObject]
+    tools: fields.Many[fields.JsonObject]
 
 
-class AllowedChoice(Body):
+class AllowedChoice(fields.Body):
     """A choice among some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
-class Thinking(Body):
+class Thinking(fields.Body):
     """Whether the model thinks, as some services write it."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
 
 
-class Reasoning(Body):
+class Reasoning(fields.Body):
     """How much the model thinks, as OpenRouter writes it."""
 
     effort: str | None = None
@@ -152,29 +144,29 @@ class Reasoning(Body):
     max_tokens: int | None = None
 
 
-class StreamOptions(Body):
+class StreamOptions(fields.Body):
     """What a stream has besides the answer."""
 
     include_usage: bool | None = None
 
 
-class ChatRequest(AnswerFields):
+class ChatRequest(constraints.AnswerFields):
     """A request for answers in a conversation."""
 
     model: str | None = None
-    messages: Many[ChatMessage] = Field(min_length=1)
-    tools: Many[Tool] | None = None
+    messages: fields.Many[ChatMessage] = Field(min_length=1)
+    tools: fields.Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required", "any"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
-    stop_sequences: Many[str] | None = Field(None, description="Anthropic's name of stop")
-    max_tokens: TokenCount | None = None
+    stop_sequences: fields.Many[str] | None = Field(None, description="Anthropic's name of stop")
+    max_tokens: fields.TokenCount | None = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="of the prompt, as vLLM's")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    chat_template_kwargs: JsonObject | None = None
+    chat_template_kwargs: fields.JsonObject | None = None
     reasoning_effort: str | None = None
     reasoning: Reasoning | None = None
     thinking: Thinking | None = None
@@ -184,14 +176,14 @@ class ChatRequest(AnswerFields):
     add_generation_prompt: bool | None = Field(None, description="false only where the last message is continued")
 
 
-class CompletionRequest(AnswerFields):
+class CompletionRequest(constraints.AnswerFields):
     """A request to continue texts."""
 
     model: str | None = None
-    prompt: str | Many[str] | Many[Token] | Many[Many[Token]]
+    prompt: str | fields.Many[str] | fields.Many[fields.Token] | fields.Many[fields.Many[fields.Token]]
     echo: bool | None = None
     best_of: int | None = None
-    max_tokens: TokenCount | None = Field(16, description="16, as OpenAI's, unless the request says it")
+    max_tokens: fields.TokenCount | None = Field(16, description="16, as OpenAI's, unless the request says it")
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="of the prompt, as vLLM's")
@@ -321,8 +313,8 @@ async def create_chat_completion(http: HttpRequest, body: ChatRequest) -> Respon
 
 async def _answered(service: Service, body: ChatRequest) -> Response:
     prepared = await prepare_chat(service, chat_question(service, body))
-    check_scored(prepared.requests)
-    writer = ChatWriter(service, body.logprobs is True, body.prompt_logprobs)
+    completions.check_scored(prepared.requests)
+    writer = completions.ChatWriter(service, body.logprobs is True, body.prompt_logprobs)
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True), failed_event)
@@ -337,7 +329,9 @@ async def create_completion(http: HttpRequest, body: CompletionRequest) -> Respo
 
 async def _completed(service: Service, body: CompletionRequest) -> Response:
     prepared, echoes = await prepare_completion(service, body)
-    writer = TextWriter(service, prepared.requests, echoes, body.logprobs, body.echo is True, body.prompt_logprobs)
+    writer = completions.TextWriter(
+        service, prepared.requests, echoes, body.logprobs, body.echo is True, body.prompt_logprobs
+    )
     if body.stream:
         options = body.stream_options or StreamOptions()
         return await stream(streamed(writer, prepared, options.include_usage is True, body.n or 1), failed_event)
@@ -350,7 +344,7 @@ def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
     Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
     """
     service.check_model(body.model)
-    warnings = warnings_of(body)
+    warnings = constraints.warnings_of(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     check_prompt_logprobs(body)
@@ -360,16 +354,21 @@ def chat_question(service: Service, body: ChatRequest) -> ChatQuestion:
     return ChatQuestion(
         messages=[_template_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
         sampling=body.over(service.default_sampling, service.vocab_size),
-        limits=limits(service, body, body.max_tokens, body.stop_sequences or ()),
+        limits=constraints.limits(service, body, body.max_tokens, body.stop_sequences or ()),
         tools=tools,
         choice=choice,
         several_calls=body.parallel_tool_calls is not False,
         template_kwargs=_template_kwargs(body),
         continues=_continues(body),
-        grammar=grammar_source(body),
+        grammar=constraints.grammar_source(body),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_answers=body.n or 1,
-        warnings=(*warnings, *_budget_warning(body), *unknown, *strict_warning(stricts, choice.kind == "required")),
+        warnings=(
+            *warnings,
+            *_budget_warning(body),
+            *unknown,
+            *constraints.strict_warning(stricts, choice.kind == "required"),
+        ),
         prompt_logprobs=body.prompt_logprobs,
     )
 
@@ -437,7 +436,7 @@ def template_call(call_id: str | None, name: str, arguments: object) -> dict[str
     if isinstance(arguments, str):
         # What is no object stays as it is: a template then writes what the model once wrote.
         with suppress(ValueError, RecursionError):
-            found = plain_json(json.loads(arguments or "{}"))
+            found = fields.plain_json(json.loads(arguments or "{}"))
             arguments = found if isinstance(found, dict) else arguments
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call if call_id is None else {"id": call_id, **call}
@@ -537,7 +536,7 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> tuple
     Raises:  RequestError if the request cannot be answered; ModelNotFoundError.
     """
     service.check_model(body.model)
-    warnings = warnings_of(body)
+    warnings = constraints.warnings_of(body)
     num_answers = body.n or 1
     if body.best_of is not None and body.best_of != num_answers:
         raise RequestError("best_of is not supported; remove it", "best_of")
@@ -546,9 +545,9 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> tuple
     echoed = body.logprobs if body.echo else None
     scored = [number for number in (body.prompt_logprobs, echoed) if number is not None]
     sampling = body.over(service.default_sampling, service.vocab_size)
-    found = limits(service, body, None if is_prompt_alone else _usual_length(body))
+    found = constraints.limits(service, body, None if is_prompt_alone else _usual_length(body))
     prompts = await _prompts(service, body.prompt, num_answers)
-    grammars = await service.grammars(grammar_source(body), len(prompts) * num_answers)
+    grammars = await service.grammars(constraints.grammar_source(body), len(prompts) * num_answers)
     requests: list[Request] = []
     echoes: list[str] = []
     for text, ids in prompts:
@@ -563,7 +562,7 @@ async def prepare_completion(service: Service, body: CompletionRequest) -> tuple
         )
         requests += several(request, grammars[len(requests) :][:num_answers], found.rules)
         echoes += [text if body.echo else ""] * num_answers
-    check_scored(requests)
+    completions.check_scored(requests)
     return Prepared(tuple(requests), tuple(PlainParser() for _ in requests), warnings=warnings), echoes
 
 
@@ -597,7 +596,9 @@ async def _prompts(
     return made
 
 
-async def written(writer: ChatWriter | TextWriter, prepared: Prepared, answers_each: int) -> Response:
+async def written(
+    writer: completions.ChatWriter | completions.TextWriter, prepared: Prepared, answers_each: int
+) -> Response:
     """Returns the response with whole answers, `answers_each` of which share a prompt."""
     answers = await whole_answers(writer.service, prepared)
 
@@ -612,7 +613,10 @@ async def written(writer: ChatWriter | TextWriter, prepared: Prepared, answers_e
 
 
 async def streamed(
-    writer: ChatWriter | TextWriter, prepared: Prepared, with_usage: bool, answers_each: int | None = None
+    writer: completions.ChatWriter | completions.TextWriter,
+    prepared: Prepared,
+    with_usage: bool,
+    answers_each: int | None = None,
 ) -> AsyncGenerator[ServerSentEvent, None]:
     """Yields the chunks of a stream; the last one has `timings`, `warnings`, and `usage` where the request asks."""
 

@@ -12,15 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moe_pack.runtime.serve.protocols.answers import Block, OfferedTool, ToolChoice
-from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many
-from moe_pack.runtime.serve.protocols.openai_api import (
-    FunctionTool,
-    function_tool,
-    some_tools,
-    template_call,
-    unknown_tool,
-)
+from moe_pack.runtime.serve.protocols import answers, fields, openai_api
 from moe_pack.runtime.serve.requests import RequestError
 
 MAX_NAME = 256
@@ -44,7 +36,7 @@ _REPORTS = frozenset(
 )
 
 
-class CustomFormat(Body):
+class CustomFormat(fields.Body):
     """The form of a custom tool's text."""
 
     type: str
@@ -52,51 +44,51 @@ class CustomFormat(Body):
     definition: str | None = None
 
 
-class ResponseTool(Body):
+class ResponseTool(fields.Body):
     """A tool: a function, a custom tool, or a namespace of both; others are left out."""
 
     type: str
     name: str | None = Field(None, min_length=1, max_length=MAX_NAME)
     description: str | None = None
-    parameters: JsonObject | None = None
+    parameters: fields.JsonObject | None = None
     strict: bool | None = None
     format: CustomFormat | None = None
-    tools: "Many[ResponseTool] | None" = None
+    tools: "fields.Many[ResponseTool] | None" = None
 
 
-class ResponseChoice(Body):
+class ResponseChoice(fields.Body):
     """A tool that the answer has to call, or those among which it chooses (`allowed_tools`)."""
 
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: Many[JsonObject] | None = None
+    tools: fields.Many[fields.JsonObject] | None = None
 
 
-class InputPart(Body):
+class InputPart(fields.Body):
     """A part of an item's content; text alone is taken."""
 
     type: str
     text: str | None = None
 
 
-class InputItem(Body):
+class InputItem(fields.Body):
     """An item of the conversation: a message, a tool call, its result, reasoning, or more tools."""
 
     type: str = "message"
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | Many[InputPart] | None = None
-    summary: Many[InputPart] | None = None
+    content: str | fields.Many[InputPart] | None = None
+    summary: fields.Many[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    action: JsonObject | None = None
-    operation: JsonObject | None = None
-    output: str | JsonObject | Many[JsonObject] | None = None
-    tools: Many[ResponseTool] | None = None
+    action: fields.JsonObject | None = None
+    operation: fields.JsonObject | None = None
+    output: str | fields.JsonObject | fields.Many[fields.JsonObject] | None = None
+    tools: fields.Many[ResponseTool] | None = None
 
 
 # ---- tools ----------------------------------------------------------------------------------------------------------
@@ -127,7 +119,7 @@ class Tools:
     `stricts`: what each says of its schema.   `written`: those that the model knows, as the request has them.
     """
 
-    offered: list[OfferedTool] = field(default_factory=list)
+    offered: list[answers.OfferedTool] = field(default_factory=list)
     names: dict[str, ToolName] = field(default_factory=dict)
     meant: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
@@ -135,7 +127,7 @@ class Tools:
     stricts: list[bool | None] = field(default_factory=list)
     written: list[dict[str, Any]] = field(default_factory=list)
 
-    def item(self, block: Block, status: str, text: str) -> dict[str, Any]:
+    def item(self, block: answers.Block, status: str, text: str) -> dict[str, Any]:
         """Returns a call as an output item; `text`: its arguments so far."""
         tool = self.names.get(block.name, ToolName("function", block.name))
         head = {"id": block.item_id, "status": status, "call_id": block.call_id, "name": tool.name}
@@ -145,7 +137,7 @@ class Tools:
             return {"type": "custom_tool_call", **head, "input": custom_input(text)}
         return {"type": "function_call", **head, "arguments": text}
 
-    def is_custom(self, block: Block) -> bool:
+    def is_custom(self, block: answers.Block) -> bool:
         """Whether a block is a call of a custom tool."""
         return block.kind == "call" and block.name in self.names and self.names[block.name].kind == "custom"
 
@@ -173,7 +165,7 @@ def known_tools(tools: Iterable[ResponseTool], items: Iterable[InputItem] = ()) 
     for i, item in enumerate(items):
         if item.type == "additional_tools":
             _add_tools(made, item.tools or (), f"input[{i}].tools", None)
-    some_tools(made.offered, made.warnings)
+    openai_api.some_tools(made.offered, made.warnings)
     return made
 
 
@@ -182,7 +174,7 @@ def _add_tools(made: Tools, tools: Iterable[ResponseTool], where: str, namespace
         place = f"{where}[{i}]"
         is_nested = tool.type == "namespace" and namespace is None
         if tool.type not in ("function", "custom") and not is_nested:
-            made.warnings.append(unknown_tool(place, tool.type))
+            made.warnings.append(openai_api.unknown_tool(place, tool.type))
             made.left_out |= {tool.type, tool.name or tool.type}
             continue
         if tool.name is None:
@@ -203,15 +195,17 @@ def _add_tools(made: Tools, tools: Iterable[ResponseTool], where: str, namespace
             made.meant.setdefault(meant, []).append(name.offered)
         made.stricts.append(tool.strict)
         if tool.type == "function":
-            made.offered.append(OfferedTool(_function(tool, name.offered), f"{place}.parameters"))
+            made.offered.append(answers.OfferedTool(_function(tool, name.offered), f"{place}.parameters"))
             continue
-        made.offered.append(OfferedTool(_custom(tool, name.offered), f"{place}.format"))
+        made.offered.append(answers.OfferedTool(_custom(tool, name.offered), f"{place}.format"))
         if tool.format is not None and tool.format.type != "text":
             made.warnings.append(f"{place}.format: the model is told of this format, and may not keep to it")
 
 
 def _function(tool: ResponseTool, name: str) -> dict[str, Any]:
-    return function_tool(FunctionTool(name=name, description=tool.description, parameters=tool.parameters))
+    return openai_api.function_tool(
+        openai_api.FunctionTool(name=name, description=tool.description, parameters=tool.parameters)
+    )
 
 
 def _custom(tool: ResponseTool, name: str) -> dict[str, Any]:
@@ -225,24 +219,26 @@ def _custom(tool: ResponseTool, name: str) -> dict[str, Any]:
         "required": [INPUT],
         "additionalProperties": False,
     }
-    return function_tool(FunctionTool(name=name, description=tool.description, parameters=parameters))
+    return openai_api.function_tool(
+        openai_api.FunctionTool(name=name, description=tool.description, parameters=parameters)
+    )
 
 
-def chosen(choice: str | ResponseChoice | None, tools: Tools) -> tuple[ToolChoice, list[OfferedTool]]:
+def chosen(choice: str | ResponseChoice | None, tools: Tools) -> tuple[answers.ToolChoice, list[answers.OfferedTool]]:
     """Returns whether the answer calls a tool, and the tools that it may call.
 
     Raises:  RequestError if the choice names a tool that is not there, or that was left out.
     """
     if not isinstance(choice, ResponseChoice):
         kind: Any = choice or "auto"
-        return ToolChoice(kind), tools.offered
+        return answers.ToolChoice(kind), tools.offered
     param = "tool_choice"
     if choice.type == "allowed_tools":
         found = {name for each in choice.tools or () for name in _allowed(each, tools)}
         allowed = [tool for tool in tools.offered if tool.name in found]
         if not allowed:
             raise RequestError(f"{param}: allows none of the tools that the model knows; add one", param)
-        return ToolChoice(choice.mode or "auto"), allowed
+        return answers.ToolChoice(choice.mode or "auto"), allowed
     if choice.type not in ("function", "custom"):
         raise RequestError(
             f"{param}: a tool of type {choice.type[:40]!a} is not supported and was left out; choose a function", param
@@ -252,10 +248,10 @@ def chosen(choice: str | ResponseChoice | None, tools: Tools) -> tuple[ToolChoic
     name = choice.name if choice.name in tools.names else tools.meant.get((choice.type, choice.name), [choice.name])[0]
     if name not in tools.names and name in tools.left_out:
         raise RequestError(f"{param}: {name[:80]!a} is a tool that was left out; choose a function", param)
-    return ToolChoice("required", name), tools.offered
+    return answers.ToolChoice("required", name), tools.offered
 
 
-def _allowed(tool: JsonObject, tools: Tools) -> list[str]:
+def _allowed(tool: fields.JsonObject, tools: Tools) -> list[str]:
     """Returns the offered tools that an entry of `allowed_tools` means; none for one that was left out."""
     kind = str(tool.get("type"))
     name = str(tool.get("name") or kind)
@@ -360,7 +356,7 @@ def _add_to_answer(made: list[dict[str, Any]], item: InputItem, place: str, name
     else:
         call_id, name, arguments = _call(item, place)
         names[call_id] = name
-        answer.setdefault("tool_calls", []).append(template_call(call_id, name, arguments))
+        answer.setdefault("tool_calls", []).append(openai_api.template_call(call_id, name, arguments))
 
 
 def _call(item: InputItem, place: str) -> tuple[str, str, object]:

@@ -14,93 +14,52 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
 
-from moe_pack.runtime.serve.protocols.answers import (
-    EVENT_STREAM,
-    Answer,
-    AnswerError,
-    Block,
-    BlockEvent,
-    BlockKind,
-    ChatQuestion,
-    Prepared,
-    Problem,
-    Usage,
-    event_of,
-    prepare_chat,
-    respond,
-    service_of,
-    steps,
-    stream,
-    whole_answers,
-)
-from moe_pack.runtime.serve.protocols.constraints import (
-    AnswerFields,
-    grammar_source,
-    limits,
-    strict_warning,
-    warnings_of,
-)
-from moe_pack.runtime.serve.protocols.fields import Body, JsonObject, Many, TokenCount
+from moe_pack.runtime.serve.protocols import answers, constraints, fields, openai_api, response_items
+from moe_pack.runtime.serve.protocols.answers import stream
 from moe_pack.runtime.serve.protocols.formed import new_id
-from moe_pack.runtime.serve.protocols.openai_api import (
-    OPENAI_ERRORS,
-    effort_kwargs,
-    openai_error,
-    warned,
-)
-from moe_pack.runtime.serve.protocols.response_items import (
-    InputItem,
-    ResponseChoice,
-    ResponseTool,
-    Tools,
-    chosen,
-    conversation,
-    custom_input,
-    known_tools,
-)
 from moe_pack.runtime.serve.requests import RequestError
 from moe_pack.runtime.serve.service import GrammarSource, Service
 
 router = APIRouter()
 
 
-class TextFormat(Body):
+class TextFormat(fields.Body):
     """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
-    schema_: JsonObject | None = Field(None, alias="schema")
+    schema_: fields.JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class TextOptions(Body):
+class TextOptions(fields.Body):
     """Options of the answer's text."""
 
     format: TextFormat | None = None
 
 
-class ReasoningOptions(Body):
+class ReasoningOptions(fields.Body):
     """Options of reasoning."""
 
     effort: str | None = None
 
 
-class ResponsesRequest(AnswerFields):
+class ResponsesRequest(constraints.AnswerFields):
     """A request for a response."""
 
     model: str | None = None
-    input: str | Many[InputItem]
+    input: str | fields.Many[response_items.InputItem]
     instructions: str | None = None
-    tools: Many[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseChoice | None = None
+    tools: fields.Many[response_items.ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | response_items.ResponseChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    max_tokens: TokenCount | None = None
+    max_tokens: fields.TokenCount | None = None
     previous_response_id: str | None = None
     background: bool | None = None
     stream: bool | None = None
-    chat_template_kwargs: JsonObject | None = None
+    chat_template_kwargs: fields.JsonObject | None = None
 
 
 class ResponseAnswer(BaseModel):
@@ -118,33 +77,33 @@ class ResponseAnswer(BaseModel):
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"model": ResponseAnswer, "content": EVENT_STREAM},
-    **OPENAI_ERRORS,
+    200: {"model": ResponseAnswer, "content": answers.EVENT_STREAM},
+    **openai_api.OPENAI_ERRORS,
 }
 
 
 @router.post("/v1/responses", response_model=ResponseAnswer, responses=STREAMED)
 async def create_response(http: HttpRequest, body: ResponsesRequest) -> Response:
     """Answers input items."""
-    return await respond(http, _answered(service_of(http), body))
+    return await answers.respond(http, _answered(answers.service_of(http), body))
 
 
 async def _answered(service: Service, body: ResponsesRequest) -> Response:
-    tools = known_tools(body.tools or (), [] if isinstance(body.input, str) else body.input)
-    prepared = await prepare_chat(service, _question(service, body, tools))
+    tools = response_items.known_tools(body.tools or (), [] if isinstance(body.input, str) else body.input)
+    prepared = await answers.prepare_chat(service, _question(service, body, tools))
     writer = _Writer(service, body, tools)
     if body.stream:
         return await stream(writer.streamed(prepared), writer.broken)
     return await writer.written(prepared)
 
 
-def _question(service: Service, body: ResponsesRequest, tools: Tools) -> ChatQuestion:
+def _question(service: Service, body: ResponsesRequest, tools: response_items.Tools) -> answers.ChatQuestion:
     """Returns the question of a request.
 
     Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
     """
     service.check_model(body.model)
-    warnings = warnings_of(body)
+    warnings = constraints.warnings_of(body)
     if body.previous_response_id is not None:
         raise RequestError(
             "previous_response_id: this server stores no responses; send the whole conversation as input",
@@ -154,19 +113,24 @@ def _question(service: Service, body: ResponsesRequest, tools: Tools) -> ChatQue
         raise RequestError("background: this server stores no responses; remove it", "background")
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
-        kwargs = {**effort_kwargs(body.reasoning.effort), **kwargs}
-    messages, left_out = conversation(body.instructions, body.input)
-    choice, offered = chosen(body.tool_choice, tools)
-    return ChatQuestion(
+        kwargs = {**openai_api.effort_kwargs(body.reasoning.effort), **kwargs}
+    messages, left_out = response_items.conversation(body.instructions, body.input)
+    choice, offered = response_items.chosen(body.tool_choice, tools)
+    return answers.ChatQuestion(
         messages=messages,
         sampling=body.over(service.default_sampling, service.vocab_size),
-        limits=limits(service, body, body.max_tokens),
+        limits=constraints.limits(service, body, body.max_tokens),
         tools=offered,
         choice=choice,
         several_calls=body.parallel_tool_calls is not False,
         template_kwargs=kwargs,
-        grammar=grammar_source(body, _text_format(body)),
-        warnings=(*warnings, *tools.warnings, *left_out, *strict_warning(tools.stricts, choice.kind == "required")),
+        grammar=constraints.grammar_source(body, _text_format(body)),
+        warnings=(
+            *warnings,
+            *tools.warnings,
+            *left_out,
+            *constraints.strict_warning(tools.stricts, choice.kind == "required"),
+        ),
     )
 
 
@@ -181,13 +145,13 @@ def _text_format(body: ResponsesRequest) -> GrammarSource | None:
     return GrammarSource("json_schema", wanted.schema_, "text.format.schema")
 
 
-_ITEM_PREFIXES: dict[BlockKind, str] = {"content": "msg_", "reasoning": "rs_", "call": "fc_"}
+_ITEM_PREFIXES: dict[answers.BlockKind, str] = {"content": "msg_", "reasoning": "rs_", "call": "fc_"}
 
 
 class _Writer:
     """Writes one response, whole or as events with numbers."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, tools: Tools) -> None:
+    def __init__(self, service: Service, body: ResponsesRequest, tools: response_items.Tools) -> None:
         self._service, self._tools = service, tools
         sampling = body.over(service.default_sampling, service.vocab_size)
         choice = body.tool_choice or "auto"
@@ -215,42 +179,42 @@ class _Writer:
         }
         self._number = 0
 
-    async def written(self, prepared: Prepared) -> Response:
+    async def written(self, prepared: answers.Prepared) -> Response:
         """Returns the response with a whole answer."""
-        (answer,) = await whole_answers(self._service, prepared)
+        (answer,) = await answers.whole_answers(self._service, prepared)
         for block in answer.blocks:
             block.item_id = self._new_item_id(block)
-        return JSONResponse({**self._ended(answer), **warned(prepared)})
+        return JSONResponse({**self._ended(answer), **openai_api.warned(prepared)})
 
-    async def streamed(self, prepared: Prepared) -> AsyncGenerator[ServerSentEvent, None]:
+    async def streamed(self, prepared: answers.Prepared) -> AsyncGenerator[ServerSentEvent, None]:
         """Yields the events of a stream."""
-        answer = Answer()
+        answer = answers.Answer()
         begun = {**self._frame, "status": "in_progress", "output": []}
         with self._service.generate(prepared.requests) as run:
             yield self._event("response.created", response=begun)
             yield self._event("response.in_progress", response=begun)
             try:
-                async for step in steps(run, prepared):
+                async for step in answers.steps(run, prepared):
                     for change in answer.take(step):
                         for event in self._block_events(change):
                             yield event
-            except AnswerError as fault:
+            except answers.AnswerError as fault:
                 error = {"code": "server_error", "message": str(fault)}
                 output = [self._item(block, "incomplete") for block in answer.blocks]
                 failed = {**self._frame, "status": "failed", "error": error, "output": output}
                 yield self._event("response.failed", response=failed)
                 return
-        ended = {**self._ended(answer), **warned(prepared)}
+        ended = {**self._ended(answer), **openai_api.warned(prepared)}
         yield self._event(f"response.{ended['status']}", response=ended)
 
-    def broken(self, problem: Problem) -> ServerSentEvent:
+    def broken(self, problem: answers.Problem) -> ServerSentEvent:
         """Returns the event that says that the server failed."""
-        error = openai_error(problem)["error"]
+        error = openai_api.openai_error(problem)["error"]
         return self._event("error", code=error["code"], message=error["message"], param=error["param"])
 
-    def _ended(self, answer: Answer) -> dict[str, Any]:
+    def _ended(self, answer: answers.Answer) -> dict[str, Any]:
         """Returns the response after its end."""
-        found = Usage.of([answer])
+        found = answers.Usage.of([answer])
         is_whole = answer.ended.reason != "length"
         status = "completed" if is_whole else "incomplete"
         items = [self._item(block, "completed") for block in answer.blocks]
@@ -271,11 +235,11 @@ class _Writer:
         }
 
     def _event(self, name: str, /, **values: object) -> ServerSentEvent:
-        event = event_of({"type": name, "sequence_number": self._number, **values}, name)
+        event = answers.event_of({"type": name, "sequence_number": self._number, **values}, name)
         self._number += 1
         return event
 
-    def _block_events(self, change: BlockEvent) -> Iterator[ServerSentEvent]:
+    def _block_events(self, change: answers.BlockEvent) -> Iterator[ServerSentEvent]:
         """Yields the events for a change of a block: an item is opened, added to, or closed."""
         block = change.block
         if change.change == "open":
@@ -298,16 +262,16 @@ class _Writer:
             item = self._item(block, "completed")
             yield self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _input_events(self, block: Block) -> Iterator[ServerSentEvent]:
+    def _input_events(self, block: answers.Block) -> Iterator[ServerSentEvent]:
         """Yields the events of the text of a custom tool's call."""
-        text, place = custom_input(block.text), {"item_id": block.item_id, "output_index": block.index}
+        text, place = response_items.custom_input(block.text), {"item_id": block.item_id, "output_index": block.index}
         yield self._event("response.custom_tool_call_input.delta", **place, delta=text)
         yield self._event("response.custom_tool_call_input.done", **place, input=text)
 
-    def _part_event(self, name: str, block: Block, /, **values: object) -> ServerSentEvent:
+    def _part_event(self, name: str, block: answers.Block, /, **values: object) -> ServerSentEvent:
         return self._event(name, item_id=block.item_id, output_index=block.index, content_index=0, **values)
 
-    def _text_event(self, what: Literal["delta", "done"], block: Block, /, **values: object) -> ServerSentEvent:
+    def _text_event(self, what: Literal["delta", "done"], block: answers.Block, /, **values: object) -> ServerSentEvent:
         if block.kind == "call":
             name = f"response.function_call_arguments.{what}"
             return self._event(name, item_id=block.item_id, output_index=block.index, **values)
@@ -315,10 +279,10 @@ class _Writer:
             return self._part_event(f"response.reasoning_text.{what}", block, **values)
         return self._part_event(f"response.output_text.{what}", block, logprobs=[], **values)
 
-    def _new_item_id(self, block: Block) -> str:
+    def _new_item_id(self, block: answers.Block) -> str:
         return new_id("ctc_" if self._tools.is_custom(block) else _ITEM_PREFIXES[block.kind])
 
-    def _item(self, block: Block, status: str, is_empty: bool = False) -> dict[str, Any]:
+    def _item(self, block: answers.Block, status: str, is_empty: bool = False) -> dict[str, Any]:
         """Returns a block as an output item; `is_empty`: without its text, as it begins."""
         text = "" if is_empty else block.text
         if block.kind == "call":
@@ -336,7 +300,7 @@ def _written_format(wanted: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "name": wanted.name, "schema": wanted.schema_, "strict": True}
 
 
-def _part(kind: BlockKind, text: str) -> dict[str, Any]:
+def _part(kind: answers.BlockKind, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -41,7 +41,8 @@ from moe_pack.formats import (
 from moe_pack.formats.pack.layouts import expert_layout
 from moe_pack.formats.pack.layouts import row_layout as layout_of_rows
 from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
-from moe_pack.runtime.cpu import HostShare, HostShareBuffers, Kernels, extent_rows, open_kernels
+from moe_pack.runtime.cpu import Kernels, extent_rows, open_kernels
+from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers
 from moe_pack.runtime.gpu.devices import HostCalls
 from moe_pack.runtime.gpu.kernels.pull import NUM_PROGRAMS, bring, pull_records
 from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part

@@ -30,7 +30,8 @@ from torch import Tensor
 from moe_pack.formats import RunError, Selector, part_format, trellis_format
 from moe_pack.formats.pack.plans import MXFP4
 from moe_pack.formats.parts.specs import SELECTORS
-from moe_pack.runtime.cpu import ExpertRows, HostShare, HostShareBuffers, Kernels, MapCutError
+from moe_pack.runtime.cpu import ExpertRows, Kernels, MapCutError
+from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers
 from moe_pack.runtime.gpu.kernels.tables import WHOLE
 from moe_pack.runtime.model import Activations, activations
 

@@ -20,13 +20,13 @@ from transformers import DynamicCache
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextPLELayer
 
-import moe_pack.runtime.model.pack_weights as pack_weights
 from moe_pack.formats import ModelSpec, NormSpec, Pack, PackError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.ngrams import read_ngrams
 from moe_pack.formats.parts import GatedStreamsSpec
 from moe_pack.formats.parts.specs import dense_roles, state_values
+from moe_pack.runtime.cpu import reads
 from moe_pack.runtime.cpu.reads import BlockingReads
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.model import (
@@ -301,7 +301,7 @@ def test_a_pass_with_more_rows_than_a_buffer_and_more_passes_than_buffers_reads_
     for kind in (None, BlockingReads):
         with Pack(made / "pack") as opened, closing(PackWeights(opened, CPU)) as weights:
             if kind is not None:
-                monkeypatch.setattr(pack_weights, "open_reads", kind)
+                monkeypatch.setattr(reads, "open_reads", kind)
             for chunk_tokens in (41, 5):
                 torch.testing.assert_close(
                     Decoder(weights, 41, chunk_tokens=chunk_tokens).logits(ids), expected, atol=BOUND, rtol=0

@@ -378,7 +378,7 @@ def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.Monke
 
 def test_a_connection_without_another_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", HANG_S)
-    monkeypatch.setattr("moe_pack.runtime.serve.http.app.KEEP_ALIVE_SECONDS", 0)
+    monkeypatch.setattr(connections, "KEEP_ALIVE_SECONDS", 0)
     with served() as server, socket.create_connection(("127.0.0.1", server.port), HANG_S) as one:
         one.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         assert b"".join(iter(lambda: one.recv(1000), b"")).startswith(b"HTTP/1.1 200")
