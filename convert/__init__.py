@@ -33,4 +33,4 @@ if TYPE_CHECKING:
         same_tensors,
     )
 else:
-    __getattr__ = face(__name__)
+    __getattr__ = face(__name__, call="making")
