@@ -67,8 +67,8 @@ class Engine:
     Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
              them where they fit.   measure_disk: is called if experts are offloaded, only some of their neurons run and
              `options.machine` is None; None: the usual disk is assumed.   sequences: that run at once, each with a
-             context of its own; a GPU runs one.   option_names: of the command that set the budget, for messages.
-    Raises:  RunError if the budget is too small, an option cannot be followed, or `is_strict` and there is a fallback;
+             context of its own; a GPU runs one.
+    Raises:  BudgetTooSmall; RunError if an option cannot be followed, or `is_strict` and there is a fallback;
              PackError if the pack is damaged.
     """
 
@@ -81,7 +81,6 @@ class Engine:
         host: HostArena | None = None,
         measure_disk: Callable[[], machine.MachineFacts] | None = None,
         sequences: offload.Sequences = offload.ONE_SEQUENCE,
-        option_names: budgets.BudgetOptionNames = budgets.AS_BUDGET,
     ) -> None:
         options, _ = choose_device(pack, options, context_tokens)
         self.options, self.host, self.device = options, host, _device(options.device)
@@ -103,7 +102,6 @@ class Engine:
         self.pack, self._progress, self._context_tokens = pack, progress, context_tokens
         kv_dtype = options.kv_dtype if options.device == "cpu" else None  # a GPU's cache is no part of host memory
         self._sequences = replace(sequences, kv_dtype=kv_dtype or "f32")
-        self._option_names = option_names
         self._measure_disk = measure_disk
         if options.verify == "full":
             audit(pack, progress)
@@ -238,8 +236,8 @@ class Engine:
         pack, options = self.pack, self.options
         choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
         needs = (pack.layout, budget_bytes, self._context_tokens, offload.routing_bytes(pack.folder))
-        sequences, names = self._sequences, self._option_names
-        self.plan, heat, rows_below = offload.divide_budget(*needs, names, sequences=sequences), None, 0.0
+        sequences = self._sequences
+        self.plan, heat, rows_below = offload.divide_budget(*needs, sequences=sequences), None, 0.0
         # Torch needs whole experts. Where all experts fit, all rows are needed sooner or later, and whole experts are
         # computed together.
         has_all = int(offload.expert_pages(pack.layout, self.plan.page_bytes).sum()) <= self.plan.num_pages
@@ -247,7 +245,7 @@ class Engine:
             rows_below = choices.cutover()
         if rows_below > 0:
             heat = budgets.selector_heat(popularity_shares(pack, choices.routing), pack.thresholds > 0)
-            self.plan = offload.divide_budget(*needs, names, heat=heat, sequences=sequences)
+            self.plan = offload.divide_budget(*needs, heat=heat, sequences=sequences)
         has_selector = budgets.resident_selectors(pack.layout, heat, self.plan.num_selectors)
         facts = cache_facts(pack, self.plan, choices.routing, has_selector)
         preset = choices.choose_preset(facts, rows_below)
@@ -391,7 +389,7 @@ class Engine:
         self.gpu_memory = GpuMemory(self.device)  # before anything else uses the GPU
         cache_dtype = _gpu_cache_dtype(options)
         sizes = (options.budget_bytes, self._context_tokens, options.chunk_tokens)
-        request = GpuRequest(*sizes, cache_dtype, self._option_names)
+        request = GpuRequest(*sizes, cache_dtype)
         return _GpuRun(self.gpu_memory, request, options.ram_bytes or _usual_ram_bytes())
 
     def _build_gpu(self, run: _GpuRun) -> tuple[fit.BuiltEngine, fit.GpuMemoryUse]:

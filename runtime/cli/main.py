@@ -343,13 +343,12 @@ def _open_engine(
     from moe_pack.runtime import Engine
     from moe_pack.runtime.engine import choose_device
     from moe_pack.runtime.offload import Sequences
-    from moe_pack.runtime.offload.budgets import BudgetOptionNames
+    from moe_pack.runtime.offload.budgets import named_budget
 
-    names = BudgetOptionNames("--budget", context_option)
     on_device, device_line = choose_device(pack, options, context_tokens)
     sequences = Sequences(1, 0 if on_device.device == "cuda" else checkpoints)
     chosen = replace(on_device, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
-    with cli.TerminalProgress() as progress:
+    with named_budget("--budget", context_option), cli.TerminalProgress() as progress:
 
         def measured() -> runtime.MachineFacts:
             from moe_pack.runtime import measure_disk
@@ -360,7 +359,7 @@ def _open_engine(
                 runtime.save_facts(facts, cli.cache_folder(), pack.folder)
             return facts
 
-        engine = Engine(pack, chosen, context_tokens, progress, None, measured, sequences, names)
+        engine = Engine(pack, chosen, context_tokens, progress, None, measured, sequences)
     if device_line is not None:
         click.echo(device_line, err=True)
     return engine

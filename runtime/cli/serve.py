@@ -387,10 +387,10 @@ class _Server:
 
 def _open_engine(pack: Pack, options: runtime.EngineOptions, context: int, sequences: Sequences) -> Engine:
     from moe_pack.runtime import Engine
-    from moe_pack.runtime.offload.budgets import AS_CONTEXT
+    from moe_pack.runtime.offload.budgets import named_budget
 
     chosen = replace(options, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
-    with cli.TerminalProgress() as progress:
+    with named_budget("--budget", "--context"), cli.TerminalProgress() as progress:
 
         def measured() -> runtime.MachineFacts:
             from moe_pack.runtime import measure_disk
@@ -398,9 +398,7 @@ def _open_engine(pack: Pack, options: runtime.EngineOptions, context: int, seque
             progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
             return measure_disk(pack.folder, progress)
 
-        return Engine(
-            pack, chosen, context, progress, measure_disk=measured, sequences=sequences, option_names=AS_CONTEXT
-        )
+        return Engine(pack, chosen, context, progress, measure_disk=measured, sequences=sequences)
 
 
 def _service_of(

@@ -20,7 +20,7 @@ from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import Decoder, PackWeights
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, OffloadedWeights, PolicyName, divide_budget, expert_pages, whole_bytes
-from moe_pack.runtime.offload.budgets import BudgetOptionNames
+from moe_pack.runtime.offload.budgets import named_budget
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000, 8, 9, 10, 11, 12, 2, 5, 4000]
 NUM_PROMPT = 14
@@ -236,17 +236,17 @@ def test_a_budget_that_is_too_small_says_what_is_needed(dense_pack: Path) -> Non
         needed = budget_for(opened, 1, CONTEXT)
         plan = divide_budget(opened.layout, needed, CONTEXT, 0)
         assert plan.num_pages == 1
-        with pytest.raises(RunError, match=r"^--budget: 1.0 MiB is too little; .* needs at least .* of dense weights"):
+        with pytest.raises(RunError, match=r"^budget: 1.0 MiB is too little; .* needs at least .* of dense weights"):
             divide_budget(opened.layout, MIB, CONTEXT, 0)
 
 
 def test_what_predicts_counts_and_is_named_where_a_budget_is_too_small(dense_pack: Path) -> None:
     with Pack(dense_pack) as opened:
         needed = budget_for(opened, 1, CONTEXT)
-        asked_as = BudgetOptionNames("--target", "--context")
-        with pytest.raises(RunError, match=r"^--target: .*, 1.0 MiB of predictors.* context with --context$"):
-            divide_budget(opened.layout, needed, CONTEXT, MIB, asked_as)
-        assert divide_budget(opened.layout, needed + MIB, CONTEXT, MIB, asked_as).num_pages == 1
+        expected = r"^--target: .*, 1.0 MiB of predictors.* context with --context$"
+        with pytest.raises(RunError, match=expected), named_budget("--target", "--context"):
+            divide_budget(opened.layout, needed, CONTEXT, MIB)
+        assert divide_budget(opened.layout, needed + MIB, CONTEXT, MIB).num_pages == 1
 
 
 def test_the_whole_of_a_pack_takes_as_much_as_is_said_and_no_byte_less(dense_pack: Path) -> None:
