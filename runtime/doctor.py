@@ -25,7 +25,6 @@ from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.pack import layouts
 from moe_pack.formats.pack.manifests import MANIFEST_FILE
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
-from moe_pack.runtime import machine
 from moe_pack.runtime.cpu import (
     ExpertRows,
     Kernels,
@@ -36,6 +35,7 @@ from moe_pack.runtime.cpu import (
     stored_numbers,
 )
 from moe_pack.runtime.cpu.reads import NUM_THREADS, BlockingReads, Reads, open_reads
+from moe_pack.runtime.engine import machine
 
 READ_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 READ_THREADS = (1, 2, 4, 8, 16)

@@ -12,12 +12,12 @@ from types import TracebackType
 
 from moe_pack import formats
 from moe_pack.formats.base.commands import parse_size
-from moe_pack.runtime.engine import Engine
+from moe_pack.runtime.engine.engine import Engine
+from moe_pack.runtime.engine.options import EngineOptions, SamplingOptions
+from moe_pack.runtime.engine.report import RunReport, report
 from moe_pack.runtime.generate import USUAL_CONTEXT, context_for, generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload.budgets import named_budget
-from moe_pack.runtime.options import EngineOptions, SamplingOptions
-from moe_pack.runtime.run_report import RunReport, report
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.options import SamplingOptions, check_sampling
+from moe_pack.runtime.engine.options import SamplingOptions, check_sampling
 
 # Scores whose float64 bits differ only in the last 46 are in one bucket: 64 buckets for each power of two.
 _BUCKET_BITS = 46

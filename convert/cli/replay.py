@@ -16,7 +16,7 @@ from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime import USUAL_DISK, offload
-from moe_pack.runtime.machine import disk_cutover
+from moe_pack.runtime.engine.machine import disk_cutover
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,8 +223,8 @@ def _division(
     They are those of `--policy auto`, or of the run that had `num_pages`. A run that reads single rows has selectors in
     memory; a recording tells it by its number of pages alone.
     """
-    from moe_pack.runtime.choices import popularity_shares, runs_some_neurons
     from moe_pack.runtime.cpu import is_available
+    from moe_pack.runtime.engine.choices import popularity_shares, runs_some_neurons
     from moe_pack.runtime.offload import Routing, divide_budget, routing_bytes
     from moe_pack.runtime.offload.budgets import named_budget, resident_selectors, selector_heat
 

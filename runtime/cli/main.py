@@ -18,7 +18,7 @@ from moe_pack import formats, runtime
 from moe_pack.formats.base import cli, peak_resident_bytes
 from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.runtime.options import MAX_SEED, AskedSampling, usual_sampling
+from moe_pack.runtime.engine.options import MAX_SEED, AskedSampling, usual_sampling
 
 if TYPE_CHECKING:
     from moe_pack.formats import Pack
@@ -341,7 +341,7 @@ def _open_engine(
     Args:    checkpoints: of the sequence; a GPU has none.   context_option: the option that sets the context.
     """
     from moe_pack.runtime import Engine
-    from moe_pack.runtime.engine import choose_device
+    from moe_pack.runtime.engine.engine import choose_device
     from moe_pack.runtime.offload import Sequences
     from moe_pack.runtime.offload.budgets import named_budget
 

@@ -23,8 +23,8 @@ import click
 from moe_pack import formats, runtime
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.runtime.machine import use_one_heap
-from moe_pack.runtime.options import AskedSampling, usual_sampling
+from moe_pack.runtime.engine.machine import use_one_heap
+from moe_pack.runtime.engine.options import AskedSampling, usual_sampling
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -354,7 +354,7 @@ class _Server:
 
         Raises:  RunError if an option of the server does not go with the device.
         """
-        from moe_pack.runtime.engine import choose_device
+        from moe_pack.runtime.engine.engine import choose_device
 
         options = self._options
         given = {"--parallel": options.parallel not in (None, 1), "--sessions": options.sessions is not None}

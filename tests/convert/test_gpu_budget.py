@@ -12,10 +12,10 @@ from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, dense_roles,
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.runtime.engine.options import cpu_only
 from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
 from moe_pack.runtime.gpu.placements import GpuPlacement, place_experts
 from moe_pack.runtime.offload.budgets import Division, expert_compression, resident_rows
-from moe_pack.runtime.options import cpu_only
 
 GIB = 1 << 30
 CONTEXT = 4096

@@ -20,9 +20,10 @@ from moe_pack.convert.plan.planned import two_digits
 from moe_pack.formats import Pack, RunError, UsageError, dense_roles, part_format, size_text, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout
-from moe_pack.runtime import Engine, EngineOptions, machine
+from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cli.main import main as moe_run
-from moe_pack.runtime.machine import GpuHere
+from moe_pack.runtime.engine import machine
+from moe_pack.runtime.engine.machine import GpuHere
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import divide_budget, expert_pages, least_budget, whole_bytes
 from moe_pack.runtime.offload.budgets import cache_bytes

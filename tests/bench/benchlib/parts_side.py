@@ -20,9 +20,9 @@ from torch import Tensor
 from moe_pack.formats import Pack
 from moe_pack.formats.base.cli import cache_folder
 from moe_pack.runtime import EngineOptions, Sampler, SamplingOptions, context_for, load_facts, measure, random_prompt
-from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
 from moe_pack.runtime.cpu import Kernels, num_cpus
 from moe_pack.runtime.cpu.reads import Reads
+from moe_pack.runtime.engine.choices import OffloadChoices, cache_facts, popularity_shares
 from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
 from moe_pack.runtime.offload import (
     Approximations,

@@ -11,19 +11,20 @@ from support.gpu_runs import CPU, TOLERANCE, expert_bytes_for, reference_logits
 from support.models import TinyMixtral, pack
 from support.routings import random_routing
 
-import moe_pack.runtime.engine as engine_module
+import moe_pack.runtime.engine.engine as engine_module
 import moe_pack.runtime.gpu.fit as fit
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime import Engine, EngineOptions, machine, report
-from moe_pack.runtime.engine import _GpuRun
+from moe_pack.runtime import Engine, EngineOptions, report
+from moe_pack.runtime.engine import machine
+from moe_pack.runtime.engine.engine import _GpuRun
+from moe_pack.runtime.engine.machine import GpuHere
+from moe_pack.runtime.engine.report import RunReport, report_lines
 from moe_pack.runtime.gpu.devices import HostArena
 from moe_pack.runtime.gpu.fit import GpuRequest
 from moe_pack.runtime.gpu.gpu_engine import GpuInputs
-from moe_pack.runtime.machine import GpuHere
 from moe_pack.runtime.offload import PRESETS, Approximations, PolicyName
 from moe_pack.runtime.offload.routing_file import write_routing
-from moe_pack.runtime.run_report import RunReport, report_lines
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2})
 IDS = [(37 * i + 5) % 96 for i in range(3)]

@@ -22,8 +22,8 @@ from torch import Tensor
 from moe_pack.formats import Pack, PackLayout, RunError
 from moe_pack.formats.parts.specs import cached_values
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, report
-from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.cli.main import main
+from moe_pack.runtime.engine.choices import cache_facts
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.loaded_model import load
 from moe_pack.runtime.model import EncoderDecoder, PackWeights, PartialState, tokens_by_expert

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.formats.parts.specs import first_moe_layers
-from moe_pack.runtime import machine, offload
+from moe_pack.runtime import offload
 from moe_pack.runtime.cpu import is_available, reads
 from moe_pack.runtime.cpu.reads import open_reads
+from moe_pack.runtime.engine import machine
+from moe_pack.runtime.engine.options import EngineOptions
 from moe_pack.runtime.offload.prefetch import make_prediction
 from moe_pack.runtime.offload.presets import PredictionName
-from moe_pack.runtime.options import EngineOptions
 
 # If a token's experts of a layer have fewer bytes, `auto` predicts nothing: predicting takes longer than reading. With
 # experts of 110 KB tokens took 7.5% longer (tests/bench/offloading.py overlap, the demo model; Intel Xeon, 2026-11-22).

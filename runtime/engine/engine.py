@@ -24,13 +24,14 @@ import torch
 from moe_pack import formats
 from moe_pack.formats import families
 from moe_pack.formats.pack.reader import audit
-from moe_pack.runtime import cpu, drafts, machine, model, numerics, offload
+from moe_pack.runtime import cpu, drafts, model, offload
+from moe_pack.runtime.engine import machine, numerics
+from moe_pack.runtime.engine.options import Device, EngineOptions
 from moe_pack.runtime.offload import budgets
-from moe_pack.runtime.options import Device, EngineOptions
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.choices import OffloadChoices
     from moe_pack.runtime.drafts.drafter import Drafter
+    from moe_pack.runtime.engine.choices import OffloadChoices
     from moe_pack.runtime.gpu import fit
     from moe_pack.runtime.gpu.devices import GpuMemory, HostArena
     from moe_pack.runtime.gpu.fit import GpuRequest
@@ -231,7 +232,7 @@ class Engine:
         self, budget_bytes: int, operations: model.Operations, approximations: offload.Approximations
     ) -> offload.OffloadedWeights:
         """Builds what keeps experts within a budget of host memory and reads the others from the disk."""
-        from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
+        from moe_pack.runtime.engine.choices import OffloadChoices, cache_facts, popularity_shares
 
         pack, options = self.pack, self.options
         choices = self.choices = OffloadChoices(pack, options, self._fall_back, self._measure_disk)
@@ -417,7 +418,7 @@ class Engine:
 
     def _gpu_inputs(self, ram_bytes: int, most_bytes: int) -> GpuInputs:
         """Decides who has what is missing on the GPU, and by which policy records come and go there."""
-        from moe_pack.runtime.choices import popularity_shares
+        from moe_pack.runtime.engine.choices import popularity_shares
         from moe_pack.runtime.gpu.cpu_share import Rates, link_rate
         from moe_pack.runtime.gpu.gpu_engine import GpuInputs
         from moe_pack.runtime.gpu.placements import DYNAMIC_SHARE, offset_bytes_for
@@ -472,7 +473,7 @@ class Engine:
         self, preset: offload.Preset, routing: offload.Routing | None, misses: Misses
     ) -> PredictionPlan | None:
         """Returns what is predicted on the GPU; None if nothing is."""
-        from moe_pack.runtime.choices import TOO_FEW_TO_TRUST, predicted_by
+        from moe_pack.runtime.engine.choices import TOO_FEW_TO_TRUST, predicted_by
         from moe_pack.runtime.gpu.prefetch import PredictionPlan
         from moe_pack.runtime.offload.prefetch import methods_by_layer
 

@@ -13,9 +13,9 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.base import commands
 from moe_pack.runtime import offload
-from moe_pack.runtime.machine import MachineFacts
+from moe_pack.runtime.engine.machine import MachineFacts
+from moe_pack.runtime.engine.numerics import NumericsOption
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.numerics import NumericsOption
 
 if TYPE_CHECKING:
     from moe_pack.formats.families.text_files import TextFiles

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from moe_pack.formats import size_text
 from moe_pack.runtime import cpu, model
 from moe_pack.runtime.cpu.reads import ReadStats
-from moe_pack.runtime.engine import Engine
+from moe_pack.runtime.engine.engine import Engine
+from moe_pack.runtime.engine.machine import anonymous_bytes
+from moe_pack.runtime.engine.numerics import NumericsMode, mode_text
 from moe_pack.runtime.gpu import fit
-from moe_pack.runtime.machine import anonymous_bytes
-from moe_pack.runtime.numerics import NumericsMode, mode_text
 from moe_pack.runtime.offload import BudgetPlan, PhaseCounts
 
 
