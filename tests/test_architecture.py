@@ -402,7 +402,7 @@ def test_a_file_is_a_chapter() -> None:
         chapter
         for source in sources()
         if not source.is_face
-        for chapter in {defined_in(n) for n in imported_names(source)}
+        for chapter in {n if n in submodules() else defined_in(n) for n in imported_names(source)}
     )
     for source in sources():
         lines = len(source.text.splitlines())

@@ -150,8 +150,8 @@ NOT_NEEDED = (
     "runtime.drafts.prediction", "runtime.gpu", "runtime.helper", "runtime.model.checkpoint_weights",
     "runtime.model.encoder_decoder", "runtime.model.mixer.", "runtime.model.mixers.ngrams",
     "runtime.model.mixers.recurrence", "runtime.offload.paths", "runtime.offload.record", "runtime.offload.replay",
-    "runtime.offload.routing_file", "runtime.offload.split", "runtime.engine.report", "runtime.serve",
-    "runtime.templates",
+    "runtime.offload.routing_file", "runtime.offload.split", "runtime.engine.gpu", "runtime.engine.report",
+    "runtime.serve", "runtime.templates",
 )  # fmt: skip
 
 

@@ -224,7 +224,7 @@ def _division(
     memory; a recording tells it by its number of pages alone.
     """
     from moe_pack.runtime.cpu import is_available
-    from moe_pack.runtime.engine.choices import popularity_shares, runs_some_neurons
+    from moe_pack.runtime.engine.offloaded import popularity_shares, runs_some_neurons
     from moe_pack.runtime.offload import Routing, divide_budget, routing_bytes
     from moe_pack.runtime.offload.budgets import named_budget, resident_selectors, selector_heat
 

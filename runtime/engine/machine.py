@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # glibc's malloc.h
 _LARGE_BYTES = 4 << 20
+_USUAL_SHARE = 0.75  # of free memory
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 
 
@@ -49,6 +50,12 @@ def available_bytes() -> int | None:
     left = _left_in_cgroup()
     known = [number for number in (free, left) if number is not None]
     return min(known) if known else None
+
+
+def usual_bytes() -> int | None:
+    """Returns the memory that a run takes if no option says how much; None if the free memory is not known."""
+    free = available_bytes()
+    return None if free is None else int(_USUAL_SHARE * free)
 
 
 def total_bytes() -> int | None:

@@ -3,16 +3,22 @@
 `moe-run --bench --json` prints the fields of `RunReport` under their names; docs/moe-run.md describes each.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_pack.formats import size_text
 from moe_pack.runtime import cpu, model
-from moe_pack.runtime.cpu.reads import ReadStats
 from moe_pack.runtime.engine.engine import Engine
 from moe_pack.runtime.engine.machine import anonymous_bytes
 from moe_pack.runtime.engine.numerics import NumericsMode, mode_text
 from moe_pack.runtime.gpu import fit
 from moe_pack.runtime.offload import BudgetPlan, PhaseCounts
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.drafts import Drafts
+    from moe_pack.runtime.engine.built import GpuFacts, OffloadFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,27 +128,25 @@ class RunReport:
 
 def report(engine: Engine) -> RunReport:
     """Reports what an engine has done until now."""
-    cache, losses = engine.decoder.cache, engine.numerics_loss
-    loss = None if losses is None else losses.of(engine.numerics)
+    built = engine.built
     return RunReport(
         computed_by=_computed_by(engine),
-        numerics=engine.numerics,
-        numerics_kl=None if loss is None else loss.kl,
+        numerics=built.computing.numerics,
+        numerics_kl=built.computing.numerics_kl,
         dense_bytes=engine.weights.dense_bytes,
-        kv_cache_bytes=_cache_bytes(engine),
-        context_tokens=cache.context_tokens,
+        kv_cache_bytes=_cache_bytes(engine.decoder),
+        context_tokens=engine.decoder.cache.context_tokens,
         experts_asked_for_bytes=engine.weights.bytes_read,
         anonymous_bytes=anonymous_bytes(),
-        stream=_offload(engine),
-        gpu=_gpu(engine),
-        drafts=_drafts(engine),
+        stream=None if built.facts.offload is None else _offload(built.facts.offload, engine.options.prefetches),
+        gpu=None if built.facts.gpu is None else _gpu(built.facts.gpu, engine.decoder),
+        drafts=None if built.drafts is None else _drafts(built.drafts, built.setup.sequences.draft_bytes),
         why_no_drafts=engine.why_no_drafts,
         fallbacks=tuple(engine.fallbacks),
     )
 
 
-def _cache_bytes(engine: Engine) -> int:
-    decoder = engine.decoder
+def _cache_bytes(decoder: model.Decoder | model.EncoderDecoder) -> int:
     if not isinstance(decoder, model.Decoder):
         return decoder.cache.num_bytes
     return sum(sequence.num_bytes for sequence in decoder.sequences)
@@ -160,17 +164,13 @@ def _computed_by(engine: Engine) -> str:
     return f"torch on cpu, {threads}"
 
 
-def _offload(engine: Engine) -> OffloadReport | None:
-    weights, choices = engine.offloaded, engine.choices
-    if choices is None or weights is None:
-        return None
-    assert choices.preset is not None and engine.plan is not None, "as every engine that offloads has"
-    stats = ReadStats() if choices.reads is None else choices.reads.stats()
+def _offload(facts: OffloadFacts, prefetches: bool) -> OffloadReport:
+    weights, stats = facts.weights, facts.weights.store.reads.stats()
     return OffloadReport(
-        policy=choices.preset.name,
-        prediction=choices.preset.prediction if engine.options.prefetches else "none",
-        direct=choices.is_direct,
-        plan=engine.plan,
+        policy=facts.preset.name,
+        prediction=facts.preset.prediction if prefetches else "none",
+        direct=facts.is_direct,
+        plan=facts.plan,
         prefill=_phase(weights.prefill),
         decode=_phase(weights.decode),
         read_needed=stats.bytes_urgent,
@@ -196,20 +196,14 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
     )
 
 
-def _gpu(engine: Engine) -> GpuReport | None:
-    memory, use, preset = engine.gpu_memory, engine.gpu_use, engine.gpu_preset
-    if memory is None or use is None or preset is None or engine.misses is None:
-        return None
-    assert isinstance(engine.decoder, fit.CountsNeurons), "a GPU's decoder counts"
-    locked_bytes, counts = 0 if engine.host is None else engine.host.locked_bytes, engine.decoder.counts()
-    names = (engine.misses, preset.name, preset.prediction)
-    return GpuReport(*names, use, memory.used_bytes(), locked_bytes, counts)
+def _gpu(facts: GpuFacts, decoder: model.Decoder | model.EncoderDecoder) -> GpuReport:
+    assert isinstance(decoder, fit.CountsNeurons), "a GPU's decoder counts"
+    names = (facts.misses, facts.preset.name, facts.preset.prediction)
+    return GpuReport(*names, facts.use, facts.memory.used_bytes(), facts.locked_bytes, decoder.counts())
 
 
-def _drafts(engine: Engine) -> DraftReport | None:
-    if engine.drafts is None:
-        return None
-    found, layer_bytes = engine.drafts.counts, engine.prediction_bytes
+def _drafts(drafts: Drafts, layer_bytes: int) -> DraftReport:
+    found = drafts.counts
     counts = (found.passes, found.proposed, found.drafted, found.accepted, found.tokens_per_pass)
     return DraftReport(*counts, layer_bytes=layer_bytes)
 

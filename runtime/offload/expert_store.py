@@ -538,14 +538,14 @@ class ExpertStore:
         self._selectors = ResidentSelectors.laid_out(self._arena.memory, pack.layout, has_selector)
         with ExitStack() as opened:
             opened.callback(self._arena.close)
-            self._reads = open_reads(self._arena.memory)
-            opened.callback(self._reads.close)  # closed first: threads must not read into freed pages
-            self._files = [self._reads.open(pack.folder / file.name) for file in pack.manifest.expert_files]
+            self.reads = open_reads(self._arena.memory)
+            opened.callback(self.reads.close)  # closed first: threads must not read into freed pages
+            self._files = [self.reads.open(pack.folder / file.name) for file in pack.manifest.expert_files]
             opened.pop_all()
 
     def close(self) -> None:
         """Ends the reads and gives the pages back."""
-        self._reads.close()
+        self.reads.close()
         self._experts.clear()
         self._arena.close()
 
@@ -583,7 +583,7 @@ class ExpertStore:
         expert = self._experts[key]
         if expert.ticket is None:
             return
-        self._reads.cancel(expert.ticket)
+        self.reads.cancel(expert.ticket)
         expert.ticket = None
         del self._reading[key]
         self._read_ended(key)
@@ -592,12 +592,12 @@ class ExpertStore:
         """Makes the read of a prefetched expert urgent: it overtakes all prefetches."""
         expert = self._experts[key]
         if expert.ticket is not None:
-            self._reads.promote(expert.ticket)
+            self.reads.promote(expert.ticket)
 
     def is_here(self, key: ExpertKey) -> bool:
         """Returns whether an expert has all bytes that were requested."""
         expert = self._experts[key]
-        return expert.ticket is None or self._reads.is_done(expert.ticket)
+        return expert.ticket is None or self.reads.is_done(expert.ticket)
 
     def arrive(self, key: ExpertKey) -> PagedExpert:
         """Waits for the requested bytes of an expert and returns it, checked and with every row in one piece.
@@ -607,7 +607,7 @@ class ExpertStore:
         expert = self._experts[key]
         if expert.ticket is None:
             return expert
-        if self._trace is not None and not self._reads.is_done(expert.ticket):
+        if self._trace is not None and not self.reads.is_done(expert.ticket):
             with self._trace.waiting(_name(key)):
                 self._wait(expert.ticket)
         else:
@@ -640,7 +640,7 @@ class ExpertStore:
 
     def _wait(self, ticket: int) -> None:
         started = time.perf_counter_ns()
-        self._reads.wait(ticket)
+        self.reads.wait(ticket)
         self.stall_ns += time.perf_counter_ns() - started
 
     def _read_ended(self, key: ExpertKey) -> None:
@@ -662,7 +662,7 @@ class ExpertStore:
         if self._trace is not None:
             self._traced[key] = self._trace.read_begins(_name(key), num_bytes, urgent)
         self.asked_bytes += num_bytes
-        expert.ticket = self._reads.submit(self._files[key.layer_idx], offsets, places, sizes, urgent)
+        expert.ticket = self.reads.submit(self._files[key.layer_idx], offsets, places, sizes, urgent)
         self._reading[key] = _Reading(blocks, place is not None)
 
     def _by_rows(self, key: ExpertKey, expert: PagedExpert) -> bool:

@@ -97,7 +97,7 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         self.prefill, self.decode = PhaseCounts(), PhaseCounts()
         self.prefetcher: Prefetcher | None = None  # set later: a prediction may need these weights
         self.store, self.trace, self.approximations = store, trace, approximations
-        self._expert_cache, self._recorder = expert_cache, recorder
+        self._expert_cache, self.recorder = expert_cache, recorder
         self._scores_matter = scores_matter
         self._reuses_selector = reuses_selector
         self._prefetched: set[cache.ExpertKey] = set()  # since the last run of their layer
@@ -122,8 +122,8 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
     def begin_pass(self, ids: Tensor, num_last: int) -> None:
         """Prefetches the first layer's experts if a table names them; see `ExpertRunner`."""
         self._num_last, self._named = num_last, {}
-        if self._recorder is not None:
-            self._recorder.begin_pass()
+        if self.recorder is not None:
+            self.recorder.begin_pass()
         if self.prefetcher is None:
             return
         for layer_idx, layer in enumerate(self.spec.moe_layers):
@@ -162,8 +162,8 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         inputs, router_weights = expert_inputs(x, router_weights, self, layer_idx)
         inputs = to_experts(inputs, self, layer_idx)
         jobs = _jobs(layer_idx, experts, router_weights)
-        if self._recorder is not None:
-            self._recorder.routed(layer_idx, experts.numpy(), is_decoding)
+        if self.recorder is not None:
+            self.recorder.routed(layer_idx, experts.numpy(), is_decoding)
         if self.observer is not None:
             self.observer.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)

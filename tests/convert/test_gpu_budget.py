@@ -55,7 +55,7 @@ def test_parts_come_to_no_more_than_the_target_from_just_enough_to_all(names: li
             least = least_gpu_budget(made, context)
             with pytest.raises(RunError) as raised:
                 divided(made, GIB >> 4, context)
-            found = re.match(r"--target-vram: 64.0 MiB .* model needs at least ([\d.]+) (\w+): ", str(raised.value))
+            found = re.match(r"budget: 64.0 MiB .* model needs at least ([\d.]+) (\w+): ", str(raised.value))
             assert found is not None, raised.value
             assert float(found[1]) * (GIB if found[2] == "GiB" else 1 << 20) == pytest.approx(least, rel=0.05)
             expert, experts = made.experts[0][0], sum(each.num_bytes for layer in made.experts for each in layer)
@@ -75,7 +75,7 @@ def test_the_least_that_is_named_is_enough_and_less_is_not() -> None:
     least = least_gpu_budget(made, CONTEXT)
     division, placed = divided(made, least, CONTEXT)
     assert placed.num_bytes == division.experts and not placed.first_dynamic.any()
-    with pytest.raises(RunError, match=r"^--target-vram: .* shorten the context with --context$"):
+    with pytest.raises(RunError, match=r"^budget: .* raise it, give dense weights fewer bits$"):
         divided(made, least - 1, CONTEXT)
 
 

@@ -149,8 +149,8 @@ def test_rows_alone_are_read_where_few_run(sparse_pack: Path) -> None:
             options = EngineOptions(budget_bytes=budget, policy="lru", cutover=cutover, kernels="portable")
             with Engine(opened, options, CONTEXT) as engine:
                 answers(engine)
-                assert engine.choices is not None and engine.choices.reads is not None
-                return engine.choices.reads.stats().bytes_urgent
+                assert engine.offloaded is not None
+                return engine.offloaded.store.reads.stats().bytes_urgent
 
     assert bytes_read(1.0) < bytes_read(0.0)
 
@@ -164,8 +164,7 @@ def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
             answers(engine)
             weights = engine.weights
             assert isinstance(weights, OffloadedWeights)
-            assert engine.choices is not None and engine.choices.reads is not None
-            bytes_read, num_layers = engine.choices.reads.stats().bytes_urgent, len(opened.spec.moe_layers)
+            bytes_read, num_layers = weights.store.reads.stats().bytes_urgent, len(opened.spec.moe_layers)
         misses = weights.prefill.needed - weights.prefill.hits + weights.decode.needed - weights.decode.hits
         size = -(-opened.layout.experts[0][0].num_bytes // 4096) * 4096
         assert bytes_read == misses * size, "all fit: each is read once"
