@@ -36,15 +36,12 @@ NOT_FINITE = "the model's logits are NaN or infinite; its weights overflow or we
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of a token, and of the likeliest ones, best first, before any sampling option.
-
-    `rank`: 1 for the likeliest token; None for tokens of an answer.
-    """
+    """The log-probability of a token, before any sampling option."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-    rank: int | None = None
+    top: tuple[tuple[int, float], ...] = ()  # of the likeliest tokens, best first
+    rank: int | None = None  # 1 for the likeliest token; None for tokens of an answer
 
 
 class Grammar(Protocol):

@@ -28,9 +28,8 @@ DraftOption = Literal["auto", "off", "ngram", "mtp"]
 
 # Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
 _GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
-DEVICE_OPTION = formats.option(
-    "--device", help="Where to compute."
-)  # of measurements, which are the same everywhere on CPUs
+# Of measurements, which are the same everywhere on CPUs.
+DEVICE_OPTION = formats.option("--device", help="Where to compute.")
 Device = Literal["auto", "cpu", "cuda"]
 MAX_SEED = 2**63 - 1
 _INFINITE = float("inf")
@@ -102,19 +101,15 @@ def _uncoded_on_gpu(spec: "formats.ModelSpec", kv_dtype: KvDtype | None) -> str 
 
 @dataclass(frozen=True, slots=True)
 class GpuRefusal:
-    """What keeps a run from a GPU. `why`: for `--device auto`, which takes the CPU; `message`: for `--device cuda`."""
+    """The reason that keeps a run from a GPU."""
 
-    why: str
-    message: str
+    why: str  # for `--device auto`, which takes the CPU
+    message: str  # for `--device cuda`
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to run a pack; the help of each option says what its field means.
-
-    `approximations`: options that may change the answer.   `chunk_tokens`: the most tokens of a forward pass; None: as
-    many as the budget allows.   `machine`: what `moe-pack doctor` measured; None if it did not.
-    """
+    """How to run a pack; the help of each option says what its field means."""
 
     device: Device = field(
         default="auto",
@@ -266,8 +261,8 @@ class EngineOptions:
             help="Write what the routers chose, for moe-pack replay.",
         ),
     )
-    chunk_tokens: int | None = None
-    machine: MachineFacts | None = None
+    chunk_tokens: int | None = None  # the most of a forward pass; None: as many as the budget allows
+    machine: MachineFacts | None = None  # as `moe-pack doctor` measured it; None if it did not
 
     def offload_only(self) -> list[str]:
         """Lists the given options that have a meaning for offloaded experts only."""
@@ -337,25 +332,17 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How to choose tokens; the defaults are those of moe-run and moe-serve for models that say nothing.
+    """How to choose tokens; the defaults are those of moe-run and moe-serve for models that say nothing."""
 
-    `temperature`: 0 always takes the likeliest token.   `top_p`, `top_k`, `min_p`: draw from the smallest set of tokens
-    with this probability, from so many likeliest tokens, from tokens with at least this share of the likeliest one's
-    probability.   `repetition_penalty`: divides positive logits, and multiplies negative ones, of tokens of prompt and
-    answer.   `frequency_penalty`, `presence_penalty`: are subtracted from the logit of a token of the answer, for each
-    time it occurred, and once.   `logit_bias`: pairs of a token and what is added to its logit.   `seed`: repeats a
-    draw; None: every request differs.
-    """
-
-    temperature: float = 0.8
-    top_p: float = 0.95
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
+    temperature: float = 0.8  # 0 always takes the likeliest token
+    top_p: float = 0.95  # draws from the smallest set of tokens with this probability
+    top_k: int = 0  # draws from so many likeliest tokens; 0: all
+    min_p: float = 0.0  # draws from tokens with at least this share of the likeliest one's probability
+    repetition_penalty: float = 1.0  # divides positive logits, multiplies negative ones, of tokens that came before
+    frequency_penalty: float = 0.0  # is subtracted from the logit of a token of the answer, each time it occurred
+    presence_penalty: float = 0.0  # likewise, once
+    logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of a token and an amount that is added to its logit
+    seed: int | None = None  # repeats a draw; None: every request differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,8 +439,8 @@ def check_sampling(options: SamplingOptions, shown: Callable[[str], str] = str) 
         ("min_p", options.min_p, 0 <= options.min_p <= 1, "a number from 0 to 1"),
         (
             "repetition_penalty",
-            options.repetition_penalty,
-            0 < options.repetition_penalty < _INFINITE,
+            repetition := options.repetition_penalty,
+            0 < repetition < _INFINITE,
             "a number above 0",
         ),
         ("frequency_penalty", options.frequency_penalty, abs(options.frequency_penalty) <= 2, "a number from -2 to 2"),

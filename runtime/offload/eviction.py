@@ -2,9 +2,8 @@
 
 To add an eviction policy, change two files:
 
-1. eviction.py (this file): write a class with the five methods of `Eviction` (cache.py); `worth` returns the decision,
-   and the other four observe. Derive from `EvictionBase`, which ignores the four, and override what the policy needs.
-   Add it to `_EVICTIONS`.
+1. eviction.py (this file): derive a class from `Eviction` (cache.py) and add it to `_EVICTIONS`. Its `worth` returns
+   the decision, and four more methods observe; override those that the policy needs.
 2. presets.py: give it a name in `EvictionName`, and use it in a `Preset`. A preset of its own also has
    a name in `PolicyName` and a place in `SIMPLEST_FIRST`; `--policy`, replay and `auto` then know it. If the policy
    uses the routers' scores, the preset says so with `needs_scores`; otherwise `routed` gets None.
@@ -22,23 +21,7 @@ import numpy as np
 from moe_pack.runtime.offload import cache, presets
 
 
-class EvictionBase:
-    """The four observations, each ignored: a policy overrides those that it needs."""
-
-    def routed(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None) -> None:
-        """Ignores what a router chose."""
-
-    def used(self, key: cache.ExpertKey) -> None:
-        """Ignores that an expert was computed."""
-
-    def fetched(self, key: cache.ExpertKey) -> None:
-        """Ignores that an expert is being fetched."""
-
-    def evicted(self, key: cache.ExpertKey) -> None:
-        """Ignores that an expert was evicted."""
-
-
-class NoEviction(EvictionBase):
+class NoEviction(cache.Eviction):
     """Every expert is worth the same: for policies that place experts and keep no others."""
 
     def __init__(self, facts: cache.CacheFacts) -> None:
@@ -49,7 +32,7 @@ class NoEviction(EvictionBase):
         return self._worth
 
 
-class LRU(EvictionBase):
+class LRU(cache.Eviction):
     """Least recently used, over all layers at once: the expert that was used last is worth most."""
 
     def __init__(self, facts: cache.CacheFacts) -> None:
@@ -103,7 +86,7 @@ class LayerLRU(LRU):
         return np.where(gives[:, None], self._last - self._clock - 1, self._last)
 
 
-class LFU(EvictionBase):
+class LFU(cache.Eviction):
     """Least frequently used; of equally frequent experts the one that was used last is worth more.
 
     Source:  one of the classic policies that EdgeMoE is compared with (EdgeMoE §III-C2, Fig. 14).
@@ -125,7 +108,7 @@ class LFU(EvictionBase):
         return self._uses + self._last / (self._clock + 1)
 
 
-class EdgeMoE(EvictionBase):
+class EdgeMoE(cache.Eviction):
     """The frequency of an expert over the distance to its layer.
 
     Meaning: worth = f / D. f: the forward passes that chose the expert, plus one token's choices by popularity; 0 for
@@ -165,7 +148,7 @@ class EdgeMoE(EvictionBase):
 NUM_PASSES = 2
 
 
-class Importance(EvictionBase):
+class Importance(cache.Eviction):
     """The mean of an expert's scores over the last `num_passes` passes through its layer, chosen or not.
 
     Scores are kept as float16, as in recordings, so that replay decides as the run did. If scores are not known, each
@@ -197,7 +180,7 @@ class Importance(EvictionBase):
         return worth
 
 
-class Belady(EvictionBase):
+class Belady(cache.Eviction):
     """Belady's optimum: the expert that is needed again last is evicted first. Only replay knows the future.
 
     Args:    steps: all steps to come, in order: a layer and its experts.

@@ -49,20 +49,15 @@ _METHODS: dict[str, MethodName] = {  # by the names of PREDICTORS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictionInput:
-    """The inputs of a prediction for T tokens; "before" counts MoE layers.
+    """The inputs of a prediction for T tokens; "before" counts MoE layers."""
 
-    x: float32 [T, d], the input of the layer before, after its norm.
-    routes: int64 [T, p, k], the routes of the p <= 2 layers just before, oldest first.
-    partial: float32 [T, d], the predicted layer's input before its norm, as far as it can be computed now. The layer
-        before has added only its shared experts and its resident ones; the layers in between and the predicted layer's
-        attention have run on that, and the true keys and values will replace theirs. None if it was not computed.
-    named: int64 [T, k], the experts of the predicted layer, which a table names; None where the router chooses.
-    """
-
-    x: Tensor
-    routes: NDArray[np.int64]
+    x: Tensor  # float32 [T, d], the input of the layer before, after its norm
+    routes: NDArray[np.int64]  # [T, p, k], of the p <= 2 layers just before, oldest first
+    # float32 [T, d], the predicted layer's input before its norm, as far as it can be computed now; None if it was not.
+    # The layer before has added only its shared experts and its resident ones; the layers in between and the predicted
+    # layer's attention have run on that, and the true keys and values will replace theirs.
     partial: Tensor | None = None
-    named: NDArray[np.int64] | None = None
+    named: NDArray[np.int64] | None = None  # [T, k], the predicted layer's experts, where a table names them
 
 
 class Prediction(Protocol):

@@ -25,28 +25,21 @@ PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The policies of a system.
-
-    `placed_share`: the share of the pages for the most popular experts, which stay for the whole run.   `keeps`:
-    whether other experts stay after they have run.   `starts_filled`: whether the pages are filled before the run, with
-    experts that are evicted as all others.   `max_predicted`: experts predicted for a layer; None: as many as
-    a token uses.   `rows_below`: the cutover, a share of neurons: if fewer of an expert's neurons run, a miss brings
-    only their rows; 0: always the whole expert.   `reuse_selector`: the next layer's selector predicts neurons from
-    this hidden state (FloE §3.3.2, CORM §4.2).   `needs_scores`: the eviction uses the routers' scores of all experts.
-    `balances`: on a GPU Algorithm 2 of *importance* splits a token's missing experts between the link and the CPU one
-    by one, and prompts load all.
-    """
+    """The policies of a system."""
 
     name: PolicyName
     eviction: EvictionName
-    placed_share: float = 0.0
-    keeps: bool = True
-    starts_filled: bool = False
+    placed_share: float = 0.0  # of the pages, for the most popular experts, which stay for the whole run
+    keeps: bool = True  # whether other experts stay after they have run
+    starts_filled: bool = False  # whether experts fill the pages before the run; they are evicted as all others
     prediction: PredictionName = "none"
-    max_predicted: int | None = None
+    max_predicted: int | None = None  # experts predicted for a layer; None: as many as a token uses
+    # The cutover, a share of neurons: if fewer of an expert's neurons run, a miss brings only their rows.
     rows_below: float = 0.0
-    reuse_selector: bool = False
-    needs_scores: bool = False
+    reuse_selector: bool = False  # the next layer's selector predicts neurons (FloE §3.3.2, CORM §4.2)
+    needs_scores: bool = False  # the eviction uses the routers' scores of all experts
+    # On a GPU Algorithm 2 of *importance* splits a token's missing experts between the link and the CPU one by one, and
+    # prompts load all.
     balances: bool = False
 
     def without_prediction(self) -> "Preset":
@@ -83,14 +76,9 @@ SIMPLEST_FIRST: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "
 
 @dataclass(frozen=True, slots=True)
 class Approximations:
-    """The options that make a run faster and change its answer; all are off by default.
+    """The options that make a run faster and change its answer; all are off by default."""
 
-    `substitute`: alpha of Algorithm 1 of Importance-Driven Expert Scheduling; resident experts replace missing ones
-    with low scores.   `is_predicted_enough`: if rows of an expert were predicted, only the neurons run whose rows are
-    resident when the prefetch is complete.   `runs_predicted`: in decode, the experts run that were predicted for a
-    layer, not those that its router chooses (CORM §4.2).
-    """
-
+    # Alpha of Algorithm 1 of Importance-Driven Expert Scheduling.
     substitute: float | None = field(
         default=None,
         metadata=option(
@@ -103,6 +91,7 @@ class Approximations:
             "--policy importance uses 0.25 to 0.35.  [default: off]",
         ),
     )
+    # If rows of an expert were predicted, only the neurons run whose rows are resident when the prefetch is complete.
     is_predicted_enough: bool = field(
         default=False,
         metadata=option(
@@ -111,7 +100,7 @@ class Approximations:
             help="CHANGES THE ANSWER: where single rows are read, runs only the predicted neurons.",
         ),
     )
-    runs_predicted: bool = field(
+    runs_predicted: bool = field(  # CORM §4.2
         default=False,
         metadata=option(
             "--trust-experts",

@@ -30,12 +30,12 @@ _NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class RecordingFacts:
-    """How a recording was made: the root digest of the pack, the preset's name, the budget and its pages."""
+    """How a recording was made."""
 
     format: Literal["moe-pack record"]
     version: int
-    root: str
-    policy: str
+    root: str  # digest of the pack
+    policy: str  # the preset's name
     budget_bytes: json_files.Count
     context_tokens: json_files.Positive
     num_pages: json_files.Count
@@ -43,18 +43,14 @@ class RecordingFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """The routes of C forward passes with N tokens together.
+    """The routes of C forward passes with N tokens together."""
 
-    `routes` u16 [N, L, k].   `chunks` u32 [C]: tokens of each pass.   `scores` f16 [C, L, E]: the mean scores of all
-    experts that policies got in each pass; None if they are not known.   `popularity` f32 [L, E]: as in `CacheFacts`.
-    `decode` u8 [C]: 1 for passes of decode, whose tokens may be those of several sequences, or of a draft; None: passes
-    of one token are of decode.
-    """
-
-    routes: cache.Array
-    chunks: cache.Array
-    scores: cache.Array | None
-    popularity: cache.Array
+    routes: cache.Array  # u16 [N, L, k]
+    chunks: cache.Array  # u32 [C], tokens of each pass
+    scores: cache.Array | None  # f16 [C, L, E], the mean scores that policies got in each pass; None if not known
+    popularity: cache.Array  # f32 [L, E], as in `CacheFacts`
+    # u8 [C], 1 for passes of decode, whose tokens may be those of several sequences, or of a draft; None: passes of one
+    # token are of decode.
     decode: cache.Array | None = None
 
     @property
@@ -79,12 +75,9 @@ class Passes:
 
 
 class PrefetchRequest(NamedTuple):
-    """A call of an engine to its cache: to prefetch experts, likeliest first, or to abandon one.
+    """A call of an engine to its cache: to prefetch experts, likeliest first, or to abandon one."""
 
-    `after`: the number of events of all schedules before it; the end of a schedule counts as an event.
-    """
-
-    after: int
+    after: int  # events of all schedules before it; the end of a schedule counts as an event
     layer_idx: int
     experts: tuple[int, ...]
     during: int
@@ -93,13 +86,13 @@ class PrefetchRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """A recorded run: its routes, its requests in order, and `hits`, `needed` u32 [C, L] as the run counted them."""
+    """A recorded run."""
 
     facts: RecordingFacts
     passes: Passes
-    requests: tuple[PrefetchRequest, ...]
-    hits: cache.Array
-    needed: cache.Array
+    requests: tuple[PrefetchRequest, ...]  # in order
+    hits: cache.Array  # u32 [C, L], as the run counted them
+    needed: cache.Array  # likewise
 
 
 def check_writable(path: Path) -> None:
@@ -279,9 +272,8 @@ class Recorder:
     """Collects a run in memory.
 
     It takes 2 L k bytes a token, 8 L a pass, 2 L E a pass with scores, and 24 for each prefetched expert.
-    Args:    facts: of the run's cache.   root: the pack's root digest.   policy: the preset's name.   budget_bytes,
-             context_tokens: as the run had them.   keeps_scores: whether mean scores are recorded too; a replay of
-             `Importance` needs them.
+    Args:    root: the pack's root digest.   policy: the preset's name.   keeps_scores: whether mean scores are recorded
+             too; a replay of `Importance` needs them.
     """
 
     def __init__(

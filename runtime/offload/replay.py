@@ -33,13 +33,13 @@ class PathShares(Protocol):
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """The counts of some passes. `bytes_fetched` includes prefetches; `bytes_ahead` is of prefetches alone."""
+    """The counts of some passes."""
 
     num_tokens: int = 0
     num_needed: int = 0
     num_hits: int = 0
-    bytes_fetched: int = 0
-    bytes_ahead: int = 0
+    bytes_fetched: int = 0  # with prefetches
+    bytes_ahead: int = 0  # of prefetches alone
 
     @property
     def hit_rate(self) -> float:
@@ -60,14 +60,11 @@ class ReplayCounts:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """The counts of a replay: of the passes of prefill, and of decode.
-
-    `prediction`: where predictions came from; `not replayable`: the policy predicts from what routes do not tell.
-    """
+    """The counts of a replay: of the passes of prefill, and of decode."""
 
     prefill: ReplayCounts = field(default_factory=ReplayCounts)
     decode: ReplayCounts = field(default_factory=ReplayCounts)
-    prediction: PredictionSource = "none"
+    prediction: PredictionSource = "none"  # `not replayable`: the policy predicts from what routes do not tell
 
 
 def replay(
