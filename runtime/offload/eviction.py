@@ -221,13 +221,8 @@ def placed_by_popularity(facts: cache.CacheFacts, num_pages: int) -> list[cache.
     """
     if facts.pages.sum() <= num_pages:
         return [cache.ExpertKey(*divmod(place, facts.pages.shape[1])) for place in range(facts.pages.size)]
-    free_pages, placed = min(num_pages, facts.num_pages - int(facts.pages.max())), []
-    for place in np.argsort(-facts.popularity.ravel(), kind="stable").tolist():
-        key = cache.ExpertKey(*divmod(place, facts.pages.shape[1]))
-        if facts.pages[key] <= free_pages:
-            free_pages -= int(facts.pages[key])
-            placed.append(key)
-    return placed
+    order = np.argsort(-facts.popularity.ravel(), kind="stable").tolist()
+    return _fitting(order, min(num_pages, facts.num_pages - int(facts.pages.max())), facts)
 
 
 def experts_to_start_with(facts: cache.CacheFacts) -> list[cache.ExpertKey]:
@@ -241,14 +236,18 @@ def experts_to_start_with(facts: cache.CacheFacts) -> list[cache.ExpertKey]:
              frequency of usage." The paper says nothing of the memory that an encoder leaves, and nothing of a decoder
              alone, which its Table III initializes "in the way in §III-C2": both get the most popular experts.
     """
-    num_experts = facts.pages.shape[1]
-    first_place = facts.num_encoder_layers * num_experts
+    first_place = facts.num_encoder_layers * facts.pages.shape[1]
     others = first_place + np.argsort(-facts.popularity.ravel()[first_place:], kind="stable")
-    free_pages, chosen = facts.num_pages, []
-    for place in [*range(first_place), *others.tolist()]:
-        key = cache.ExpertKey(*divmod(place, num_experts))
-        if facts.pages[key] <= free_pages:
-            free_pages -= int(facts.pages[key])
+    return _fitting([*range(first_place), *others.tolist()], facts.num_pages, facts)
+
+
+def _fitting(places: Sequence[int], num_pages: int, facts: cache.CacheFacts) -> list[cache.ExpertKey]:
+    """Returns those of the experts, given as flat indices, that fit one after the other; the others are skipped."""
+    chosen = []
+    for place in places:
+        key = cache.ExpertKey(*divmod(place, facts.pages.shape[1]))
+        if facts.pages[key] <= num_pages:
+            num_pages -= int(facts.pages[key])
             chosen.append(key)
     return chosen
 

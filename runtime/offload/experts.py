@@ -53,18 +53,18 @@ class PhaseCounts:
 
 @dataclass(slots=True)
 class ExpertJob:
-    """An expert to run: its tokens int64 [n], their weights float32 [n], and the rows int64 [n] of its outputs."""
+    """An expert to run for n tokens."""
 
     key: cache.ExpertKey
-    tokens: NDArray[np.int64]
-    weights: NDArray[np.float32]
-    places: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # [n]
+    weights: NDArray[np.float32]  # [n]
+    places: NDArray[np.int64]  # [n], the rows of its outputs
 
 
 class OffloadedWeights(model.PackWeights, model.ExpertRunner):
     """A pack's weights inside a budget: the dense part in memory, experts in the pages of `store`.
 
-    `prefill`, `decode`: the counts so far. The caller owns pack, operations, store and trace.
+    The caller owns pack, operations, store and trace.
     Args:    scores_matter: whether the cache's policy or its recorder needs the routers' scores.   reuses_selector:
              whether the next layer's selectors predict, from this layer's input, which neurons run.
     Raises:  PackError, later, if an expert is damaged, its file is truncated or its disk fails.

@@ -9,10 +9,10 @@ is a class and a line in `_EVICTIONS` in eviction.py, and a name in `EvictionNam
 This module is imported for `--help`, without numpy; eviction.py and prefetch.py compute what it names.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_pack.formats import option
+from moe_pack.formats.base import commands
 
 PolicyName = Literal["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
 PredictionName = Literal["none", "popularity", "paths", "router", "mlp", "partial", "best"]  # prefetch.py has them
@@ -79,35 +79,30 @@ class Approximations:
     """The options that make a run faster and change its answer; all are off by default."""
 
     # Alpha of Algorithm 1 of Importance-Driven Expert Scheduling.
-    substitute: float | None = field(
-        default=None,
-        metadata=option(
-            "--substitute",
-            least=0,
-            most=1,
-            metavar="ALPHA",
-            mark="approximation",
-            help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores. The paper of "
-            "--policy importance uses 0.25 to 0.35.  [default: off]",
-        ),
+    substitute: float | None = commands.option_field(
+        None,
+        "--substitute",
+        least=0,
+        most=1,
+        metavar="ALPHA",
+        mark="approximation",
+        help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores. The paper of "
+        "--policy importance uses 0.25 to 0.35.  [default: off]",
     )
     # If rows of an expert were predicted, only the neurons run whose rows are resident when the prefetch is complete.
-    is_predicted_enough: bool = field(
-        default=False,
-        metadata=option(
-            "--trust-prediction",
-            mark="offload",
-            help="CHANGES THE ANSWER: where single rows are read, runs only the predicted neurons.",
-        ),
+    is_predicted_enough: bool = commands.option_field(
+        False,
+        "--trust-prediction",
+        mark="offload",
+        help="CHANGES THE ANSWER: where single rows are read, runs only the predicted neurons.",
     )
-    runs_predicted: bool = field(  # CORM §4.2
-        default=False,
-        metadata=option(
-            "--trust-experts",
-            mark="approximation",
-            help="CHANGES THE ANSWER: in decode, runs the experts that were predicted for a layer, whatever its router "
-            "chooses.",
-        ),
+    # CORM §4.2.
+    runs_predicted: bool = commands.option_field(
+        False,
+        "--trust-experts",
+        mark="approximation",
+        help="CHANGES THE ANSWER: in decode, runs the experts that were predicted for a layer, whatever its router "
+        "chooses.",
     )
 
 
