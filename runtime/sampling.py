@@ -59,8 +59,6 @@ class Grammar(Protocol):
 class Sampler:
     """Chooses the tokens of one answer; the same options, seed and logits give the same tokens on every device.
 
-    `seed`: that of the options, or a new one.
-
     Args:    prompt_ids: the prompt's tokens, for the repetition penalty.   grammar: what the answer has to follow; the
              sampler tells it each chosen token.
     Raises:  RunError if an option is out of range.

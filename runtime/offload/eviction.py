@@ -262,28 +262,22 @@ _EVICTIONS: dict[presets.EvictionName, Callable[[cache.CacheFacts], cache.Evicti
 }
 
 
-def placed_by(preset: presets.Preset, facts: cache.CacheFacts) -> list[cache.ExpertKey]:
-    """Returns the experts that the preset places for the whole run."""
-    return placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
-
-
-def initial_of(preset: presets.Preset, facts: cache.CacheFacts) -> list[cache.ExpertKey]:
-    """Returns the experts with which the preset fills the cache before the run, in the order of their fetches.
-
-    Placed experts are not among them.
-    """
-    if not preset.starts_filled:
-        return []
-    placed = set(placed_by(preset, facts))  # experts of no page are placed, whatever the share
-    return [key for key in experts_to_start_with(facts) if key not in placed]
-
-
 def eviction_of(preset: presets.Preset, facts: cache.CacheFacts) -> cache.Eviction:
     """Returns a new instance of the preset's eviction policy."""
     return _EVICTIONS[preset.eviction](facts)
 
 
+CacheParts = tuple[cache.CacheFacts, cache.Eviction, list[cache.ExpertKey], bool, list[cache.ExpertKey]]
+
+
+def cache_parts(preset: presets.Preset, facts: cache.CacheFacts) -> CacheParts:
+    """Returns the arguments of an `ExpertCache` under the preset's policies."""
+    placed = placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
+    # Experts of no page are placed, whatever the share.
+    initial = [key for key in experts_to_start_with(facts) if key not in placed] if preset.starts_filled else []
+    return facts, eviction_of(preset, facts), placed, preset.keeps, initial
+
+
 def expert_cache_for(preset: presets.Preset, facts: cache.CacheFacts) -> cache.ExpertCache:
     """Returns a cache under the preset's policies; the experts that it places or starts with are resident."""
-    placed, initial = placed_by(preset, facts), initial_of(preset, facts)
-    return cache.ExpertCache(facts, eviction_of(preset, facts), placed, preset.keeps, initial)
+    return cache.ExpertCache(*cache_parts(preset, facts))

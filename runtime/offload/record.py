@@ -5,7 +5,7 @@ The file is a safetensors file, described in docs/moe-pack.md; nothing in it is 
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ from moe_pack import formats
 from moe_pack.formats.base import json_files, sync_folder
 from moe_pack.formats.pack import safetensors
 from moe_pack.runtime.offload import cache
-from moe_pack.runtime.offload.eviction import eviction_of, initial_of, placed_by
+from moe_pack.runtime.offload.eviction import CacheParts, cache_parts
 from moe_pack.runtime.offload.presets import Preset
 
 FORMAT: Literal["moe-pack record"] = "moe-pack record"
@@ -212,17 +212,15 @@ def _read_arrays(path: Path) -> dict[str, cache.Array]:
         expected_forms["decode"] = ("U8", (C,))
     for name in [*expected_forms, *entries]:
         if name not in expected_forms or name not in entries:
-            raise formats.RunError(
-                f"{place}: tensor {name!r} is {'unknown' if name in entries else 'missing'}; record the run again"
-            )
+            state = "unknown" if name in entries else "missing"
+            raise formats.RunError(f"{place}: tensor {name!r} is {state}; record the run again")
         dtype, shape = expected_forms[name]
         entry = entries[name]
         fits = entry.shape == shape if shape else len(entry.shape) == (2 if name == "requests" else 1)
         if entry.dtype != dtype or not fits:
             expected = f"{dtype} {list(shape)}" if shape else f"{dtype}, a list"
-            raise formats.RunError(
-                f"{place}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {expected}"
-            )
+            found = f"{entry.dtype} {list(entry.shape)}"
+            raise formats.RunError(f"{place}: tensor {name!r} is {found}, expected {expected}")
     with formats.RangeReader(path, formats.RunError) as reader:
         return {
             name: reader.read(entry.offset, entry.num_bytes).view(_DTYPES[entry.dtype]).reshape(entry.shape)
@@ -367,16 +365,8 @@ class Recorder:
 class RecordedExpertCache(cache.ExpertCache):
     """A cache that records its calls. The engine calls the recorder's `routed` before each schedule."""
 
-    def __init__(
-        self,
-        facts: cache.CacheFacts,
-        eviction: cache.Eviction,
-        recorder: Recorder,
-        placed: Iterable[cache.ExpertKey] = (),
-        keeps: bool = True,
-        initial: Sequence[cache.ExpertKey] = (),
-    ) -> None:
-        super().__init__(facts, eviction, placed, keeps, initial)
+    def __init__(self, recorder: Recorder, parts: CacheParts) -> None:
+        super().__init__(*parts)
         self._recorder = recorder
 
     def schedule(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None = None) -> cache.Events:
@@ -402,5 +392,4 @@ class RecordedExpertCache(cache.ExpertCache):
 
 def recorded_expert_cache_for(preset: Preset, facts: cache.CacheFacts, recorder: Recorder) -> RecordedExpertCache:
     """Returns a cache like `expert_cache_for` that records its calls."""
-    placed, initial = placed_by(preset, facts), initial_of(preset, facts)
-    return RecordedExpertCache(facts, eviction_of(preset, facts), recorder, placed, preset.keeps, initial)
+    return RecordedExpertCache(recorder, cache_parts(preset, facts))

@@ -80,7 +80,7 @@ def replay(
     If the recorded run had this policy and these pages, all its prefetches are replayed. Otherwise experts are
     predicted from the routes so far, in passes of one token, if the preset's prediction needs no more than routes; they
     are then prefetched at the end of the layer before.
-    Args:    extent_bytes: int64 [L, E], the bytes that fetching each expert reads.   paths: for prediction by paths.
+    Args:    extent_bytes: int64 [L, E], the bytes that fetching each expert reads.
     """
     assert facts.pages.shape == (passes.routes.shape[1], passes.num_experts), "routes of this model"
     source, prefetches = _prefetches(passes, facts, preset, record, paths)
@@ -184,13 +184,11 @@ class _RoutePrefetch(_NoPrefetch):
         return cache.prefetch(layer_idx + 1, best.tolist(), during=layer_idx)
 
     def _shares(self, layer_idx: int, token: int) -> Array:
-        if self._paths is None:
-            popularity: Array = self._passes.popularity[layer_idx]
-            return popularity
-        before = self._passes.routes[token : token + 1, max(layer_idx - 2, 0) : layer_idx]
-        shares, _ = self._paths.predict(layer_idx, before)
-        likeliest: Array = shares[0]
-        return likeliest
+        shares: Array = self._passes.popularity[layer_idx]
+        if self._paths is not None:
+            before = self._passes.routes[token : token + 1, max(layer_idx - 2, 0) : layer_idx]
+            shares = self._paths.predict(layer_idx, before)[0][0]
+        return shares
 
 
 def _prefetches(
