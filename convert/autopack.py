@@ -31,8 +31,8 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack import sidecar
 from moe_pack.formats.pack.manifests import MANIFEST_FILE
 from moe_pack.formats.pack.writer import SteppedFolder
+from moe_pack.runtime.engine.numerics import NUMERICS_FILE
 from moe_pack.runtime.model import TORCH, Operations
-from moe_pack.runtime.numerics import NUMERICS_FILE
 from moe_pack.runtime.quality import QUALITY_FILE, Quality, read_quality
 
 MAX_ATTEMPTS = 10

@@ -22,7 +22,7 @@ from moe_pack.formats.pack import manifests
 from moe_pack.formats.pack.reader import audit
 from moe_pack.formats.parts.specs import num_parameters
 from moe_pack.runtime import offload
-from moe_pack.runtime.offload.budgets import ONLY_BUDGET
+from moe_pack.runtime.offload.budgets import BudgetTooSmall
 from moe_pack.runtime.quality import Estimate, Quality
 
 _DEFAULT_CONTEXT = 4096  # tokens, as moe-run has by default; fewer if the model has fewer positions
@@ -181,11 +181,9 @@ def check_budget(pack: formats.Pack, limits: CheckLimits) -> CheckResult:
     )
     context = min(_DEFAULT_CONTEXT, pack.spec.max_position_embeddings)
     try:
-        plan = offload.divide_budget(
-            pack.layout, limits.budget_bytes, context, offload.routing_bytes(pack.folder), ONLY_BUDGET
-        )
-    except formats.RunError as fault:
-        return replace(asked, found=str(fault))
+        plan = offload.divide_budget(pack.layout, limits.budget_bytes, context, offload.routing_bytes(pack.folder))
+    except BudgetTooSmall as fault:
+        return replace(asked, found=fault.worded("--budget", None))
     share = plan.num_pages / int(offload.expert_pages(pack.layout, plan.page_bytes).sum())
     found = f"memory for {share:.0%} of experts, with a context of {context}"
     return replace(asked, status="passed", found=found)

@@ -6,15 +6,8 @@ from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.runtime.doctor import measure_disk, measure_machine
-    from moe_pack.runtime.engine import Engine
-    from moe_pack.runtime.generate import (
-        BenchTimes,
-        context_for,
-        measure,
-        random_prompt,
-    )
-    from moe_pack.runtime.loaded_model import Model, load
-    from moe_pack.runtime.machine import (
+    from moe_pack.runtime.engine.engine import Engine
+    from moe_pack.runtime.engine.machine import (
         USUAL_DISK,
         DiskFacts,
         FixedCosts,
@@ -28,8 +21,15 @@ if TYPE_CHECKING:
         save_facts,
         total_bytes,
     )
-    from moe_pack.runtime.options import DEVICE_OPTION, EngineOptions, SamplingOptions
-    from moe_pack.runtime.run_report import RunReport, report, report_lines
+    from moe_pack.runtime.engine.options import DEVICE_OPTION, EngineOptions, SamplingOptions
+    from moe_pack.runtime.engine.report import RunReport, report, report_lines
+    from moe_pack.runtime.generate import (
+        BenchTimes,
+        context_for,
+        measure,
+        random_prompt,
+    )
+    from moe_pack.runtime.loaded_model import Model, load
     from moe_pack.runtime.sampling import Sampler
     from moe_pack.runtime.templates import ChatTemplate, chat_prompt
     from moe_pack.runtime.text import Text

@@ -25,17 +25,10 @@ from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.pack import layouts
 from moe_pack.formats.pack.manifests import MANIFEST_FILE
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
-from moe_pack.runtime import machine
-from moe_pack.runtime.cpu import (
-    ExpertRows,
-    Kernels,
-    expert_numbers,
-    is_available,
-    num_cpus,
-    row_numbers,
-    stored_numbers,
-)
+from moe_pack.runtime import cpu
+from moe_pack.runtime.cpu import Kernels, is_available, num_cpus
 from moe_pack.runtime.cpu.reads import NUM_THREADS, BlockingReads, Reads, open_reads
+from moe_pack.runtime.engine import machine
 
 READ_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 READ_THREADS = (1, 2, 4, 8, 16)
@@ -72,14 +65,13 @@ def measure_machine(
     has_link = torch.cuda.is_available()
     with _files_of(folder, most_bytes, progress) as files:
         trials = _trials(files)
-        steps = MeasurementSteps(
-            progress, len(trials) + _num_cpu_steps() + (len(COPY_SIZES) if has_link else 0), seconds
-        )
+        cpu_steps = 3 + len(WIDTHS) + len(DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if is_available() else 0
+        steps = MeasurementSteps(progress, len(trials) + cpu_steps + (len(COPY_SIZES) if has_link else 0), seconds)
         disk = _measure_disk(files, trials, machine.device_of(folder)[1], steps, seconds)
-    cpu = measure_cpu(steps, seconds)
+    cpu_facts = measure_cpu(steps, seconds)
     link = _measure_link(steps, seconds) if has_link else None
     progress.end()
-    return machine.MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, link)
+    return machine.MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu_facts, link)
 
 
 def measure_disk(
@@ -100,12 +92,8 @@ def measure_disk(
         steps = MeasurementSteps(progress, len(trials), seconds)
         disk = _measure_disk(files, trials, machine.device_of(folder)[1], steps, seconds)
     progress.end()
-    cpu = machine.CpuFacts(num_cpus(), None, None, None, (), (), None)
-    return machine.MachineFacts(datetime.now(UTC).date().isoformat(), disk, cpu, None)
-
-
-def _num_cpu_steps() -> int:
-    return 3 + len(WIDTHS) + len(DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if is_available() else 0
+    unknown = machine.CpuFacts(num_cpus(), None, None, None, (), (), None)
+    return machine.MachineFacts(datetime.now(UTC).date().isoformat(), disk, unknown, None)
 
 
 class MeasurementSteps:
@@ -144,7 +132,7 @@ def _threads_text(num_threads: int) -> str:
 
 
 class ReadTrial(NamedTuple):
-    """What one measurement of a disk varies: the way of reading, the number of threads and the size of a read."""
+    """A way to read from a disk, which is measured."""
 
     mode: machine.ReadMode
     threads: int
@@ -153,11 +141,11 @@ class ReadTrial(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadMeasurement:
-    """The result of a trial. `rate`: bytes a second.   `cpu_s`: processor time of a read."""
+    """The result of a trial."""
 
     trial: ReadTrial
-    rate: float
-    cpu_s: float = 0.0
+    rate: float  # bytes a second
+    cpu_s: float = 0.0  # processor time of a read
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +174,8 @@ def _files_of(folder: Path, most_bytes: int, progress: formats.Progress) -> Iter
             _write_random(file.fileno(), num_bytes)
             yield [_File(Path(f"/proc/self/fd/{file.fileno()}" if unnamed else file.name), num_bytes)]
     except OSError as fault:
-        raise formats.RunError(
-            f"{folder}: cannot be written ({fault.strerror}); give another folder on the disk"
-        ) from fault
+        message = f"{folder}: cannot be written ({fault.strerror}); give another folder on the disk"
+        raise formats.RunError(message) from fault
 
 
 def _write_random(descriptor: int, num_bytes: int) -> None:
@@ -205,9 +192,8 @@ def _trials(files: Sequence[_File]) -> list[ReadTrial]:
     """Lists what to measure: each way of reading at every size that some file has."""
     sizes = [size for size in READ_SIZES if size <= max(file.num_bytes for file in files)]
     if not sizes:
-        raise formats.RunError(
-            f"{files[0].path.name}: has less than {READ_SIZES[0]} bytes; give a folder that is not a pack"
-        )
+        name, least = files[0].path.name, READ_SIZES[0]
+        raise formats.RunError(f"{name}: has less than {least} bytes; give a folder that is not a pack")
     modes: list[machine.ReadMode] = ["direct"] if _has_direct(files[0].path) else []
     threads = READ_THREADS if is_available() else (1,)
     trials = [ReadTrial(mode, number, size) for size in sizes for mode in (*modes, "pread") for number in threads]
@@ -257,18 +243,16 @@ def disk_facts(measurements: Sequence[ReadMeasurement], name: str | None, file_b
         if each.trial.mode != "map":
             most[each.trial.size] = max(each.rate, most.get(each.trial.size, 0.0))
 
-    def closeness(curve: Sequence[machine.SizedRate]) -> float:
-        return sum(point.rate / most[point.size] for point in curve)
-
-    (best_mode, best_threads), curve = max(curves.items(), key=lambda entry: closeness(entry[1]))
+    closeness = {way: sum(point.rate / most[point.size] for point in curve) for way, curve in curves.items()}
+    best_mode, best_threads = max(closeness, key=lambda way: closeness[way])
+    curve = curves[best_mode, best_threads]
     alone = tuple(curves.get((best_mode, 1), curve))
     rates = tuple(machine.ReadRate(b.trial.mode, b.trial.size, b.trial.threads, b.rate) for b in best.values())
     sizes, taken = [point.size for point in curve], cpu_s[best_mode, best_threads]
     byte_cpu_s = max((taken[-1] - taken[0]) / (sizes[-1] - sizes[0]), 0.0) if len(sizes) > 1 else 0.0
     read_cpu_s = max(taken[0] - sizes[0] * byte_cpu_s, 0.0)
-    return machine.DiskFacts(
-        name, file_bytes, best_mode, best_threads, tuple(curve), alone, rates, read_cpu_s, byte_cpu_s
-    )
+    usual = (name, file_bytes, best_mode, best_threads, tuple(curve), alone, rates)
+    return machine.DiskFacts(*usual, read_cpu_s, byte_cpu_s)
 
 
 def _measure_reads(
@@ -363,16 +347,13 @@ def _arena(num_bytes: int) -> NDArray[np.uint8]:
 
 
 class _ExpertSpeed(NamedTuple):
-    """`rate`: bytes of experts a second.   `row_bytes`: of one row of one matrix."""
-
-    rate: float
-    row_bytes: float
+    rate: float  # bytes of experts a second
+    row_bytes: float  # of one row of one matrix
 
 
 def measure_cpu(steps: MeasurementSteps, seconds: float) -> machine.CpuFacts:
     """Measures how fast the CPU reads memory, and computes experts and dense matrices.
 
-    Args:    seconds: of each measurement.
     Returns: the number of cores alone if the native kernels were not built.
     """
     cores = num_cpus()
@@ -413,11 +394,11 @@ def _expert_speed(kernels: Kernels, stored: formats.PartFormat, num_cols: int, s
     spec = formats.ExpertSpec("silu", _EXPERT_ROWS, formats.MATRICES, (), 0)
     layout = layouts.expert_layout(formats.ExpertFormat(stored, stored, stored), "none", spec, num_cols)
     rows = _random_rows(layout.records, _EXPERT_ROWS)
-    numbers = expert_numbers(layout, "none", spec.function)
+    numbers = cpu.expert_numbers(layout, "none", spec.function)
     token, weight = np.zeros(1, np.int64), np.ones(1, np.float32)
     num_experts = _WEIGHT_BYTES // rows.nbytes
     # Each expert is a copy, so that together they are more than caches have.
-    works = [(ExpertRows(numbers, None, rows.copy(), 0.0), token, weight) for _ in range(num_experts)]
+    works = [(cpu.ExpertRows(numbers, None, rows.copy(), 0.0), token, weight) for _ in range(num_experts)]
     x = torch.ones(1, num_cols)
     rate = _repeated(lambda: kernels.experts(x, works), num_experts * rows.nbytes, seconds)
     return _ExpertSpeed(rate, rows.shape[1] / len(formats.MATRICES))
@@ -428,12 +409,12 @@ def _dense_rate(kernels: Kernels, width: int, seconds: float) -> float:
     stored = _stored(width)
     x = torch.ones(1, _EXPERT_COLS)
     if stored == formats.BF16:
-        numbers = stored_numbers(torch.bfloat16, _EXPERT_COLS)
+        numbers = cpu.stored_numbers(torch.bfloat16, _EXPERT_COLS)
         matrix = torch.full((_WEIGHT_BYTES // (2 * _EXPERT_COLS), _EXPERT_COLS), 0.01, dtype=torch.bfloat16)
         rows = matrix.view(torch.uint8).numpy()
     else:
         layout = layouts.row_layout([("weight", stored, False)], _EXPERT_COLS)
-        numbers, rows = row_numbers(layout, "weight"), _random_rows(layout, _WEIGHT_BYTES // layout.row_bytes)
+        numbers, rows = cpu.row_numbers(layout, "weight"), _random_rows(layout, _WEIGHT_BYTES // layout.row_bytes)
     return _repeated(lambda: kernels.product(x, numbers, rows), rows.nbytes, seconds)
 
 

@@ -105,13 +105,13 @@ def _drafted(
 
 
 class Clock:
-    """A clock for the seconds to the first token (`prefill_s`), and from there to the last (`decode_s`)."""
+    """A clock of a generation."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self.num_tokens = 0
-        self.prefill_s = 0.0
-        self.decode_s = 0.0
+        self.prefill_s = 0.0  # to the first token
+        self.decode_s = 0.0  # from there to the last
 
     def tick(self) -> None:
         """Notes that there is a new token."""
@@ -129,11 +129,11 @@ def rate_text(num_tokens: int, seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BenchTimes:
-    """Seconds of a run: of the prompt with the first new token, and of each token after it."""
+    """Seconds of a run."""
 
     num_prompt_tokens: int
-    prefill_s: float
-    tokens_s: tuple[float, ...]
+    prefill_s: float  # of the prompt with the first new token
+    tokens_s: tuple[float, ...]  # of each token after it
 
     @property
     def num_tokens(self) -> int:

@@ -1,8 +1,7 @@
 """A pack from Python, in three lines: load it, generate, close it.
 
 with load("packed/", budget="2G") as model:
-    for piece in model.generate("It was a dark night"):
-        print(piece, end="")
+    print(model.generate("It was a dark night"))
 """
 
 from collections.abc import Iterator
@@ -13,16 +12,14 @@ from types import TracebackType
 
 from moe_pack import formats
 from moe_pack.formats.base.commands import parse_size
-from moe_pack.runtime.engine import Engine
+from moe_pack.runtime.engine.engine import Engine
+from moe_pack.runtime.engine.options import EngineOptions, SamplingOptions
+from moe_pack.runtime.engine.report import RunReport, report
 from moe_pack.runtime.generate import USUAL_CONTEXT, context_for, generate
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.offload.budgets import BudgetOptionNames
-from moe_pack.runtime.options import EngineOptions, SamplingOptions
-from moe_pack.runtime.run_report import RunReport, report
+from moe_pack.runtime.offload.budgets import named_budget
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text
-
-_NAMES = BudgetOptionNames("budget", "context_tokens")  # of `load`'s arguments, for messages
 
 
 def load(
@@ -49,9 +46,8 @@ def load(
         pack = stack.enter_context(formats.Pack(Path(folder)))
         text = Text(pack)
         most = pack.spec.max_position_embeddings
-        engine = stack.enter_context(
-            Engine(pack, chosen, context_tokens or min(USUAL_CONTEXT, most), option_names=_NAMES)
-        )
+        with named_budget("budget", "context_tokens"):
+            engine = stack.enter_context(Engine(pack, chosen, context_tokens or min(USUAL_CONTEXT, most)))
         return Model(engine, text, stack.pop_all())
 
 
@@ -77,6 +73,18 @@ class Model:
         self._opened.close()
 
     def generate(
+        self,
+        prompt: str,
+        max_tokens: int = 256,
+        *,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        seed: int | None = None,
+    ) -> str:
+        """Returns the text that follows a prompt; arguments and errors are those of `stream`."""
+        return "".join(self.stream(prompt, max_tokens, temperature=temperature, top_p=top_p, seed=seed))
+
+    def stream(
         self,
         prompt: str,
         max_tokens: int = 256,

@@ -15,10 +15,10 @@ QUALITY_FILE = "quality.json"
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and half the width of its 95% confidence interval; None if there are fewer than two blocks."""
+    """A figure."""
 
     value: float
-    half_width: json_files.Amount | None
+    half_width: json_files.Amount | None  # of its 95% confidence interval; None if there are fewer than two blocks
 
     @property
     def upper(self) -> float | None:
@@ -28,93 +28,76 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class SourceQuality:
-    """A pack compared with its source; KL divergences in nats a token.
+    """A pack compared with its source; KL divergences in nats a token."""
 
-    `source`: the checkpoint's digest.   `is_exact`: whether `kl` is over the whole vocabulary; otherwise its tail is
-    estimated from tokens drawn from the tail.   `kl_bound`: a lower bound, over the `num_outcomes` likeliest tokens and
-    the tail as one more outcome.   `noise_floor`: KL between two runs of the source that differ only by rounding;
-    smaller figures mean nothing.   `perplexity_increase`: relative, 0.01 for 1%.   `agreement`: the share of tokens
-    with the same likeliest next token.   `source_tail`, `pack_tail`: mean probability outside those outcomes.
-    """
-
-    source: str
-    is_exact: bool
-    num_outcomes: json_files.Count
+    source: str  # the checkpoint's digest
+    is_exact: bool  # whether `kl` is over the whole vocabulary; otherwise tokens drawn from the tail estimate its tail
+    num_outcomes: json_files.Count  # the likeliest tokens
     kl: Estimate
-    kl_bound: Estimate
-    noise_floor: json_files.Amount
+    kl_bound: Estimate  # a lower bound, over these outcomes and the tail as one more
+    noise_floor: json_files.Amount  # between two runs of the source that differ only by rounding
     source_perplexity: Estimate
-    perplexity_increase: Estimate
-    agreement: Estimate
-    source_tail: json_files.Amount
-    pack_tail: json_files.Amount
+    perplexity_increase: Estimate  # relative, 0.01 for 1%
+    agreement: Estimate  # the share of tokens with the same likeliest next token
+    source_tail: json_files.Amount  # mean probability outside these outcomes
+    pack_tail: json_files.Amount  # likewise
 
 
 @dataclass(frozen=True, slots=True)
 class SparsityPrice:
-    """The loss of a pack at a sparsity, compared with the same pack with all neurons: KL in nats, perplexity relative.
-
-    `realized`: the share of neurons that did not run on the judged text; None if no token reached an expert.
-    """
+    """The loss of a pack at a sparsity, compared with all neurons: KL in nats, perplexity relative."""
 
     sparsity: json_files.Share
-    realized: json_files.Share | None
+    realized: json_files.Share | None  # neurons that did not run on the judged text; None if no token had an expert
     kl: Estimate
     perplexity_increase: Estimate
 
 
 @dataclass(frozen=True, slots=True)
 class SubstitutionPrice:
-    """The loss of a pack with `--substitute alpha`, compared with the same pack without it: KL in nats.
-
-    `replaced`: the share of chosen experts that were replaced.   `fetched`: the share of run experts that were missing.
-    """
+    """The loss of a pack with `--substitute alpha`, compared with the same pack without it: KL in nats."""
 
     alpha: json_files.Amount
-    replaced: json_files.Share
-    fetched: json_files.Share
+    replaced: json_files.Share  # of the chosen experts
+    fetched: json_files.Share  # of the experts that ran: those that were missing
     kl: Estimate
     perplexity_increase: Estimate
 
 
 @dataclass(frozen=True, slots=True)
 class Substitution:
-    """The prices with one policy. `room`: the share of experts that fit in memory. `fetched`: without substitution."""
+    """The prices with one policy."""
 
     policy: str
-    room: json_files.Share
-    fetched: json_files.Share
+    room: json_files.Share  # of the experts, that fit in memory
+    fetched: json_files.Share  # without substitution
     prices: tuple[SubstitutionPrice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The prices on the first `num_tokens` predicted tokens of a text. `calibration`: the text for the thresholds."""
+    """The prices on the first `num_tokens` predicted tokens of a text."""
 
     num_tokens: json_files.Positive
-    calibration: str
+    calibration: str  # the text for the thresholds
     sparsity: tuple[SparsityPrice, ...]
     substitution: Substitution
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The sidecar `quality.json`: the quality of a pack on a text; half-widths are of 95% intervals.
-
-    `num_tokens`: predicted tokens.   `sparsity`: the share of neurons that did not run; None if no token reached an
-    expert.   `prices`: of more sparsity and of substitution; `evaluate` does not measure them.
-    """
+    """The sidecar `quality.json`: the quality of a pack on a text."""
 
     text: str
     text_sha256: str
     num_sequences: json_files.Positive
     sequence_length: json_files.Positive
-    num_tokens: json_files.Positive
+    num_tokens: json_files.Positive  # predicted ones
     content_bytes: json_files.Positive
-    sparsity: json_files.Share | None
+    sparsity: json_files.Share | None  # neurons that did not run; None if no token reached an expert
     perplexity: Estimate
     against: SourceQuality | None
-    prices: Prices | None = None
+    prices: Prices | None = None  # of more sparsity and of substitution; `evaluate` does not measure them
 
 
 def read_quality(pack: Pack) -> Quality | None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.options import SamplingOptions, check_sampling
+from moe_pack.runtime.engine.options import SamplingOptions, check_sampling
 
 # Scores whose float64 bits differ only in the last 46 are in one bucket: 64 buckets for each power of two.
 _BUCKET_BITS = 46
@@ -36,15 +36,12 @@ NOT_FINITE = "the model's logits are NaN or infinite; its weights overflow or we
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of a token, and of the likeliest ones, best first, before any sampling option.
-
-    `rank`: 1 for the likeliest token; None for tokens of an answer.
-    """
+    """The log-probability of a token, before any sampling option."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-    rank: int | None = None
+    top: tuple[tuple[int, float], ...] = ()  # of the likeliest tokens, best first
+    rank: int | None = None  # 1 for the likeliest token; None for tokens of an answer
 
 
 class Grammar(Protocol):
@@ -61,8 +58,6 @@ class Grammar(Protocol):
 
 class Sampler:
     """Chooses the tokens of one answer; the same options, seed and logits give the same tokens on every device.
-
-    `seed`: that of the options, or a new one.
 
     Args:    prompt_ids: the prompt's tokens, for the repetition penalty.   grammar: what the answer has to follow; the
              sampler tells it each chosen token.

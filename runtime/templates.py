@@ -207,14 +207,11 @@ def _cut_at_mark(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as text and as tokens, ready for the model's answer.
-
-    `stable_tokens`: with so many of its tokens the conversation's next turn probably begins; None: with all.
-    """
+    """A conversation as text and as tokens, ready for the model's answer."""
 
     text: str
     ids: tuple[int, ...]
-    stable_tokens: int | None = None
+    stable_tokens: int | None = None  # with so many the conversation's next turn probably begins; None: with all
 
 
 class Encoder(Protocol):

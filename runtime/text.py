@@ -36,13 +36,7 @@ _TRIED_TEXTS = (
 
 
 class Text:
-    """A tokenizer, with the tokens that end a text (`end_ids`).
-
-    `answer_end_ids`: the tokens that end an answer in a chat: also the tokenizer's own end of sequence, because
-    models trained further to chat often name their end of turn there alone.   `most_bytes_per_token`: a text with so
-    many bytes for each of some tokens has more tokens than these.   `rowless`: tokens that the files name, and for
-    which the model has no row: they are no tokens here.   `named_tokens`: texts of tokens by their parts, as
-    `bos_token`. The caller may close `files` afterwards.
+    """A tokenizer, with the tokens that end a text. The caller may close `files` afterwards.
 
     Raises:  RunError if there is no tokenizer; PackError, or CheckpointError for a folder, if it is damaged.
     """
@@ -55,6 +49,7 @@ class Text:
         self._vocab_size = text_files.text_config(config).get("vocab_size")
         special = text_files.SpecialTokens.of(read, error)
         raw, num_rows = files.read_file(text_files.TOKENIZER_FILE).tobytes(), self._vocab_size
+        # `rowless` are tokens that the files name, and for which the model has no row: they are no tokens here.
         self._tokenizer, self.rowless = text_files.read_tokenizer(
             raw, special, num_rows if type(num_rows) is int else None, error
         )
@@ -64,7 +59,8 @@ class Text:
         generation = ("generation_config.json", read("generation_config.json"))
         configs = (generation, ("config.json", config), ("config.json", text_files.text_config(config)))
         self.end_ids = frozenset(text_files.end_tokens(configs, self._tokenizer, error))
-        self.named_tokens = special.named
+        self.named_tokens = special.named  # texts of tokens by their parts, as `bos_token`
+        # Models trained further to chat often name their end of turn as the tokenizer's end of sequence alone.
         end = self._token(special.named.get("eos_token"))
         self.answer_end_ids = self.end_ids | (frozenset() if end is None else frozenset([end]))
         self._templates = text_files.read_templates(files)
@@ -74,6 +70,7 @@ class Text:
         self._beginning = self._token(special.named.get("bos_token")) if begins else None
         # The name of a token has at least the bytes of its text, also where its characters stand for bytes.
         longest = max((len(name.encode()) for name in self._tokenizer.get_vocab()), default=1)
+        # A text with so many bytes for each of some tokens has more tokens than these.
         self.most_bytes_per_token = longest * (1 if self._tokenizer.normalizer is None else _SHRINKS)
         self._special_ids = frozenset(
             number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
@@ -211,9 +208,8 @@ def check_text(files: text_files.TextFiles, vocab_size: int) -> list[str]:
                 f"{files.folder}: has no tokenizer, so the pack cannot read text, and moe-run can only measure its "
                 f"speed (--bench). To mend that, download tokenizer.json, or {_MADE}"
             ]
-        raise formats.CheckpointError(
-            f"{files.folder}: has {other}, but no tokenizer.json, which moe-run needs; {_MADE}"
-        )
+        message = f"{files.folder}: has {other}, but no tokenizer.json, which moe-run needs; {_MADE}"
+        raise formats.CheckpointError(message)
     from moe_pack.runtime.helper import HELPER, HelperError
     from moe_pack.runtime.templates import chat_prompt
 

@@ -30,7 +30,8 @@ from moe_pack.calib import forward, sensitivity
 from moe_pack.calib.evaluate import reference
 from moe_pack.calib.evaluate.model_pass import ModelPass
 from moe_pack.calib.evaluate.thresholds import ThresholdRule, find_thresholds
-from moe_pack.runtime import cpu, model, numerics, offload, quality
+from moe_pack.runtime import cpu, model, offload, quality
+from moe_pack.runtime.engine import numerics
 from moe_pack.runtime.offload.budgets import page_sizes
 
 

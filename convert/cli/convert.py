@@ -685,7 +685,7 @@ def _result_lines(result: AutoPackResult, output: Path, target: Target) -> list[
 def _run_line(output: Path, target: Target) -> str:
     """Returns the command that runs the pack as planned, on this machine if it can."""
     from moe_pack.convert.plan import kv_text
-    from moe_pack.runtime import machine
+    from moe_pack.runtime.engine import machine
 
     if target.budget_bytes is None:
         return f"run it: moe-run {output}"

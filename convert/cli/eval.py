@@ -13,7 +13,7 @@ from moe_pack import formats
 from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, checkpoint_at, chosen_device
 from moe_pack.formats.base import cli
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.runtime.numerics import read_numerics
+from moe_pack.runtime.engine.numerics import read_numerics
 
 if TYPE_CHECKING:
     from moe_pack.calib import evaluate

@@ -18,7 +18,7 @@ from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.formats.pack import plans
 from moe_pack.formats.parts import specs
-from moe_pack.runtime.numerics import read_numerics
+from moe_pack.runtime.engine.numerics import read_numerics
 
 if TYPE_CHECKING:
     from moe_pack.convert import verify

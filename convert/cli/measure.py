@@ -30,8 +30,8 @@ from moe_pack.formats.base.cli import TerminalProgress
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.sidecar import write_sidecar
 from moe_pack.runtime import Text, offload
+from moe_pack.runtime.engine.numerics import NUMERICS_FILE, NumericsLoss, chosen_mode
 from moe_pack.runtime.model import operations_for
-from moe_pack.runtime.numerics import NUMERICS_FILE, NumericsLoss, chosen_mode
 from moe_pack.runtime.quality import QUALITY_FILE, Estimate, Prices, Quality
 
 _WORK_FOLDER = "eval.work"

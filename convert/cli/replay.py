@@ -16,7 +16,7 @@ from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime import USUAL_DISK, offload
-from moe_pack.runtime.machine import disk_cutover
+from moe_pack.runtime.engine.machine import disk_cutover
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,10 +223,10 @@ def _division(
     They are those of `--policy auto`, or of the run that had `num_pages`. A run that reads single rows has selectors in
     memory; a recording tells it by its number of pages alone.
     """
-    from moe_pack.runtime.choices import popularity_shares, runs_some_neurons
     from moe_pack.runtime.cpu import is_available
+    from moe_pack.runtime.engine.offloaded import popularity_shares, runs_some_neurons
     from moe_pack.runtime.offload import Routing, divide_budget, routing_bytes
-    from moe_pack.runtime.offload.budgets import ONLY_BUDGET, resident_selectors, selector_heat
+    from moe_pack.runtime.offload.budgets import named_budget, resident_selectors, selector_heat
 
     routing, predictors = Routing.open(pack), routing_bytes(pack.folder)
     machine = known_facts(pack.folder)
@@ -234,8 +234,9 @@ def _division(
     reads_rows = is_available() and runs_some_neurons(pack) and disk_cutover(pack.layout, disk) > 0
     heat = selector_heat(popularity_shares(pack, routing), pack.thresholds > 0) if reads_rows else None
     heats = [heat, None]
-    needs = (pack.layout, budget_bytes, context_tokens, predictors, ONLY_BUDGET)
-    plans = [divide_budget(*needs, heat) for heat in heats]
+    needs = (pack.layout, budget_bytes, context_tokens, predictors)
+    with named_budget("--budget", None):  # the context is that of the recorded run
+        plans = [divide_budget(*needs, heat) for heat in heats]
     number = next((n for n, plan in enumerate(plans) if num_pages in (None, plan.num_pages)), 0)
     return plans[number], resident_selectors(pack.layout, heats[number], plans[number].num_selectors)
 

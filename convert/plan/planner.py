@@ -24,6 +24,7 @@ from moe_pack.formats import PackLayout, PartFormat, part_format, uniform_plan
 from moe_pack.formats.base import commands, errors
 from moe_pack.formats.pack.plans import format_fault
 from moe_pack.formats.parts import specs
+from moe_pack.runtime.offload.budgets import named_budget
 
 SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
 
@@ -102,7 +103,8 @@ class Planner:
         """
         layout = self._model.layout(decision.plan)
         loss = self._model.loss(decision)
-        speed = self._tier.estimate(layout, decision.sparsity, is_rough=is_rough)
+        with named_budget("--target-vram", "--context"):
+            speed = self._tier.estimate(layout, decision.sparsity, is_rough=is_rough)
         return EstimatedPlan(decision, layout, loss, gap, speed)
 
     def _fitting(self, decision: Decision, gap: float | None) -> EstimatedPlan | None:

@@ -23,10 +23,10 @@ from moe_pack.convert.plan import machines
 from moe_pack.formats.pack.layouts import whole_blocks
 from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime import DiskFacts, offload
-from moe_pack.runtime.choices import auto_preset
 from moe_pack.runtime.cpu.reads import MAX_READ_BYTES
+from moe_pack.runtime.engine.machine import disk_cutover
+from moe_pack.runtime.engine.offloaded import auto_preset
 from moe_pack.runtime.gpu import placements
-from moe_pack.runtime.machine import disk_cutover
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import budgets, cache
 

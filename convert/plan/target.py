@@ -17,10 +17,11 @@ from moe_pack.convert.plan.planner import Planner
 from moe_pack.formats.base.commands import given
 from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.layouts import pack_layout
-from moe_pack.runtime import machine, offload
+from moe_pack.runtime import offload
+from moe_pack.runtime.engine import machine
+from moe_pack.runtime.engine.options import cpu_only
 from moe_pack.runtime.gpu.fit import least_gpu_budget
 from moe_pack.runtime.offload.routing_file import routing_file_bytes
-from moe_pack.runtime.options import cpu_only
 
 
 def routing_facts(profile: Profile, losses: Losses) -> tiers.RoutingFacts:

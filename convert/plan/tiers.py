@@ -356,7 +356,6 @@ class CpuTier(MachineTier):
             self.budget_bytes - less_bytes,
             self._context_tokens,
             routing.predictor_bytes,
-            budgets.AS_TARGET,
             heat,
             self._sequences,
         )

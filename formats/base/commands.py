@@ -1,7 +1,8 @@
 """Options of commands as dataclass fields, and the protocol by which long work reports its progress.
 
 An option is spelled once: as a field of the dataclass that carries it. The field's metadata describes the option:
-`field(default=0.8, metadata=option("--temperature", help="..."))`. The field's type and default are the option's.
+`option_field(0.8, "--temperature", help="...")`, or without a default `field(metadata=option("--output", help="..."))`.
+The field's type and default are the option's.
 `formats/base/cli.py` derives the command line from these fields; this file does not import click.
 
 If a field's type is another dataclass with options, the command gets these options too. If such a field may be None, it
@@ -12,16 +13,18 @@ Long work reports its progress in stages, one after another. Sizes in bytes, whi
 parsed here too, and times. For a name that is not known, `did_you_mean` finds similar ones.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 from moe_pack.formats.base.errors import PackError
 
 Work = TypeVar("Work")
+P = ParamSpec("P")
 _KEY = "option"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = ("", "K", "M", "G", "T")
@@ -80,6 +83,17 @@ def option(
     """
     others = {} if instead is None else instead
     return {_KEY: Option(flags, help, metavar, least, most, choices, parse, default_text, path, mark, begins, others)}
+
+
+def _with_default(make: Callable[P, Mapping[str, Option]]) -> Callable[Concatenate[Any, P], Any]:
+    def option_field(default: Any, /, *arguments: P.args, **details: P.kwargs) -> Any:
+        return dataclasses.field(default=default, metadata=make(*arguments, **details))
+
+    return option_field
+
+
+# Returns a dataclass field with a default, before the arguments of `option`, by which the option sets it.
+option_field = _with_default(option)
 
 
 def option_of(field: "Field[Any]") -> Option | None:

@@ -18,7 +18,7 @@ from moe_pack import formats, runtime
 from moe_pack.formats.base import cli, peak_resident_bytes
 from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.runtime.options import MAX_SEED, AskedSampling, usual_sampling
+from moe_pack.runtime.engine.options import MAX_SEED, AskedSampling, usual_sampling
 
 if TYPE_CHECKING:
     from moe_pack.formats import Pack
@@ -341,15 +341,14 @@ def _open_engine(
     Args:    checkpoints: of the sequence; a GPU has none.   context_option: the option that sets the context.
     """
     from moe_pack.runtime import Engine
-    from moe_pack.runtime.engine import choose_device
+    from moe_pack.runtime.engine.engine import choose_device
     from moe_pack.runtime.offload import Sequences
-    from moe_pack.runtime.offload.budgets import BudgetOptionNames
+    from moe_pack.runtime.offload.budgets import named_budget
 
-    names = BudgetOptionNames("--budget", context_option)
     on_device, device_line = choose_device(pack, options, context_tokens)
     sequences = Sequences(1, 0 if on_device.device == "cuda" else checkpoints)
     chosen = replace(on_device, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
-    with cli.TerminalProgress() as progress:
+    with named_budget("--budget", context_option), cli.TerminalProgress() as progress:
 
         def measured() -> runtime.MachineFacts:
             from moe_pack.runtime import measure_disk
@@ -360,7 +359,7 @@ def _open_engine(
                 runtime.save_facts(facts, cli.cache_folder(), pack.folder)
             return facts
 
-        engine = Engine(pack, chosen, context_tokens, progress, None, measured, sequences, names)
+        engine = Engine(pack, chosen, context_tokens, progress, None, measured, sequences)
     if device_line is not None:
         click.echo(device_line, err=True)
     return engine

@@ -23,8 +23,8 @@ import click
 from moe_pack import formats, runtime
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import PACK, pack_folder
-from moe_pack.runtime.machine import use_one_heap
-from moe_pack.runtime.options import AskedSampling, usual_sampling
+from moe_pack.runtime.engine.machine import use_one_heap
+from moe_pack.runtime.engine.options import AskedSampling, usual_sampling
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -354,7 +354,7 @@ class _Server:
 
         Raises:  RunError if an option of the server does not go with the device.
         """
-        from moe_pack.runtime.engine import choose_device
+        from moe_pack.runtime.engine.engine import choose_device
 
         options = self._options
         given = {"--parallel": options.parallel not in (None, 1), "--sessions": options.sessions is not None}
@@ -387,10 +387,10 @@ class _Server:
 
 def _open_engine(pack: Pack, options: runtime.EngineOptions, context: int, sequences: Sequences) -> Engine:
     from moe_pack.runtime import Engine
-    from moe_pack.runtime.offload.budgets import AS_CONTEXT
+    from moe_pack.runtime.offload.budgets import named_budget
 
     chosen = replace(options, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
-    with cli.TerminalProgress() as progress:
+    with named_budget("--budget", "--context"), cli.TerminalProgress() as progress:
 
         def measured() -> runtime.MachineFacts:
             from moe_pack.runtime import measure_disk
@@ -398,9 +398,7 @@ def _open_engine(pack: Pack, options: runtime.EngineOptions, context: int, seque
             progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
             return measure_disk(pack.folder, progress)
 
-        return Engine(
-            pack, chosen, context, progress, measure_disk=measured, sequences=sequences, option_names=AS_CONTEXT
-        )
+        return Engine(pack, chosen, context, progress, measure_disk=measured, sequences=sequences)
 
 
 def _service_of(

@@ -69,19 +69,13 @@ def gpu_needs(layout: formats.PackLayout, context_tokens: int, costs: GpuCosts =
     )
 
 
-def divide_gpu(
-    needs: budgets.MemoryNeeds,
-    budget_bytes: int,
-    context_tokens: int,
-    options: budgets.BudgetOptionNames = budgets.AS_TARGET,
-) -> budgets.Division:
+def divide_gpu(needs: budgets.MemoryNeeds, budget_bytes: int, context_tokens: int) -> budgets.Division:
     """Divides a GPU's memory into fixed parts and the rest for experts, which `place_experts` divides.
 
     Args:    needs: of `gpu_needs` for `context_tokens`.
-    Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
+    Raises:  BudgetTooSmall if the largest expert does not fit.
     """
-    advice = "raise it, give dense weights fewer bits"
-    return budgets.divide_or_refuse(budget_bytes, needs, context_tokens, options, advice)
+    return budgets.divide_or_refuse(budget_bytes, needs, context_tokens, "raise it, give dense weights fewer bits")
 
 
 def least_gpu_budget(layout: formats.PackLayout, context_tokens: int) -> int:
@@ -94,14 +88,13 @@ class GpuRequest:
     """What the caller wants: `budget_bytes` of the GPU for everything, None for all free memory.
 
     `chunk_tokens`: of a forward pass of a prompt, at most; None for as many as the budget allows.   `cache_dtype`: of
-    keys and values.   `option_names`: of the command, for messages.
+    keys and values.
     """
 
     budget_bytes: int | None
     context_tokens: int
     chunk_tokens: int | None
     cache_dtype: KvDtype
-    option_names: budgets.BudgetOptionNames = budgets.AS_BUDGET
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +207,7 @@ def fit_to_gpu(
 
     Args:    least_bytes: the least that experts run in.   build: builds an engine with so many bytes for experts, and
              so many tokens of a forward pass, at most.   compile_ahead: compiles all kernels that a function launches.
-    Raises:  RunError if the budget is too small; it says what is needed, and for what.
+    Raises:  BudgetTooSmall.
     """
     _free_unused_memory()  # torch may keep memory of an earlier engine
     torch.zeros(1, device=device)  # makes the driver's context
@@ -230,13 +223,12 @@ def fit_to_gpu(
     overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
     expert_bytes = budget - overhead_kept
     if expert_bytes < least_bytes:
-        names = request.option_names
-        raise formats.RunError(
-            f"{names.budget}: {formats.size_text(budget)} is too little; at least "
-            f"{formats.size_text(overhead_kept + least_bytes)} are needed: {formats.size_text(least_bytes)} for "
-            "experts, the rest for "
-            f"everything else, as measured; {names.advice('give more, take --device cpu')}"
+        needed, experts = overhead_kept + least_bytes, formats.size_text(least_bytes)
+        reason = (
+            f"at least {formats.size_text(needed)} are needed: {experts} for experts, the rest for everything else, "
+            "as measured"
         )
+        raise budgets.BudgetTooSmall(budget, needed, reason, "give more, take --device cpu")
     built = build(expert_bytes, chunk)
     built.prepare()
     built.tune()
@@ -249,7 +241,7 @@ def _chunk_tokens(pack: formats.Pack, request: GpuRequest, budget: int, context_
     """Returns how many tokens a forward pass may have, before anything is measured."""
     costs = GpuCosts(request.cache_dtype, context_bytes)
     needs = gpu_needs(pack.layout, request.context_tokens, costs)
-    most = divide_gpu(needs, budget, request.context_tokens, request.option_names).chunk_tokens
+    most = divide_gpu(needs, budget, request.context_tokens).chunk_tokens
     return min(request.chunk_tokens or most, most, request.context_tokens)
 
 

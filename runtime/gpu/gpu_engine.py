@@ -26,38 +26,26 @@ from moe_pack.runtime.offload import cache
 
 @dataclass(frozen=True, slots=True)
 class GpuInputs:
-    """What an engine is made of, whatever memory it gets; all of it stays the caller's.
-
-    `misses`: who has missing records.   `host`: experts in host memory; None if `tier`, the CPU's own engine, has them.
-    `kernels`: compute the CPU's share; None if everything is pulled or `tier` computes.   `rates`: by which the CPU
-    computes some of the missing experts in passes of many tokens; None if it computes none.   `pulled_share`: of
-    missing records of one token, that the link brings.   `link_rate`: bytes a second that it brings.   `popularity`:
-    [L, E], how often experts are chosen, in any unit.   `eviction`: returns the policy for a cache of experts.
-    `dynamic_share`: of the memory for experts, for records that come and go; 0: none do.   `is_fast`: whether prompts
-    are computed in bfloat16.   `needs_scores`: whether the policy uses the routers' scores of all experts.
-    `prediction`: of experts, whose records the link brings ahead; None: none are predicted.   `alpha`: resident experts
-    replace missing ones with low scores, as in `runtime.offload.split.substitute`, which changes the answer; None: no
-    expert is replaced.   `by_expert`: as in `StepInputs`.   `offset_bytes`: from `placement.offset_bytes_for`.
-    """
+    """The inputs of an engine, whatever memory it gets; all of them stay the caller's."""
 
     pack: Pack
     device: torch.device
-    misses: placements.Misses
-    host: devices.HostArena | None
-    tier: ExpertRunner | None
-    kernels: Kernels | None
-    rates: cpu_share.Rates | None
-    pulled_share: float
-    link_rate: float
-    popularity: NDArray[Any]
-    eviction: Callable[[cache.CacheFacts], cache.Eviction]
-    dynamic_share: float = placements.DYNAMIC_SHARE
-    is_fast: bool = False
-    needs_scores: bool = False
-    prediction: PredictionPlan | None = None
-    alpha: float | None = None
-    by_expert: bool = False
-    offset_bytes: int = 4
+    misses: placements.Misses  # who has missing records
+    host: devices.HostArena | None  # experts in host memory; None if `tier` has them
+    tier: ExpertRunner | None  # the CPU's own engine
+    kernels: Kernels | None  # of the CPU's share; None if everything is pulled or `tier` computes
+    rates: cpu_share.Rates | None  # of passes of many tokens; None if the CPU computes nothing of them
+    pulled_share: float  # of missing records of one token, that the link brings
+    link_rate: float  # bytes a second
+    popularity: NDArray[Any]  # [L, E], how often experts are chosen, in any unit
+    eviction: Callable[[cache.CacheFacts], cache.Eviction]  # returns the policy for a cache of experts
+    dynamic_share: float = placements.DYNAMIC_SHARE  # of the memory for experts, for records that come and go
+    is_fast: bool = False  # whether prompts are computed in bfloat16
+    needs_scores: bool = False  # whether the policy uses the routers' scores of all experts
+    prediction: PredictionPlan | None = None  # of experts whose records the link brings ahead; None: of none
+    alpha: float | None = None  # of `offload.split.substitute`, which changes the answer; None: no expert is replaced
+    by_expert: bool = False  # as in `StepInputs`
+    offset_bytes: int = 4  # of `placements.offset_bytes_for`
 
     @property
     def has_link(self) -> NDArray[np.bool_] | None:

@@ -8,7 +8,8 @@ runtime/gpu/fit.py estimates the fixed parts for a plan, and measures them for a
 the rest. `best_page_bytes` is the one search for a page size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,31 +151,44 @@ def most_chunk_tokens(context_tokens: int) -> int:
     return min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetOptionNames:
-    """The options of a command that set a budget and a context, for messages. `context`: None where none sets it."""
+class BudgetTooSmall(formats.RunError):
+    """A budget that leaves experts too little.
 
-    budget: str
-    context: str | None
+    Its text calls the budget `budget`; who sets budget and context by other names words it with `named_budget`.
+    Args:    needs: a clause that says how much is needed, and for what.   advice: what helps, apart from a shorter
+             context.
+    """
 
-    def advice(self, what_helps: str) -> str:
-        """Returns what helps, and a shorter context where an option sets it."""
-        return what_helps if self.context is None else f"{what_helps} or shorten the context with {self.context}"
+    def __init__(self, given_bytes: int, needed_bytes: int, needs: str, advice: str) -> None:
+        super().__init__(given_bytes, needed_bytes, needs, advice)
+        self.given_bytes, self.needed_bytes, self._needs, self._advice = given_bytes, needed_bytes, needs, advice
+
+    def __str__(self) -> str:
+        return self.worded("budget", None)
+
+    def worded(self, budget: str, context: str | None) -> str:
+        """Returns the message for a user who sets budget and context by these names; `context` None: not at all."""
+        advice = self._advice if context is None else f"{self._advice} or shorten the context with {context}"
+        return f"{budget}: {formats.size_text(self.given_bytes)} is too little; {self._needs}; {advice}"
 
 
-AS_BUDGET = BudgetOptionNames("--budget", "--max-tokens")
-AS_TARGET = BudgetOptionNames("--target-vram", "--context")
-AS_CONTEXT = BudgetOptionNames("--budget", "--context")
-ONLY_BUDGET = BudgetOptionNames("--budget", None)  # the context is that of a recorded run, or the usual one
+@contextmanager
+def named_budget(budget: str, context: str | None) -> Iterator[None]:
+    """Words the refusal of a budget inside the block by the names of what sets budget and context.
+
+    Raises:  RunError in place of BudgetTooSmall.
+    """
+    try:
+        yield
+    except BudgetTooSmall as fault:
+        raise formats.RunError(fault.worded(budget, context)) from fault
 
 
-def divide_or_refuse(
-    budget_bytes: int, needs: MemoryNeeds, context_tokens: int, options: BudgetOptionNames, advice: str = "raise it"
-) -> Division:
+def divide_or_refuse(budget_bytes: int, needs: MemoryNeeds, context_tokens: int, advice: str = "raise it") -> Division:
     """Divides the budget of a whole engine.
 
-    Args:    advice: for the message: what helps, apart from a shorter context.
-    Raises:  RunError if experts would get too little; it says how much is needed, and for what.
+    Args:    advice: what helps, apart from a shorter context.
+    Raises:  BudgetTooSmall.
     """
     division = divide(budget_bytes, needs)
     if division.experts >= needs.least_experts:
@@ -191,12 +205,9 @@ def divide_or_refuse(
         parts.append(f"{formats.size_text(fixed.drafts)} of the prediction layer")
     if fixed.overhead:
         parts.append(f"{formats.size_text(fixed.overhead)} for the GPU's driver")
-    raise formats.RunError(
-        f"{options.budget}: {formats.size_text(budget_bytes)} is too little; the model needs at least "
-        f"{formats.size_text(needs.least_budget)}: {', '.join(parts)} and {formats.size_text(needs.largest)} for "
-        "experts; "
-        f"{options.advice(advice)}"
-    )
+    least, largest = formats.size_text(needs.least_budget), formats.size_text(needs.largest)
+    needed = f"the model needs at least {least}: {', '.join(parts)} and {largest} for experts"
+    raise BudgetTooSmall(budget_bytes, needs.least_budget, needed, advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +302,6 @@ def divide_budget(
     budget_bytes: int,
     context_tokens: int,
     predictor_bytes: int,
-    options: BudgetOptionNames = AS_BUDGET,
     heat: NDArray[np.floating[Any]] | None = None,
     sequences: Sequences = ONE_SEQUENCE,
 ) -> BudgetPlan:
@@ -300,14 +310,13 @@ def divide_budget(
     A token needs all of a chosen expert's selector and only some of its records. So if not all experts fit, selectors
     stay in memory first, the hottest, and records get the rest as pages: at least enough for two layers' experts of a
     token. Experts whose selector stays have pages for their records alone.
-    Args:    predictor_bytes: as in `cpu_needs`.   options: the options that set the budget, for the message.
-             heat: [L, E], how often experts are chosen, 0 for those that are always read whole; None: no single rows
-             are read, and no selector stays.
-    Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
+    Args:    predictor_bytes: as in `cpu_needs`.   heat: [L, E], how often experts are chosen, 0 for those that are
+             always read whole; None: no single rows are read, and no selector stays.
+    Raises:  BudgetTooSmall if the largest expert does not fit.
     """
     page_bytes, head_bytes = pages = page_sizes(layout)
     needs = cpu_needs(layout, pages, context_tokens, predictor_bytes, sequences)
-    division = divide_or_refuse(budget_bytes, needs, context_tokens, options)
+    division = divide_or_refuse(budget_bytes, needs, context_tokens)
     slot_bytes, num_selectors, selectors = page_bytes + head_bytes, 0, 0
     if heat is not None and division.experts < needs.all_experts:
         sizes = np.cumsum(_selector_bytes(layout).ravel()[_hottest_first(heat)[: np.count_nonzero(heat)]])

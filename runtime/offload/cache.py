@@ -8,7 +8,7 @@ eviction.py say how much each expert is worth keeping.
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,22 +48,20 @@ Events = Generator[Event, None, None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheFacts:
-    """What a policy knows before a run. `pages` int64 [L, E]: of each expert; `num_pages`: of fast memory.
+    """What a policy knows before a run."""
 
-    `num_active`: experts a token.   `popularity` float32 [L, E]: each expert's share of its layer's choices in the
-    profile; uniform without a profile.   `num_encoder_layers`: the first MoE layers, if they are an encoder's and the
-    decoder has MoE layers too; otherwise 0.
+    pages: Array  # int64 [L, E], of each expert
+    num_pages: int  # of fast memory
+    num_active: int  # experts a token
+    popularity: Array  # float32 [L, E], shares of a layer's choices in the profile; uniform without a profile
+    num_encoder_layers: int = 0  # the first MoE layers, if an encoder has them and the decoder has others
+
+
+class Eviction:
+    """An eviction policy: it observes all events, and says how much each expert is worth keeping.
+
+    A policy overrides the observations that it needs; the others do nothing.
     """
-
-    pages: Array
-    num_pages: int
-    num_active: int
-    popularity: Array
-    num_encoder_layers: int = 0
-
-
-class Eviction(Protocol):
-    """An eviction policy: it observes all events, and says how much each expert is worth keeping."""
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
         """Takes note that the router of a layer has chosen these experts for the tokens of a forward pass.
@@ -71,34 +69,28 @@ class Eviction(Protocol):
         Args:    experts: ascending, each once.   scores: float32 [E], the router's mean scores over the tokens; None if
                  they are not known.
         """
-        ...
 
     def used(self, key: ExpertKey) -> None:
         """Takes note that an expert has been computed."""
-        ...
 
     def fetched(self, key: ExpertKey) -> None:
         """Takes note that an expert is being fetched, because it is needed or predicted."""
-        ...
 
     def evicted(self, key: ExpertKey) -> None:
         """Takes note that an expert is no longer resident."""
-        ...
 
     def worth(self, layer_idx: int) -> Array:
         """Returns how much each expert is worth keeping while `layer_idx` runs: [L, E].
 
         The expert with the least is evicted first; among equals that of the lowest layer, then the lowest expert.
         """
-        ...
+        raise NotImplementedError
 
 
 class ExpertCache:
     """The experts in fast memory. Placed experts are resident for the whole run; initial ones until they are evicted.
 
-    `is_resident`, `is_locked`, `is_placed` bool [L, E]: locked experts are needed before the forward pass leaves its
-    layer.   `initial`: in the order in which they are to be fetched.   `num_waiting`: experts that the running layer
-    needs and that have no pages yet.
+    Args:    keeps: whether experts stay after they have run; otherwise only the placed ones do.
     """
 
     def __init__(
@@ -109,13 +101,12 @@ class ExpertCache:
         keeps: bool = True,
         initial: Sequence[ExpertKey] = (),
     ) -> None:
-        """`keeps`: whether experts stay after they have run; otherwise only the placed ones do."""
         self.facts = facts
-        self.is_resident = np.zeros(facts.pages.shape, bool)
-        self.is_locked = np.zeros(facts.pages.shape, bool)
-        self.free_pages = facts.num_pages
-        self.num_waiting = 0
+        self.is_resident = np.zeros(facts.pages.shape, bool)  # [L, E], as the next two
+        self.is_locked = np.zeros(facts.pages.shape, bool)  # needed before the forward pass leaves its layer
         self.is_placed = np.zeros(facts.pages.shape, bool)
+        self.free_pages = facts.num_pages
+        self.num_waiting = 0  # experts that the running layer needs and that have no pages yet
         self._eviction = eviction
         self._keeps = keeps
         for key in placed:
@@ -123,7 +114,7 @@ class ExpertCache:
             self.is_placed[key] = True
         largest = int(facts.pages.max(initial=0, where=~self.is_placed))
         assert self.free_pages >= largest, "the other experts need pages for the largest of them"
-        self.initial = tuple(initial)
+        self.initial = tuple(initial)  # in the order in which they are to be fetched
         for key in self.initial:
             self._take(key)
             eviction.fetched(key)

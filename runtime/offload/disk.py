@@ -21,8 +21,7 @@ from moe_pack.runtime.cpu.reads import Numbers
 class PageArena:
     """`num_pages` pages of `page_bytes`, each after a head of `head_bytes`; all sizes are whole disk blocks.
 
-    `memory`: all of it, u8: first `front_bytes` for what stays, then the pages.   `peak_pages`: the most pages that
-    were taken at once.
+    Args:    front_bytes: before the pages, for what stays.
     Raises:  RunError if the memory cannot be allocated.
     """
 
@@ -44,7 +43,7 @@ class PageArena:
         # No huge pages: a virtual machine may need seconds for each gigabyte that it gets back from its host.
         self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
         self._free = list(range(num_pages - 1, -1, -1))
-        self.peak_pages = 0
+        self.peak_pages = 0  # the most that were taken at once
 
     def take(self, count: int) -> NDArray[np.int32]:
         """Returns the slots of `count` pages, int32 [count], which belong to the caller until `give`."""

@@ -2,9 +2,8 @@
 
 To add an eviction policy, change two files:
 
-1. eviction.py (this file): write a class with the five methods of `Eviction` (cache.py); `worth` returns the decision,
-   and the other four observe. Derive from `EvictionBase`, which ignores the four, and override what the policy needs.
-   Add it to `_EVICTIONS`.
+1. eviction.py (this file): derive a class from `Eviction` (cache.py) and add it to `_EVICTIONS`. Its `worth` returns
+   the decision, and four more methods observe; override those that the policy needs.
 2. presets.py: give it a name in `EvictionName`, and use it in a `Preset`. A preset of its own also has
    a name in `PolicyName` and a place in `SIMPLEST_FIRST`; `--policy`, replay and `auto` then know it. If the policy
    uses the routers' scores, the preset says so with `needs_scores`; otherwise `routed` gets None.
@@ -22,23 +21,7 @@ import numpy as np
 from moe_pack.runtime.offload import cache, presets
 
 
-class EvictionBase:
-    """The four observations, each ignored: a policy overrides those that it needs."""
-
-    def routed(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None) -> None:
-        """Ignores what a router chose."""
-
-    def used(self, key: cache.ExpertKey) -> None:
-        """Ignores that an expert was computed."""
-
-    def fetched(self, key: cache.ExpertKey) -> None:
-        """Ignores that an expert is being fetched."""
-
-    def evicted(self, key: cache.ExpertKey) -> None:
-        """Ignores that an expert was evicted."""
-
-
-class NoEviction(EvictionBase):
+class NoEviction(cache.Eviction):
     """Every expert is worth the same: for policies that place experts and keep no others."""
 
     def __init__(self, facts: cache.CacheFacts) -> None:
@@ -49,7 +32,7 @@ class NoEviction(EvictionBase):
         return self._worth
 
 
-class LRU(EvictionBase):
+class LRU(cache.Eviction):
     """Least recently used, over all layers at once: the expert that was used last is worth most."""
 
     def __init__(self, facts: cache.CacheFacts) -> None:
@@ -103,7 +86,7 @@ class LayerLRU(LRU):
         return np.where(gives[:, None], self._last - self._clock - 1, self._last)
 
 
-class LFU(EvictionBase):
+class LFU(cache.Eviction):
     """Least frequently used; of equally frequent experts the one that was used last is worth more.
 
     Source:  one of the classic policies that EdgeMoE is compared with (EdgeMoE §III-C2, Fig. 14).
@@ -125,7 +108,7 @@ class LFU(EvictionBase):
         return self._uses + self._last / (self._clock + 1)
 
 
-class EdgeMoE(EvictionBase):
+class EdgeMoE(cache.Eviction):
     """The frequency of an expert over the distance to its layer.
 
     Meaning: worth = f / D. f: the forward passes that chose the expert, plus one token's choices by popularity; 0 for
@@ -165,7 +148,7 @@ class EdgeMoE(EvictionBase):
 NUM_PASSES = 2
 
 
-class Importance(EvictionBase):
+class Importance(cache.Eviction):
     """The mean of an expert's scores over the last `num_passes` passes through its layer, chosen or not.
 
     Scores are kept as float16, as in recordings, so that replay decides as the run did. If scores are not known, each
@@ -197,7 +180,7 @@ class Importance(EvictionBase):
         return worth
 
 
-class Belady(EvictionBase):
+class Belady(cache.Eviction):
     """Belady's optimum: the expert that is needed again last is evicted first. Only replay knows the future.
 
     Args:    steps: all steps to come, in order: a layer and its experts.
@@ -238,13 +221,8 @@ def placed_by_popularity(facts: cache.CacheFacts, num_pages: int) -> list[cache.
     """
     if facts.pages.sum() <= num_pages:
         return [cache.ExpertKey(*divmod(place, facts.pages.shape[1])) for place in range(facts.pages.size)]
-    free_pages, placed = min(num_pages, facts.num_pages - int(facts.pages.max())), []
-    for place in np.argsort(-facts.popularity.ravel(), kind="stable").tolist():
-        key = cache.ExpertKey(*divmod(place, facts.pages.shape[1]))
-        if facts.pages[key] <= free_pages:
-            free_pages -= int(facts.pages[key])
-            placed.append(key)
-    return placed
+    order = np.argsort(-facts.popularity.ravel(), kind="stable").tolist()
+    return _fitting(order, min(num_pages, facts.num_pages - int(facts.pages.max())), facts)
 
 
 def experts_to_start_with(facts: cache.CacheFacts) -> list[cache.ExpertKey]:
@@ -258,14 +236,18 @@ def experts_to_start_with(facts: cache.CacheFacts) -> list[cache.ExpertKey]:
              frequency of usage." The paper says nothing of the memory that an encoder leaves, and nothing of a decoder
              alone, which its Table III initializes "in the way in §III-C2": both get the most popular experts.
     """
-    num_experts = facts.pages.shape[1]
-    first_place = facts.num_encoder_layers * num_experts
+    first_place = facts.num_encoder_layers * facts.pages.shape[1]
     others = first_place + np.argsort(-facts.popularity.ravel()[first_place:], kind="stable")
-    free_pages, chosen = facts.num_pages, []
-    for place in [*range(first_place), *others.tolist()]:
-        key = cache.ExpertKey(*divmod(place, num_experts))
-        if facts.pages[key] <= free_pages:
-            free_pages -= int(facts.pages[key])
+    return _fitting([*range(first_place), *others.tolist()], facts.num_pages, facts)
+
+
+def _fitting(places: Sequence[int], num_pages: int, facts: cache.CacheFacts) -> list[cache.ExpertKey]:
+    """Returns those of the experts, given as flat indices, that fit one after the other; the others are skipped."""
+    chosen = []
+    for place in places:
+        key = cache.ExpertKey(*divmod(place, facts.pages.shape[1]))
+        if facts.pages[key] <= num_pages:
+            num_pages -= int(facts.pages[key])
             chosen.append(key)
     return chosen
 
@@ -280,28 +262,22 @@ _EVICTIONS: dict[presets.EvictionName, Callable[[cache.CacheFacts], cache.Evicti
 }
 
 
-def placed_by(preset: presets.Preset, facts: cache.CacheFacts) -> list[cache.ExpertKey]:
-    """Returns the experts that the preset places for the whole run."""
-    return placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
-
-
-def initial_of(preset: presets.Preset, facts: cache.CacheFacts) -> list[cache.ExpertKey]:
-    """Returns the experts with which the preset fills the cache before the run, in the order of their fetches.
-
-    Placed experts are not among them.
-    """
-    if not preset.starts_filled:
-        return []
-    placed = set(placed_by(preset, facts))  # experts of no page are placed, whatever the share
-    return [key for key in experts_to_start_with(facts) if key not in placed]
-
-
 def eviction_of(preset: presets.Preset, facts: cache.CacheFacts) -> cache.Eviction:
     """Returns a new instance of the preset's eviction policy."""
     return _EVICTIONS[preset.eviction](facts)
 
 
+CacheParts = tuple[cache.CacheFacts, cache.Eviction, list[cache.ExpertKey], bool, list[cache.ExpertKey]]
+
+
+def cache_parts(preset: presets.Preset, facts: cache.CacheFacts) -> CacheParts:
+    """Returns the arguments of an `ExpertCache` under the preset's policies."""
+    placed = placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
+    # Experts of no page are placed, whatever the share.
+    initial = [key for key in experts_to_start_with(facts) if key not in placed] if preset.starts_filled else []
+    return facts, eviction_of(preset, facts), placed, preset.keeps, initial
+
+
 def expert_cache_for(preset: presets.Preset, facts: cache.CacheFacts) -> cache.ExpertCache:
     """Returns a cache under the preset's policies; the experts that it places or starts with are resident."""
-    placed, initial = placed_by(preset, facts), initial_of(preset, facts)
-    return cache.ExpertCache(facts, eviction_of(preset, facts), placed, preset.keeps, initial)
+    return cache.ExpertCache(*cache_parts(preset, facts))

@@ -189,9 +189,8 @@ class ResidentSelectors:
 class PagedExpert:
     """An expert's extent in pages of the arena: which blocks have arrived, and the rows that kernels compute with.
 
-    Disks are read in blocks of DISK_BLOCK_BYTES of the extent, which begins at `offset` of its file. `has_block` bool
-    [blocks]: those that have arrived; `ticket`: the read under way, or None. `ExpertStore` reads. Owns its pages:
-    `close` it.
+    Disks are read in blocks of DISK_BLOCK_BYTES of the extent, which begins at `offset` of its file. `ExpertStore`
+    reads. Owns its pages: `close` it.
     Args:    selector_rows: u8 [f, row bytes], of a selector that stays in memory: the pages then have the blocks with
              records only. None: the selector is in the pages, too.   row_is_checked: bool [f], the records that have
              been checked; it is updated. None: none has been.
@@ -214,9 +213,9 @@ class PagedExpert:
         self.num_blocks = -(-layout.num_bytes // formats.DISK_BLOCK_BYTES)
         self._selector_stays = selector_rows is not None
         self._first_block = budgets.begin_block(layout) if self._selector_stays else 0
-        self.has_block = np.arange(self.num_blocks) < self._first_block
+        self.has_block = np.arange(self.num_blocks) < self._first_block  # bool, the blocks that have arrived
         self.is_whole = self.is_selector_checked = False
-        self.ticket: int | None = None
+        self.ticket: int | None = None  # of the read under way
         self._arena = arena
         first = self._first_block * formats.DISK_BLOCK_BYTES
         self._slots = arena.take(-(-(layout.num_bytes - first) // arena.page_bytes))
@@ -243,17 +242,12 @@ class PagedExpert:
 
         They have the selector rows, unless these stay elsewhere, and the bias of down.
         """
-        selector = (
-            _NO_BLOCKS
-            if self._selector_stays
-            else np.arange(-(-self.layout.selector_bytes // formats.DISK_BLOCK_BYTES))
-        )
+        num_blocks = -(-self.layout.selector_bytes // formats.DISK_BLOCK_BYTES)
+        selector = _NO_BLOCKS if self._selector_stays else np.arange(num_blocks)
         if self.layout.extra is None:
             return selector
-        extra = np.arange(
-            (self.layout.num_bytes - self.layout.extra_bytes) // formats.DISK_BLOCK_BYTES, self.num_blocks
-        )
-        return np.union1d(selector, extra)
+        first_extra = (self.layout.num_bytes - self.layout.extra_bytes) // formats.DISK_BLOCK_BYTES
+        return np.union1d(selector, np.arange(first_extra, self.num_blocks))
 
     def pieces_of_rows(self, neurons: NDArray[np.int32], gap_blocks: int) -> disk.Pieces:
         """Returns the pieces to read for the records of some neurons, as far as they have not arrived.
@@ -334,8 +328,7 @@ class PagedExpert:
         assert self.layout.selector is not None and self.rows.selector is not None, "an expert with a selector"
         every = np.arange(self.layout.num_rows, dtype=np.int32)
         self._check(kernels, self.rows.selector, self.layout.selector, every, number)
-        if self.layout.extra and self.extra is not None:
-            self._check(kernels, self.extra, self.layout.extra, every[:1], number)
+        self._check_bias(kernels, number)
         self.is_selector_checked = True
 
     def check_all_rows(self, kernels: cpu.Kernels, number: int) -> None:
@@ -343,10 +336,12 @@ class PagedExpert:
 
         Raises:  PackError, which names the first damaged row.
         """
-        every = np.arange(self.layout.num_rows, dtype=np.int32)
-        self.check_rows(kernels, every, number)
+        self.check_rows(kernels, np.arange(self.layout.num_rows, dtype=np.int32), number)
+        self._check_bias(kernels, number)
+
+    def _check_bias(self, kernels: cpu.Kernels, number: int) -> None:
         if self.layout.extra and self.extra is not None:
-            self._check(kernels, self.extra, self.layout.extra, every[:1], number)
+            self._check(kernels, self.extra, self.layout.extra, np.zeros(1, np.int32), number)
 
     def _check(
         self,
@@ -380,16 +375,13 @@ class PagedExpert:
 
 
 class PagedWork(NamedTuple):
-    """An expert to run: its tokens int64 [n], their weights float32 [n], and the rows int64 [n] of its outputs.
-
-    `selected`: the neurons that run, of an expert that has their records and perhaps no others.
-    """
+    """An expert to run for n tokens."""
 
     expert: PagedExpert
-    tokens: NDArray[np.int64]
-    weights: NDArray[np.float32]
-    places: NDArray[np.int64]
-    selected: cpu.SelectedNeurons | None = None
+    tokens: NDArray[np.int64]  # [n]
+    weights: NDArray[np.float32]  # [n]
+    places: NDArray[np.int64]  # [n], the rows of its outputs
+    selected: cpu.SelectedNeurons | None = None  # run, of an expert that has their records and perhaps no others
 
 
 class PagedOperations:
@@ -418,36 +410,24 @@ class NativePagedOperations(PagedOperations):
 
     def __init__(self, selector: formats.Selector, kernels: cpu.Kernels) -> None:
         super().__init__(selector)
-        self._kernels = kernels
+        self.kernels = kernels
 
     def stitch(self, expert: PagedExpert) -> None:
         """Copies the beginning of a row that crosses pages into the head of its last page."""
-        expert.stitch(self._kernels)
+        expert.stitch(self.kernels)
 
     def checksum(self, expert: PagedExpert) -> int:
         """Returns the CRC-32 of an expert, read page by page."""
-        return self._kernels.checksum_pages(expert.records, expert.layout.num_bytes)
+        return self.kernels.checksum_pages(expert.records, expert.layout.num_bytes)
 
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
         """Runs experts, all in one call."""
         jobs = [cpu.ExpertWork(w.expert.rows, w.tokens, w.weights, w.places, w.selected) for w in works]
-        self._kernels.experts_apart(x, jobs, outputs)
-
-    def check_selector(self, expert: PagedExpert, number: int) -> None:
-        """Checks every selector row. Raises PackError, which names the first damaged row."""
-        expert.check_selector(self._kernels, number)
-
-    def check_rows(self, expert: PagedExpert, neurons: NDArray[np.int32], number: int) -> None:
-        """Checks the records of some neurons. Raises PackError, which names the first damaged row."""
-        expert.check_rows(self._kernels, neurons, number)
-
-    def check_all_rows(self, expert: PagedExpert, number: int) -> None:
-        """Checks all records and the bias of down. Raises PackError, which names the first damaged row."""
-        expert.check_all_rows(self._kernels, number)
+        self.kernels.experts_apart(x, jobs, outputs)
 
     def select(self, x: Tensor, works: Sequence[tuple[PagedExpert, NDArray[np.int64]]]) -> list[cpu.SelectedNeurons]:
         """Returns which neurons of experts run, each for some tokens, int64 [n], of x float32 [T, d]."""
-        return self._kernels.select_each(x, [(expert.rows, tokens) for expert, tokens in works])
+        return self.kernels.select_each(x, [(expert.rows, tokens) for expert, tokens in works])
 
 
 def paged_operations(operations: model.Operations, selector: formats.Selector) -> PagedOperations:
@@ -473,11 +453,10 @@ class RunningShares:
     """The mean share of an expert's neurons that ran lately, by layer: it decides whether rows or whole experts come.
 
     A pass of many tokens runs more neurons of an expert than one token, so prefill and decode have means of their own.
-    `is_decoding`: whether the running pass has one token; the owner of the passes sets it.
     """
 
     def __init__(self, num_layers: int) -> None:
-        self.is_decoding = False
+        self.is_decoding = False  # whether the running pass has one token; the owner of the passes sets it
         self._means = np.zeros((2, num_layers))
 
     def ran(self, layer_idx: int, share: float) -> None:
@@ -497,9 +476,6 @@ class RunningShares:
 class ExpertStore:
     """Experts of a pack in pages of the arena, and their reads. Owns both: `close` it.
 
-    `stall_ns`: time that the computation waited for reads.   `asked_bytes`: bytes of requested blocks.
-    `operations`: compute with experts.   `by_rows`: the same object if it can compute with some rows of an expert;
-    None: experts are read whole.   `shares`: of running neurons.
     Args:    verify: whether experts are checked when they first arrive.   rows_below: the cutover, a share of neurons:
              if fewer of an expert's neurons run, only their rows are read; 0 for never.   gap_bytes: two rows are read
              together if no more bytes are between them.   has_selector: bool [L, E], the experts whose selectors stay
@@ -518,11 +494,13 @@ class ExpertStore:
         has_selector: NDArray[np.bool_] | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self.stall_ns = self.asked_bytes = 0
+        self.stall_ns = 0  # time that the computation waited for reads
+        self.asked_bytes = 0  # of requested blocks
         self._trace = trace
         self._traced: dict[ExpertKey, int] = {}
         self._pack, self._verify = pack, verify
         self.operations = paged_operations(operations, pack.manifest.selector)
+        # The same object if it can compute with some rows of an expert; None: experts are read whole.
         self.by_rows = self.operations if isinstance(self.operations, NativePagedOperations) else None
         self._gap_blocks = gap_bytes // formats.DISK_BLOCK_BYTES
         self._rows_below = 0.0 if self.by_rows is None else rows_below
@@ -538,14 +516,14 @@ class ExpertStore:
         self._selectors = ResidentSelectors.laid_out(self._arena.memory, pack.layout, has_selector)
         with ExitStack() as opened:
             opened.callback(self._arena.close)
-            self._reads = open_reads(self._arena.memory)
-            opened.callback(self._reads.close)  # closed first: threads must not read into freed pages
-            self._files = [self._reads.open(pack.folder / file.name) for file in pack.manifest.expert_files]
+            self.reads = open_reads(self._arena.memory)
+            opened.callback(self.reads.close)  # closed first: threads must not read into freed pages
+            self._files = [self.reads.open(pack.folder / file.name) for file in pack.manifest.expert_files]
             opened.pop_all()
 
     def close(self) -> None:
         """Ends the reads and gives the pages back."""
-        self._reads.close()
+        self.reads.close()
         self._experts.clear()
         self._arena.close()
 
@@ -583,7 +561,7 @@ class ExpertStore:
         expert = self._experts[key]
         if expert.ticket is None:
             return
-        self._reads.cancel(expert.ticket)
+        self.reads.cancel(expert.ticket)
         expert.ticket = None
         del self._reading[key]
         self._read_ended(key)
@@ -592,12 +570,12 @@ class ExpertStore:
         """Makes the read of a prefetched expert urgent: it overtakes all prefetches."""
         expert = self._experts[key]
         if expert.ticket is not None:
-            self._reads.promote(expert.ticket)
+            self.reads.promote(expert.ticket)
 
     def is_here(self, key: ExpertKey) -> bool:
         """Returns whether an expert has all bytes that were requested."""
         expert = self._experts[key]
-        return expert.ticket is None or self._reads.is_done(expert.ticket)
+        return expert.ticket is None or self.reads.is_done(expert.ticket)
 
     def arrive(self, key: ExpertKey) -> PagedExpert:
         """Waits for the requested bytes of an expert and returns it, checked and with every row in one piece.
@@ -607,7 +585,7 @@ class ExpertStore:
         expert = self._experts[key]
         if expert.ticket is None:
             return expert
-        if self._trace is not None and not self._reads.is_done(expert.ticket):
+        if self._trace is not None and not self.reads.is_done(expert.ticket):
             with self._trace.waiting(_name(key)):
                 self._wait(expert.ticket)
         else:
@@ -636,11 +614,11 @@ class ExpertStore:
         Raises:  PackError, which names the first damaged row.
         """
         if self._verify and not self._checked[key] and self.by_rows is not None:
-            self.by_rows.check_rows(self._experts[key], neurons, key.expert)
+            self._experts[key].check_rows(self.by_rows.kernels, neurons, key.expert)
 
     def _wait(self, ticket: int) -> None:
         started = time.perf_counter_ns()
-        self._reads.wait(ticket)
+        self.reads.wait(ticket)
         self.stall_ns += time.perf_counter_ns() - started
 
     def _read_ended(self, key: ExpertKey) -> None:
@@ -662,7 +640,7 @@ class ExpertStore:
         if self._trace is not None:
             self._traced[key] = self._trace.read_begins(_name(key), num_bytes, urgent)
         self.asked_bytes += num_bytes
-        expert.ticket = self._reads.submit(self._files[key.layer_idx], offsets, places, sizes, urgent)
+        expert.ticket = self.reads.submit(self._files[key.layer_idx], offsets, places, sizes, urgent)
         self._reading[key] = _Reading(blocks, place is not None)
 
     def _by_rows(self, key: ExpertKey, expert: PagedExpert) -> bool:
@@ -675,9 +653,9 @@ class ExpertStore:
             return
         if self.by_rows is not None and self._selectors.has(key):
             if self._selectors.to_check(key):
-                self.by_rows.check_selector(expert, key.expert)
+                expert.check_selector(self.by_rows.kernels, key.expert)
             if expert.is_whole:
-                self.by_rows.check_all_rows(expert, key.expert)
+                expert.check_all_rows(self.by_rows.kernels, key.expert)
                 self._checked[key] = True
             return
         expected = int(self._pack.index.crc32[key])
@@ -688,7 +666,7 @@ class ExpertStore:
                 )
             self._checked[key] = True
         elif self.by_rows is not None and not expert.is_selector_checked:
-            self.by_rows.check_selector(expert, key.expert)
+            expert.check_selector(self.by_rows.kernels, key.expert)
 
 
 def _name(key: ExpertKey) -> str:

@@ -32,49 +32,39 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PhaseCounts:
-    """The counts of prefill, or of decode.
+    """The counts of prefill, or of decode."""
 
-    `needed`: experts that routers chose; `hits`: of these, the ones that were resident or on their way.   `prefetched`:
-    experts that were fetched before their layer; `prefetched_chosen`: of these, the ones that the router chose;
-    `prefetched_abandoned`: the ones that were evicted half read.   `in_part`: chosen experts of which not everything
-    was resident or requested; for `rows_prefetched` of them, predicted rows were. If more rows than these ran:
-    `running` neurons ran, of which `running_predicted` were predicted.   `substituted`: experts that were replaced by
-    others.   `mispredicted`: experts that ran because they were predicted, where the router chose others.   `stall_ns`:
-    time that the computation waited for reads.   `asked_bytes`: bytes of requested blocks.   `tokens`, `layers`: that
-    were run.
-    """
-
-    needed: int = 0
-    hits: int = 0
-    prefetched: int = 0
-    prefetched_chosen: int = 0
-    prefetched_abandoned: int = 0
-    in_part: int = 0
-    rows_prefetched: int = 0
-    running: int = 0
-    running_predicted: int = 0
-    substituted: int = 0
-    mispredicted: int = 0
-    stall_ns: int = 0
-    asked_bytes: int = 0
+    needed: int = 0  # experts that routers chose
+    hits: int = 0  # needed experts that were resident or on their way
+    prefetched: int = 0  # experts that were fetched before their layer
+    prefetched_chosen: int = 0  # prefetched experts that the router chose
+    prefetched_abandoned: int = 0  # prefetched experts that were evicted half read
+    in_part: int = 0  # chosen experts of which not everything was resident or requested
+    rows_prefetched: int = 0  # experts `in_part` of which predicted rows were
+    running: int = 0  # neurons of experts `in_part`, if more rows ran than the predicted ones
+    running_predicted: int = 0  # running neurons that were predicted
+    substituted: int = 0  # experts that were replaced by others
+    mispredicted: int = 0  # experts that ran because they were predicted, where the router chose others
+    stall_ns: int = 0  # time that the computation waited for reads
+    asked_bytes: int = 0  # of requested blocks
     tokens: int = 0
     layers: int = 0
 
 
 @dataclass(slots=True)
 class ExpertJob:
-    """An expert to run: its tokens int64 [n], their weights float32 [n], and the rows int64 [n] of its outputs."""
+    """An expert to run for n tokens."""
 
     key: cache.ExpertKey
-    tokens: NDArray[np.int64]
-    weights: NDArray[np.float32]
-    places: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # [n]
+    weights: NDArray[np.float32]  # [n]
+    places: NDArray[np.int64]  # [n], the rows of its outputs
 
 
 class OffloadedWeights(model.PackWeights, model.ExpertRunner):
     """A pack's weights inside a budget: the dense part in memory, experts in the pages of `store`.
 
-    `prefill`, `decode`: the counts so far. The caller owns pack, operations, store and trace.
+    The caller owns pack, operations, store and trace.
     Args:    scores_matter: whether the cache's policy or its recorder needs the routers' scores.   reuses_selector:
              whether the next layer's selectors predict, from this layer's input, which neurons run.
     Raises:  PackError, later, if an expert is damaged, its file is truncated or its disk fails.
@@ -97,13 +87,11 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         self.prefill, self.decode = PhaseCounts(), PhaseCounts()
         self.prefetcher: Prefetcher | None = None  # set later: a prediction may need these weights
         self.store, self.trace, self.approximations = store, trace, approximations
-        self._expert_cache, self._recorder = expert_cache, recorder
+        self._expert_cache, self.recorder = expert_cache, recorder
         self._scores_matter = scores_matter
         self._reuses_selector = reuses_selector
         self._prefetched: set[cache.ExpertKey] = set()  # since the last run of their layer
-        self._rows_pending: list[
-            cache.ExpertKey
-        ] = []  # predicted: their rows will be once their selectors are resident
+        self._rows_pending: list[cache.ExpertKey] = []  # predicted: their rows will be, after their selectors arrive
         self._prefetched_rows: dict[cache.ExpertKey, NDArray[np.int32]] = {}  # since the last run of their layer
         self.predicted: dict[cache.ExpertKey, NDArray[np.int32]] = {}  # the predicted rows of the layer that runs
         self._expected: tuple[int, list[int]] | None = None  # the next layer, and experts predicted for its one token
@@ -122,15 +110,14 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
     def begin_pass(self, ids: Tensor, num_last: int) -> None:
         """Prefetches the first layer's experts if a table names them; see `ExpertRunner`."""
         self._num_last, self._named = num_last, {}
-        if self._recorder is not None:
-            self._recorder.begin_pass()
+        if self.recorder is not None:
+            self.recorder.begin_pass()
         if self.prefetcher is None:
             return
         for layer_idx, layer in enumerate(self.spec.moe_layers):
             if layer in self.spec.router.table_layers:
-                self._named[layer_idx] = experts_of_tokens(ids, self, layer).numpy()[
-                    -self._num_tokens(layer_idx, ids) :
-                ]
+                named = experts_of_tokens(ids, self, layer).numpy()
+                self._named[layer_idx] = named[-self._num_tokens(layer_idx, ids) :]
         if 0 in self._named:
             self.store.shares.is_decoding = self._is_decoding(len(ids))
             counts = self.decode if self._is_decoding(len(ids)) else self.prefill
@@ -162,8 +149,8 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         inputs, router_weights = expert_inputs(x, router_weights, self, layer_idx)
         inputs = to_experts(inputs, self, layer_idx)
         jobs = _jobs(layer_idx, experts, router_weights)
-        if self._recorder is not None:
-            self._recorder.routed(layer_idx, experts.numpy(), is_decoding)
+        if self.recorder is not None:
+            self.recorder.routed(layer_idx, experts.numpy(), is_decoding)
         if self.observer is not None:
             self.observer.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)
@@ -220,7 +207,7 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
                     run.add(jobs[event.key.expert])
                 elif isinstance(event, cache.FetchEvent):
                     self._note_fetch(event.key)
-                    run.fetch(event.key)
+                    self.store.fetch(event.key, urgent=True)
                 else:
                     run.evict(event.key)
         prefetch(is_hit=False)
@@ -411,15 +398,9 @@ class LayerRun:
         self.outputs = np.zeros((num_outputs, x.shape[1]), np.float32)
         self._weights, self._store, self._x, self._jobs, self._counts = weights, store, x, jobs, counts
         self._whole: list[tuple[ExpertJob, expert_store.PagedExpert]] = []
-        self._to_select: list[
-            tuple[ExpertJob, expert_store.PagedExpert]
-        ] = []  # in part; which neurons run is not known yet
+        self._to_select: list[tuple[ExpertJob, expert_store.PagedExpert]] = []  # in part; running neurons are not known
         self._in_part: list[tuple[ExpertJob, SelectedNeurons]] = []
         self._late: list[ExpertJob] = []  # not all bytes had arrived
-
-    def fetch(self, key: cache.ExpertKey) -> None:
-        """Reads an expert of this layer, which has just got its pages, before all prefetches."""
-        self._store.fetch(key, urgent=True)
 
     def add(self, job: ExpertJob) -> None:
         """Adds an expert to run: with the next that are computed if it is resident, else after them."""
@@ -478,25 +459,25 @@ class LayerRun:
             return
         trace = self._weights.trace
         with nullcontext() if trace is None else trace.computing("experts", number=num_experts):
-            self._compute()
+            whole, self._whole = self._whole, []
+            if whole:
+                self._run([(job, expert, None) for job, expert in whole])
+            self._compute_in_part()
 
-    def _compute(self) -> None:
-        whole, self._whole = self._whole, []
-        if whole:
-            self._run([expert_store.PagedWork(expert, job.tokens, job.weights, job.places) for job, expert in whole])
+    def _compute_in_part(self) -> None:
         while self._in_part:  # some at a time: those whose rows have arrived, at least the first
             _, *others = self._in_part
             here = [True, *(self._store.is_here(job.key) for job, _ in others)]
             arrived = [each for each, is_here in zip(self._in_part, here, strict=True) if is_here]
             self._in_part = [each for each, is_here in zip(self._in_part, here, strict=True) if not is_here]
-            works = []
+            works = list[tuple[ExpertJob, expert_store.PagedExpert, SelectedNeurons | None]]()
             for job, selected in arrived:
-                expert = self._store.arrive(job.key)  # waits for the first
+                works.append((job, self._store.arrive(job.key), selected))  # waits for the first
                 self._store.check_records(job.key, selected.neurons.numpy())
-                works.append(expert_store.PagedWork(expert, job.tokens, job.weights, job.places, selected))
             self._run(works)
 
-    def _run(self, works: list[expert_store.PagedWork]) -> None:
+    def _run(self, jobs: list[tuple[ExpertJob, expert_store.PagedExpert, SelectedNeurons | None]]) -> None:
+        works = [expert_store.PagedWork(e, job.tokens, job.weights, job.places, some) for job, e, some in jobs]
         self._store.operations.run(self._x, works, self.outputs)
 
     def added_up(self) -> Tensor:

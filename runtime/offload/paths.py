@@ -51,9 +51,8 @@ class PathChecks:
         choices, most = arrays["popularity"].sum(axis=1, dtype=np.int64), arrays["popularity"].max(axis=1)
         T = int(choices[0]) // k
         fits = np.equal(choices, max(T, 1) * k)
-        self._all(
-            "popularity", fits, "layer", choices, f"{k} choices of each token, and equally many tokens in every layer"
-        )
+        expected = f"{k} choices of each token, and equally many tokens in every layer"
+        self._all("popularity", fits, "layer", choices, expected)
         self._all("popularity", most <= T, "layer", most, f"at most all {T} tokens")
         count = "<u2" if T < 2**16 else "<u4"
         for back, name in enumerate(("after_one", "after_two"), start=1):
@@ -118,9 +117,8 @@ class PathChecks:
         array = self.arrays[name]
         if array.dtype != np.dtype(dtype) or array.shape != shape:
             found, expected = (f"{np.dtype(d).str} {list(s)}" for d, s in ((array.dtype, array.shape), (dtype, shape)))
-            raise PackError(
-                f"{self.place}: tensor {name!r}: found {found}, expected {expected}; profile the model again"
-            )
+            place = f"{self.place}: tensor {name!r}"
+            raise PackError(f"{place}: found {found}, expected {expected}; profile the model again")
 
     def _all(self, name: str, fits: NDArray[np.bool_], where: str, values: Array, expected: str) -> None:
         wrong = np.flatnonzero(~fits)
@@ -158,22 +156,17 @@ class BackoffLevel(IntEnum):
 class PathStatistics:
     """Counts of calibration tokens on the paths through L layers of E experts, as stored.
 
-    `popularity` u32 [L, E]. `after_one[l-1, e', e]`, `after_two[l-2, e', e]`: tokens that chose e at l and e' one or
-    two layers before; all 0 if that layer is of another stack. Exact keys, layer by layer, ascending: those of
-    layer l are `key_starts[l]` to `key_starts[l+1]`; `keys_one` [K1, k] holds layer 1's, the set at layer 0;
-    `keys_two` [K2, 2k] all others, the set at l-2 and that at l-1; both u16, starts u32. A key was seen `keys_seen`
-    times and followed by `successor_experts` (u16), each `successor_counts` times, from `successor_starts[key]` to
-    `successor_starts[key + 1]`. All counts except popularity are u16 if T < 65536, else u32.
+    All counts except popularity are u16 if T < 65536, else u32; starts are u32, experts u16.
     """
 
-    popularity: Array
-    after_one: Array
-    after_two: Array
-    key_starts: Array
-    keys_one: Array
-    keys_two: Array
-    keys_seen: Array
-    successor_starts: Array
+    popularity: Array  # u32 [L, E]
+    after_one: Array  # [l-1, e', e]: tokens that chose e at l and e' one layer before; 0 if that is of another stack
+    after_two: Array  # [l-2, e', e]: likewise, two layers before
+    key_starts: Array  # [L + 1]: exact keys stand layer by layer, ascending; those of l are before `key_starts[l + 1]`
+    keys_one: Array  # [K1, k]: keys of layer 1, the set at layer 0
+    keys_two: Array  # [K2, 2k]: all others, the set at l-2 and that at l-1
+    keys_seen: Array  # how often a key was seen
+    successor_starts: Array  # by key: where the experts after it begin
     successor_experts: Array
     successor_counts: Array
 

@@ -49,20 +49,15 @@ _METHODS: dict[str, MethodName] = {  # by the names of PREDICTORS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictionInput:
-    """The inputs of a prediction for T tokens; "before" counts MoE layers.
+    """The inputs of a prediction for T tokens; "before" counts MoE layers."""
 
-    x: float32 [T, d], the input of the layer before, after its norm.
-    routes: int64 [T, p, k], the routes of the p <= 2 layers just before, oldest first.
-    partial: float32 [T, d], the predicted layer's input before its norm, as far as it can be computed now. The layer
-        before has added only its shared experts and its resident ones; the layers in between and the predicted layer's
-        attention have run on that, and the true keys and values will replace theirs. None if it was not computed.
-    named: int64 [T, k], the experts of the predicted layer, which a table names; None where the router chooses.
-    """
-
-    x: Tensor
-    routes: NDArray[np.int64]
+    x: Tensor  # float32 [T, d], the input of the layer before, after its norm
+    routes: NDArray[np.int64]  # [T, p, k], of the p <= 2 layers just before, oldest first
+    # float32 [T, d], the predicted layer's input before its norm, as far as it can be computed now; None if it was not.
+    # The layer before has added only its shared experts and its resident ones; the layers in between and the predicted
+    # layer's attention have run on that, and the true keys and values will replace theirs.
     partial: Tensor | None = None
-    named: NDArray[np.int64] | None = None
+    named: NDArray[np.int64] | None = None  # [T, k], the predicted layer's experts, where a table names them
 
 
 class Prediction(Protocol):
@@ -130,9 +125,9 @@ class NextRouterPrediction(_WithoutPartial):
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         """Returns the router's scores; None for a layer whose router does not choose."""
         layer = self._weights.spec.moe_layers[layer_idx]
-        return (
-            None if _has_table(self._weights, layer) else _array(model.router_scores(observed.x, self._weights, layer))
-        )
+        if _has_table(self._weights, layer):
+            return None
+        return _array(model.router_scores(observed.x, self._weights, layer))
 
 
 class PartialPrediction:
@@ -155,9 +150,8 @@ class PartialPrediction:
         layer = self._weights.spec.moe_layers[layer_idx]
         if observed.partial is None or _has_table(self._weights, layer):
             return None
-        return _array(
-            model.router_scores(model.mlp_input(observed.partial, self._weights, layer), self._weights, layer)
-        )
+        x = model.mlp_input(observed.partial, self._weights, layer)
+        return _array(model.router_scores(x, self._weights, layer))
 
 
 def _has_table(weights: model.Weights, layer: int) -> bool:
@@ -264,11 +258,8 @@ class _LoadedNetwork:
 
     def __init__(self, network: "routing_file.Predictor", operations: model.Operations) -> None:
         h, P, E = network.route_weight.shape
-        x_weight, out_weight = (
-            None if weight is None else operations.fastest_stored(weight)
-            for weight in (network.x_weight, network.out_weight)
-        )
-        assert x_weight is not None, "every network has weights for hidden states"
+        x_weight = operations.fastest_stored(network.x_weight)
+        out_weight = None if network.out_weight is None else operations.fastest_stored(network.out_weight)
         self._x_weight = model.StoredMatrix(x_weight, operations)
         self._by_route = network.route_weight.reshape(h, P * E).T.contiguous()  # [h, P, E] -> [P E, h]
         self._first_of = torch.arange(P)[:, None] * E  # [P, 1]: the first row of a layer

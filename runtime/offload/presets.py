@@ -9,10 +9,10 @@ is a class and a line in `_EVICTIONS` in eviction.py, and a name in `EvictionNam
 This module is imported for `--help`, without numpy; eviction.py and prefetch.py compute what it names.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_pack.formats import option
+from moe_pack.formats.base import commands
 
 PolicyName = Literal["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
 PredictionName = Literal["none", "popularity", "paths", "router", "mlp", "partial", "best"]  # prefetch.py has them
@@ -25,28 +25,21 @@ PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The policies of a system.
-
-    `placed_share`: the share of the pages for the most popular experts, which stay for the whole run.   `keeps`:
-    whether other experts stay after they have run.   `starts_filled`: whether the pages are filled before the run, with
-    experts that are evicted as all others.   `max_predicted`: experts predicted for a layer; None: as many as
-    a token uses.   `rows_below`: the cutover, a share of neurons: if fewer of an expert's neurons run, a miss brings
-    only their rows; 0: always the whole expert.   `reuse_selector`: the next layer's selector predicts neurons from
-    this hidden state (FloE §3.3.2, CORM §4.2).   `needs_scores`: the eviction uses the routers' scores of all experts.
-    `balances`: on a GPU Algorithm 2 of *importance* splits a token's missing experts between the link and the CPU one
-    by one, and prompts load all.
-    """
+    """The policies of a system."""
 
     name: PolicyName
     eviction: EvictionName
-    placed_share: float = 0.0
-    keeps: bool = True
-    starts_filled: bool = False
+    placed_share: float = 0.0  # of the pages, for the most popular experts, which stay for the whole run
+    keeps: bool = True  # whether other experts stay after they have run
+    starts_filled: bool = False  # whether experts fill the pages before the run; they are evicted as all others
     prediction: PredictionName = "none"
-    max_predicted: int | None = None
+    max_predicted: int | None = None  # experts predicted for a layer; None: as many as a token uses
+    # The cutover, a share of neurons: if fewer of an expert's neurons run, a miss brings only their rows.
     rows_below: float = 0.0
-    reuse_selector: bool = False
-    needs_scores: bool = False
+    reuse_selector: bool = False  # the next layer's selector predicts neurons (FloE §3.3.2, CORM §4.2)
+    needs_scores: bool = False  # the eviction uses the routers' scores of all experts
+    # On a GPU Algorithm 2 of *importance* splits a token's missing experts between the link and the CPU one by one, and
+    # prompts load all.
     balances: bool = False
 
     def without_prediction(self) -> "Preset":
@@ -83,42 +76,33 @@ SIMPLEST_FIRST: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "
 
 @dataclass(frozen=True, slots=True)
 class Approximations:
-    """The options that make a run faster and change its answer; all are off by default.
+    """The options that make a run faster and change its answer; all are off by default."""
 
-    `substitute`: alpha of Algorithm 1 of Importance-Driven Expert Scheduling; resident experts replace missing ones
-    with low scores.   `is_predicted_enough`: if rows of an expert were predicted, only the neurons run whose rows are
-    resident when the prefetch is complete.   `runs_predicted`: in decode, the experts run that were predicted for a
-    layer, not those that its router chooses (CORM §4.2).
-    """
-
-    substitute: float | None = field(
-        default=None,
-        metadata=option(
-            "--substitute",
-            least=0,
-            most=1,
-            metavar="ALPHA",
-            mark="approximation",
-            help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores. The paper of "
-            "--policy importance uses 0.25 to 0.35.  [default: off]",
-        ),
+    # Alpha of Algorithm 1 of Importance-Driven Expert Scheduling.
+    substitute: float | None = commands.option_field(
+        None,
+        "--substitute",
+        least=0,
+        most=1,
+        metavar="ALPHA",
+        mark="approximation",
+        help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores. The paper of "
+        "--policy importance uses 0.25 to 0.35.  [default: off]",
     )
-    is_predicted_enough: bool = field(
-        default=False,
-        metadata=option(
-            "--trust-prediction",
-            mark="offload",
-            help="CHANGES THE ANSWER: where single rows are read, runs only the predicted neurons.",
-        ),
+    # If rows of an expert were predicted, only the neurons run whose rows are resident when the prefetch is complete.
+    is_predicted_enough: bool = commands.option_field(
+        False,
+        "--trust-prediction",
+        mark="offload",
+        help="CHANGES THE ANSWER: where single rows are read, runs only the predicted neurons.",
     )
-    runs_predicted: bool = field(
-        default=False,
-        metadata=option(
-            "--trust-experts",
-            mark="approximation",
-            help="CHANGES THE ANSWER: in decode, runs the experts that were predicted for a layer, whatever its router "
-            "chooses.",
-        ),
+    # CORM §4.2.
+    runs_predicted: bool = commands.option_field(
+        False,
+        "--trust-experts",
+        mark="approximation",
+        help="CHANGES THE ANSWER: in decode, runs the experts that were predicted for a layer, whatever its router "
+        "chooses.",
     )
 
 

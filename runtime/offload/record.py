@@ -5,7 +5,7 @@ The file is a safetensors file, described in docs/moe-pack.md; nothing in it is 
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ from moe_pack import formats
 from moe_pack.formats.base import json_files, sync_folder
 from moe_pack.formats.pack import safetensors
 from moe_pack.runtime.offload import cache
-from moe_pack.runtime.offload.eviction import eviction_of, initial_of, placed_by
+from moe_pack.runtime.offload.eviction import CacheParts, cache_parts
 from moe_pack.runtime.offload.presets import Preset
 
 FORMAT: Literal["moe-pack record"] = "moe-pack record"
@@ -30,12 +30,12 @@ _NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class RecordingFacts:
-    """How a recording was made: the root digest of the pack, the preset's name, the budget and its pages."""
+    """How a recording was made."""
 
     format: Literal["moe-pack record"]
     version: int
-    root: str
-    policy: str
+    root: str  # digest of the pack
+    policy: str  # the preset's name
     budget_bytes: json_files.Count
     context_tokens: json_files.Positive
     num_pages: json_files.Count
@@ -43,18 +43,14 @@ class RecordingFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """The routes of C forward passes with N tokens together.
+    """The routes of C forward passes with N tokens together."""
 
-    `routes` u16 [N, L, k].   `chunks` u32 [C]: tokens of each pass.   `scores` f16 [C, L, E]: the mean scores of all
-    experts that policies got in each pass; None if they are not known.   `popularity` f32 [L, E]: as in `CacheFacts`.
-    `decode` u8 [C]: 1 for passes of decode, whose tokens may be those of several sequences, or of a draft; None: passes
-    of one token are of decode.
-    """
-
-    routes: cache.Array
-    chunks: cache.Array
-    scores: cache.Array | None
-    popularity: cache.Array
+    routes: cache.Array  # u16 [N, L, k]
+    chunks: cache.Array  # u32 [C], tokens of each pass
+    scores: cache.Array | None  # f16 [C, L, E], the mean scores that policies got in each pass; None if not known
+    popularity: cache.Array  # f32 [L, E], as in `CacheFacts`
+    # u8 [C], 1 for passes of decode, whose tokens may be those of several sequences, or of a draft; None: passes of one
+    # token are of decode.
     decode: cache.Array | None = None
 
     @property
@@ -79,12 +75,9 @@ class Passes:
 
 
 class PrefetchRequest(NamedTuple):
-    """A call of an engine to its cache: to prefetch experts, likeliest first, or to abandon one.
+    """A call of an engine to its cache: to prefetch experts, likeliest first, or to abandon one."""
 
-    `after`: the number of events of all schedules before it; the end of a schedule counts as an event.
-    """
-
-    after: int
+    after: int  # events of all schedules before it; the end of a schedule counts as an event
     layer_idx: int
     experts: tuple[int, ...]
     during: int
@@ -93,13 +86,13 @@ class PrefetchRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """A recorded run: its routes, its requests in order, and `hits`, `needed` u32 [C, L] as the run counted them."""
+    """A recorded run."""
 
     facts: RecordingFacts
     passes: Passes
-    requests: tuple[PrefetchRequest, ...]
-    hits: cache.Array
-    needed: cache.Array
+    requests: tuple[PrefetchRequest, ...]  # in order
+    hits: cache.Array  # u32 [C, L], as the run counted them
+    needed: cache.Array  # likewise
 
 
 def check_writable(path: Path) -> None:
@@ -219,17 +212,15 @@ def _read_arrays(path: Path) -> dict[str, cache.Array]:
         expected_forms["decode"] = ("U8", (C,))
     for name in [*expected_forms, *entries]:
         if name not in expected_forms or name not in entries:
-            raise formats.RunError(
-                f"{place}: tensor {name!r} is {'unknown' if name in entries else 'missing'}; record the run again"
-            )
+            state = "unknown" if name in entries else "missing"
+            raise formats.RunError(f"{place}: tensor {name!r} is {state}; record the run again")
         dtype, shape = expected_forms[name]
         entry = entries[name]
         fits = entry.shape == shape if shape else len(entry.shape) == (2 if name == "requests" else 1)
         if entry.dtype != dtype or not fits:
             expected = f"{dtype} {list(shape)}" if shape else f"{dtype}, a list"
-            raise formats.RunError(
-                f"{place}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {expected}"
-            )
+            found = f"{entry.dtype} {list(entry.shape)}"
+            raise formats.RunError(f"{place}: tensor {name!r} is {found}, expected {expected}")
     with formats.RangeReader(path, formats.RunError) as reader:
         return {
             name: reader.read(entry.offset, entry.num_bytes).view(_DTYPES[entry.dtype]).reshape(entry.shape)
@@ -279,9 +270,8 @@ class Recorder:
     """Collects a run in memory.
 
     It takes 2 L k bytes a token, 8 L a pass, 2 L E a pass with scores, and 24 for each prefetched expert.
-    Args:    facts: of the run's cache.   root: the pack's root digest.   policy: the preset's name.   budget_bytes,
-             context_tokens: as the run had them.   keeps_scores: whether mean scores are recorded too; a replay of
-             `Importance` needs them.
+    Args:    root: the pack's root digest.   policy: the preset's name.   keeps_scores: whether mean scores are recorded
+             too; a replay of `Importance` needs them.
     """
 
     def __init__(
@@ -375,16 +365,8 @@ class Recorder:
 class RecordedExpertCache(cache.ExpertCache):
     """A cache that records its calls. The engine calls the recorder's `routed` before each schedule."""
 
-    def __init__(
-        self,
-        facts: cache.CacheFacts,
-        eviction: cache.Eviction,
-        recorder: Recorder,
-        placed: Iterable[cache.ExpertKey] = (),
-        keeps: bool = True,
-        initial: Sequence[cache.ExpertKey] = (),
-    ) -> None:
-        super().__init__(facts, eviction, placed, keeps, initial)
+    def __init__(self, recorder: Recorder, parts: CacheParts) -> None:
+        super().__init__(*parts)
         self._recorder = recorder
 
     def schedule(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None = None) -> cache.Events:
@@ -410,5 +392,4 @@ class RecordedExpertCache(cache.ExpertCache):
 
 def recorded_expert_cache_for(preset: Preset, facts: cache.CacheFacts, recorder: Recorder) -> RecordedExpertCache:
     """Returns a cache like `expert_cache_for` that records its calls."""
-    placed, initial = placed_by(preset, facts), initial_of(preset, facts)
-    return RecordedExpertCache(facts, eviction_of(preset, facts), recorder, placed, preset.keeps, initial)
+    return RecordedExpertCache(recorder, cache_parts(preset, facts))

@@ -33,13 +33,13 @@ class PathShares(Protocol):
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """The counts of some passes. `bytes_fetched` includes prefetches; `bytes_ahead` is of prefetches alone."""
+    """The counts of some passes."""
 
     num_tokens: int = 0
     num_needed: int = 0
     num_hits: int = 0
-    bytes_fetched: int = 0
-    bytes_ahead: int = 0
+    bytes_fetched: int = 0  # with prefetches
+    bytes_ahead: int = 0  # of prefetches alone
 
     @property
     def hit_rate(self) -> float:
@@ -60,14 +60,11 @@ class ReplayCounts:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """The counts of a replay: of the passes of prefill, and of decode.
-
-    `prediction`: where predictions came from; `not replayable`: the policy predicts from what routes do not tell.
-    """
+    """The counts of a replay: of the passes of prefill, and of decode."""
 
     prefill: ReplayCounts = field(default_factory=ReplayCounts)
     decode: ReplayCounts = field(default_factory=ReplayCounts)
-    prediction: PredictionSource = "none"
+    prediction: PredictionSource = "none"  # `not replayable`: the policy predicts from what routes do not tell
 
 
 def replay(
@@ -83,7 +80,7 @@ def replay(
     If the recorded run had this policy and these pages, all its prefetches are replayed. Otherwise experts are
     predicted from the routes so far, in passes of one token, if the preset's prediction needs no more than routes; they
     are then prefetched at the end of the layer before.
-    Args:    extent_bytes: int64 [L, E], the bytes that fetching each expert reads.   paths: for prediction by paths.
+    Args:    extent_bytes: int64 [L, E], the bytes that fetching each expert reads.
     """
     assert facts.pages.shape == (passes.routes.shape[1], passes.num_experts), "routes of this model"
     source, prefetches = _prefetches(passes, facts, preset, record, paths)
@@ -187,13 +184,11 @@ class _RoutePrefetch(_NoPrefetch):
         return cache.prefetch(layer_idx + 1, best.tolist(), during=layer_idx)
 
     def _shares(self, layer_idx: int, token: int) -> Array:
-        if self._paths is None:
-            popularity: Array = self._passes.popularity[layer_idx]
-            return popularity
-        before = self._passes.routes[token : token + 1, max(layer_idx - 2, 0) : layer_idx]
-        shares, _ = self._paths.predict(layer_idx, before)
-        likeliest: Array = shares[0]
-        return likeliest
+        shares: Array = self._passes.popularity[layer_idx]
+        if self._paths is not None:
+            before = self._passes.routes[token : token + 1, max(layer_idx - 2, 0) : layer_idx]
+            shares = self._paths.predict(layer_idx, before)[0][0]
+        return shares
 
 
 def _prefetches(

@@ -36,7 +36,7 @@ Array = NDArray[Any]
 class RoutingChecks:
     """A reader of a sidecar's arrays that checks each, for a model of L MoE layers of E experts, k a token.
 
-    `all_have_weights`: no experts return their input; those that do take choices and are not among the E.
+    Args:    all_have_weights: no experts return their input; those that do take choices and are not among the E.
     Raises:  PackError, from every method, which names the array that is missing or cannot be right.
     """
 
@@ -164,16 +164,13 @@ class Predictor:
     """A trained network; its weights include the standardization of training, so that it takes hidden states directly.
 
     Below, h is E if there is one layer, else the number of hidden units.
-
-    x_weight: bfloat16 [h, d].   route_weight: bfloat16 [h, P, E], the layer further back first.   bias: float32 [h].
-    out_weight: bfloat16 [E, h].   out_bias: float32 [E].   Both are None if there is one layer.
     """
 
-    x_weight: Tensor
-    route_weight: Tensor
-    bias: Tensor
-    out_weight: Tensor | None = None
-    out_bias: Tensor | None = None
+    x_weight: Tensor  # bfloat16 [h, d]
+    route_weight: Tensor  # bfloat16 [h, P, E], the layer further back first
+    bias: Tensor  # float32 [h]
+    out_weight: Tensor | None = None  # bfloat16 [E, h]; None if there is one layer
+    out_bias: Tensor | None = None  # float32 [E]; likewise
 
     @property
     def hidden_size(self) -> int:
@@ -293,24 +290,18 @@ _DTYPES = {np.dtype("<u1"): "U8", np.dtype("<u2"): "U16", np.dtype("<u4"): "U32"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """The routing data of a model with L MoE layers of E experts, k a token.
+    """The routing data of a model with L MoE layers of E experts, k a token."""
 
-    `popularity` u32 [L, E]: tokens that chose the expert; `mass` f32 [L, E]: the sum of their router weights for it.
-    `paths`: counted on tokens that were not held out.   `recalls` f32 [L, 6, 3]: on held-out tokens, for each of
-    PREDICTORS, the recall of the k experts ranked first, and recall and precision of the first 2k; NaN for a layer
-    without, and for a predictor that cannot predict a layer.   `best` u8 [L]: the predictor with the largest recall, or
-    NO_PREDICTOR.   `routes` u16 [T, L, k]: of held-out tokens, best first, in sequences of `sequence_length`; T may be
-    0.   `network`: returns the learned network of a layer that has recalls.
-    """
-
-    popularity: Array
-    mass: Array
-    paths: PathStatistics
+    popularity: Array  # u32 [L, E], tokens that chose the expert
+    mass: Array  # f32 [L, E], the sum of their router weights for it
+    paths: PathStatistics  # counted on tokens that were not held out
+    # f32 [L, 6, 3], on held-out tokens, for each of PREDICTORS: the recall of the k experts ranked first, and recall
+    # and precision of the first 2k. NaN for a layer without, and for a predictor that cannot predict a layer.
     recalls: Array
-    best: Array
-    routes: Array
+    best: Array  # u8 [L], the predictor with the largest recall, or NO_PREDICTOR
+    routes: Array  # u16 [T, L, k], of held-out tokens, best first, in whole sequences; T may be 0
     sequence_length: int
-    network: Callable[[int], Predictor]
+    network: Callable[[int], Predictor]  # returns the learned network of a layer that has recalls
 
     @classmethod
     def open(cls, pack: formats.Pack) -> "Routing | None":

@@ -24,8 +24,8 @@ from moe_pack import runtime
 from moe_pack.formats.base import errors
 from moe_pack.runtime import sampling
 from moe_pack.runtime.drafts import Drafts
+from moe_pack.runtime.engine.options import check_sampling
 from moe_pack.runtime.model import Decoder, caches
-from moe_pack.runtime.options import check_sampling
 from moe_pack.runtime.serve import requests
 from moe_pack.runtime.serve.sessions import SessionStore
 from moe_pack.runtime.text import TextStream

@@ -16,8 +16,8 @@ from moe_pack.formats import Pack
 from moe_pack.formats.pack.sidecar import write_sidecar
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cli.main import main
+from moe_pack.runtime.engine.numerics import NUMERICS_FILE, ModeLoss, NumericsLoss, chosen_mode, read_numerics
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.numerics import NUMERICS_FILE, ModeLoss, NumericsLoss, chosen_mode, read_numerics
 
 TOKENS = random_tokens(4, 64, 300)
 PROMPT = ["--prompt", "It was a dark night", "--max-tokens", "4", "--temperature", "0", "--stats"]

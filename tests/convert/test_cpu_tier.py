@@ -52,7 +52,7 @@ def test_the_least_budget_is_divided_and_a_byte_less_is_not(predictor_bytes: int
     traffic = replace(TRAFFIC, predictor_bytes=predictor_bytes)
     least = tier_of(1, traffic).least_bytes(MADE)
     assert tier_of(least, traffic).estimate(MADE, np.zeros((4, 8)), is_rough=True).hit_rate < 0.5
-    with pytest.raises(RunError, match=r"^--target-vram: .* needs at least .* shorten the context with --context$"):
+    with pytest.raises(RunError, match=r"^budget: .* the model needs at least "):
         tier_of(least - 1, traffic).estimate(MADE, np.zeros((4, 8)), is_rough=True)
 
 

@@ -12,7 +12,7 @@ from moe_pack.convert.plan.machines import assumed_cpu, machine_of_cpu, rate_of
 from moe_pack.formats import RunError, part_format, trellis_format
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate
-from moe_pack.runtime.machine import CpuFacts
+from moe_pack.runtime.engine.machine import CpuFacts
 
 
 @pytest.mark.slow

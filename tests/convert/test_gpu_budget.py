@@ -12,10 +12,10 @@ from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, dense_roles,
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.runtime.engine.options import cpu_only
 from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
 from moe_pack.runtime.gpu.placements import GpuPlacement, place_experts
 from moe_pack.runtime.offload.budgets import Division, expert_compression, resident_rows
-from moe_pack.runtime.options import cpu_only
 
 GIB = 1 << 30
 CONTEXT = 4096
@@ -55,7 +55,7 @@ def test_parts_come_to_no_more_than_the_target_from_just_enough_to_all(names: li
             least = least_gpu_budget(made, context)
             with pytest.raises(RunError) as raised:
                 divided(made, GIB >> 4, context)
-            found = re.match(r"--target-vram: 64.0 MiB .* model needs at least ([\d.]+) (\w+): ", str(raised.value))
+            found = re.match(r"budget: 64.0 MiB .* model needs at least ([\d.]+) (\w+): ", str(raised.value))
             assert found is not None, raised.value
             assert float(found[1]) * (GIB if found[2] == "GiB" else 1 << 20) == pytest.approx(least, rel=0.05)
             expert, experts = made.experts[0][0], sum(each.num_bytes for layer in made.experts for each in layer)
@@ -75,7 +75,7 @@ def test_the_least_that_is_named_is_enough_and_less_is_not() -> None:
     least = least_gpu_budget(made, CONTEXT)
     division, placed = divided(made, least, CONTEXT)
     assert placed.num_bytes == division.experts and not placed.first_dynamic.any()
-    with pytest.raises(RunError, match=r"^--target-vram: .* shorten the context with --context$"):
+    with pytest.raises(RunError, match=r"^budget: .* raise it, give dense weights fewer bits$"):
         divided(made, least - 1, CONTEXT)
 
 

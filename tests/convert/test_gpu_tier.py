@@ -212,7 +212,7 @@ def test_the_least_runs_and_a_byte_less_does_not() -> None:
         shares = tier(least, ram_bytes).estimate(made, np.full(SHAPE, 0.5)).shares
         assert sum(share.num_bytes for share in shares) == least
         assert min(share.num_bytes for share in shares) >= 0
-        with pytest.raises(RunError, match=r"^--target-vram: .* the model needs at least "):
+        with pytest.raises(RunError, match=r"^budget: .* the model needs at least "):
             tier(least - 1, ram_bytes).estimate(made, np.full(SHAPE, 0.5))
 
 

@@ -13,11 +13,11 @@ from moe_pack.calib.profile import ProfileOptions
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, Sampler, SamplingOptions
+from moe_pack.runtime.engine.options import EngineOptions
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import PolicyName, least_budget
 from moe_pack.runtime.offload.budgets import routing_bytes
-from moe_pack.runtime.options import EngineOptions
 
 FAMILIES = ("qwen3_next", "nemotron_h", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe", "bailing_hybrid")
 RESIDUALS = ("flex_olmo", "longcat_flash", "gemma4_text", "qwen4_exp_text", "minimax", "beam", "deepseek_v4")

@@ -20,12 +20,13 @@ from moe_pack.convert.plan.planned import two_digits
 from moe_pack.formats import Pack, RunError, UsageError, dense_roles, part_format, size_text, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout
-from moe_pack.runtime import Engine, EngineOptions, machine
+from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cli.main import main as moe_run
-from moe_pack.runtime.machine import GpuHere
+from moe_pack.runtime.engine import machine
+from moe_pack.runtime.engine.machine import GpuHere
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import divide_budget, expert_pages, least_budget, whole_bytes
-from moe_pack.runtime.offload.budgets import AS_TARGET, cache_bytes
+from moe_pack.runtime.offload.budgets import cache_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 NAME = "granite-3.0-1b-a400m"
@@ -96,7 +97,7 @@ def test_the_parts_sum_to_the_target_from_just_enough_to_all_in_memory(names: li
             layout = pack_layout(spec, uniform_plan(spec, "up", part, part), ["BF16"] * len(dense_roles(spec)))
             least, most = least_budget(layout, context, 1 << 20), whole_bytes(layout, context, 1 << 20)
             for target in np.linspace(least, most, 30 if names is FEW else 12).astype(np.int64).tolist():
-                plan = divide_budget(layout, target, context, 1 << 20, AS_TARGET)
+                plan = divide_budget(layout, target, context, 1 << 20)
                 assert plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena + plan.left == target
                 assert plan.left >= 0 and plan.num_pages > 0
 

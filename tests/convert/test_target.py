@@ -17,8 +17,9 @@ from moe_pack.convert.plan.target import context_of
 from moe_pack.formats import ModelSpec, RunError, dense_roles
 from moe_pack.formats.base.cli import options_from
 from moe_pack.formats.families import model_spec
-from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate, machine, total_bytes
-from moe_pack.runtime.machine import CpuFacts, GpuHere, LinkFacts, SizedRate
+from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate, total_bytes
+from moe_pack.runtime.engine import machine
+from moe_pack.runtime.engine.machine import CpuFacts, GpuHere, LinkFacts, SizedRate
 
 GIB = 1 << 30
 SPEC = model_spec("granite-3.0-1b-a400m", 2)

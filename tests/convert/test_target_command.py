@@ -17,8 +17,8 @@ from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.convert.plan.planned import two_digits
 from moe_pack.formats import Pack
-from moe_pack.runtime import machine
-from moe_pack.runtime.machine import GpuHere
+from moe_pack.runtime.engine import machine
+from moe_pack.runtime.engine.machine import GpuHere
 from moe_pack.runtime.offload import divide_budget, routing_bytes
 
 TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "512"]

@@ -38,7 +38,7 @@ from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import FAMILIES, read_spec
-from moe_pack.runtime.options import cpu_only
+from moe_pack.runtime.engine.options import cpu_only
 
 # The project's bound on float32 logits. Sums in another order differ by less than 1e-5 here; logits reach 1 to 10.
 TOLERANCE = 1e-4

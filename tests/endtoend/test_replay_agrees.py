@@ -14,8 +14,8 @@ from support.streaming import budget_for
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions
-from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.drafts import Drafts, NgramDrafter
+from moe_pack.runtime.engine.offloaded import cache_facts
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder, PartialState
 from moe_pack.runtime.model.pack_weights import MappedPackWeights

@@ -13,7 +13,7 @@ from moe_pack.formats import RunError
 from moe_pack.formats.base import peak_resident_bytes
 from moe_pack.runtime import BenchTimes, random_prompt
 from moe_pack.runtime.cli.main import main
-from moe_pack.runtime.machine import anonymous_bytes
+from moe_pack.runtime.engine.machine import anonymous_bytes
 
 
 def run(*arguments: object) -> Result:

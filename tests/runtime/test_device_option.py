@@ -14,11 +14,12 @@ from support.cases import case
 from support.models import TinyMixtral, pack
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.runtime import Engine, EngineOptions, machine
+from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cli import main as run_module
 from moe_pack.runtime.cli import serve as serve_module
-from moe_pack.runtime.engine import choose_device
-from moe_pack.runtime.machine import GpuHere, gpu_fault
+from moe_pack.runtime.engine import machine
+from moe_pack.runtime.engine.engine import choose_device
+from moe_pack.runtime.engine.machine import GpuHere, gpu_fault
 from moe_pack.runtime.offload import Approximations
 from moe_pack.runtime.serve.http import live
 
@@ -122,7 +123,7 @@ def test_a_model_that_no_gpu_runs_says_which_part_of_it(
     source = TinyMixtral(num_layers=2, num_experts=4).write(tmp_path / "m")
     pack(source, tmp_path / "packed")
     here(GPU)
-    monkeypatch.setattr("moe_pack.runtime.options.cpu_only", lambda spec: "several kinds of attention")
+    monkeypatch.setattr("moe_pack.runtime.engine.options.cpu_only", lambda spec: "several kinds of attention")
     assert chosen(tmp_path / "packed") == "cpu: models with several kinds of attention do not run on GPUs"
 
 

@@ -15,7 +15,7 @@ from moe_pack.formats.base.commands import Stage
 from moe_pack.runtime import MachineFacts, measure_machine
 from moe_pack.runtime.cpu import is_available, num_cpus
 from moe_pack.runtime.doctor import READ_SIZES, ReadMeasurement, ReadTrial, disk_facts
-from moe_pack.runtime.machine import ReadMode, SizedRate
+from moe_pack.runtime.engine.machine import ReadMode, SizedRate
 
 INSTANT = 0.0005  # seconds a measurement
 FOUR_MIB = 4 << 20

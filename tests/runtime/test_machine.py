@@ -20,7 +20,7 @@ from moe_pack.runtime import (
     load_facts,
     save_facts,
 )
-from moe_pack.runtime.machine import CpuFacts, LinkFacts, SizedRate, facts_file
+from moe_pack.runtime.engine.machine import CpuFacts, LinkFacts, SizedRate, facts_file
 
 SIZES = [4096 << i for i in range(13)]
 

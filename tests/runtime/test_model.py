@@ -45,9 +45,9 @@ def written(folder: Path, *options: str) -> str:
 def test_a_seed_gives_the_text_that_moe_run_writes(seed: int, demo: Path) -> None:
     expected = written(demo, "--seed", str(seed))
     with load(demo, context_tokens=CONTEXT) as model:
-        assert "".join(model.generate(PROMPT, 24, seed=seed)).removesuffix("\n") == expected
+        assert model.generate(PROMPT, 24, seed=seed).removesuffix("\n") == expected
     with load(demo, tight_budget(demo), context_tokens=CONTEXT) as model:
-        assert "".join(model.generate(PROMPT, 24, seed=seed)).removesuffix("\n") == expected
+        assert model.generate(PROMPT, 24, seed=seed).removesuffix("\n") == expected
 
 
 def test_the_example_of_the_page_runs(
@@ -63,8 +63,8 @@ def test_the_example_of_the_page_runs(
 
 def test_temperature_and_top_p_are_those_of_moe_run(demo: Path) -> None:
     with load(demo) as model:
-        greedy = "".join(model.generate(PROMPT, 24, temperature=0))
-        narrow = "".join(model.generate(PROMPT, 24, temperature=1.5, top_p=0.3, seed=2))
+        greedy = model.generate(PROMPT, 24, temperature=0)
+        narrow = model.generate(PROMPT, 24, temperature=1.5, top_p=0.3, seed=2)
     assert greedy.removesuffix("\n") == written(demo, "--temperature", "0")
     assert narrow.removesuffix("\n") == written(demo, "--temperature", "1.5", "--top-p", "0.3", "--seed", "2")
     assert greedy != narrow
@@ -72,14 +72,14 @@ def test_temperature_and_top_p_are_those_of_moe_run(demo: Path) -> None:
 
 def test_every_text_begins_anew(demo: Path) -> None:
     with load(demo, tight_budget(demo), context_tokens=CONTEXT) as model:
-        first = list(model.generate(PROMPT, 12, seed=3))
-        other = list(model.generate("She was", 12, seed=3))
-        assert list(model.generate(PROMPT, 12, seed=3)) == first != other
+        first = model.generate(PROMPT, 12, seed=3)
+        other = model.generate("She was", 12, seed=3)
+        assert model.generate(PROMPT, 12, seed=3) == first != other
 
 
 def test_without_a_seed_every_call_differs(demo: Path) -> None:
     with load(demo) as model:
-        texts = {"".join(model.generate(PROMPT, 16, temperature=2.0, top_p=1.0)) for _ in range(3)}
+        texts = {model.generate(PROMPT, 16, temperature=2.0, top_p=1.0) for _ in range(3)}
     assert len(texts) == 3
 
 
@@ -89,7 +89,7 @@ def test_the_report_says_what_ran(demo: Path) -> None:
         before = model.report()
         assert before.stream is not None
         assert before.stream.decode.experts_needed == before.stream.prefill.experts_needed == 0
-        num_pieces = len(list(model.generate(PROMPT, 9, temperature=0)))
+        num_pieces = len(list(model.stream(PROMPT, 9, temperature=0)))
         after = model.report()
     assert 0 < num_pieces <= 9
     assert after.stream is not None
@@ -124,14 +124,14 @@ def test_a_model_that_is_closed_generates_no_more(demo: Path) -> None:
     model.close()
     model.close()
     with pytest.raises(RunError, match=r"^the model is closed; load it again$"):
-        model.generate(PROMPT)
+        model.stream(PROMPT)
 
 
 def test_what_cannot_run_is_refused_before_the_first_token(demo: Path, tmp_path: Path) -> None:
     with load(demo, context_tokens=8) as model:
         with pytest.raises(RunError, match=r"has \d+ tokens, and this model's context is 8"):
-            model.generate(PROMPT * 3)
-        assert list(model.generate("She", 2, seed=0)), "a refusal leaves the model as it was"
+            model.stream(PROMPT * 3)
+        assert model.generate("She", 2, seed=0), "a refusal leaves the model as it was"
     with pytest.raises(MoePackError, match="no such folder"):
         load(tmp_path / "none")
     with pytest.raises(RunError, match="the model needs at least"):
@@ -154,4 +154,4 @@ def test_a_damaged_expert_ends_the_text_and_names_its_file(demo: Path, tmp_path:
         load(damaged, tight_budget(demo), context_tokens=CONTEXT) as model,
         pytest.raises(PackError, match=file.name),
     ):
-        list(model.generate(PROMPT, 4, seed=0))
+        model.generate(PROMPT, 4, seed=0)

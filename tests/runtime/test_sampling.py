@@ -12,7 +12,7 @@ from support.cases import case
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import Sampler, SamplingOptions
-from moe_pack.runtime.options import check_sampling
+from moe_pack.runtime.engine.options import check_sampling
 from moe_pack.runtime.sampling import nucleus
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))

@@ -10,7 +10,7 @@ from support.cases import case
 from moe_pack.formats import CheckpointError, RunError
 from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import SamplingOptions
-from moe_pack.runtime.options import AskedSampling, usual_sampling
+from moe_pack.runtime.engine.options import AskedSampling, usual_sampling
 
 
 def usual(folder: Path, config: dict[str, Any] | None) -> SamplingOptions:

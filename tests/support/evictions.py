@@ -3,11 +3,10 @@
 import numpy as np
 
 from moe_pack.runtime.offload import CacheFacts, ExpertKey
-from moe_pack.runtime.offload.cache import Array
-from moe_pack.runtime.offload.eviction import EvictionBase
+from moe_pack.runtime.offload.cache import Array, Eviction
 
 
-class FIFO(EvictionBase):
+class FIFO(Eviction):
     """First in, first out: the expert that was fetched first is evicted first."""
 
     def __init__(self, facts: CacheFacts) -> None:
@@ -22,7 +21,7 @@ class FIFO(EvictionBase):
         return self._fetched
 
 
-class Random(EvictionBase):
+class Random(Eviction):
     """Any resident expert is evicted with the same chance; the draws are the same in every run."""
 
     def __init__(self, facts: CacheFacts) -> None:

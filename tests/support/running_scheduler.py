@@ -10,10 +10,10 @@ from pathlib import Path
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, SamplingOptions, Text
 from moe_pack.runtime.drafts import Drafts
+from moe_pack.runtime.engine.options import ReadOption
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import Sequences, least_budget
-from moe_pack.runtime.options import ReadOption
 from moe_pack.runtime.sampling import TokenLogprob
 from moe_pack.runtime.serve.requests import EndEvent, Event, PromptEvent, PromptLogprobs, Request, TokenEvent
 from moe_pack.runtime.serve.scheduler import BatchScheduler, Job

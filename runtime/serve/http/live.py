@@ -99,10 +99,9 @@ class Watcher:
 
 def observe(engine: Engine, live: LiveCounts) -> None:
     """Lets `live` count what an engine does. On a GPU it sees only the experts that the CPU reads from the disk."""
-    if engine.options.device == "cpu":
-        engine.weights.observer = live
-    elif engine.offloaded is not None:
-        engine.offloaded.observer = live
+    weights = engine.weights if engine.facts.gpu is None else engine.offloaded
+    if weights is not None:
+        weights.observer = live
 
 
 def live_counts(engine: Engine) -> LiveCounts:
@@ -170,14 +169,14 @@ class _Reading:
 
 
 def _read_gauges(engine: Engine, scheduler: requests.Scheduler) -> _Reading:
-    weights, choices, counts = engine.offloaded, engine.choices, scheduler.counts()
-    if weights is None or choices is None:
+    weights, counts = engine.offloaded, scheduler.counts()
+    if weights is None:
         return _Reading(time.monotonic(), counts, engine.weights.bytes_read, 0, 0)
-    stats = None if choices.reads is None else choices.reads.stats()
+    stats = weights.store.reads.stats()
     return _Reading(
         at_s=time.monotonic(),
         counts=counts,
-        expert_bytes=0 if stats is None else stats.bytes_urgent + stats.bytes_prefetched,
+        expert_bytes=stats.bytes_urgent + stats.bytes_prefetched,
         needed=weights.prefill.needed + weights.decode.needed,
         hits=weights.prefill.hits + weights.decode.hits,
     )
@@ -207,9 +206,7 @@ def _ratio(number: float, whole: float) -> float:
 
 def engine_facts(engine: Engine, scheduler: requests.Scheduler, model: str) -> dict[str, Any]:
     """Returns what does not change while the server runs: the `engine` event."""
-    spec, plan, use = engine.weights.spec, engine.plan, engine.gpu_use
-    mode = "gpu" if engine.options.device != "cpu" else "mapped" if engine.offloaded is None else "offloaded"
-    budget_bytes = use.budget if use is not None else None if plan is None else plan.budget
+    spec, plan, facts = engine.weights.spec, engine.plan, engine.facts
     return {
         "model": model,
         "layers": list(spec.moe_layers),
@@ -217,8 +214,8 @@ def engine_facts(engine: Engine, scheduler: requests.Scheduler, model: str) -> d
         "experts_per_token": spec.router.num_experts_per_tok,
         "num_slots": scheduler.counts().num_slots,
         "context_tokens": scheduler.context_tokens,
-        "mode": mode,
-        "budget_bytes": budget_bytes,
+        "mode": facts.mode,
+        "budget_bytes": facts.budget_bytes,
         "pages_total": None if plan is None else plan.num_pages,
         "pack": {
             "bytes": engine.pack.manifest.totals.content,

@@ -20,14 +20,16 @@ from torch import Tensor
 from moe_pack.formats import Pack
 from moe_pack.formats.base.cli import cache_folder
 from moe_pack.runtime import EngineOptions, Sampler, SamplingOptions, context_for, load_facts, measure, random_prompt
-from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
 from moe_pack.runtime.cpu import Kernels, num_cpus
-from moe_pack.runtime.cpu.reads import Reads
+from moe_pack.runtime.cpu.reads import open_reads
+from moe_pack.runtime.engine import offloaded
+from moe_pack.runtime.engine.built import Setup
 from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
 from moe_pack.runtime.offload import (
     Approximations,
     OffloadedWeights,
     Preset,
+    Routing,
     divide_budget,
     expert_cache_for,
     routing_bytes,
@@ -57,17 +59,16 @@ class Parts:
 class CountingWeights(OffloadedWeights):
     """Counts, in decode, the rows that were predicted for the experts that then ran, and the time of reads.
 
-    `reads`: of the store; None: not counted.   `prompt_read_ns`: how long reads took until the first token of decode.
+    `prompt_read_ns`: how long reads took until the first token of decode.
     """
 
     rows_predicted = 0
-    reads: Reads | None = None
     prompt_read_ns: int | None = None
 
     def decode_read_s(self) -> float:
         """Returns the seconds of decode in which at least one read was in progress."""
-        assert self.reads is not None and self.prompt_read_ns is not None, "there was a token of decode"
-        return (self.reads.stats().busy_ns - self.prompt_read_ns) / 1e9
+        assert self.prompt_read_ns is not None, "there was a token of decode"
+        return (self.store.reads.stats().busy_ns - self.prompt_read_ns) / 1e9
 
     def run_experts(
         self,
@@ -77,8 +78,8 @@ class CountingWeights(OffloadedWeights):
         router_weights: Tensor,
         partial_state: PartialState | None = None,
     ) -> Tensor:
-        if self.reads is not None and self.prompt_read_ns is None and len(x) == 1 and layer_idx == 0:
-            self.prompt_read_ns = self.reads.stats().busy_ns
+        if self.prompt_read_ns is None and len(x) == 1 and layer_idx == 0:
+            self.prompt_read_ns = self.store.reads.stats().busy_ns
         y = super().run_experts(layer_idx, x, experts, router_weights, partial_state)
         if len(x) == 1:
             self.rows_predicted += sum(len(neurons) for neurons in self.predicted.values())
@@ -96,8 +97,10 @@ def open_parts(
     preset = parts.preset
     assert preset.rows_below or not parts.selectors, "whole experts come with their selectors"
     assert options.budget_bytes is not None, "experts are offloaded within a budget"
-    choices = OffloadChoices(pack, options, lambda what: click.echo(what, err=True))
-    heat = selector_heat(popularity_shares(pack, choices.routing), pack.thresholds > 0) if parts.selectors else None
+    setup, disk = Setup(pack, options, context_tokens), offloaded.known_disk(options)
+    routing, is_direct = Routing.open(pack), offloaded.reads_directly(setup, disk)
+    shares = offloaded.popularity_shares(pack, routing)
+    heat = selector_heat(shares, pack.thresholds > 0) if parts.selectors else None
     plan = divide_budget(pack.layout, options.budget_bytes, context_tokens, routing_bytes(pack.folder), heat=heat)
     has_selector = resident_selectors(pack.layout, heat, plan.num_selectors)
     with ExitStack() as stack:
@@ -107,14 +110,14 @@ def open_parts(
             pack,
             operations,
             plan,
-            choices.open_reads,
+            lambda arena: open_reads(arena, is_direct, disk.threads),
             verify=True,
             rows_below=preset.rows_below,
-            gap_bytes=choices.gap_bytes(),
+            gap_bytes=disk.gap_bytes(),
             has_selector=has_selector,
         )
         stack.enter_context(closing(store))
-        cache = expert_cache_for(preset, cache_facts(pack, plan, choices.routing, has_selector))
+        cache = expert_cache_for(preset, offloaded.cache_facts(pack, plan, routing, has_selector))
         weights = CountingWeights(
             pack,
             operations,
@@ -124,7 +127,9 @@ def open_parts(
             reuses_selector=preset.reuse_selector,
             approximations=Approximations(substitute=parts.substitute),
         )
-        weights.prefetcher, weights.reads = choices.prefetcher(preset, weights), choices.reads
+        weights.prefetcher = offloaded.prefetcher_for(setup, preset, weights, routing)
+        for what in setup.fallbacks:
+            click.echo(what, err=True)
         yield Decoder(weights, context_tokens, torch.device("cpu"), plan.chunk_tokens), weights
 
 

@@ -30,7 +30,7 @@ import torch
 from gpu.engines import MEMORY
 from gpu.measuring import Clock, Results
 from moe_pack.runtime.cpu import is_available, why_unavailable
-from moe_pack.runtime.machine import LEAST_CAPABILITY
+from moe_pack.runtime.engine.machine import LEAST_CAPABILITY
 
 _GIB = 1 << 30
 _PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "click", "tqdm")

@@ -34,6 +34,7 @@ from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import Engine, EngineOptions, random_prompt, report
 from moe_pack.runtime.cpu import is_available
+from moe_pack.runtime.engine.options import MissesOption
 from moe_pack.runtime.gpu.devices import HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts
 from moe_pack.runtime.gpu.placements import Misses
@@ -42,7 +43,6 @@ from moe_pack.runtime.model import Decoder, EncoderDecoder
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import PRESETS, PolicyName
 from moe_pack.runtime.offload.prefetch import methods_by_layer
-from moe_pack.runtime.options import MissesOption
 
 MEMORY = Path("/dev/shm")
 _SPARE_BYTES = 2 << 30  # that stay free in a file system

@@ -35,12 +35,12 @@ from gpu.packs import MIXTRAL, QWEN3, PackRequest
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, Plan, part_format, uniform_plan
 from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, Text
+from moe_pack.runtime.engine.options import MissesOption
 from moe_pack.runtime.gpu.devices import host_bytes
 from moe_pack.runtime.gpu.fit import GpuCounts
 from moe_pack.runtime.gpu.placements import NUM_TURNS
 from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.options import MissesOption
 
 _PROMPT, _FORCED, _GREEDY = 48, 80, 48  # tokens
 _CONTEXT = _PROMPT + _FORCED + _GREEDY
@@ -205,8 +205,8 @@ def _compare(results: Results, clock: Clock, folder: Path, wanted: EngineRequest
 
         def at_end(engine: Running) -> None:
             needed[0] = counts(engine)
-            if isinstance(engine, Engine) and engine.gpu_memory is not None and engine.gpu_use is not None:
-                used[0], budget[0] = engine.gpu_memory.used_bytes(), engine.gpu_use.budget
+            if isinstance(engine, Engine) and (facts := engine.facts.gpu) is not None:
+                used[0], budget[0] = facts.memory.used_bytes(), facts.budget_bytes
 
         found = _answers(open_it, expected.ids, clock, at_end)
     off = (found.forced - expected.forced).abs().amax(1)
@@ -239,8 +239,9 @@ def _use(folder: Path, misses: MissesOption, kv_dtype: KvDtype | None) -> tuple[
     """Bytes of the GPU's memory that experts take where no budget is set, and all else."""
     wanted = EngineRequest(misses, kv_dtype=kv_dtype)
     with Pack(folder) as pack, Engine(pack, wanted.options(host_bytes(pack)), _CONTEXT) as opened:
-        use = opened.gpu_use
-    assert use is not None, "it is on a GPU"
+        facts = opened.facts.gpu
+    assert facts is not None
+    use = facts.use
     return use.experts, use.spent - use.experts
 
 

@@ -116,7 +116,7 @@ def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(
             LEAST_BYTES,
             lambda expert_bytes, chunk: Work(pack, driver, expert_bytes),
         )
-    assert str(fault.value).startswith("--budget: 355.0 MiB is too little; at least ")
+    assert str(fault.value).startswith("budget: 355.0 MiB is too little; at least ")
     assert driver.charged == CONTEXT_BYTES, "the measured engine is closed"
 
 

@@ -12,7 +12,7 @@ from support.models import pack
 
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.registry import read_spec
-from moe_pack.runtime.options import cpu_only
+from moe_pack.runtime.engine.options import cpu_only
 
 if TYPE_CHECKING:
     from support.families import Tiny

@@ -6,7 +6,7 @@ from support.cases import case
 from support.specs import ANSWERING, COMPRESSED, GROUPED, LATENT, Values, changed
 
 from moe_pack.formats import ModelSpec, RunError, dump
-from moe_pack.runtime.options import EngineOptions, cpu_only
+from moe_pack.runtime.engine.options import EngineOptions, cpu_only
 
 TEMPERATURE: Values = {"slope": 0.1, "length": 8, "is_from_one": False, "is_unrotated": False}
 BLOCKS: Values = {"kind": "pooled", "num_heads": 2, "head_dim": 32, "block_tokens": 4, "num_blocks": 3}

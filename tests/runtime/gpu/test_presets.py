@@ -11,19 +11,21 @@ from support.gpu_runs import CPU, TOLERANCE, expert_bytes_for, reference_logits
 from support.models import TinyMixtral, pack
 from support.routings import random_routing
 
-import moe_pack.runtime.engine as engine_module
+import moe_pack.runtime.engine.engine as engine_module
+import moe_pack.runtime.engine.gpu as builder
 import moe_pack.runtime.gpu.fit as fit
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime import Engine, EngineOptions, machine, report
-from moe_pack.runtime.engine import _GpuRun
+from moe_pack.runtime import Engine, EngineOptions, offload, report
+from moe_pack.runtime.engine import machine
+from moe_pack.runtime.engine.built import Setup
+from moe_pack.runtime.engine.machine import GpuHere
+from moe_pack.runtime.engine.report import RunReport, report_lines
 from moe_pack.runtime.gpu.devices import HostArena
 from moe_pack.runtime.gpu.fit import GpuRequest
 from moe_pack.runtime.gpu.gpu_engine import GpuInputs
-from moe_pack.runtime.machine import GpuHere
 from moe_pack.runtime.offload import PRESETS, Approximations, PolicyName
 from moe_pack.runtime.offload.routing_file import write_routing
-from moe_pack.runtime.run_report import RunReport, report_lines
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2})
 IDS = [(37 * i + 5) % 96 for i in range(3)]
@@ -47,36 +49,46 @@ class PlainMemory:
         return BUDGET
 
 
-class PlainEngine(Engine):
-    """The engine of a GPU over plain memory, with space for a share of the experts."""
+class PlainMemoryOfAGpu:
+    """Replaces the builder's view of the GPU: plain memory, with space for a share of the experts."""
 
-    inputs: GpuInputs
     share = 0.6
+    inputs: GpuInputs  # of the last engine
 
-    def _open_gpu(self) -> _GpuRun:
-        self.gpu_memory: Any = PlainMemory()
-        return _GpuRun(self.gpu_memory, GpuRequest(BUDGET, self._context_tokens, 4, "f32"), 1 << 30)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._memory, self._choose = PlainMemory(), builder.choose_inputs
+        monkeypatch.setattr(builder, "open_gpu", self._open)
+        monkeypatch.setattr(builder, "choose_inputs", self._chosen)
 
-    def _gpu_inputs(self, ram_bytes: int, most_bytes: int) -> GpuInputs:
-        self.inputs = super()._gpu_inputs(ram_bytes, most_bytes)
-        self.gpu_memory.least_bytes = self.inputs.least_bytes
-        self.gpu_memory.expert_bytes = expert_bytes_for(self.pack, self.share, self.inputs.misses)
-        return self.inputs
+    def _open(self, setup: Setup, device: torch.device) -> builder.GpuRun:
+        self._memory = PlainMemory()
+        return builder.GpuRun(CPU, self._memory, GpuRequest(BUDGET, setup.context_tokens, 4, "f32"), 1 << 30)
+
+    def _chosen(self, setup: Setup, run: builder.GpuRun, sharing: builder.Sharing) -> tuple[GpuInputs, offload.Preset]:
+        self.inputs, preset = self._choose(setup, run, sharing)
+        self._memory.least_bytes = self.inputs.least_bytes
+        self._memory.expert_bytes = expert_bytes_for(setup.pack, self.share, self.inputs.misses)
+        return self.inputs, preset
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PlainMemoryOfAGpu:
     monkeypatch.setattr(engine_module, "_device", lambda name: CPU)
     monkeypatch.setattr(HostArena, "is_layer_locked", lambda self, layer_idx: True)
     monkeypatch.setattr(HostArena, "is_locked", True)
+    return PlainMemoryOfAGpu(monkeypatch)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     pack(SHAPE.write(tmp_path / "source"), tmp_path / "packed", selector="up")
     rewrite_thresholds(tmp_path / "packed", np.full((2, 4), 0.02, np.float32))
     return tmp_path / "packed"
 
 
-def run(folder: Path, options: EngineOptions) -> tuple[PlainEngine, RunReport]:
+def run(folder: Path, options: EngineOptions) -> tuple[Engine, RunReport]:
     """Runs tokens one by one; returns the engine, closed, and what it reported before."""
-    with Pack(folder) as opened, PlainEngine(opened, options, 64) as engine:
+    with Pack(folder) as opened, Engine(opened, options, 64) as engine:
         decoder = engine.decoder
         found = torch.cat([decoder.logits([token]) for token in IDS])
         if options.approximations == Approximations():
@@ -88,15 +100,15 @@ def options_for(policy: PolicyName, **others: Any) -> EngineOptions:
     return EngineOptions(device="cuda", policy=policy, kernels="portable", **others)
 
 
-def check_preset(folder: Path, policy: PolicyName) -> None:
+def check_preset(gpu: PlainMemoryOfAGpu, folder: Path, policy: PolicyName) -> None:
     preset = PRESETS[policy]
-    engine, facts = run(folder, options_for(policy))
+    _, facts = run(folder, options_for(policy))
     lines = report_lines(facts)
-    prediction = engine.inputs.prediction
+    prediction = gpu.inputs.prediction
     assert (prediction is None) == (preset.prediction == "none")
     predicts = "" if prediction is None else f", predicting by {preset.prediction}"
     assert dict(lines)["policy"] == f"{policy}{predicts}"
-    assert engine.inputs.by_expert == (policy == "importance") == (engine.inputs.rates is None)
+    assert gpu.inputs.by_expert == (policy == "importance") == (gpu.inputs.rates is None)
     names = {name for name, _ in lines}
     assert {"GPU memory", "missing rows", "neurons"} <= names
     assert facts.gpu is not None
@@ -106,26 +118,32 @@ def check_preset(folder: Path, policy: PolicyName) -> None:
 
 
 @pytest.mark.slow
-def test_every_preset_runs_and_predicts_as_its_paper(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_preset_runs_and_predicts_as_its_paper(
+    gpu: PlainMemoryOfAGpu, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fit, "run_everything", lambda *of_engine: None)  # the other test runs it
     with Pack(folder) as opened:
         write_routing(opened, random_routing(2, 4, 2, 64, best=(4,)))
     for policy in PRESETS:
         with case(policy):
-            check_preset(folder, policy)
-    alone, _ = run(folder, options_for("importance", misses="cpu"))
-    assert not alone.inputs.by_expert, "the link brings nothing"
+            check_preset(gpu, folder, policy)
+    run(folder, options_for("importance", misses="cpu"))
+    assert not gpu.inputs.by_expert, "the link brings nothing"
 
 
-def test_auto_runs_there_where_a_gpu_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_runs_there_where_a_gpu_is_found(
+    gpu: PlainMemoryOfAGpu, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fit, "run_everything", lambda *of_engine: None)
     monkeypatch.setattr(machine, "gpu_here", lambda: GpuHere("NVIDIA H200", 139 << 30))
-    with Pack(folder) as opened, PlainEngine(opened, EngineOptions(kernels="portable"), 64) as engine:
+    with Pack(folder) as opened, Engine(opened, EngineOptions(kernels="portable"), 64) as engine:
         assert engine.options.device == "cuda" and report(engine).gpu is not None
 
 
 @pytest.mark.slow
-def test_trust_that_changes_nothing_is_a_fallback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trust_that_changes_nothing_is_a_fallback(
+    gpu: PlainMemoryOfAGpu, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fit, "run_everything", lambda *of_engine: None)
     trusting, begin = Approximations(runs_predicted=True), "--trust-experts changes nothing: "
     for policy, others, share, why in (
@@ -136,13 +154,13 @@ def test_trust_that_changes_nothing_is_a_fallback(folder: Path, monkeypatch: pyt
         ("corm", {}, 0.6, []),
     ):
         with case(policy, others, share), Pack(folder) as opened:
-            monkeypatch.setattr(PlainEngine, "share", share)
-            with PlainEngine(opened, options_for(policy, approximations=trusting, **others), 64) as engine:
+            gpu.share = share
+            with Engine(opened, options_for(policy, approximations=trusting, **others), 64) as engine:
                 assert [each for each in engine.fallbacks if "trust" in each] == [begin + each for each in why]
 
 
 @pytest.mark.slow
-def test_a_prediction_that_needs_a_profile_is_the_routers_without_one(folder: Path) -> None:
+def test_a_prediction_that_needs_a_profile_is_the_routers_without_one(gpu: PlainMemoryOfAGpu, folder: Path) -> None:
     engine, _ = run(folder, options_for("floe"))
     assert engine.fallbacks[0] == NO_ROUTING.format("mlp")
-    assert engine.inputs.prediction is not None and engine.inputs.prediction.methods == {1: "router"}
+    assert gpu.inputs.prediction is not None and gpu.inputs.prediction.methods == {1: "router"}

@@ -28,7 +28,8 @@ from moe_pack.formats.parts import GatedStreamsSpec
 from moe_pack.formats.parts.specs import dense_roles, state_values
 from moe_pack.runtime.cpu import reads
 from moe_pack.runtime.cpu.reads import BlockingReads
-from moe_pack.runtime.engine import Engine
+from moe_pack.runtime.engine.engine import Engine
+from moe_pack.runtime.engine.options import EngineOptions, cpu_only
 from moe_pack.runtime.model import (
     TORCH,
     CheckpointWeights,
@@ -48,7 +49,6 @@ from moe_pack.runtime.model.mixer import ngram_output
 from moe_pack.runtime.model.mixers import LaterRows, LayerState, NgramRows
 from moe_pack.runtime.model.mixers.ngrams import row_numbers
 from moe_pack.runtime.offload.budgets import cache_bytes, ngram_bytes
-from moe_pack.runtime.options import EngineOptions, cpu_only
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_pack.runtime import available_bytes, give_back_freed
-from moe_pack.runtime.machine import anonymous_bytes
+from moe_pack.runtime.engine.machine import anonymous_bytes
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def test_what_was_freed_between_things_in_use_is_given_back() -> None:
 HELD_AFTER_FREEING = """
 import numpy as np
 from moe_pack.runtime import give_back_large_at_once
-from moe_pack.runtime.machine import anonymous_bytes
+from moe_pack.runtime.engine.machine import anonymous_bytes
 {call}
 first = np.ones(28 << 20, np.uint8)
 del first  # glibc raises its bound
@@ -64,7 +64,7 @@ def test_large_memory_is_given_back_at_once_if_asked_for(call: str, given_back: 
 
 NUM_HEAPS = """
 import ctypes, threading
-from moe_pack.runtime.machine import use_one_heap
+from moe_pack.runtime.engine.machine import use_one_heap
 {call}
 libc, together = ctypes.CDLL(None), threading.Barrier(12)
 def allocate():

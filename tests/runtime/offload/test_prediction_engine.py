@@ -12,12 +12,12 @@ from moe_pack.formats import Pack, RunError, size_text
 from moe_pack.formats.families import PredictionLayer
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.drafts.prediction_layer import prediction_bytes
-from moe_pack.runtime.engine import Engine
+from moe_pack.runtime.engine.engine import Engine
+from moe_pack.runtime.engine.options import DraftOption, EngineOptions
+from moe_pack.runtime.engine.report import RunReport, report, report_lines
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.offload import Approximations, Sequences, routing_bytes
 from moe_pack.runtime.offload.budgets import least_budget
-from moe_pack.runtime.options import DraftOption, EngineOptions
-from moe_pack.runtime.run_report import RunReport, report, report_lines
 from moe_pack.runtime.sampling import Sampler
 
 CONTEXT, PROMPT = 100, token_ids()[:20]

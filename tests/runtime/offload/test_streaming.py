@@ -20,7 +20,7 @@ from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import Decoder, PackWeights
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, OffloadedWeights, PolicyName, divide_budget, expert_pages, whole_bytes
-from moe_pack.runtime.offload.budgets import BudgetOptionNames
+from moe_pack.runtime.offload.budgets import named_budget
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000, 8, 9, 10, 11, 12, 2, 5, 4000]
 NUM_PROMPT = 14
@@ -149,8 +149,8 @@ def test_rows_alone_are_read_where_few_run(sparse_pack: Path) -> None:
             options = EngineOptions(budget_bytes=budget, policy="lru", cutover=cutover, kernels="portable")
             with Engine(opened, options, CONTEXT) as engine:
                 answers(engine)
-                assert engine.choices is not None and engine.choices.reads is not None
-                return engine.choices.reads.stats().bytes_urgent
+                assert engine.offloaded is not None
+                return engine.offloaded.store.reads.stats().bytes_urgent
 
     assert bytes_read(1.0) < bytes_read(0.0)
 
@@ -164,8 +164,7 @@ def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
             answers(engine)
             weights = engine.weights
             assert isinstance(weights, OffloadedWeights)
-            assert engine.choices is not None and engine.choices.reads is not None
-            bytes_read, num_layers = engine.choices.reads.stats().bytes_urgent, len(opened.spec.moe_layers)
+            bytes_read, num_layers = weights.store.reads.stats().bytes_urgent, len(opened.spec.moe_layers)
         misses = weights.prefill.needed - weights.prefill.hits + weights.decode.needed - weights.decode.hits
         size = -(-opened.layout.experts[0][0].num_bytes // 4096) * 4096
         assert bytes_read == misses * size, "all fit: each is read once"
@@ -236,17 +235,17 @@ def test_a_budget_that_is_too_small_says_what_is_needed(dense_pack: Path) -> Non
         needed = budget_for(opened, 1, CONTEXT)
         plan = divide_budget(opened.layout, needed, CONTEXT, 0)
         assert plan.num_pages == 1
-        with pytest.raises(RunError, match=r"^--budget: 1.0 MiB is too little; .* needs at least .* of dense weights"):
+        with pytest.raises(RunError, match=r"^budget: 1.0 MiB is too little; .* needs at least .* of dense weights"):
             divide_budget(opened.layout, MIB, CONTEXT, 0)
 
 
 def test_what_predicts_counts_and_is_named_where_a_budget_is_too_small(dense_pack: Path) -> None:
     with Pack(dense_pack) as opened:
         needed = budget_for(opened, 1, CONTEXT)
-        asked_as = BudgetOptionNames("--target", "--context")
-        with pytest.raises(RunError, match=r"^--target: .*, 1.0 MiB of predictors.* context with --context$"):
-            divide_budget(opened.layout, needed, CONTEXT, MIB, asked_as)
-        assert divide_budget(opened.layout, needed + MIB, CONTEXT, MIB, asked_as).num_pages == 1
+        expected = r"^--target: .*, 1.0 MiB of predictors.* context with --context$"
+        with pytest.raises(RunError, match=expected), named_budget("--target", "--context"):
+            divide_budget(opened.layout, needed, CONTEXT, MIB)
+        assert divide_budget(opened.layout, needed + MIB, CONTEXT, MIB).num_pages == 1
 
 
 def test_the_whole_of_a_pack_takes_as_much_as_is_said_and_no_byte_less(dense_pack: Path) -> None:

@@ -15,8 +15,8 @@ from support.models import BOOK, PackMaker
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, Text
+from moe_pack.runtime.engine.machine import anonymous_bytes
 from moe_pack.runtime.generate import generate
-from moe_pack.runtime.machine import anonymous_bytes
 from moe_pack.runtime.offload import PolicyName
 
 NUM_TOKENS = int(os.environ.get("MOE_PACK_SOAK_TOKENS", "1000"))

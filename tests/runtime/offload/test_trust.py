@@ -17,8 +17,8 @@ from torch import Tensor
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.cpu.reads import BlockingReads
+from moe_pack.runtime.engine.offloaded import cache_facts
 from moe_pack.runtime.model import Decoder, PackWeights, linear
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import (

@@ -27,13 +27,10 @@ DIGITS: dict[NumericsMode, int] = {"exact": 0, "fast": 2, "fastest": 1}  # of 8 
 
 @dataclass(frozen=True, slots=True)
 class ModeLoss:
-    """What a mode costs: the mean KL divergence from `exact` in nats a token, and half the width of its 95% interval.
-
-    `half_width`: None if there were too few tokens for one.
-    """
+    """The cost of a mode: the mean KL divergence from `exact` in nats a token."""
 
     kl: float
-    half_width: json_files.Amount | None
+    half_width: json_files.Amount | None  # of its 95% interval; None if there were too few tokens for one
 
     @property
     def is_small(self) -> bool:

@@ -5,7 +5,7 @@ where it would have no effect. What the options mean together, the engine decide
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,9 +13,9 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.base import commands
 from moe_pack.runtime import offload
-from moe_pack.runtime.machine import MachineFacts
+from moe_pack.runtime.engine.machine import MachineFacts
+from moe_pack.runtime.engine.numerics import NumericsOption
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.numerics import NumericsOption
 
 if TYPE_CHECKING:
     from moe_pack.formats.families.text_files import TextFiles
@@ -28,9 +28,8 @@ DraftOption = Literal["auto", "off", "ngram", "mtp"]
 
 # Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
 _GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
-DEVICE_OPTION = formats.option(
-    "--device", help="Where to compute."
-)  # of measurements, which are the same everywhere on CPUs
+# Of measurements, which are the same everywhere on CPUs.
+DEVICE_OPTION = formats.option("--device", help="Where to compute.")
 Device = Literal["auto", "cpu", "cuda"]
 MAX_SEED = 2**63 - 1
 _INFINITE = float("inf")
@@ -102,172 +101,134 @@ def _uncoded_on_gpu(spec: "formats.ModelSpec", kv_dtype: KvDtype | None) -> str 
 
 @dataclass(frozen=True, slots=True)
 class GpuRefusal:
-    """What keeps a run from a GPU. `why`: for `--device auto`, which takes the CPU; `message`: for `--device cuda`."""
+    """The reason that keeps a run from a GPU."""
 
-    why: str
-    message: str
+    why: str  # for `--device auto`, which takes the CPU
+    message: str  # for `--device cuda`
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to run a pack; the help of each option says what its field means.
+    """How to run a pack; the help of each option says what its field means."""
 
-    `approximations`: options that may change the answer.   `chunk_tokens`: the most tokens of a forward pass; None: as
-    many as the budget allows.   `machine`: what `moe-pack doctor` measured; None if it did not.
-    """
-
-    device: Device = field(
-        default="auto",
-        metadata=formats.option(
-            "--device",
-            help="Where to compute. auto is cuda if there is a GPU that can run the pack with the given options, else "
-            "cpu; a line says which, and why.",
-        ),
+    device: Device = commands.option_field(
+        "auto",
+        "--device",
+        help="Where to compute. auto is cuda if there is a GPU that can run the pack with the given options, else "
+        "cpu; a line says which, and why.",
     )
-    budget_bytes: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--budget",
-            parse=commands.read_size,
-            metavar="SIZE",
-            help="Memory for weights, key-value cache and workspace, as 11G or 800M; experts that do not fit are "
-            "offloaded. On a GPU: GPU memory, with everything that the driver counts.  [default: the free "
-            "memory]",
-        ),
+    budget_bytes: int | None = commands.option_field(
+        None,
+        "--budget",
+        parse=commands.read_size,
+        metavar="SIZE",
+        help="Memory for weights, key-value cache and workspace, as 11G or 800M; experts that do not fit are "
+        "offloaded. On a GPU: GPU memory, with everything that the driver counts.  [default: the free "
+        "memory]",
     )
-    misses: MissesOption = field(
-        default="auto",
-        metadata=formats.option(
-            "--misses",
-            mark=_GPU,
-            help="On a GPU: what happens with the rows that a token needs and GPU memory lacks. cpu computes "
-            "them on the CPU; pull copies them over the link, and gives the same bits whatever is in GPU memory; auto "
-            "shares them between both by measured rates.",
-        ),
+    misses: MissesOption = commands.option_field(
+        "auto",
+        "--misses",
+        mark=_GPU,
+        help="On a GPU: what happens with the rows that a token needs and GPU memory lacks. cpu computes "
+        "them on the CPU; pull copies them over the link, and gives the same bits whatever is in GPU memory; auto "
+        "shares them between both by measured rates.",
     )
-    ram_bytes: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--ram",
-            parse=commands.read_size,
-            metavar="SIZE",
-            mark=_GPU,
-            help="On a GPU: host memory for experts; if the pack is larger, experts come from the disk.  "
-            "[default: three quarters of the free memory]",
-        ),
+    ram_bytes: int | None = commands.option_field(
+        None,
+        "--ram",
+        parse=commands.read_size,
+        metavar="SIZE",
+        mark=_GPU,
+        help="On a GPU: host memory for experts; if the pack is larger, experts come from the disk.  "
+        "[default: three quarters of the free memory]",
     )
-    numerics: NumericsOption = field(
-        default="auto",
-        metadata=formats.option(
-            "--numerics",
-            help="How inputs of products are rounded: exact, not at all; fast, to 16 bits in prompts; fastest, to 8. "
-            "The last two CHANGE THE ANSWER a little. auto takes the fastest whose loss was measured for this pack and "
-            "is below 0.0005 nats. On a GPU: fast computes prompts in bfloat16, auto is exact.",
-        ),
+    numerics: NumericsOption = commands.option_field(
+        "auto",
+        "--numerics",
+        help="How inputs of products are rounded: exact, not at all; fast, to 16 bits in prompts; fastest, to 8. "
+        "The last two CHANGE THE ANSWER a little. auto takes the fastest whose loss was measured for this pack and "
+        "is below 0.0005 nats. On a GPU: fast computes prompts in bfloat16, auto is exact.",
     )
-    kv_dtype: KvDtype | None = field(
-        default=None,
-        metadata=formats.option(
-            "--kv-dtype",
-            help="How keys and values are stored: as float32, as bfloat16, or as codes of about 9 or 5 bits (q8, q4). "
-            "All but f32 CHANGE THE ANSWER a little.  [default: f32; on a GPU bf16]",
-        ),
+    kv_dtype: KvDtype | None = commands.option_field(
+        None,
+        "--kv-dtype",
+        help="How keys and values are stored: as float32, as bfloat16, or as codes of about 9 or 5 bits (q8, q4). "
+        "All but f32 CHANGE THE ANSWER a little.  [default: f32; on a GPU bf16]",
     )
-    policy: Literal["auto"] | offload.PolicyName = field(
-        default="auto",
-        metadata=formats.option(
-            "--policy",
-            help="Which experts stay in memory and which are prefetched. auto evicts by the policy that has the most "
-            "hits on the routes of the attached profile, and predicts by the method that is best in the profile.",
-        ),
+    policy: Literal["auto"] | offload.PolicyName = commands.option_field(
+        "auto",
+        "--policy",
+        help="Which experts stay in memory and which are prefetched. auto evicts by the policy that has the most "
+        "hits on the routes of the attached profile, and predicts by the method that is best in the profile.",
     )
-    prefetches: bool = field(
-        default=True,
-        metadata=formats.option("--no-prefetch", help="Read an expert only after its router has chosen it."),
+    prefetches: bool = commands.option_field(
+        True, "--no-prefetch", help="Read an expert only after its router has chosen it."
     )
-    cutover: float | None = field(
-        default=None,
-        metadata=formats.option(
-            "--cutover",
-            least=0,
-            most=1,
-            metavar="SHARE",
-            mark=_OFFLOAD,
-            help="Read single rows of an expert if less than this share of its neurons runs.  [default: the policy's; "
-            "for auto what is faster on this disk, which is measured once]",
-        ),
+    cutover: float | None = commands.option_field(
+        None,
+        "--cutover",
+        least=0,
+        most=1,
+        metavar="SHARE",
+        mark=_OFFLOAD,
+        help="Read single rows of an expert if less than this share of its neurons runs.  [default: the policy's; "
+        "for auto what is faster on this disk, which is measured once]",
     )
-    read: ReadOption = field(
-        default="auto",
-        metadata=formats.option(
-            "--read",
-            help="direct bypasses the system's cache; pread reads through it; auto takes direct where the file system "
-            "supports it, unless moe-pack doctor found pread faster; map uses mapped files, which keep to no budget.",
-        ),
+    read: ReadOption = commands.option_field(
+        "auto",
+        "--read",
+        help="direct bypasses the system's cache; pread reads through it; auto takes direct where the file system "
+        "supports it, unless moe-pack doctor found pread faster; map uses mapped files, which keep to no budget.",
     )
-    verify: VerifyOption = field(
-        default="lazy",
-        metadata=formats.option(
-            "--verify",
-            help="lazy checks each expert when it is first read; full checks every byte of the pack before the first "
-            "token; off does not check offloaded experts.",
-        ),
+    verify: VerifyOption = commands.option_field(
+        "lazy",
+        "--verify",
+        help="lazy checks each expert when it is first read; full checks every byte of the pack before the first "
+        "token; off does not check offloaded experts.",
     )
     approximations: offload.Approximations = offload.EXACT
-    draft: DraftOption = field(
-        default="auto",
-        metadata=formats.option(
-            "--draft",
-            help="Drafts on the CPU: tokens are proposed cheaply and verified together; the answer stays the same. "
-            "ngram looks for the last tokens earlier in the text and proposes what followed them; mtp runs the "
-            "prediction layer that the model ships, which takes memory; auto is ngram where native kernels compute; "
-            "off runs each token alone.",
-        ),
+    draft: DraftOption = commands.option_field(
+        "auto",
+        "--draft",
+        help="Drafts on the CPU: tokens are proposed cheaply and verified together; the answer stays the same. "
+        "ngram looks for the last tokens earlier in the text and proposes what followed them; mtp runs the "
+        "prediction layer that the model ships, which takes memory; auto is ngram where native kernels compute; "
+        "off runs each token alone.",
     )
-    threads: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--threads",
-            "-t",
-            least=1,
-            most=1024,
-            help="CPU threads that compute.  [default: all CPUs that the process may use; with a GPU all but one]",
-        ),
+    threads: int | None = commands.option_field(
+        None,
+        "--threads",
+        "-t",
+        least=1,
+        most=1024,
+        help="CPU threads that compute.  [default: all CPUs that the process may use; with a GPU all but one]",
     )
-    kernels: KernelsOption = field(
-        default="auto",
-        metadata=formats.option(
-            "--kernels",
-            help="What computes on the CPU: the best native kernels for this machine (auto), those for one instruction "
-            "set, or plain torch.",
-        ),
+    kernels: KernelsOption = commands.option_field(
+        "auto",
+        "--kernels",
+        help="What computes on the CPU: the best native kernels for this machine (auto), those for one instruction "
+        "set, or plain torch.",
     )
-    is_strict: bool = field(
-        default=False,
-        metadata=formats.option("--strict", help="Turn a fallback into an error."),
+    is_strict: bool = commands.option_field(False, "--strict", help="Turn a fallback into an error.")
+    trace: Path | None = commands.option_field(
+        None,
+        "--trace",
+        path="file",
+        metavar="FILE",
+        mark=_OFFLOAD,
+        help="Write what happened when, for ui.perfetto.dev.",
     )
-    trace: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--trace",
-            path="file",
-            metavar="FILE",
-            mark=_OFFLOAD,
-            help="Write what happened when, for ui.perfetto.dev.",
-        ),
+    record: Path | None = commands.option_field(
+        None,
+        "--record",
+        path="file",
+        metavar="FILE",
+        mark=_OFFLOAD,
+        help="Write what the routers chose, for moe-pack replay.",
     )
-    record: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--record",
-            path="file",
-            metavar="FILE",
-            mark=_OFFLOAD,
-            help="Write what the routers chose, for moe-pack replay.",
-        ),
-    )
-    chunk_tokens: int | None = None
-    machine: MachineFacts | None = None
+    chunk_tokens: int | None = None  # the most of a forward pass; None: as many as the budget allows
+    machine: MachineFacts | None = None  # as `moe-pack doctor` measured it; None if it did not
 
     def offload_only(self) -> list[str]:
         """Lists the given options that have a meaning for offloaded experts only."""
@@ -337,66 +298,45 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How to choose tokens; the defaults are those of moe-run and moe-serve for models that say nothing.
+    """How to choose tokens; the defaults are those of moe-run and moe-serve for models that say nothing."""
 
-    `temperature`: 0 always takes the likeliest token.   `top_p`, `top_k`, `min_p`: draw from the smallest set of tokens
-    with this probability, from so many likeliest tokens, from tokens with at least this share of the likeliest one's
-    probability.   `repetition_penalty`: divides positive logits, and multiplies negative ones, of tokens of prompt and
-    answer.   `frequency_penalty`, `presence_penalty`: are subtracted from the logit of a token of the answer, for each
-    time it occurred, and once.   `logit_bias`: pairs of a token and what is added to its logit.   `seed`: repeats a
-    draw; None: every request differs.
-    """
-
-    temperature: float = 0.8
-    top_p: float = 0.95
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
+    temperature: float = 0.8  # 0 always takes the likeliest token
+    top_p: float = 0.95  # draws from the smallest set of tokens with this probability
+    top_k: int = 0  # draws from so many likeliest tokens; 0: all
+    min_p: float = 0.0  # draws from tokens with at least this share of the likeliest one's probability
+    repetition_penalty: float = 1.0  # divides positive logits, multiplies negative ones, of tokens that came before
+    frequency_penalty: float = 0.0  # is subtracted from the logit of a token of the answer, each time it occurred
+    presence_penalty: float = 0.0  # likewise, once
+    logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of a token and an amount that is added to its logit
+    seed: int | None = None  # repeats a draw; None: every request differs
 
 
 @dataclass(frozen=True, slots=True)
 class AskedSampling:
     """How a user of a command asks for tokens to be chosen; None for what the model's publisher says."""
 
-    temperature: float | None = field(
-        default=None,
-        metadata=formats.option(
-            "--temperature",
-            help="0 always takes the likeliest token.  [default, as for the next four: the model's "
-            "generation_config.json, else 0.8]",
-        ),
+    temperature: float | None = commands.option_field(
+        None,
+        "--temperature",
+        help="0 always takes the likeliest token.  [default, as for the next four: the model's "
+        "generation_config.json, else 0.8]",
     )
-    top_p: float | None = field(
-        default=None,
-        metadata=formats.option(
-            "--top-p", help="Draw from the smallest set of tokens that has this probability.  [default: else 0.95]"
-        ),
+    top_p: float | None = commands.option_field(
+        None, "--top-p", help="Draw from the smallest set of tokens that has this probability.  [default: else 0.95]"
     )
-    top_k: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--top-k", metavar="N", help="Draw from the N likeliest tokens.  [default: else 0, all of them]"
-        ),
+    top_k: int | None = commands.option_field(
+        None, "--top-k", metavar="N", help="Draw from the N likeliest tokens.  [default: else 0, all of them]"
     )
-    min_p: float | None = field(
-        default=None,
-        metadata=formats.option(
-            "--min-p",
-            help="Draw from tokens that have at least this share of the likeliest one's probability.  "
-            "[default: else 0]",
-        ),
+    min_p: float | None = commands.option_field(
+        None,
+        "--min-p",
+        help="Draw from tokens that have at least this share of the likeliest one's probability.  [default: else 0]",
     )
-    repetition_penalty: float | None = field(
-        default=None,
-        metadata=formats.option(
-            "--repetition-penalty",
-            help="Divide the positive logits of tokens that came before, and multiply the negative ones, by this.  "
-            "[default: else 1, which changes nothing]",
-        ),
+    repetition_penalty: float | None = commands.option_field(
+        None,
+        "--repetition-penalty",
+        help="Divide the positive logits of tokens that came before, and multiply the negative ones, by this.  "
+        "[default: else 1, which changes nothing]",
     )
 
     def over(self, usual: SamplingOptions) -> SamplingOptions:
@@ -452,8 +392,8 @@ def check_sampling(options: SamplingOptions, shown: Callable[[str], str] = str) 
         ("min_p", options.min_p, 0 <= options.min_p <= 1, "a number from 0 to 1"),
         (
             "repetition_penalty",
-            options.repetition_penalty,
-            0 < options.repetition_penalty < _INFINITE,
+            repetition := options.repetition_penalty,
+            0 < repetition < _INFINITE,
             "a number above 0",
         ),
         ("frequency_penalty", options.frequency_penalty, abs(options.frequency_penalty) <= 2, "a number from -2 to 2"),

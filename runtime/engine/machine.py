@@ -11,30 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from moe_pack import formats
 from moe_pack.formats.base import json_files
-
-if TYPE_CHECKING:
-    pass
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # glibc's malloc.h
 _LARGE_BYTES = 4 << 20
+_USUAL_SHARE = 0.75  # of free memory
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 
 
 class _CgroupFiles(NamedTuple):
-    """Where a control group says its memory's limit and use; `page_cache`: the line of memory.stat with files' pages.
+    """Where a control group says its memory's limit and use.
 
     The system evicts files' pages before a process reaches the limit, so they do not count as used here.
     """
 
     limit: str
     used: str
-    page_cache: str
+    page_cache: str  # the line of memory.stat with files' pages
 
 
 _CGROUP_VERSIONS = (
@@ -45,16 +43,23 @@ _CGROUP_VERSIONS = (
 
 def available_bytes() -> int | None:
     """Returns the memory that is free without swapping, within the control group's limit; None if it is not known."""
-    free = _field(_MEMINFO, "MemAvailable")
-    left = _left_in_cgroup()
-    known = [number for number in (free, left) if number is not None]
-    return min(known) if known else None
+    return _least_known(_field(_MEMINFO, "MemAvailable"), _left_in_cgroup())
+
+
+def usual_bytes() -> int | None:
+    """Returns the memory that a run takes if no option says how much; None if the free memory is not known."""
+    free = available_bytes()
+    return None if free is None else int(_USUAL_SHARE * free)
 
 
 def total_bytes() -> int | None:
     """Returns all memory of the machine, within the control group's limit; None if it is not known."""
-    known = [number for number in (_field(_MEMINFO, "MemTotal"), *_limits()) if number is not None]
-    return min(known) if known else None
+    limits = (_number(folder / names.limit) for folder in _cgroup_folders() for names in _CGROUP_VERSIONS)
+    return _least_known(_field(_MEMINFO, "MemTotal"), *limits)
+
+
+def _least_known(*numbers: int | None) -> int | None:
+    return min((number for number in numbers if number is not None), default=None)
 
 
 def anonymous_bytes() -> int | None:
@@ -68,9 +73,7 @@ def give_back_freed() -> None:
     The allocator keeps freed memory that lies between used memory, and large tensors that do not fit there take new
     memory. So this pays after stages that allocate and free much.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
+    _call_libc("malloc_trim", ctypes.c_size_t(0))
 
 
 def give_back_large_at_once() -> None:
@@ -79,9 +82,7 @@ def give_back_large_at_once() -> None:
     Left alone, the allocator raises its own bound to 32 MiB once such memory was freed. Then large tensors lie in its
     heaps, one for each thread, and a conversion of a few experts at once holds half as much memory again.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    _call_libc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def use_one_heap() -> None:
@@ -90,9 +91,14 @@ def use_one_heap() -> None:
     Left alone, the allocator has up to 8 heaps for each CPU. What a request frees in one of them is of no use to
     another, so the memory of a server with many threads grows long after its first requests.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
+    _call_libc("mallopt", _M_ARENA_MAX, 1)
+
+
+def _call_libc(name: str, *arguments: object) -> None:
+    """Calls a function of the C library, if there is one of this name."""
+    function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
+    if function is not None:
+        function(*arguments)
 
 
 def _field(path: Path, name: str) -> int | None:
@@ -112,10 +118,6 @@ def _left_in_cgroup() -> int | None:
             if limit is not None and used is not None:
                 return max(limit - used + _stat(folder / "memory.stat", names.page_cache), 0)
     return None
-
-
-def _limits() -> list[int | None]:
-    return [_number(folder / names.limit) for folder in _cgroup_folders() for names in _CGROUP_VERSIONS]
 
 
 def _stat(path: Path, name: str) -> int:
@@ -151,11 +153,11 @@ _MAJOR, _MINOR = 75, 76  # the two halves of the compute capability, in cuda.h's
 
 @dataclass(frozen=True, slots=True)
 class GpuHere:
-    """The GPU on which torch computes. `fault`: why our kernels do not run on it, in words; None if they do."""
+    """The GPU on which torch computes."""
 
     name: str
     memory_bytes: int
-    fault: str | None = None
+    fault: str | None = None  # why our kernels do not run on it, in words; None if they do
 
 
 def gpu_here() -> GpuHere | None:
@@ -227,12 +229,9 @@ class SizedRate:
 
 @dataclass(frozen=True, slots=True)
 class WidthRate:
-    """The rate at which matrices of one width are multiplied, in bytes of the matrix.
+    """The rate at which matrices of one width are multiplied, in bytes of the matrix."""
 
-    `width`: bits of a code; 16: bfloat16; of a trellis, bits of two weights.
-    """
-
-    width: json_files.Positive
+    width: json_files.Positive  # bits of a code; 16: bfloat16; of a trellis, bits of two weights
     rate: Rate
 
 
@@ -251,23 +250,17 @@ def _rate_at(curve: Sequence[SizedRate], size: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DiskFacts:
-    """A disk: rates of scattered reads from files of `file_bytes` in all, which the system's cache did not have.
+    """A disk: rates of scattered reads from files that the system's cache did not have."""
 
-    `name`: the block device's; None if the system does not say it.   `mode`, `threads`: the way of reading that is best
-    over all sizes.   `curve`: its rates, in rising order of sizes.   `alone`: the rates with one read at a time.
-    `best`: the best rate of each mode and size.   `read_cpu_s`, `byte_cpu_s`: the time of a processor that each read
-    takes, and each of its bytes.
-    """
-
-    name: str | None
-    file_bytes: json_files.Count
-    mode: Literal["direct", "pread"]
-    threads: json_files.Positive
-    curve: tuple[SizedRate, ...]
-    alone: tuple[SizedRate, ...]
-    best: tuple[ReadRate, ...]
-    read_cpu_s: json_files.Amount = 0.0
-    byte_cpu_s: json_files.Amount = 0.0
+    name: str | None  # the block device's; None if the system does not say it
+    file_bytes: json_files.Count  # of all files
+    mode: Literal["direct", "pread"]  # the way of reading that is best over all sizes
+    threads: json_files.Positive  # likewise
+    curve: tuple[SizedRate, ...]  # the rates of this way, in rising order of sizes
+    alone: tuple[SizedRate, ...]  # with one read at a time
+    best: tuple[ReadRate, ...]  # of each mode and size
+    read_cpu_s: json_files.Amount = 0.0  # time of a processor that each read takes
+    byte_cpu_s: json_files.Amount = 0.0  # and each of its bytes
 
     @property
     def smallest_efficient_bytes(self) -> int:
@@ -304,12 +297,10 @@ class DiskFacts:
         Source:  the cutover of CORM, Fig. 9, for a disk and with neighbours merged.
         """
         assert 0 <= share <= 1, "a share of the rows"
-        from moe_pack.formats import DISK_BLOCK_BYTES
-
         running = share * num_rows
         if running <= 0:
             return 0.0
-        edges = DISK_BLOCK_BYTES - _ROW_ALIGN  # mean of both ends together: rows begin at any multiple of 16
+        edges = formats.DISK_BLOCK_BYTES - _ROW_ALIGN  # mean of both ends together: rows begin at any multiple of 16
         most_gaps, merged = max(running - 1, 0.0), 0
         fastest = float("inf")
         while True:
@@ -323,22 +314,20 @@ class DiskFacts:
                 return fastest
             merged = 2 * merged + 1
 
-    def rows_pay(self, share: float, row_bytes: int, num_rows: int, extent_bytes: int) -> bool:
-        """Whether reading only the running rows takes less time than reading an expert's whole extent."""
-        return self.seconds_for_rows(share, row_bytes, num_rows) < self.seconds(1, extent_bytes)
-
     def cutover(self, row_bytes: int, num_rows: int, extent_bytes: int) -> float:
-        """Returns CORM's cutover: the share of running rows, in whole percent, up to which reading only them pays."""
-        pays = (self.rows_pay(percent / 100, row_bytes, num_rows, extent_bytes) for percent in range(1, 101))
+        """Returns CORM's cutover: the share of running rows, in whole percent, up to which reading only them pays.
+
+        It pays if it takes less time than reading an expert's whole extent.
+        """
+        whole = self.seconds(1, extent_bytes)
+        pays = (self.seconds_for_rows(percent / 100, row_bytes, num_rows) < whole for percent in range(1, 101))
         return next((percent for percent, is_faster in enumerate(pays) if not is_faster), 100) / 100
 
     def gap_bytes(self) -> int:
         """Returns the largest gap between two blocks, in bytes, across which one read is faster than two."""
-        from moe_pack.formats import DISK_BLOCK_BYTES
-
-        gaps = range(0, MAX_GAP_BYTES + 1, DISK_BLOCK_BYTES)
-        apart = self.seconds(2, DISK_BLOCK_BYTES)
-        return max(gap for gap in gaps if gap == 0 or self.seconds(1, 2 * DISK_BLOCK_BYTES + gap) < apart)
+        block = formats.DISK_BLOCK_BYTES
+        gaps, apart = range(0, MAX_GAP_BYTES + 1, block), self.seconds(2, block)
+        return max(gap for gap in gaps if gap == 0 or self.seconds(1, 2 * block + gap) < apart)
 
 
 def _curve(*points: tuple[int, float]) -> tuple[SizedRate, ...]:
@@ -368,22 +357,16 @@ def disk_cutover(layout: "formats.PackLayout", disk: DiskFacts) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CpuFacts:
-    """A CPU; without native kernels only the number of cores is known.
-
-    `read_one`, `read_all`: rates at which one thread, and all threads, read memory.   `experts`, `dense`: rates of
-    experts and of dense matrices, computed for one token by all threads, in rising order of widths.   `row_s`: seconds
-    that a row of an expert takes in addition to its bytes, which matter if rows are short.   `trellises`: rates of
-    experts stored as trellises.
-    """
+    """A CPU; without native kernels only the number of cores is known."""
 
     cores: json_files.Positive
     instruction_set: str | None
-    read_one: Rate | None
-    read_all: Rate | None
-    experts: tuple[WidthRate, ...]
-    dense: tuple[WidthRate, ...]
-    row_s: json_files.Amount | None
-    trellises: tuple[WidthRate, ...] = ()
+    read_one: Rate | None  # at which one thread reads memory
+    read_all: Rate | None  # at which all threads do
+    experts: tuple[WidthRate, ...]  # computed for one token by all threads, in rising order of widths
+    dense: tuple[WidthRate, ...]  # likewise, of dense matrices
+    row_s: json_files.Amount | None  # that a row of an expert takes besides its bytes; matters if rows are short
+    trellises: tuple[WidthRate, ...] = ()  # as `experts`, stored as trellises
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,31 +380,24 @@ class LinkFacts:
 
 @dataclass(frozen=True, slots=True)
 class FixedCosts:
-    """Seconds of decoding that do not depend on sizes: for a token, for each layer, for each routed expert.
-
-    `miss_s`: for each missing expert that is read whole, in addition to its read.   `rows_s`: the same for each expert
-    of which single rows are read, as often as some are missing.
-    """
+    """Seconds of decoding that do not depend on sizes."""
 
     token_s: json_files.Amount
     layer_s: json_files.Amount
-    expert_s: json_files.Amount
-    miss_s: json_files.Amount
-    rows_s: json_files.Amount
+    expert_s: json_files.Amount  # for each routed expert
+    miss_s: json_files.Amount  # for each missing expert that is read whole, besides its read
+    rows_s: json_files.Amount  # for each expert of which single rows are read, as often as some are missing
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What was measured, with the day (ISO 8601).
+    """Everything that was measured."""
 
-    `drive`: the disk.   `link`: None if torch finds no GPU.   `fixed`: of the CPU; None if it was not measured.
-    """
-
-    date: str
+    date: str  # ISO 8601
     drive: DiskFacts
     cpu: CpuFacts
-    link: LinkFacts | None
-    fixed: FixedCosts | None = None
+    link: LinkFacts | None  # None if torch finds no GPU
+    fixed: FixedCosts | None = None  # of the CPU; None if they were not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,17 +466,11 @@ def load_facts(cache_folder: Path, path: Path) -> MachineFacts | None:
         if isinstance(values, dict) and values.get("version") != VERSION:
             return None
         facts = formats.load(_FactsFile, values, file.name, formats.RunError).facts
-        _check(facts, file.name)
+        for name, curve in (("curve", facts.drive.curve), ("alone", facts.drive.alone)):
+            sizes = [point.size for point in curve]
+            if not curve or sizes != sorted(set(sizes)):  # `DiskFacts.rate` cannot use it
+                expected = "expected positive sizes in rising order"
+                raise formats.RunError(f"{file.name}: drive: {name}: sizes are {sizes}, {expected}")
     except formats.RunError as fault:
         raise formats.RunError(f"{fault}; remove {file}, or run moe-pack doctor again") from fault
     return facts
-
-
-def _check(facts: MachineFacts, place: str) -> None:
-    """Refuses curves that `DiskFacts.rate` cannot use."""
-    for name, curve in (("curve", facts.drive.curve), ("alone", facts.drive.alone)):
-        sizes = [point.size for point in curve]
-        if not curve or sizes != sorted(set(sizes)):
-            raise formats.RunError(
-                f"{place}: drive: {name}: sizes are {sizes}, expected positive sizes in rising order"
-            )

@@ -3,26 +3,27 @@
 `moe-run --bench --json` prints the fields of `RunReport` under their names; docs/moe-run.md describes each.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_pack.formats import size_text
 from moe_pack.runtime import cpu, model
-from moe_pack.runtime.cpu.reads import ReadStats
-from moe_pack.runtime.engine import Engine
+from moe_pack.runtime.engine.engine import Engine
+from moe_pack.runtime.engine.machine import anonymous_bytes
+from moe_pack.runtime.engine.numerics import NumericsMode, mode_text
 from moe_pack.runtime.gpu import fit
-from moe_pack.runtime.machine import anonymous_bytes
-from moe_pack.runtime.numerics import NumericsMode, mode_text
 from moe_pack.runtime.offload import BudgetPlan, PhaseCounts
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.drafts import Drafts
+    from moe_pack.runtime.engine.built import GpuFacts, OffloadFacts
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
-    """Offload in prefill, or in decode.
-
-    `hits`: needed experts that were resident or on their way.   `prefetched`: prefetched experts, of which
-    `prefetched_chosen` were chosen and `prefetched_abandoned` dropped.   `stall_s`: seconds in which the computation
-    waited for bytes.   `asked_bytes`: bytes of all requested reads.
-    """
+    """Offload in prefill, or in decode; the counts are those of `PhaseCounts`."""
 
     tokens: int
     experts_needed: int
@@ -32,117 +33,92 @@ class PhaseReport:
     prefetched_abandoned: int
     substituted: int
     mispredicted: int
-    stall_s: float
+    stall_s: float  # in which the computation waited for bytes
     asked_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadReport:
-    """Offload by the host's decisions.
-
-    `plan`: how the budget of host memory is divided.   `read_needed`, `read_ahead`: bytes that were read after a router
-    chose them, and before.   `read_s`: seconds in which at least one read was in progress.   `peak_pages`: the most
-    pages that experts had at once.
-    """
+    """Offload by the host's decisions."""
 
     policy: str
     prediction: str
     direct: bool
-    plan: BudgetPlan
+    plan: BudgetPlan  # the division of the budget of host memory
     prefill: PhaseReport
     decode: PhaseReport
-    read_needed: int
-    read_ahead: int
+    read_needed: int  # bytes that were read after a router chose them
+    read_ahead: int  # bytes that were read before
     num_reads: int
-    read_s: float
-    peak_pages: int
+    read_s: float  # in which at least one read was in progress
+    peak_pages: int  # the most that experts had at once
 
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """A run on a GPU.
+    """A run on a GPU."""
 
-    `misses`: who has what is not in GPU memory: `pull`, `auto`, `cpu` or `disk`.   `policy`, `prediction`: by which
-    records come and go, and experts are predicted.   `used_bytes`: GPU memory that the
-    driver counts at the end.   `locked_bytes`: page-locked host memory for experts.   `counts`: what tokens needed that
-    ran alone.
-    """
-
-    misses: str
-    policy: str
-    prediction: str
+    misses: str  # `pull`, `auto`, `cpu` or `disk`: who brings or computes the rows that are not in GPU memory
+    policy: str  # by which records come and go
+    prediction: str  # of experts
     use: fit.GpuMemoryUse
-    used_bytes: int
-    locked_bytes: int
-    counts: fit.GpuCounts
+    used_bytes: int  # GPU memory that the driver counts at the end
+    locked_bytes: int  # page-locked host memory for experts
+    counts: fit.GpuCounts  # of tokens that ran alone
 
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """Drafts in decode.
-
-    `passes`: forward passes, for `proposed` of which there was a proposal.   `drafted`: tokens that were verified
-    behind another, of which `accepted` were right.   `tokens_per_pass`: new tokens of the text, on average.
-    `layer_bytes`: of the prediction layer that drafts; 0 if none does.
-    """
+    """Drafts in decode."""
 
     passes: int
-    proposed: int
-    drafted: int
-    accepted: int
-    tokens_per_pass: float
-    layer_bytes: int
+    proposed: int  # passes for which there was a proposal
+    drafted: int  # tokens that were verified behind another
+    accepted: int  # drafted tokens that were right
+    tokens_per_pass: float  # new tokens of the text, on average
+    layer_bytes: int  # of the prediction layer that drafts; 0 if none does
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What an engine has done since it was built.
-
-    `numerics`: the mode in which inputs were rounded; `numerics_kl`: its loss for this pack, in nats a token; None if
-    it was not measured, or nothing is lost.   `experts_asked_for_bytes`: bytes of the needed experts, in memory or not.
-    `anonymous_bytes`: the process's own memory; None where the system does not report it.   `stream`: None unless the
-    host decides which experts to bring.   `gpu`: None on the CPU.   `drafts`: None where nothing drafts;
-    `why_no_drafts` says why, unless the options do.
-    """
+    """What an engine has done since it was built."""
 
     computed_by: str
-    numerics: NumericsMode
-    numerics_kl: float | None
+    numerics: NumericsMode  # the mode in which inputs were rounded
+    numerics_kl: float | None  # its loss for this pack, in nats a token; None if not measured, or nothing is lost
     dense_bytes: int
     kv_cache_bytes: int
     context_tokens: int
-    experts_asked_for_bytes: int
-    anonymous_bytes: int | None
-    stream: OffloadReport | None
-    gpu: GpuReport | None
-    drafts: DraftReport | None
-    why_no_drafts: str | None
+    experts_asked_for_bytes: int  # of the needed experts, in memory or not
+    anonymous_bytes: int | None  # the process's own memory; None where the system does not report it
+    stream: OffloadReport | None  # None unless the host decides which experts to bring
+    gpu: GpuReport | None  # None on the CPU
+    drafts: DraftReport | None  # None where nothing drafts
+    why_no_drafts: str | None  # None also if the options say it
     fallbacks: tuple[str, ...]
 
 
 def report(engine: Engine) -> RunReport:
     """Reports what an engine has done until now."""
-    cache, losses = engine.decoder.cache, engine.numerics_loss
-    loss = None if losses is None else losses.of(engine.numerics)
+    built = engine.built
     return RunReport(
         computed_by=_computed_by(engine),
-        numerics=engine.numerics,
-        numerics_kl=None if loss is None else loss.kl,
+        numerics=built.computing.numerics,
+        numerics_kl=built.computing.numerics_kl,
         dense_bytes=engine.weights.dense_bytes,
-        kv_cache_bytes=_cache_bytes(engine),
-        context_tokens=cache.context_tokens,
+        kv_cache_bytes=_cache_bytes(engine.decoder),
+        context_tokens=engine.decoder.cache.context_tokens,
         experts_asked_for_bytes=engine.weights.bytes_read,
         anonymous_bytes=anonymous_bytes(),
-        stream=_offload(engine),
-        gpu=_gpu(engine),
-        drafts=_drafts(engine),
+        stream=None if built.facts.offload is None else _offload(built.facts.offload, engine.options.prefetches),
+        gpu=None if built.facts.gpu is None else _gpu(built.facts.gpu, engine.decoder),
+        drafts=None if built.drafts is None else _drafts(built.drafts, built.setup.sequences.draft_bytes),
         why_no_drafts=engine.why_no_drafts,
         fallbacks=tuple(engine.fallbacks),
     )
 
 
-def _cache_bytes(engine: Engine) -> int:
-    decoder = engine.decoder
+def _cache_bytes(decoder: model.Decoder | model.EncoderDecoder) -> int:
     if not isinstance(decoder, model.Decoder):
         return decoder.cache.num_bytes
     return sum(sequence.num_bytes for sequence in decoder.sequences)
@@ -160,17 +136,13 @@ def _computed_by(engine: Engine) -> str:
     return f"torch on cpu, {threads}"
 
 
-def _offload(engine: Engine) -> OffloadReport | None:
-    weights, choices = engine.offloaded, engine.choices
-    if choices is None or weights is None:
-        return None
-    assert choices.preset is not None and engine.plan is not None, "as every engine that offloads has"
-    stats = ReadStats() if choices.reads is None else choices.reads.stats()
+def _offload(facts: OffloadFacts, prefetches: bool) -> OffloadReport:
+    weights, stats = facts.weights, facts.weights.store.reads.stats()
     return OffloadReport(
-        policy=choices.preset.name,
-        prediction=choices.preset.prediction if engine.options.prefetches else "none",
-        direct=choices.is_direct,
-        plan=engine.plan,
+        policy=facts.preset.name,
+        prediction=facts.preset.prediction if prefetches else "none",
+        direct=facts.is_direct,
+        plan=facts.plan,
         prefill=_phase(weights.prefill),
         decode=_phase(weights.decode),
         read_needed=stats.bytes_urgent,
@@ -196,20 +168,14 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
     )
 
 
-def _gpu(engine: Engine) -> GpuReport | None:
-    memory, use, preset = engine.gpu_memory, engine.gpu_use, engine.gpu_preset
-    if memory is None or use is None or preset is None or engine.misses is None:
-        return None
-    assert isinstance(engine.decoder, fit.CountsNeurons), "a GPU's decoder counts"
-    locked_bytes, counts = 0 if engine.host is None else engine.host.locked_bytes, engine.decoder.counts()
-    names = (engine.misses, preset.name, preset.prediction)
-    return GpuReport(*names, use, memory.used_bytes(), locked_bytes, counts)
+def _gpu(facts: GpuFacts, decoder: model.Decoder | model.EncoderDecoder) -> GpuReport:
+    assert isinstance(decoder, fit.CountsNeurons), "a GPU's decoder counts"
+    names = (facts.misses, facts.preset.name, facts.preset.prediction)
+    return GpuReport(*names, facts.use, facts.memory.used_bytes(), facts.locked_bytes, decoder.counts())
 
 
-def _drafts(engine: Engine) -> DraftReport | None:
-    if engine.drafts is None:
-        return None
-    found, layer_bytes = engine.drafts.counts, engine.prediction_bytes
+def _drafts(drafts: Drafts, layer_bytes: int) -> DraftReport:
+    found = drafts.counts
     counts = (found.passes, found.proposed, found.drafted, found.accepted, found.tokens_per_pass)
     return DraftReport(*counts, layer_bytes=layer_bytes)
 
@@ -223,13 +189,8 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
     if facts.stream is not None:
         lines += _offload_lines(facts.stream)
     elif facts.gpu is None:
-        lines.insert(
-            0,
-            (
-                "experts used",
-                f"{size_text(facts.experts_asked_for_bytes)} in all, each as often as it was used, in the mapped files",
-            ),
-        )
+        used = f"{size_text(facts.experts_asked_for_bytes)} in all, each as often as it was used, in the mapped files"
+        lines.insert(0, ("experts used", used))
     if facts.drafts is not None:
         lines.append(("drafts", _draft_text(facts.drafts)))
         if facts.drafts.layer_bytes:
@@ -274,13 +235,8 @@ def _gpu_lines(gpu: GpuReport) -> list[tuple[str, str]]:
         lines.append(("policy", _policy_text(gpu.policy, gpu.prediction)))
     needed = counts.resident + counts.pulled + counts.left
     if needed:
-        lines.append(
-            (
-                "neurons",
-                f"{counts.resident / needed:.1%} were resident, {counts.pulled / needed:.1%} pulled, "
-                f"{counts.left / needed:.1%} computed by the CPU, in decode",
-            )
-        )
+        shares = f"{counts.resident / needed:.1%} were resident, {counts.pulled / needed:.1%} pulled"
+        lines.append(("neurons", f"{shares}, {counts.left / needed:.1%} computed by the CPU, in decode"))
         lines.append(("copied", f"{size_text(counts.link_bytes)} over the link in {counts.tokens} tokens"))
     if counts.ahead:
         right = counts.ahead_ran / counts.ahead
@@ -332,9 +288,8 @@ def _plan_lines(offload: OffloadReport) -> list[tuple[str, str]]:
         ("for experts", f"{size_text(plan.arena)}, {offload.peak_pages / plan.num_pages:.0%} of it in use at most"),
     ]
     if plan.num_selectors:
-        lines.append(
-            ("selectors", f"{size_text(plan.selectors)}: those of {plan.num_selectors} experts stay in memory")
-        )
+        resident = f"{size_text(plan.selectors)}: those of {plan.num_selectors} experts stay in memory"
+        lines.append(("selectors", resident))
     return lines
 
 

@@ -1,0 +1,202 @@
+"""The engine: it builds everything that runs a pack, as the options say, and owns it.
+
+There are three ways to run a pack, each with a module that builds it:
+
+    mapped      CPU: kernels use experts in their mapped files; the system decides what stays in memory
+    offloaded   CPU: experts are read from the disk into pages within a budget, by a policy
+    gpu         a token is one CUDA graph: the GPU computes the rows that are in its memory, the CPU the others, from
+                host memory, or as above from the disk
+
+If something that the options ask for is not possible, the engine does something else and lists it as a fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_pack import formats
+from moe_pack.formats.pack.reader import audit
+from moe_pack.runtime import model, offload
+from moe_pack.runtime.engine import machine, mapped
+from moe_pack.runtime.engine.built import Built, Computing, Setup
+from moe_pack.runtime.engine.drafting import choose_drafts
+from moe_pack.runtime.engine.options import Device, EngineOptions
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.gpu.devices import HostArena
+    from moe_pack.runtime.model.caches import KvDtype
+
+
+class Engine:
+    """A pack that is ready to run. It owns everything except the pack: `close` it, or use it in a `with`.
+
+    Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
+             them where they fit.   measure_disk: is called if experts are offloaded, only some of their neurons run and
+             `options.machine` is None; None: the usual disk is assumed.   sequences: that run at once, each with a
+             context of its own; a GPU runs one.
+    Raises:  BudgetTooSmall; RunError if an option cannot be followed, or `is_strict` and there is a fallback; PackError
+             if the pack is damaged.
+    """
+
+    def __init__(
+        self,
+        pack: formats.Pack,
+        options: EngineOptions,
+        context_tokens: int,
+        progress: formats.Progress = formats.NO_PROGRESS,
+        host: HostArena | None = None,
+        measure_disk: Callable[[], machine.MachineFacts] | None = None,
+        sequences: offload.Sequences = offload.ONE_SEQUENCE,
+    ) -> None:
+        options, _ = choose_device(pack, options, context_tokens)
+        self.device = _device(options.device)
+        kv_dtype = options.kv_dtype if options.device == "cpu" else None  # a GPU's cache is no part of host memory
+        sequences = replace(sequences, kv_dtype=kv_dtype or "f32")
+        setup = Setup(pack, options, context_tokens, sequences, progress, measure_disk)
+        if options.verify == "full":
+            audit(pack, progress)
+        with ExitStack() as stack:
+            built = _build(setup, self.device, host, stack)
+            stack.push(built.opened)
+            self._stack = stack.pop_all()
+        self.pack, self.options = pack, options  # with a device in place of `auto`
+        self.built, self.facts, self.fallbacks = built, built.facts, setup.fallbacks
+        self.decoder, self.weights, self.operations = built.decoder, built.weights, built.computing.operations
+        self.numerics, self.drafts, self.why_no_drafts = built.computing.numerics, built.drafts, built.why_no_drafts
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except formats.RunError as later:
+            if fault is None:
+                raise
+            fault.add_note(str(later))  # the first error is the cause, so it stays the message
+
+    def close(self) -> None:
+        """Ends reads and threads, frees all memory, and writes the trace and the recording.
+
+        Raises:  RunError if one of them cannot be written.
+        """
+        self._stack.close()
+
+    @property
+    def plan(self) -> offload.BudgetPlan | None:
+        """The division of the budget of host memory; None unless experts are read from the disk within one."""
+        return None if self.facts.offload is None else self.facts.offload.plan
+
+    @property
+    def offloaded(self) -> offload.OffloadedWeights | None:
+        """The weights that are offloaded to the disk; None if none are."""
+        return None if self.facts.offload is None else self.facts.offload.weights
+
+    @property
+    def kv_dtype(self) -> KvDtype:
+        """How keys and values are stored."""
+        return self.built.setup.kv_dtype
+
+
+def _build(setup: Setup, device: torch.device, host: HostArena | None, stack: ExitStack) -> Built:
+    """Builds the engine for a setup; what it leaves to the caller to close is in the stack."""
+    is_on_gpu = setup.options.device == "cuda"
+    if is_on_gpu:
+        torch.set_num_threads(1)  # others would spin after each small thing, on the CPUs that compute experts
+    computing = Computing(model.TORCH) if is_on_gpu else mapped.open_operations(setup, stack)
+    choice = choose_drafts(setup, computing.operations)
+    if is_on_gpu:
+        from moe_pack.runtime.engine.gpu import build_on_gpu  # which needs triton
+
+        return build_on_gpu(setup, choice, device, host)
+    draft_bytes = choice.memory_bytes(setup.context_tokens)
+    setup = replace(setup, sequences=replace(setup.sequences, draft_bytes=draft_bytes))
+    setup.options.check_cpu(setup.pack.spec)
+    budget_bytes = _cpu_budget(setup)
+    if budget_bytes is None:
+        return mapped.build_mapped(setup, computing, choice)
+    from moe_pack.runtime.engine.offloaded import build_offloaded
+
+    return build_offloaded(setup, computing, choice, budget_bytes)
+
+
+def _cpu_budget(setup: Setup) -> int | None:
+    """Returns the budget of offloaded experts; None if experts are mapped."""
+    options, layout = setup.options, setup.pack.layout
+    if options.read == "map":
+        if options.budget_bytes is not None:
+            setup.fall_back("the system keeps mapped files in memory, whatever the budget")
+        return None
+    if options.budget_bytes is not None:
+        return options.budget_bytes
+    predictor_bytes = offload.routing_bytes(setup.pack.folder)
+    needed = offload.whole_bytes(layout, setup.context_tokens, predictor_bytes, setup.sequences)
+    most = machine.usual_bytes()
+    if most is not None and needed > most:
+        return most
+    asks_for_offload = options.offload_only() or options.policy != "auto" or options.read != "auto"
+    return needed if asks_for_offload else None
+
+
+def choose_device(
+    pack: formats.Pack, options: EngineOptions, context_tokens: int, needs_cpu: str | None = None
+) -> tuple[EngineOptions, str | None]:
+    """Returns the options with a device in place of `auto`, and a line for people that says which one and why.
+
+    The GPU is chosen if there is one that can run the pack with these options, in this budget.
+    Args:    needs_cpu: an option of the command, as `--sessions`, that has no meaning on a GPU.
+    Returns: options that name a device as they are, and None.
+    Raises:  RunError if an option has a meaning on a GPU only, and the CPU is chosen.
+    """
+    if options.device != "auto":
+        return options, None
+    gpu = machine.gpu_here()
+    why_cpu = why_no_gpu(gpu)
+    if gpu is not None and why_cpu is None:
+        refusal = options.gpu_refusal(pack.spec)
+        if needs_cpu is not None:
+            why_cpu = f"{needs_cpu} needs it"
+        else:
+            why_cpu = _why_too_small(pack, options, context_tokens, gpu) if refusal is None else refusal.why
+    if gpu is not None and why_cpu is None:
+        return replace(options, device="cuda"), f"device: cuda ({gpu.name})"
+    if names := options.gpu_only():
+        raise formats.RunError(f"{names[0]} needs a GPU, and --device auto is the CPU here ({why_cpu}); remove it")
+    return replace(options, device="cpu"), f"device: cpu ({why_cpu})"
+
+
+def why_no_gpu(gpu: machine.GpuHere | None) -> str | None:
+    """Returns why no pack runs on a GPU of this machine, in words; None if one can."""
+    return "no GPU found" if gpu is None else gpu.fault
+
+
+def _why_too_small(pack: formats.Pack, options: EngineOptions, context_tokens: int, gpu: machine.GpuHere) -> str | None:
+    """Returns why a pack does not run in the budget, or in the GPU's memory, in words; None if it should."""
+    from moe_pack.runtime.gpu.fit import GpuCosts, gpu_needs, usual_budget
+
+    budget, memory = options.budget_bytes, formats.size_text(gpu.memory_bytes)
+    if budget is not None and budget > gpu.memory_bytes:
+        return f"--budget is {formats.size_text(budget)}, {gpu.name} has {memory}"
+    least = gpu_needs(pack.layout, context_tokens, GpuCosts(options.kv_dtype or "bf16")).least_budget
+    if least <= (usual_budget(gpu.memory_bytes) if budget is None else budget):
+        return None
+    here = f"{gpu.name} has {memory}" if budget is None else f"--budget is {formats.size_text(budget)}"
+    return f"a GPU needs {formats.size_text(least)} for this pack, {here}"
+
+
+def _device(name: Device) -> torch.device:
+    """Returns torch's name of a device.
+
+    Raises:  RunError if it is a GPU, and there is none on which the kernels run.
+    """
+    if name == "cuda" and (fault := why_no_gpu(machine.gpu_here())) is not None:
+        raise formats.RunError(f"--device cuda: {fault}; use --device cpu")
+    return torch.device(name)

@@ -1,0 +1,205 @@
+"""The engine on a GPU: a token is one CUDA graph. The GPU computes the rows that are in its memory, and the link brings
+others, or the CPU computes them: from host memory, or from the disk as the engine does that offloads.
+
+Importing this needs Triton.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import torch
+
+from moe_pack import formats
+from moe_pack.runtime import cpu, model, offload
+from moe_pack.runtime.engine import machine, mapped, offloaded
+from moe_pack.runtime.engine.built import Built, Computing, GpuFacts, OffloadFacts, Setup
+from moe_pack.runtime.engine.drafting import DraftChoice
+from moe_pack.runtime.gpu import cpu_share, devices, fit, placements
+from moe_pack.runtime.gpu.gpu_engine import GpuEngine, GpuInputs
+from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
+from moe_pack.runtime.gpu.prefetch import PredictionPlan
+from moe_pack.runtime.offload.eviction import eviction_of
+from moe_pack.runtime.offload.prefetch import methods_by_layer
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRun:
+    """A GPU, and what is asked of it."""
+
+    device: torch.device
+    memory: fit.DriverMemory
+    request: fit.GpuRequest
+    ram_bytes: int  # host memory for experts
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Who has the rows that GPU memory lacks, by which kernels and rates the CPU and the link share them."""
+
+    misses: placements.Misses
+    missing: devices.HostArena | OffloadFacts  # has the experts that GPU memory lacks
+    kernels: cpu.Kernels | None  # of the CPU's share; None if it has none, or torch computes it
+    rates: cpu_share.Rates | None  # for prompts; None if the CPU computes nothing of them
+    pulled_share: float = 0.0  # of a token's missing records, that the link brings
+    link_rate: float = 0.0  # bytes a second; 0 if it was not measured
+
+    @property
+    def host(self) -> devices.HostArena | None:
+        """The experts in host memory; None if they are offloaded."""
+        return self.missing if isinstance(self.missing, devices.HostArena) else None
+
+    @property
+    def tier(self) -> OffloadFacts | None:
+        """The CPU's own engine, which offloads; None if host memory has all experts."""
+        return self.missing if isinstance(self.missing, OffloadFacts) else None
+
+
+def build_on_gpu(setup: Setup, choice: DraftChoice, device: torch.device, host: devices.HostArena | None) -> Built:
+    """Builds the engine.
+
+    Args:    host: the pack's experts in page-locked memory, which the caller closes; None: they are read where they
+             fit.
+    Raises:  BudgetTooSmall; RunError if an option cannot be followed.
+    """
+    setup.options.check_gpu(setup.pack.spec)
+    run = open_gpu(setup, device)
+    with ExitStack() as stack:
+        sharing = _share(setup, run, _host_memory(setup, run, host, stack), stack)
+        inputs, preset = choose_inputs(setup, run, sharing)
+
+        def build(expert_bytes: int, chunk_tokens: int) -> GpuEngine:
+            return GpuEngine(inputs, expert_bytes, setup.context_tokens, chunk_tokens, setup.kv_dtype)
+
+        def compile_kernels(launch_all: Callable[[], None]) -> None:
+            with collected_launches() as jobs:
+                launch_all()
+            compile_ahead(list(jobs.values()), cpu.num_cpus(), setup.progress)
+
+        engine, use = fit.fit_to_gpu(
+            setup.pack, device, run.memory, run.request, inputs.least_bytes, build, compile_kernels
+        )
+        stack.enter_context(closing(engine))
+        if preset.prediction != "none" and setup.options.approximations.runs_predicted and not use.dynamic:
+            setup.fall_back("--trust-experts changes nothing: all experts are in GPU memory")
+        misses = ("auto" if sharing.pulled_share else "cpu") if sharing.misses == "split" else sharing.misses
+        locked_bytes = 0 if sharing.host is None else sharing.host.locked_bytes
+        facts = GpuFacts(run.memory, use, preset, misses, locked_bytes, sharing.tier)
+        computing = Computing(model.TORCH)
+        return Built(setup, computing, engine.weights, engine.decoder, None, choice.why_not, facts, stack.pop_all())
+
+
+def open_gpu(setup: Setup, device: torch.device) -> GpuRun:
+    """Opens the GPU, before anything else uses it."""
+    options = setup.options
+    memory = devices.GpuMemory(device)
+    request = fit.GpuRequest(options.budget_bytes, setup.context_tokens, options.chunk_tokens, setup.kv_dtype)
+    return GpuRun(device, memory, request, options.ram_bytes or machine.usual_bytes() or sys.maxsize)
+
+
+def _host_memory(
+    setup: Setup, run: GpuRun, host: devices.HostArena | None, stack: ExitStack
+) -> devices.HostArena | None:
+    """Returns the experts in host memory; None if they do not fit."""
+    needed, options = devices.host_bytes(setup.pack), setup.options
+    if host is None and needed <= run.ram_bytes:
+        verifies = options.verify == "lazy"
+        host = stack.enter_context(devices.HostArena(setup.pack, run.device, setup.progress, verify=verifies))
+    if host is not None and not host.is_locked:
+        setup.fall_back(
+            f"only {formats.size_text(host.locked_bytes)} of {formats.size_text(host.num_bytes)} of host memory are "
+            "page-locked: the CPU computes experts in the rest, and prompts copy them more slowly"
+        )
+    if host is None and options.misses == "pull":
+        raise formats.RunError(
+            f"--misses pull needs {formats.size_text(needed)} of host memory for experts, --ram is "
+            f"{formats.size_text(run.ram_bytes)}; give more, or use --misses cpu, which reads experts from the disk"
+        )
+    return host
+
+
+def _share(setup: Setup, run: GpuRun, host: devices.HostArena | None, stack: ExitStack) -> Sharing:
+    """Decides who has what is missing on the GPU; the stack closes the kernels and the CPU's own engine."""
+    options = setup.options
+    kernels = None if options.misses == "pull" else _helping_kernels(setup, stack)
+    if host is None:
+        operations = model.TORCH if kernels is None else model.NativeOperations(kernels)
+        # The GPU chooses the experts, so nothing is approximated here.
+        tier = offloaded.offload_experts(setup, operations, run.ram_bytes, offload.EXACT, stack)
+        return Sharing("disk", tier, kernels, None)
+    if kernels is None:
+        if not host.is_locked:
+            raise formats.RunError(
+                "--misses pull needs all host memory page-locked; raise the limit (ulimit -l), or use --misses cpu"
+            )
+        return Sharing("pull", host, None, None, link_rate=cpu_share.link_rate(host, run.device))
+    if not host.is_layer_locked(0):
+        return Sharing("split", host, kernels, None)
+    rates = cpu_share.Rates.measure(setup.pack, host, kernels, run.device)
+    if options.misses != "auto":
+        return Sharing("split", host, kernels, None, link_rate=rates.link)
+    return Sharing("split", host, kernels, rates, rates.pulled_share, rates.link)
+
+
+def _helping_kernels(setup: Setup, stack: ExitStack) -> cpu.Kernels | None:
+    """Opens kernels with which the CPU computes what the GPU lacks; None where there are none."""
+    options = setup.options
+    if options.kernels == "torch":
+        if options.misses == "cpu":
+            raise formats.RunError("--misses cpu needs native kernels; remove --kernels torch")
+        return None
+    # A CPU is left to the process itself: where all compute, each layer waits for the one that was interrupted.
+    kernels = mapped.open_kernels(setup, options.threads or max(1, cpu.num_cpus() - 1), stack)
+    if kernels is None:
+        setup.fall_back(f"missing rows are pulled over the link: native kernels {cpu.why_unavailable()}")
+    return kernels
+
+
+def choose_inputs(setup: Setup, run: GpuRun, sharing: Sharing) -> tuple[GpuInputs, offload.Preset]:
+    """Decides by which policy records come and go on the GPU; returns the engine's inputs, and the policy."""
+    pack, options, share = setup.pack, setup.options, sharing.pulled_share
+    # `auto` predicts nothing: on an H200 predictions that were right gained nothing.
+    preset = offload.PRESETS["lru" if options.policy == "auto" else options.policy]
+    routing = offload.Routing.open(pack)
+    if not options.prefetches or not (share or sharing.misses == "pull"):  # nothing comes over the link
+        preset = preset.without_prediction()
+    inputs = GpuInputs(
+        pack=pack,
+        device=run.device,
+        misses=sharing.misses,
+        host=sharing.host,
+        tier=None if sharing.tier is None else sharing.tier.weights,
+        kernels=sharing.kernels,
+        rates=None if preset.balances else sharing.rates,
+        pulled_share=share,
+        link_rate=sharing.link_rate,
+        popularity=offloaded.popularity_shares(pack, routing),
+        eviction=lambda facts: eviction_of(preset, facts),
+        dynamic_share=placements.DYNAMIC_SHARE if preset.keeps else 0.0,
+        is_fast=options.numerics == "fast",
+        needs_scores=preset.needs_scores,
+        prediction=_prediction(setup, preset, routing, sharing.misses),
+        alpha=options.approximations.substitute,
+        by_expert=preset.balances and share > 0,
+        offset_bytes=placements.offset_bytes_for(pack.layout, run.request.budget_bytes or run.memory.free_bytes()),
+    )
+    return inputs, preset
+
+
+def _prediction(
+    setup: Setup, preset: offload.Preset, routing: offload.Routing | None, misses: placements.Misses
+) -> PredictionPlan | None:
+    """Returns what is predicted on the GPU; None if nothing is."""
+    spec, trusts = setup.pack.spec, setup.options.approximations.runs_predicted
+    number = min(preset.num_predicted(spec.router.num_experts_per_tok), spec.router.num_experts)
+    if trusts and number < spec.router.num_experts_per_tok:
+        setup.fall_back(offloaded.TOO_FEW_TO_TRUST)
+    if preset.prediction == "none":
+        return None
+    methods = methods_by_layer(offloaded.predicted_by(preset, routing, setup.fall_back), spec, routing)
+    if misses == "pull":  # nothing is missing in the hidden state, and the next layer's attention comes later
+        methods = {l: "router" if method == "partial" else method for l, method in methods.items()}
+    return PredictionPlan(methods, number, routing, trusts)

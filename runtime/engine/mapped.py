@@ -1,0 +1,81 @@
+"""The engine on the CPU that uses experts in their mapped files, where the system decides what stays in memory.
+
+What it shares with the one that offloads is here too: the operations, and the decoder.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+
+import torch
+
+from moe_pack import formats
+from moe_pack.runtime import cpu, drafts, model
+from moe_pack.runtime.engine import numerics
+from moe_pack.runtime.engine.built import Built, Computing, Facts, Setup
+from moe_pack.runtime.engine.drafting import DraftChoice
+
+CPU = torch.device("cpu")
+
+
+def build_mapped(setup: Setup, computing: Computing, choice: DraftChoice) -> Built:
+    """Builds the engine. The caller owns the operations."""
+    with ExitStack() as stack:
+        weights = stack.enter_context(closing(model.open_weights(setup.pack, CPU, computing.operations)))
+        decoder = cpu_decoder(setup, weights, model.PREFILL_TOKENS)
+        opened = choice.open(setup, decoder, weights, 1 + drafts.MOST_DRAFTED)
+        return Built(setup, computing, weights, decoder, opened, choice.why_not, Facts(), stack.pop_all())
+
+
+def open_operations(setup: Setup, stack: ExitStack) -> Computing:
+    """Opens what computes on the CPU, and chooses its numeric mode; the stack closes it."""
+    options = setup.options
+    threads = options.threads or cpu.num_cpus()
+    kernels = None
+    if options.kernels == "torch":
+        if options.numerics in ("fast", "fastest"):
+            setup.fall_back("--numerics is exact: torch does not round inputs")
+    else:
+        kernels = open_kernels(setup, threads, stack)
+        if kernels is None:
+            setup.fall_back(f"torch computes: native kernels {cpu.why_unavailable()}")
+    if kernels is None:
+        torch.set_num_threads(threads)
+        return Computing(model.TORCH)
+    best = kernels.instruction_set
+    if options.kernels not in ("auto", best):
+        raise formats.RunError(f"--kernels {options.kernels}: this machine has {best} at most; use --kernels auto")
+    # Next to the kernels torch has little to compute: its own threads would only wait, and spin while they wait.
+    torch.set_num_threads(1)
+    losses = numerics.read_numerics(setup.pack)
+    mode = numerics.chosen_mode(options.numerics, losses)
+    if kernels.take_digits(numerics.DIGITS[mode]) != numerics.DIGITS[mode]:
+        if options.numerics != "auto":
+            setup.fall_back(f"--numerics is exact: {best} kernels do not round inputs")
+        mode = "exact"
+    loss = None if losses is None else losses.of(mode)
+    return Computing(model.NativeOperations(kernels), mode, None if loss is None else loss.kl)
+
+
+def open_kernels(setup: Setup, threads: int, stack: ExitStack) -> cpu.Kernels | None:
+    """Opens the kernels of `--kernels`; None for `auto` where there are none."""
+    name = setup.options.kernels
+    assert name != "torch", "torch is no kernel"
+    kernels = cpu.open_kernels(threads) if name == "auto" else cpu.Kernels(threads, name)
+    return None if kernels is None else stack.enter_context(closing(kernels))
+
+
+def cpu_decoder(setup: Setup, weights: model.PackWeights, most_tokens: int) -> model.Decoder | model.EncoderDecoder:
+    """Returns the decoder of the model, whose passes have at most `most_tokens`."""
+    chunk_tokens, sequences = min(setup.options.chunk_tokens or most_tokens, most_tokens), setup.sequences
+    if setup.pack.spec.encoder is not None:
+        return model.EncoderDecoder(weights, setup.context_tokens, CPU, chunk_tokens)
+    return model.Decoder(
+        weights,
+        setup.context_tokens,
+        CPU,
+        max(chunk_tokens, sequences.number),
+        sequences.kv_dtype,
+        num_sequences=sequences.number,
+        num_checkpoints=sequences.checkpoints,
+    )
