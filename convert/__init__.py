@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moe_pack.convert.autopack import AutoPacker, AutoPackResult, loss_text, pack_goal, threshold_rule
     from moe_pack.convert.fixed_costs import measure_fixed_costs
     from moe_pack.convert.hub import find_checkpoint
-    from moe_pack.convert.matrix_bytes import (
+    from moe_pack.convert.kept import (
         keep_source,
         kept_text,
         lossless_formats,

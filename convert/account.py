@@ -24,14 +24,25 @@ from moe_pack.formats.pack.sidecar import sidecar_bytes
 from moe_pack.formats.pack.writer import PackWriter
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Preparation:
+    """How experts are prepared for the formats of their plan: sorted, rotated, calibrated."""
+
+    order: NDArray[np.uint32] | None = None  # [L, E, f], the source's neuron in each row; None: the source's order
+    # The profile with whose inputs a calibrated plan is quantized; other plans need none.
+    calibration: profiles.Profile | None = None
+    rotation: manifests.RotationVectors | None = None  # the coordinates of layers' experts; None: the source's
+    # Whether a layer of a calibrated plan is quantized for the inputs that it has behind the stored layers before it;
+    # never with a profile of an importance file, which has no inputs.
+    sequential: bool = True
+
+
+UNPREPARED = Preparation()
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A checkpoint, the plan for it, and the layout that follows.
-
-    `order`: the source's neuron in each row, u32 [L, E, f]; None: the source's order.   `calibration`: the profile with
-    whose inputs a calibrated plan is quantized; None for other plans.   `rotation`: None if no layer is rotated.
-    `is_sequential`: whether a layer is calibrated with the inputs that it has behind the stored layers before it.
-    """
+    """A checkpoint, the plan for it, the layout that follows, and the preparation as far as the plan uses it."""
 
     checkpoint: Checkpoint
     plan: formats.Plan

@@ -22,6 +22,7 @@ from moe_pack.calib.evaluate import Reference, evaluate, make_reference, measure
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import attach, profiles
 from moe_pack.convert import pipeline
+from moe_pack.convert.account import Preparation
 from moe_pack.convert.options import MEMORY_BYTES
 from moe_pack.convert.plan import Planner, options, plan_file, planned, preset_decision
 from moe_pack.convert.plan.rotation import PlanRotation
@@ -371,12 +372,11 @@ class AutoPacker:
             self._workers,
             progress=self._progress,
             on_step=lambda step: self._on_step(f"{step.action} {step.path}"),
-            order=order,
+            prepared=Preparation(
+                order=order, calibration=self._profile, rotation=rotation, sequential=self._goal.is_sequential
+            ),
             earlier=earlier,
-            calibration=self._profile,
             memory_bytes=self._memory_bytes,
-            rotation=rotation,
-            sequential=self._goal.is_sequential,
         )
 
     def _measured(self, decision: plan_file.Decision, folder: Path, reference: Reference) -> Quality:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from moe_pack import formats
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
+from moe_pack.convert.account import Preparation
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.pipeline import convert
 from moe_pack.formats.base import FolderLock, commands
@@ -83,11 +84,13 @@ class PackJob:
                 self.plan,
                 self.output,
                 self.workers,
-                order=self.order,
-                calibration=None if self.profile is None else Profile(self.profile),
+                prepared=Preparation(
+                    order=self.order,
+                    calibration=None if self.profile is None else Profile(self.profile),
+                    rotation=self.rotation,
+                    sequential=self.sequential,
+                ),
                 memory_bytes=self.memory_bytes,
-                rotation=self.rotation,
-                sequential=self.sequential,
                 part=part,
             )
 

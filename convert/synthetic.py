@@ -38,7 +38,7 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.calib.profile import Profile
-from moe_pack.convert import pipeline
+from moe_pack.convert import encoding, pipeline
 from moe_pack.convert.account import PackOrigin, PackRecord
 from moe_pack.convert.plan.rotation import check_rotation, with_rotation
 from moe_pack.formats import parts
@@ -549,7 +549,7 @@ def synthesize(
     account = _account(layout, plan, traits, rotation)
     writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
     work = pipeline.ItemWork(
-        lambda item, stop: pipeline.MadeItem(model.item_bytes(item, stop)), lambda item: 2 * item.num_bytes
+        lambda item, stop: encoding.MadeItem(model.item_bytes(item, stop)), lambda item: 2 * item.num_bytes
     )
     return pipeline.write_pack(writer, layout, account, work, workers, progress)
 

@@ -362,6 +362,7 @@ def _made(
 ) -> ConversionResult:
     """Makes a pack in this process, or on a Ray cluster."""
     from moe_pack.convert import convert, layout_for
+    from moe_pack.convert.account import Preparation
     from moe_pack.convert.ray_launcher import PackJob
 
     with cli.TerminalProgress() as progress:
@@ -384,11 +385,8 @@ def _made(
             options.output,
             options.workers,
             progress=progress,
-            order=order,
-            calibration=profile,
+            prepared=Preparation(order=order, calibration=profile, rotation=rotation, sequential=options.sequential),
             memory_bytes=options.memory_bytes,
-            rotation=rotation,
-            sequential=options.sequential,
             part=options.many.part,
         )
 
@@ -545,7 +543,7 @@ def _make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpt
 
     from moe_pack.calib.profile import losses_of
     from moe_pack.convert import AutoPacker, dense_dtypes, lossless_formats, pack_goal, with_kept
-    from moe_pack.convert.matrix_bytes import checkpoint_repeats
+    from moe_pack.convert.kept import checkpoint_repeats
     from moe_pack.convert.plan import PlanningModel
     from moe_pack.convert.plan.rotation import PlanRotation
     from moe_pack.runtime import Text

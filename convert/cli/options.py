@@ -203,7 +203,7 @@ class PlanOptions:
         Raises:  PlanError if these formats cannot represent its rows, or no format keeps what `source` asks for.
         """
         from moe_pack.convert import keep_source
-        from moe_pack.convert.matrix_bytes import checkpoint_repeats
+        from moe_pack.convert.kept import checkpoint_repeats
 
         plan = self._planned(checkpoint.spec, quantizer, repeats, checkpoint_repeats(checkpoint))
         return keep_source(checkpoint, plan, self.selector_bits, self.record_bits, self.dense_bits)

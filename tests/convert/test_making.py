@@ -12,6 +12,7 @@ from support.profiles import Recorder, StoppedError, folder_bytes, profiled, ran
 from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.profile import Profile, ProfileOptions, hottest_first
 from moe_pack.convert import AutoPacker, AutoPackResult, convert, threshold_rule
+from moe_pack.convert.account import Preparation
 from moe_pack.convert.autopack import MADE_FILE, PackGoal, work_folder
 from moe_pack.convert.plan import Decision
 from moe_pack.formats import ConversionError, Pack, part_format, uniform_plan
@@ -110,7 +111,7 @@ def test_a_tightened_pack_is_the_one_converted_directly_with_its_plan(
     decision = workplace.decide(0.01)
     checkpoint, profile = Checkpoint(workplace.source), workplace.profile
     order = hottest_first(profile, checkpoint, "up", decision.sparsity)
-    convert(checkpoint, decision.plan, tmp_path / "direct", 1, order=order)
+    convert(checkpoint, decision.plan, tmp_path / "direct", 1, prepared=Preparation(order=order))
     checkpoint.close()
     rule = threshold_rule(decision)
     assert rule is not None

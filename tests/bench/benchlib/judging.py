@@ -19,6 +19,7 @@ from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.calib.quantize import needs_inputs, usual_repeats
 from moe_pack.convert import convert
+from moe_pack.convert.account import Preparation
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.convert.plan.search import least_loss
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, PartFormat, Plan, Quantizer
@@ -110,9 +111,7 @@ class Judge:
                     plan,
                     out,
                     num_threads,
-                    calibration=self._profile,
-                    rotation=rotation,
-                    sequential=self._is_sequential,
+                    prepared=Preparation(calibration=self._profile, rotation=rotation, sequential=self._is_sequential),
                 )
                 torch.set_num_threads(num_threads)  # converting leaves torch with one thread
                 with Pack(out) as pack, operations_for(_CPU) as operations:
