@@ -23,7 +23,7 @@ from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import attach, profiles
 from moe_pack.convert import pipeline
 from moe_pack.convert.account import Preparation
-from moe_pack.convert.options import MEMORY_BYTES
+from moe_pack.convert.options import PackOrder
 from moe_pack.convert.plan import Planner, options, plan_file, planned, preset_decision
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.formats.base.json_files import Positive
@@ -95,8 +95,7 @@ class PackGoal:
     `identity`: digests and values of everything that decides the pack.   `decide`: returns the decision that loses so
     many nats.   `estimate`: returns the estimated loss of a decision in nats, NaN if there is none.   `first_nats`: of
     the first attempt.   `allowed`: the largest value of `measure`; None: any.
-    `verdict`: returns a line on a measured loss, for people.   `rotation`: of the packs' layers.   `is_sequential`: how
-    calibrated packs are quantized (`convert`).
+    `verdict`: returns a line on a measured loss, for people.   `rotation`: of the packs' layers.
     """
 
     identity: Mapping[str, str]
@@ -107,7 +106,6 @@ class PackGoal:
     measure: Callable[[Quality], float]
     verdict: Callable[[Quality], str]
     rotation: PlanRotation = field(default_factory=PlanRotation)
-    is_sequential: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ def pack_goal(
     profile: profiles.Profile,
     tokens: Tokens,
     target: options.Target,
-    is_sequential: bool = True,
+    is_sequential: bool,
 ) -> PackGoal:
     """Returns the goal of a pack for a target: its plans are the planner's, or a paper's if the target has a preset.
 
@@ -169,7 +167,6 @@ def pack_goal(
         measure=lambda quality: measured_loss(quality, measured_in),
         verdict=loss_text,
         rotation=model.rotation,
-        is_sequential=is_sequential,
     )
 
 
@@ -215,7 +212,7 @@ class AutoPacker:
     """Makes one pack. Owns the work folder's lock while it runs.
 
     Args:    tokens: text to measure on, which is not the profile's.   on_step: called before each change of its own to
-             the disk; conversion and measurement announce their own.   workers, memory_bytes: as for `convert`.
+             the disk; conversion and measurement announce their own.
     """
 
     def __init__(
@@ -223,25 +220,22 @@ class AutoPacker:
         checkpoint: Checkpoint,
         profile: profiles.Profile,
         tokens: Tokens,
-        output: Path,
+        order: PackOrder,
         goal: PackGoal,
-        workers: int,
         progress: formats.Progress = formats.NO_PROGRESS,
         operations: Operations = TORCH,
         on_step: Callable[[str], None] = lambda step: None,
-        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self._checkpoint = checkpoint
         self._profile = profile
         self._tokens = tokens
-        self._output = output
+        self._order = order
+        self._output = order.output
         self._goal = goal
-        self._workers = workers
-        self._memory_bytes = memory_bytes
         self._progress = progress
         self._operations = operations
         self._on_step = on_step
-        self._work = work_folder(output)
+        self._work = work_folder(order.output)
         self._folder = SteppedFolder(self._work, lambda step: on_step(f"{step.action} {step.path}"))
         self._identity = tuple(sorted((name, value) for name, value in goal.identity.items()))
 
@@ -359,24 +353,22 @@ class AutoPacker:
         return next((folder for folder in folders if (folder / MANIFEST_FILE).exists()), None)
 
     def _convert(self, decision: plan_file.Decision, folder: Path, earlier: Path | None) -> None:
-        checkpoint = self._checkpoint
-        order = profiles.hottest_first(self._profile, checkpoint, decision.plan.selector, decision.sparsity)
-        rotation = self._goal.rotation.of(decision.plan)
-        layout = pipeline.layout_for(checkpoint, decision.plan, rotation)
-        if limited := pipeline.memory_line(checkpoint, decision.plan, layout, self._workers, self._memory_bytes):
+        checkpoint, order, plan = self._checkpoint, self._order, decision.plan
+        hottest = profiles.hottest_first(self._profile, checkpoint, plan.selector, decision.sparsity)
+        rotation = self._goal.rotation.of(plan)
+        layout = pipeline.layout_for(checkpoint, plan, rotation)
+        if limited := pipeline.memory_line(checkpoint, plan, layout, order.workers, order.memory_bytes):
             self._progress.say(limited)
         pipeline.convert(
             checkpoint,
-            decision.plan,
+            plan,
             folder,
-            self._workers,
-            progress=self._progress,
+            order.workers,
+            self._progress,
             on_step=lambda step: self._on_step(f"{step.action} {step.path}"),
-            prepared=Preparation(
-                order=order, calibration=self._profile, rotation=rotation, sequential=self._goal.is_sequential
-            ),
+            prepared=Preparation(hottest, self._profile, rotation, order.sequential),
             earlier=earlier,
-            memory_bytes=self._memory_bytes,
+            memory_bytes=order.memory_bytes,
         )
 
     def _measured(self, decision: plan_file.Decision, folder: Path, reference: Reference) -> Quality:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from moe_pack.calib import quantize
 from moe_pack.convert import kept
-from moe_pack.convert.account import Recipe
-from moe_pack.convert.rounding import note_of
+from moe_pack.convert.account import Recipe, note_of
 from moe_pack.formats import families
 from moe_pack.formats.base import errors
 from moe_pack.formats.pack import codecs, layouts, plans

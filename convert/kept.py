@@ -41,6 +41,18 @@ def kept_format(checkpoint: families.Checkpoint, source: families.SourceMatrix) 
     return plans.BF16 if part == plans.E5M2 and exponent_span(checkpoint, source) > E5M2_SPAN else part
 
 
+def plan_for(
+    bits: options.PlanOptions, checkpoint: families.Checkpoint, quantizer: plans.Quantizer, repeats: int | None = None
+) -> plans.Plan:
+    """Returns the plan of these options for a checkpoint, whose own codes are kept if they are not wider.
+
+    Args:    repeats: neurons of each expert with two rows; None: the usual number where codes are calibrated.
+    Raises:  PlanError if these formats cannot represent its rows, or no format keeps what `source` asks for.
+    """
+    plan = bits.planned(checkpoint.spec, quantizer, repeats, checkpoint_repeats(checkpoint))
+    return keep_source(checkpoint, plan, bits.selector_bits, bits.record_bits, bits.dense_bits)
+
+
 def keep_source(
     checkpoint: families.Checkpoint, plan: plans.Plan, selector: options.Bits, record: options.Bits, dense: options.Bits
 ) -> plans.Plan:

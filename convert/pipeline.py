@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from moe_pack.convert import account, encoding, kept
 from moe_pack.convert.options import MEMORY_BYTES
 from moe_pack.convert.plan.rotation import check_rotation, same_rotation, with_rotation
-from moe_pack.convert.rounding import read_rounding
 from moe_pack.convert.sequential import StoredInputs
 from moe_pack.formats import Pack
 from moe_pack.formats.base import commands, errors
@@ -62,7 +61,7 @@ class EarlierPack:
         self._order = self._pack.read_order() if self._is_usable else None
         self._dense = {dense.role.name: dense for dense in self._pack.layout.dense}
         self._checked: set[str] = set()
-        rounding = read_rounding(self._pack)
+        rounding = account.read_rounding(self._pack)
         self._losses = None if rounding is None else rounding.experts
         self._same_layers = self._count_same_layers() if self._is_usable and recipe.is_sequential else None
 
@@ -246,22 +245,19 @@ def layout_for(
     return with_rotation(layout, rotation)
 
 
-def recipe_for(checkpoint: Checkpoint, plan: plans.Plan, prepared: account.Preparation) -> account.Recipe:
-    """Returns the recipe of a pack, after it has checked that plan and preparation fit the checkpoint.
+def large_bytes(layout: layouts.PackLayout) -> int:
+    """Returns the bytes of a pack's large files, without padding."""
+    return sum(item.num_bytes for item in layout.items())
 
-    Raises:  PlanError.
-    """
-    order, calibration, rotation = prepared.order, prepared.calibration, prepared.rotation
-    if order is not None:
-        account.check_order(order, checkpoint.spec)
+
+def check_prepared(checkpoint: Checkpoint, plan: plans.Plan, prepared: account.Preparation) -> None:
+    """Checks that a plan and its preparation fit the checkpoint; raises PlanError."""
+    if prepared.order is not None:
+        account.check_order(prepared.order, checkpoint.spec)
     kept.check_kept(checkpoint, plan)
-    account.check_calibration(checkpoint, plan, calibration, rotation)
-    if rotation is not None:
-        check_rotation(rotation, plan, checkpoint.spec)
-    inputs = calibration if plan.quantizer == "calibrated" else None
-    is_sequential = prepared.sequential and inputs is not None and inputs.has_inputs
-    layout = layout_for(checkpoint, plan, rotation)
-    return account.Recipe(checkpoint, plan, layout, order, inputs, rotation, is_sequential)
+    account.check_calibration(checkpoint, plan, prepared.calibration, prepared.rotation)
+    if prepared.rotation is not None:
+        check_rotation(prepared.rotation, plan, checkpoint.spec)
 
 
 def convert(
@@ -287,9 +283,13 @@ def convert(
     Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged. The folder then keeps the
              finished items.
     """
-    recipe = recipe_for(checkpoint, plan, prepared)
+    check_prepared(checkpoint, plan, prepared)
+    inputs = prepared.calibration if plan.quantizer == "calibrated" else None
+    is_sequential = prepared.sequential and inputs is not None and inputs.has_inputs
+    layout = layout_for(checkpoint, plan, prepared.rotation)
+    recipe = account.Recipe(checkpoint, plan, layout, prepared.order, inputs, prepared.rotation, is_sequential)
     record = account.recipe_account(recipe)
-    writer = PackWriter(folder, recipe.layout, record.conversion, checkpoint.stamp(), on_step, part)
+    writer = PackWriter(folder, layout, record.conversion, checkpoint.stamp(), on_step, part)
     with ExitStack() as stack:
         source_pack = None if earlier is None else stack.enter_context(EarlierPack(earlier, recipe))
         stored = StoredInputs(recipe, folder, workers, part) if recipe.is_sequential else None
@@ -305,7 +305,7 @@ def convert(
         work = ItemWork(make, partial(encoding.job_bytes, checkpoint, plan), kind=kind)
         if stored is not None:
             work = replace(work, enter_layer=stored.enter_layer, end=stored.remove, end_all=stored.remove_all)
-        return write_pack(writer, recipe.layout, record, work, workers, progress, memory_bytes)
+        return write_pack(writer, layout, record, work, workers, progress, memory_bytes)
 
 
 def memory_line(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.quantize import LayerRotation
-from moe_pack.convert.rounding import heavy_losses, read_rounding
+from moe_pack.convert.account import heavy_losses, read_rounding
 from moe_pack.formats import Pack, PackError, dump
 from moe_pack.formats.base import commands
 from moe_pack.formats.families import Checkpoint

@@ -13,7 +13,8 @@ import click
 from moe_pack import formats
 from moe_pack.calib.quantize import Rotate
 from moe_pack.calib.quantize.options import ROTATE_OPTION
-from moe_pack.convert.cli.options import INTERRUPTED, NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
+from moe_pack.convert.cli.options import INTERRUPTED
+from moe_pack.convert.options import NUM_CORES, WORKERS_OPTION, PlanOptions
 from moe_pack.formats.base import cli
 from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import MODEL
@@ -155,7 +156,8 @@ def _synthesize(spec: formats.ModelSpec, decision: Decision, options: SynthOptio
         synthesize,
         synthetic_layout,
     )
-    from moe_pack.convert.cli.measure import model_text
+    from moe_pack.convert.making import model_text
+    from moe_pack.convert.pipeline import large_bytes
 
     output, plan = options.output, decision.plan
     layout = synthetic_layout(spec, plan)
@@ -176,6 +178,7 @@ def _synthesize(spec: formats.ModelSpec, decision: Decision, options: SynthOptio
 
 
 def _say_done(result: ConversionResult, layout: formats.PackLayout, output: Path, seconds: float) -> None:
+    from moe_pack.convert.pipeline import large_bytes
     from moe_pack.formats import Pack
     from moe_pack.runtime.quality import bits_per_weight
 

@@ -60,7 +60,8 @@ _POLICIES_ALONE = {
 }
 
 
-def _read_limit(text: str) -> LossLimit:
+def read_limit(text: str) -> LossLimit:
+    """Returns the limit that a text says; raises ValueError if it says none."""
     limit = parse_limit(text)
     if limit is None:
         raise ValueError(f"found {text!r}, expected a share of perplexity such as 1%, or nats such as 0.02")
@@ -110,7 +111,7 @@ class Target:
         default=None,
         metadata=formats.option(
             "--max-loss",
-            parse=_read_limit,
+            parse=read_limit,
             metavar="P%|KL",
             help="The most that the pack may lose: growth of perplexity in percent, or nats of KL divergence a token.  "
             f"[default: {USUAL_LIMIT.percent}; with --preset edgemoe {PAPERS_LIMITS['edgemoe'].percent}]",
@@ -224,6 +225,10 @@ class Target:
         """The device of a target of `choose_target_device`."""
         assert self.device != "auto", "`choose_target_device` comes first"
         return self.device
+
+    def narrowed(self, selector: formats.Selector | None, sparsity: float | None) -> "Target":
+        """Returns the target with a selector, if one is asked for, and a sparsity."""
+        return replace(self, selectors=self.selectors if selector is None else (selector,), sparsity=sparsity)
 
     def check(self) -> None:
         """Refuses options that the device or the preset does not use.
