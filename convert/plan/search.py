@@ -1,13 +1,11 @@
-"""The search for formats: a multiple-choice knapsack, the two questions that it answers, and the prices it needs.
+"""The search for formats: a multiple-choice knapsack that finds the least time within a loss, and the prices it needs.
 
 The knapsack takes one choice for each item at the least cost, within a limit of weight. It uses Lagrangian relaxation:
 for a price `p` of weight, every item takes the choice with the least `cost + p * weight`. The price at which the limit
-is just kept gives a lower bound on the cost of any solution. The rest of the limit is then spent greedily. With few
-items the result may be far from the bound; then dynamic programming goes through the choices that a better solution can
-contain, if the caller wants it (`search`). The *duality gap* says how far the solution may be from the best.
+is just kept gives a lower bound on the cost of any solution. The rest of the limit is then spent greedily. The *duality
+gap* says how far the solution may be from the best.
 
-The two questions: `least_loss` finds the least loss within a number of bytes, `least_time` the least time within a
-loss. Time is linear in bytes at given prices; the planner finds them by estimates and asks again (`planner`).
+Time (`least_time`) is linear in bytes at given prices; the planner finds them by estimates and asks again (`planner`).
 
 Prices (`price`) are seconds a token, at the estimate of the plan before. An expert costs the time to run it, as often
 as it runs, the time to fetch it, as often as it is missing, and the memory that its bytes take from other experts. The
@@ -35,8 +33,6 @@ KnapsackChoices = NDArray[np.int64]
 _MAX_PRICES = 60  # the search for the price ends long before
 _MAX_PASSES = 40  # over all items to spend the rest of the limit
 _NEAR_ENOUGH = 1e-5  # of the cost: the search ends if the bound is so near
-_FEW_ITEMS = 64  # with more items the greedy solution is near the bound, and dynamic programming takes long
-_MAX_STATES = 4096  # of the dynamic program after each item: it is exact if it needs no more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,12 +86,8 @@ class KnapsackProblem:
         return choice, float(priced[self._items, choice].sum())
 
 
-def solve(table: KnapsackProblem, limit: float, *, search: bool = False) -> Solution | None:
-    """Returns the cheapest solution that it finds within `limit`; None if even the lightest choices weigh more.
-
-    Args:    search: whether to improve the greedy solution of few items by dynamic programming, which takes
-             milliseconds to a second.
-    """
+def solve(table: KnapsackProblem, limit: float) -> Solution | None:
+    """Returns the cheapest solution that it finds within `limit`; None if even the lightest choices weigh more."""
     low, high = table.cheapest(), table.lightest()
     (low_cost, low_weight), (high_cost, high_weight) = table.of(low), table.of(high)
     if low_weight <= limit:
@@ -115,11 +107,8 @@ def solve(table: KnapsackProblem, limit: float, *, search: bool = False) -> Solu
         else:
             low_cost, low_weight = cost, weight
     choice = _spend(table, high, limit - high_weight, bound * (1 + _NEAR_ENOUGH))
-    is_best = False
-    if search and len(choice) <= _FEW_ITEMS and table.of(choice)[0] > bound * (1 + _NEAR_ENOUGH):
-        choice, is_best = _searched(table, choice, price, limit)
     cost, weight = table.of(choice)
-    return Solution(choice, cost, weight, cost if is_best else min(bound, cost), price)
+    return Solution(choice, cost, weight, min(bound, cost), price)
 
 
 def _spend(table: KnapsackProblem, choice: KnapsackChoices, left: float, enough: float) -> KnapsackChoices:
@@ -143,53 +132,6 @@ def _spend(table: KnapsackProblem, choice: KnapsackChoices, left: float, enough:
         if left == begun or table.of(choice)[0] <= enough:
             break
     return choice
-
-
-def _searched(
-    table: KnapsackProblem, choice: KnapsackChoices, price: float, limit: float
-) -> tuple[KnapsackChoices, bool]:
-    """Returns the cheapest choices within the limit that dynamic programming finds, and whether they are optimal.
-
-    If it finds nothing cheaper, it returns the given choices. At this price each choice has an excess over the item's
-    best choice, which is never negative, and
-
-        cost = (sum of all items' best) - price * limit + (sum of excesses) + price * (rest of the limit)
-
-    A solution that is cheaper than the given one therefore has no choice, and no sum of choices, with a larger excess
-    than the given cost minus the first two terms. States are sums over the items so far. A state is dropped if another
-    one weighs no more and costs no more; if there are too many, those with the least excess are kept.
-    """
-    priced = table.cost + price * table.weight
-    excess = priced - priced.min(axis=1, keepdims=True)
-    most = table.of(choice)[0] - (float(priced.min(axis=1).sum()) - price * limit)
-    lightest = np.where(excess < most, table.weight, np.inf).min(axis=1)
-    if not np.isfinite(lightest).all():
-        return choice, True
-    after = np.append(np.cumsum(lightest[::-1])[::-1][1:], 0.0)  # of all later items
-    weight, over = np.zeros(1), np.zeros(1)  # of each state
-    came: list[tuple[KnapsackChoices, KnapsackChoices]] = []  # from which state, by which choice
-    is_best = True
-    for item in range(len(choice)):
-        of_item = np.flatnonzero(excess[item] < most)
-        weights = (weight[:, None] + table.weight[item, of_item]).ravel()
-        overs = (over[:, None] + excess[item, of_item]).ravel()
-        kept = np.flatnonzero((overs < most) & (weights + after[item] <= limit))
-        if not len(kept):
-            return choice, is_best
-        kept = kept[np.lexsort((overs[kept], weights[kept]))]
-        costs = overs[kept] - price * weights[kept]
-        kept = kept[np.append(True, costs[1:] < np.minimum.accumulate(costs)[:-1])]
-        if len(kept) > _MAX_STATES:
-            kept, is_best = kept[np.argpartition(overs[kept], _MAX_STATES)[:_MAX_STATES]], False
-        weight, over = weights[kept], overs[kept]
-        came.append((kept // len(of_item), of_item[kept % len(of_item)]))
-    state = int((over - price * weight).argmin())
-    best = choice.copy()
-    for item in reversed(range(len(choice))):
-        states, choices = came[item]
-        best[item], state = choices[state], int(states[state])
-    (cost, total), before = table.of(best), table.of(choice)[0]
-    return (best if cost < before and total <= limit else choice), is_best
 
 
 def _least(first: NDArray[Any], second: NDArray[Any]) -> KnapsackChoices:
@@ -226,30 +168,6 @@ class Allocation:
     decision: Decision
     loss: float
     solution: Solution
-
-
-def least_loss(
-    spec: specs.ModelSpec,
-    selector: specs.Selector,
-    losses: Losses,
-    max_expert_bytes: int,
-    allowed: tuple[plans.PartFormat, ...] | None = None,
-) -> Allocation | None:
-    """Returns the formats that lose least within a number of bytes for all experts; dense matrices keep the source's.
-
-    Args:    max_expert_bytes: of all extents, without their alignment in files.   allowed: formats to choose from; None
-             for all.
-    Returns: None if even the smallest formats need more bytes.
-    """
-    choices = tiers.expert_choices(spec, selector, losses, allowed)
-    lost = choices.losses(losses)
-    weights = np.broadcast_to(choices.extent_bytes.astype(np.float64), lost.shape)
-    solution = solve(KnapsackProblem(lost, weights), max_expert_bytes, search=True)
-    if solution is None:
-        return None
-    experts, repeats = _experts(choices, solution.choice, spec), plans.planned_repeats(spec, choices.quantizer)
-    plan = plans.Plan(selector, choices.quantizer, experts, plans.uniform_dense(spec, None), repeats)
-    return Allocation(Decision(plan, np.zeros(losses.popularity.shape)), solution.cost, solution)
 
 
 def least_time(

@@ -65,24 +65,16 @@ class FormatChoices:
         return total.reshape(-1, len(self.formats))
 
 
-def expert_choices(
-    spec: specs.ModelSpec, selector: specs.Selector, losses: Losses, allowed: tuple[plans.PartFormat, ...] | None = None
-) -> FormatChoices:
-    """Returns the combinations of formats that a planner compares, for the quantizer of the losses.
-
-    Args:    allowed: the formats to choose from; None for all with known losses.
-    """
+def expert_choices(spec: specs.ModelSpec, selector: specs.Selector, losses: Losses) -> FormatChoices:
+    """Returns the combinations of formats that a planner compares, for the quantizer of the losses."""
     known, quantized = losses.of(losses.quantizer)
-    usable = [n for n, part in enumerate(known) if allowed is None or part in allowed]
     mean = quantized.mean(axis=(0, 1))  # [3, F]
     sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])
     by_matrix = [
-        _undominated(sizes[usable], mean[m, usable]) if matrix in spec.expert.matrices else np.zeros(1, np.int64)
+        _undominated(sizes, mean[m]) if matrix in spec.expert.matrices else np.zeros(1, np.int64)
         for m, matrix in enumerate(specs.MATRICES)
     ]
-    parts = np.stack(np.meshgrid(*(np.array(usable)[kept] for kept in by_matrix), indexing="ij"), axis=-1).reshape(
-        -1, 3
-    )
+    parts = np.stack(np.meshgrid(*by_matrix, indexing="ij"), axis=-1).reshape(-1, 3)
     selector_bytes, record_bytes, extent = _sizes(parts, spec, selector, known)
     lost = mean[np.arange(3), parts].sum(axis=1)
     num_experts = len(spec.moe_layers) * spec.router.num_experts

@@ -76,13 +76,6 @@ def test_an_expert_without_a_gate_has_no_format_for_it() -> None:
     assert len(set(choices.formats)) == len(choices.formats)
 
 
-def test_formats_that_are_not_allowed_are_not_weighed() -> None:
-    allowed = (part_format(2, 64), part_format(4, 64))
-    choices = expert_choices(GROUPED, "up", LOSSES, allowed)
-    assert {part for held in choices.formats for part in (held.gate, held.up, held.down)} == set(allowed)
-    assert len(choices.formats) == 8
-
-
 def test_of_thousands_of_experts_fewer_choices_are_weighed_each_the_best_of_its_bytes() -> None:
     spec = model_spec("qwen3-30b-a3b")
     losses = assumed_losses(spec)
