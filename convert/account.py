@@ -106,15 +106,12 @@ def check_order(order: NDArray[np.uint32], spec: formats.ModelSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackOrigin:
-    """Where a pack comes from: its `source.json`, the files that it copies, the packages that decide its bytes.
-
-    `decisions`: by name, digests or values of everything else that decides its bytes.
-    """
+    """Where a pack comes from: its `source.json`, the files that it copies, the packages that decide its bytes."""
 
     source: bytes
     copied: tuple[tuple[str, bytes], ...]
     made_with: tuple[manifests.PackageVersion, ...]
-    decisions: Mapping[str, str]
+    decisions: Mapping[str, str]  # by name, digests or values of everything else that decides its bytes
 
 
 def recipe_account(recipe: Recipe) -> "PackRecord":
@@ -394,15 +391,12 @@ def read_rounding(pack: formats.Pack) -> Rounding | None:
 
 @dataclass(frozen=True, slots=True)
 class HeavyLoss:
-    """An expert that loses much.
+    """An expert that loses much."""
 
-    `layer`: of the model.   `usual`: the median of `own_error` over the experts in the same formats.
-    """
-
-    layer: int
+    layer: int  # of the model
     expert: int
     loss: ExpertLoss
-    usual: float
+    usual: float  # the median of `own_error` over the experts in the same formats
     is_rotated: bool
 
 

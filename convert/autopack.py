@@ -46,14 +46,10 @@ _MOST_LOOSER, _MOST_TIGHTER, _LEAST_TIGHTER = 4.0, 0.2, 0.93
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAttempt:
-    """A plan and the loss of its pack, for the choice of the next plan.
+    """A plan and the loss of its pack, for the choice of the next plan."""
 
-    `nats`: the plan's estimated loss.   `measured`: the upper end of the 95% interval of the pack's loss, in the unit
-    of the allowed loss.
-    """
-
-    nats: float
-    measured: float
+    nats: float  # the plan's estimated loss
+    measured: float  # the upper end of the 95% interval of the pack's loss, in the unit of the allowed loss
 
 
 def best_of(attempts: Sequence[MeasuredAttempt], allowed: float) -> int | None:
@@ -90,22 +86,17 @@ _GOAL_FILE = "wish.json"  # its name is on users' disks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackGoal:
-    """The pack to make: how it is planned, and which loss is allowed.
+    """The pack to make: how it is planned, and which loss is allowed."""
 
-    `identity`: digests and values of everything that decides the pack.   `decide`: returns the decision that loses so
-    many nats.   `estimate`: returns the estimated loss of a decision in nats, NaN if there is none.   `first_nats`: of
-    the first attempt.   `allowed`: the largest value of `measure`; None: any.
-    `verdict`: returns a line on a measured loss, for people.   `rotation`: of the packs' layers.
-    """
-
-    identity: Mapping[str, str]
-    decide: Callable[[float], plan_file.Decision]
+    identity: Mapping[str, str]  # digests and values of everything that decides the pack
+    decide: Callable[[float], plan_file.Decision]  # returns the decision that loses so many nats
+    # Returns the estimated loss of a decision in nats, NaN if there is none
     estimate: Callable[[plan_file.Decision], float]
-    first_nats: float
-    allowed: float | None
+    first_nats: float  # of the first attempt
+    allowed: float | None  # the largest value of `measure`; None: any
     measure: Callable[[Quality], float]
-    verdict: Callable[[Quality], str]
-    rotation: PlanRotation = field(default_factory=PlanRotation)
+    verdict: Callable[[Quality], str]  # returns a line on a measured loss, for people
+    rotation: PlanRotation = field(default_factory=PlanRotation)  # of the packs' layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +110,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class AutoPackResult:
-    """The sidecar `made.json` of a pack made for a target.
+    """The sidecar `made.json` of a pack made for a target."""
 
-    `wish`: the goal's identity, sorted by name.   `attempts`: all of them.   `taken`: the attempt that became the pack.
-    """
-
-    wish: tuple[tuple[str, ...], ...]
-    attempts: tuple[Attempt, ...]
-    taken: int
+    wish: tuple[tuple[str, ...], ...]  # the goal's identity, sorted by name
+    attempts: tuple[Attempt, ...]  # all of them
+    taken: int  # the attempt that became the pack
     quality: Quality
 
 

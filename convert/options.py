@@ -582,10 +582,7 @@ class PlanOrder:
 
 
 def chosen_device(name: str) -> "torch.device":
-    """Returns the device of this name.
-
-    Raises:  PlanError if it is `cuda` and torch finds no GPU.
-    """
+    """Returns the device of this name; raises PlanError if it is `cuda` and torch finds no GPU."""
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
@@ -594,10 +591,7 @@ def chosen_device(name: str) -> "torch.device":
 
 
 def _percentage(text: str) -> float:
-    """Returns the share that `1%` stands for.
-
-    Raises:  ValueError if it is not a percentage of 0 or more.
-    """
+    """Returns the share that `1%` stands for; raises ValueError if it is not a percentage of 0 or more."""
     try:
         share = float(text.removesuffix("%")) / 100
     except ValueError:

@@ -195,21 +195,18 @@ def _weight_cost(quantizer: plans.Quantizer, part: plans.PartFormat) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ItemWork:
-    """The functions that make items: `convert` and `synthesize` have different ones.
+    """The functions that make items: `convert` and `synthesize` have different ones."""
 
-    `make`: makes an item; it runs in a worker thread and ends soon after its event is set.
-    `peak_bytes`: returns the memory that `make` takes for an item at most.
-    `enter_layer`: called with the index of a MoE layer before its first expert is made and after all items before are
-    on disk; None: experts of several layers are made at once.   `end`: called when all items are on disk.   `end_all`:
-    called when the pack is sealed: no other part needs its files.   `kind`: returns the name of an item's kind of work,
-    and the time of a byte of that kind, compared with others; the items of a kind take equally long for a byte.
-    """
-
+    # Makes an item; it runs in a worker thread and ends soon after its event is set
     make: Callable[[layouts.Item, Event], encoding.MadeItem]
-    peak_bytes: Callable[[layouts.Item], int]
+    peak_bytes: Callable[[layouts.Item], int]  # returns the memory that `make` takes for an item at most
+    # Called with the index of a MoE layer before its first expert is made and after all items before are on disk; None:
+    # experts of several layers are made at once
     enter_layer: Callable[[int], None] | None = None
-    end: Callable[[], None] = lambda: None
-    end_all: Callable[[], None] = lambda: None
+    end: Callable[[], None] = lambda: None  # called when all items are on disk
+    end_all: Callable[[], None] = lambda: None  # called when the pack is sealed: no other part needs its files
+    # Returns the name of an item's kind of work, and the time of a byte of that kind, compared with others; the items
+    # of a kind take equally long for a byte
     kind: Callable[[layouts.Item], tuple[str, float]] = lambda item: ("", 1.0)
 
 
@@ -218,15 +215,11 @@ _Finished = tuple[layouts.Item, encoding.MadeItem, manifests.Digests]
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """The result of a conversion.
-
-    `resumed_bytes`: that an earlier run has written.   `written`: False if the pack was complete before, or if another
-    part has sealed it.
-    """
+    """The result of a conversion."""
 
     layout: layouts.PackLayout
-    resumed_bytes: int
-    written: bool
+    resumed_bytes: int  # that an earlier run has written
+    written: bool  # False if the pack was complete before, or if another part has sealed it
 
 
 def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -390,10 +390,7 @@ def _run_part(job: Job, part: commands.Part) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Checks that something listens at HOST:PORT.
-
-    Raises:  RunError if nothing does.
-    """
+    """Checks that something listens at HOST:PORT; raises RunError if nothing does."""
     host, colon, port = address.rpartition(":")
     if not colon:
         return

@@ -70,10 +70,7 @@ class CheckOptions:
         return EvalOptions(against=self.against, num_tokens=self.sample)
 
     def check(self) -> None:
-        """Refuses a sample if no loss is measured on it.
-
-        Raises:  UsageError.
-        """
+        """Refuses a sample if no loss is measured on it; raises UsageError."""
         if self.sample is None:
             return
         if self.against is None or not self.limits.of_loss:

@@ -98,10 +98,7 @@ class EvalOptions:
         return path if path.is_file() and find_gguf(path) is None else None
 
     def check(self) -> None:
-        """Refuses options that do not go together.
-
-        Raises:  UsageError.
-        """
+        """Refuses options that do not go together; raises UsageError."""
         of_text = (self.data, self.field_name, self.num_tokens)
         if self.reference_file is not None and of_text != (None, None, None):
             raise formats.UsageError(
@@ -149,10 +146,7 @@ def known_facts(folder: Path) -> runtime.MachineFacts | None:
 
 
 def write_output(path: Path, content: bytes, option_name: str, appends: bool = False) -> None:
-    """Writes the file that an option names, or appends to it.
-
-    Raises:  ConversionError if that fails.
-    """
+    """Writes the file that an option names, or appends to it; raises ConversionError if that fails."""
     try:
         with path.open("ab" if appends else "wb") as file:
             file.write(content)

@@ -242,10 +242,7 @@ class ThresholdsOptions:
         return ThresholdRule(self.sparsity, self.theta)
 
     def check(self) -> None:
-        """Refuses a rule without a sparsity or a theta, or with both.
-
-        Raises:  UsageError.
-        """
+        """Refuses a rule without a sparsity or a theta, or with both; raises UsageError."""
         if fault := self.rule.fault():
             raise formats.UsageError(fault)
 

@@ -99,10 +99,7 @@ class SynthOptions:
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
 
     def check(self) -> None:
-        """Refuses numbers out of range and options that do not go together.
-
-        Raises:  UsageError.
-        """
+        """Refuses numbers out of range and options that do not go together; raises UsageError."""
         from moe_pack.calib.evaluate import ThresholdRule
 
         if fault := ThresholdRule(sparsity=self.sparsity).fault():

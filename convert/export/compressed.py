@@ -184,13 +184,11 @@ def carried_scales(plain: PlainExpert, matrix: specs.Matrix, code: CodeFormat, n
 
 @dataclass(slots=True)
 class MatrixCodes:
-    """What became of one of the experts' matrices: how many were carried over, and the error of all.
-
-    `error`, `weight`: sums of |w - w'| and of |w| over the pack's weights.
-    """
+    """What became of one of the experts' matrices: how many were carried over, and the error of all."""
 
     carried: int = 0
     quantized: int = 0
+    # error, weight: sums of |w - w'| and of |w| over the pack's weights
     error: float = 0.0
     weight: float = 0.0
 

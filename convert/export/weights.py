@@ -255,12 +255,12 @@ class _DenseUnit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ExpertsUnit:
-    """Experts of a layer whose tensors are plain. `pieces`: by expert."""
+    """Experts of a layer whose tensors are plain."""
 
     source: PackSource
     layer: int
     tensors: tuple[safetensors.StoredTensor, ...]
-    pieces: Mapping[int, list[Piece]]
+    pieces: Mapping[int, list[Piece]]  # by expert
 
     @property
     def name(self) -> str:
@@ -337,13 +337,10 @@ class _TableUnit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTensors:
-    """The tensors of a layer's experts that have no tensor in common with others: of one expert, or of all.
-
-    `pieces`: by expert.
-    """
+    """The tensors of a layer's experts that have no tensor in common with others: of one expert, or of all."""
 
     layer: int
-    pieces: Mapping[int, list[Piece]]
+    pieces: Mapping[int, list[Piece]]  # by expert
     tensors: tuple[safetensors.StoredTensor, ...] = field(default=())
 
 

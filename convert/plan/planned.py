@@ -26,16 +26,12 @@ Kind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningModel:
-    """The model for which plans are made.
-
-    `dense_dtypes`: of each dense tensor in the source, in the order of `dense_roles`.   `losses`: of every choice.
-    `rotation`: of the layers of packs made by the plans.
-    """
+    """The model for which plans are made."""
 
     spec: specs.ModelSpec
-    dense_dtypes: tuple[str, ...]
-    losses: Losses
-    rotation: PlanRotation = field(default_factory=PlanRotation)
+    dense_dtypes: tuple[str, ...]  # of each dense tensor in the source, in the order of `dense_roles`
+    losses: Losses  # of every choice
+    rotation: PlanRotation = field(default_factory=PlanRotation)  # of the layers of packs made by the plans
 
     def layout(self, plan: plans.Plan) -> layouts.PackLayout:
         """Returns the layout of a plan's pack."""
@@ -87,17 +83,15 @@ class PlanningModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EstimatedPlan:
-    """A plan with its estimates.
-
-    `loss`: nats of KL divergence a token.   `gap`: the most that a better choice could save at this plan's prices, as a
-    share of the plan's cost; None if the search does not know it.   `speed`: with the division of the memory.
-    """
+    """A plan with its estimates."""
 
     decision: Decision
     layout: layouts.PackLayout
-    loss: float
+    loss: float  # nats of KL divergence a token
+    # The most that a better choice could save at this plan's prices, as a share of the plan's cost; None if the search
+    # does not know it
     gap: float | None
-    speed: SpeedEstimate
+    speed: SpeedEstimate  # with the division of the memory
 
     @property
     def pack_bytes(self) -> int:
@@ -123,11 +117,11 @@ _LAYER_GROUPS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanOption:
-    """One of the plans to choose from. `name`: what was asked for.   `fault`: why there is no plan."""
+    """One of the plans to choose from."""
 
-    name: str
+    name: str  # what was asked for
     planned: EstimatedPlan | None
-    fault: str | None = None
+    fault: str | None = None  # why there is no plan
 
 
 def model_text(spec: specs.ModelSpec, name: str) -> str:

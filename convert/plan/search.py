@@ -37,17 +37,14 @@ _NEAR_ENOUGH = 1e-5  # of the cost: the search ends if the bound is so near
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """A solution of the knapsack.
+    """A solution of the knapsack."""
 
-    `choice`: int64 [N], of each item.   `cost`, `weight`: sums.   `bound`: no solution within the limit costs less.
-    `price`: the cost of a unit of weight.
-    """
-
-    choice: KnapsackChoices
+    choice: KnapsackChoices  # int64 [N], of each item
+    # cost, weight: sums
     cost: float
     weight: float
-    bound: float
-    price: float
+    bound: float  # no solution within the limit costs less
+    price: float  # the cost of a unit of weight
 
     @property
     def gap(self) -> float:
@@ -146,19 +143,16 @@ DENSE_GROUP = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageCosts:
-    """The costs of storage choices, in seconds a token.
+    """The costs of storage choices, in seconds a token."""
 
-    `runs`, `misses`: float64 [L * E], how often a token runs an expert, and how often the expert is missing.   `run`,
-    `fetch`: float64 [C, sparsities], seconds to run an expert with each choice, and to fetch it.   `expert_byte`: for
-    the memory of each byte of an expert.   `dense`: float64 [roles, widths], of each dense tensor at each width.
-    """
-
+    # runs, misses: float64 [L * E], how often a token runs an expert, and how often the expert is missing
     runs: Floats
     misses: Floats
+    # run, fetch: float64 [C, sparsities], seconds to run an expert with each choice, and to fetch it
     run: Floats
     fetch: Floats
-    expert_byte: float
-    dense: Floats
+    expert_byte: float  # for the memory of each byte of an expert
+    dense: Floats  # float64 [roles, widths], of each dense tensor at each width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,12 +243,10 @@ _FIRST_MISSES = 0.5  # of runs, before the first estimate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostedFormats:
-    """The format choices of one selector with their costs.
-
-    `run`, `fetch`: float64 [C, sparsities], seconds to run an expert and to fetch it.
-    """
+    """The format choices of one selector with their costs."""
 
     choices: tiers.FormatChoices
+    # run, fetch: float64 [C, sparsities], seconds to run an expert and to fetch it
     run: Floats
     fetch: Floats
 

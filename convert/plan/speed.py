@@ -38,15 +38,12 @@ MAX_AGE = 15  # higher ages count as this one
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visits:
-    """The experts that some tokens visited, V visits in all.
-
-    `steps`: int64 [V], token * L + layer.   `keys`: int64 [V], layer * E + expert.   `ages`: int64 [V], the number of
-    visits since the expert was fetched: 0 for the visit that fetches it, at most MAX_AGE.
-    """
+    """The experts that some tokens visited, V visits in all."""
 
     num_tokens: int
-    steps: Array
-    keys: Array
+    steps: Array  # int64 [V], token * L + layer
+    keys: Array  # int64 [V], layer * E + expert
+    # int64 [V], the number of visits since the expert was fetched: 0 for the visit that fetches it, at most MAX_AGE
     ages: Array
 
     @property
@@ -133,14 +130,12 @@ _WARM_SHARE = 0.25  # of the replayed tokens: they only fill the cache
 
 @dataclass(frozen=True, slots=True)
 class TokenSeconds:
-    """The seconds of a token. `waiting`: for fetched bytes, or on a GPU for the CPU and the link, as far as computation
-    does not hide it.
-    """
+    """The seconds of a token."""
 
     fixed: float
     dense: float
     experts: float
-    waiting: float
+    waiting: float  # for fetched bytes, or on a GPU for the CPU and the link, as far as computation does not hide it
 
     @property
     def total(self) -> float:
@@ -150,19 +145,15 @@ class TokenSeconds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenEstimate:
-    """The estimate for a decoded token.
-
-    `hit_rate`: the share of experts that were resident when the router chose them, without prefetch; on a GPU of the
-    bytes of selectors and running records.   `misses`: float64 [L, E], how often the expert is missing for a token.
-    `fetched_bytes`: from the disk; on a GPU those that are not resident, which the CPU reads or the link brings.
-    `read_bytes`: of weights in fast memory.
-    """
+    """The estimate for a decoded token."""
 
     policy: offload.PolicyName
+    # The share of experts that were resident when the router chose them, without prefetch; on a GPU of the bytes of
+    # selectors and running records
     hit_rate: float
-    misses: Array
-    fetched_bytes: float
-    read_bytes: float
+    misses: Array  # float64 [L, E], how often the expert is missing for a token
+    fetched_bytes: float  # from the disk; on a GPU those that are not resident, which the CPU reads or the link brings
+    read_bytes: float  # of weights in fast memory
     seconds: TokenSeconds
 
     @property
@@ -173,16 +164,12 @@ class TokenEstimate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchCosts:
-    """The cost of the fetches of one visit, by age and expert: float64 [MAX_AGE + 1, L, E].
-
-    `seconds`: if other experts are fetched at the same time.   `alone`: the shortest time, if it is the only one.
-    `handling`: what the processor does for it, in addition to the computation.
-    """
+    """The cost of the fetches of one visit, by age and expert: float64 [MAX_AGE + 1, L, E]."""
 
     num_bytes: Array
-    seconds: Array
-    alone: Array
-    handling: Array
+    seconds: Array  # if other experts are fetched at the same time
+    alone: Array  # the shortest time, if it is the only one
+    handling: Array  # what the processor does for it, in addition to the computation
 
 
 def estimate_on_cpu(
@@ -318,22 +305,18 @@ def estimate_on_gpu(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GpuShares:
-    """The shares of GPU, CPU and link in an expert that a token chooses: float64 [L, E], seconds and bytes.
+    """The shares of GPU, CPU and link in an expert that a token chooses: float64 [L, E], seconds and bytes."""
 
-    `select_s`: of the GPU, before the others begin.   `cpu_s`: if nothing is pulled.   `lacking`: records that the link
-    may bring, its usual share of them, and what one takes on the CPU and over the link.   `missing_bytes`: of selector
-    and running records, those that are not resident; `needed_bytes`: all of them.
-    """
-
-    select_s: Array
+    select_s: Array  # of the GPU, before the others begin
     gpu_s: Array
-    cpu_s: Array
+    cpu_s: Array  # if nothing is pulled
+    # Records that the link may bring, its usual share of them, and what one takes on the CPU and over the link
     lacking: Array
     pulled_share: Array
     cpu_row_s: Array
     link_row_s: Array
-    missing_bytes: Array
-    needed_bytes: Array
+    missing_bytes: Array  # of selector and running records, those that are not resident
+    needed_bytes: Array  # of selector and running records, all of them
 
 
 def _gpu_shares(

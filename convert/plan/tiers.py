@@ -40,21 +40,17 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FormatChoices:
-    """C ways to store an expert with one selector and one quantizer, in ascending order of bytes.
-
-    `parts`: int64 [C, 3], the formats of gate, up and down as indices of the losses' formats of this quantizer.
-    `selector_bytes`, `record_bytes`, `extent_bytes`: int64 [C], of a whole expert.   `is_fused`: whether all experts of
-    a layer have the same choice, and all of their neurons run.
-    """
+    """C ways to store an expert with one selector and one quantizer, in ascending order of bytes."""
 
     selector: specs.Selector
     quantizer: plans.Quantizer
     formats: tuple[plans.ExpertFormat, ...]
-    parts: Ints
+    parts: Ints  # int64 [C, 3], the formats of gate, up and down as indices of the losses' formats of this quantizer
+    # selector_bytes, record_bytes, extent_bytes: int64 [C], of a whole expert
     selector_bytes: Ints
     record_bytes: Ints
     extent_bytes: Ints
-    is_fused: bool = False
+    is_fused: bool = False  # whether all experts of a layer have the same choice, and all of their neurons run
 
     def losses(self, losses: Losses) -> Floats:
         """Returns the loss of each expert with each choice in nats: float64 [L * E, C]."""
@@ -220,20 +216,15 @@ class RowHeat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpeedEstimate:
-    """The estimated speed of a pack within a budget, in the steady state of decode.
+    """The estimated speed of a pack within a budget, in the steady state of decode."""
 
-    `shares`: the budget's parts; their sum is at most the budget.   `seconds`: a token.   `fetched_bytes`: a token,
-    from slower memory.   `read_bytes`: a token, of weights in fast memory.   `hit_rate`: of experts.   `misses`:
-    float64 [L, E], how often the expert is missing for a token.   `policy`: of the runtime.
-    """
-
-    shares: tuple[budgets.MemoryPart, ...]
-    seconds: float
-    fetched_bytes: float
-    read_bytes: float
-    hit_rate: float
-    misses: Floats
-    policy: str
+    shares: tuple[budgets.MemoryPart, ...]  # the budget's parts; their sum is at most the budget
+    seconds: float  # a token
+    fetched_bytes: float  # a token, from slower memory
+    read_bytes: float  # a token, of weights in fast memory
+    hit_rate: float  # of experts
+    misses: Floats  # float64 [L, E], how often the expert is missing for a token
+    policy: str  # of the runtime
 
     @property
     def tokens_per_second(self) -> float:
@@ -276,17 +267,14 @@ class MemoryTier(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingFacts:
-    """The facts about routes and predictors that an estimate uses.
+    """The facts about routes and predictors that an estimate uses."""
 
-    `popularity`: float64 [L, E].   `passes`: routes to replay, of text not used for calibration; if None, routes are
-    drawn independently.   `recall`: the share of the next layer's experts that the best predictor finds; None if no
-    profile says it.   `predictor_bytes`: host memory of the predictors.
-    """
-
-    popularity: Floats
+    popularity: Floats  # float64 [L, E]
+    # Routes to replay, of text not used for calibration; if None, routes are drawn independently
     passes: offload.Passes | None = None
+    # The share of the next layer's experts that the best predictor finds; None if no profile says it
     recall: float | None = None
-    predictor_bytes: int = 0
+    predictor_bytes: int = 0  # host memory of the predictors
 
 
 _SEEN_TOKENS = 512  # tokens in the key-value cache, or half of the context if that is less
