@@ -30,7 +30,7 @@ from moe_pack.convert.export.weights import (
     put_rows,
     unit_name,
 )
-from moe_pack.convert.plan.tiers import FUSED_GROUPS
+from moe_pack.convert.plan.search import FUSED_GROUPS
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import family
 from moe_pack.formats.pack.safetensors import StoredTensor

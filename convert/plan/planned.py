@@ -1,7 +1,7 @@
 """A plan with its estimates, as lines of text and as JSON.
 
 Bytes follow from the pack's layout, the loss from a profile's losses, the speed and the division of the memory budget
-from a tier (`tiers`).
+from a tier (`speed`).
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ import numpy as np
 from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.rotation import PlanRotation, with_rotation
-from moe_pack.convert.plan.tiers import SpeedEstimate
+from moe_pack.convert.plan.speed import SpeedEstimate
 from moe_pack.formats import size_text
 from moe_pack.formats.pack import layouts, plans
 from moe_pack.formats.parts import specs

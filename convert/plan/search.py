@@ -10,6 +10,10 @@ Time (`least_time`) is linear in bytes at given prices; the planner finds them b
 Prices (`price`) are seconds a token, at the estimate of the plan before. An expert costs the time to run it, as often
 as it runs, the time to fetch it, as often as it is missing, and the memory that its bytes take from other experts. The
 price of memory is the time that a slightly smaller budget would cost.
+
+Format choices (`expert_choices`): a choice is kept if, for a mean expert, it loses little more than the best choice of
+at most its bytes, so that a planner compares hundreds of choices, not tens of thousands. Bytes are exact, with the CRC
+and the padding of rows.
 """
 
 from dataclasses import dataclass
@@ -19,17 +23,144 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Losses
-from moe_pack.convert.plan import planned, tiers
+from moe_pack.convert.plan import planned, speed
 from moe_pack.convert.plan.plan_file import Decision
-from moe_pack.formats import RunError
-from moe_pack.formats.pack import plans
-from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.formats import PlanError, RunError
+from moe_pack.formats.pack import layouts, plans
 from moe_pack.formats.pack.safetensors import DTYPE_BYTES
 from moe_pack.formats.parts import DenseRole, specs
 
 Floats = NDArray[np.float64]
-KnapsackChoices = NDArray[np.int64]
+MAX_CHOICES, LEAST_CHOICES = 320, 64
+_MOST_CELLS = 600_000  # of all experts: with more experts each needs fewer choices, because different ones can be mixed
+_FEWEST = 1e-12  # nats: the loss of a lossless choice, where losses are compared by their ratio
+Ints = NDArray[np.int64]
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FormatChoices:
+    """C ways to store an expert with one selector and one quantizer, in ascending order of bytes."""
+
+    selector: specs.Selector
+    quantizer: plans.Quantizer
+    formats: tuple[plans.ExpertFormat, ...]
+    parts: Ints  # int64 [C, 3], the formats of gate, up and down as indices of the losses' formats of this quantizer
+    # selector_bytes, record_bytes, extent_bytes: int64 [C], of a whole expert
+    selector_bytes: Ints
+    record_bytes: Ints
+    extent_bytes: Ints
+    is_fused: bool = False  # whether all experts of a layer have the same choice, and all of their neurons run
+
+    def losses(self, losses: Losses) -> Floats:
+        """Returns the loss of each expert with each choice in nats: float64 [L * E, C]."""
+        _, lost = losses.of(self.quantizer)
+        total = lost[:, :, 0, self.parts[:, 0]]  # [L, E, C]
+        for matrix in (1, 2):
+            total = total + lost[:, :, matrix, self.parts[:, matrix]]
+        return total.reshape(-1, len(self.formats))
+
+
+def expert_choices(spec: specs.ModelSpec, selector: specs.Selector, losses: Losses) -> FormatChoices:
+    """Returns the combinations of formats that a planner compares, for the quantizer of the losses."""
+    known, quantized = losses.of(losses.quantizer)
+    mean = quantized.mean(axis=(0, 1))  # [3, F]
+    sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])
+    by_matrix = [
+        _undominated(sizes, mean[m]) if matrix in spec.expert.matrices else np.zeros(1, np.int64)
+        for m, matrix in enumerate(specs.MATRICES)
+    ]
+    parts = np.stack(np.meshgrid(*by_matrix, indexing="ij"), axis=-1).reshape(-1, 3)
+    selector_bytes, record_bytes, extent = _sizes(parts, spec, selector, known)
+    lost = mean[np.arange(3), parts].sum(axis=1)
+    num_experts = len(spec.moe_layers) * spec.router.num_experts
+    kept = _near_the_best(extent, lost, max(LEAST_CHOICES, min(_MOST_CELLS // num_experts, MAX_CHOICES)))
+    formats = tuple(_format(row, spec, known) for row in parts[kept].tolist())
+    return FormatChoices(
+        selector, losses.quantizer, formats, parts[kept], selector_bytes[kept], record_bytes[kept], extent[kept]
+    )
+
+
+FUSED_WIDTHS, FUSED_GROUPS = (4, 8), (128, 64, 32)  # that vLLM's kernels for layers of experts have
+
+
+def fused_choices(spec: specs.ModelSpec, selector: specs.Selector, losses: Losses) -> FormatChoices:
+    """Returns the formats in which all matrices of a layer's experts may be stored for vLLM's fused layers.
+
+    Raises:  PlanError if no such format fits the model's rows.
+    """
+    known, _ = losses.of(losses.quantizer)
+    sizes = (spec.hidden_size, spec.expert.source_size)
+    usable = [number for number, part in enumerate(known) if is_fused_format(part, sizes)]
+    if not usable:
+        raise PlanError(
+            f"--for vllm: groups of {', '.join(map(str, FUSED_GROUPS))} weights do not divide rows of {sizes[0]} and "
+            f"{sizes[1]}, as this model's experts have; remove --for"
+        )
+    usable.sort(key=lambda number: known[number].part_bytes(spec.hidden_size))
+    parts = np.array([[number if m in spec.expert.matrices else 0 for m in specs.MATRICES] for number in usable])
+    formats = tuple(_format(row, spec, known) for row in parts.tolist())
+    return FormatChoices(
+        selector, losses.quantizer, formats, parts, *_sizes(parts, spec, selector, known), is_fused=True
+    )
+
+
+def is_fused_format(part: plans.PartFormat, sizes: tuple[int, int]) -> bool:
+    """Returns whether codes of this format, for rows of both sizes, are such as vLLM's fused layers have."""
+    is_known = part.codec == "affine" and part.width in FUSED_WIDTHS and part.group in FUSED_GROUPS
+    return is_known and all(size % part.group == 0 for size in sizes)
+
+
+def _sizes(
+    parts: Ints, spec: specs.ModelSpec, selector: specs.Selector, known: tuple[plans.PartFormat, ...]
+) -> tuple[Ints, Ints, Ints]:
+    """Returns the bytes of selectors, records and extents for combinations [C, 3], as `expert_layout` has them."""
+    expert, extra = spec.expert, layouts.extra_layout(spec.expert.extra_floats)
+    codes = np.array([part.code_bytes(spec.hidden_size) for part in known])[parts]  # [C, 3]
+    sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])[parts]
+    sizes += 4 * np.array([matrix in expert.row_bias for matrix in specs.MATRICES])
+
+    def all_rows(matrices: tuple[specs.Matrix, ...]) -> Ints:
+        idx = [specs.MATRICES.index(matrix) for matrix in matrices]
+        gaps = (-codes[:, idx[:-1]] % layouts.ROW_ALIGN).sum(axis=1)  # between codes: all but the last are padded
+        row_bytes = -(-(sizes[:, idx].sum(axis=1) + gaps + layouts.CRC_BYTES) // layouts.ROW_ALIGN) * layouts.ROW_ALIGN
+        num_bytes: Ints = expert.intermediate_size * row_bytes * bool(idx)
+        return num_bytes
+
+    selectors = all_rows(specs.selector_matrices(selector, expert.matrices))
+    records = all_rows(specs.record_matrices(selector, expert.matrices))
+    return selectors, records, selectors + records + (extra.row_bytes if extra else 0)
+
+
+def _format(parts: list[int], spec: specs.ModelSpec, known: tuple[plans.PartFormat, ...]) -> plans.ExpertFormat:
+    gate, up, down = (known[number] for number in parts)
+    return plans.ExpertFormat(gate if "gate" in spec.expert.matrices else None, up, down)
+
+
+def _undominated(sizes: Ints, lost: Floats) -> Ints:
+    """Returns the indices of those that lose less than all others of at most their size: int64 [n], by rising size."""
+    order = np.lexsort((lost, sizes))
+    best = np.minimum.accumulate(np.concatenate(([np.inf], lost[order][:-1])))
+    kept: Ints = order[lost[order] < best]
+    return kept
+
+
+def _near_the_best(sizes: Ints, lost: Floats, most: int) -> Ints:
+    """Returns at most `most` indices, those nearest to the best of at most their size: int64 [n], by rising size.
+
+    If there are more than `most` best ones, it takes them evenly spread, with the first and the last.
+    """
+    order = np.lexsort((lost, sizes))
+    best = np.minimum.accumulate(lost[order])
+    worse = (lost[order] + _FEWEST) / (best + _FEWEST)
+    leading = np.flatnonzero(np.diff(best, prepend=np.inf) < 0)
+    if len(leading) > most:
+        return order[leading[np.linspace(0, len(leading) - 1, most).round().astype(np.int64)]]
+    nearest: Ints = np.sort(np.argsort(worse, kind="stable")[:most])
+    kept: Ints = order[nearest]
+    return kept
+
+
+KnapsackChoices = NDArray[np.int64]
 _MAX_PRICES = 60  # the search for the price ends long before
 _MAX_PASSES = 40  # over all items to spend the rest of the limit
 _NEAR_ENOUGH = 1e-5  # of the cost: the search ends if the bound is so near
@@ -165,7 +296,7 @@ class Allocation:
 
 
 def least_time(
-    spec: specs.ModelSpec, losses: Losses, max_loss: float, prices: StorageCosts, choices: tiers.FormatChoices
+    spec: specs.ModelSpec, losses: Losses, max_loss: float, prices: StorageCosts, choices: FormatChoices
 ) -> Allocation | None:
     """Returns the formats, sparsities and dense widths that cost least and lose at most `max_loss` nats.
 
@@ -194,7 +325,7 @@ def least_time(
     return Allocation(Decision(plan, sparsity), solution.weight, solution)
 
 
-def _expert_table(losses: Losses, prices: StorageCosts, choices: tiers.FormatChoices) -> tuple[Floats, Floats]:
+def _expert_table(losses: Losses, prices: StorageCosts, choices: FormatChoices) -> tuple[Floats, Floats]:
     """Returns the cost and the loss of each choice with each sparsity: [L * E, C * sparsities] each."""
     kind_idx = losses.kinds.index("both" if choices.selector == "none" else choices.selector)
     memory = np.repeat(prices.expert_byte * choices.extent_bytes, len(losses.sparsities))
@@ -224,9 +355,7 @@ def _dense_formats(spec: specs.ModelSpec, losses: Losses, width_idx: list[int]) 
     return tuple(None if width == 16 else plans.part_format(width, DENSE_GROUP) for width in widths)
 
 
-def _experts(
-    choices: tiers.FormatChoices, choice: tiers.Ints, spec: specs.ModelSpec
-) -> tuple[tuple[plans.ExpertFormat, ...], ...]:
+def _experts(choices: FormatChoices, choice: Ints, spec: specs.ModelSpec) -> tuple[tuple[plans.ExpertFormat, ...], ...]:
     E = spec.router.num_experts
     numbers = choice.tolist()
     return tuple(tuple(choices.formats[n] for n in numbers[at : at + E]) for at in range(0, len(numbers), E))
@@ -245,31 +374,31 @@ _FIRST_MISSES = 0.5  # of runs, before the first estimate
 class CostedFormats:
     """The format choices of one selector with their costs."""
 
-    choices: tiers.FormatChoices
+    choices: FormatChoices
     # run, fetch: float64 [C, sparsities], seconds to run an expert and to fetch it
     run: Floats
     fetch: Floats
 
 
 def costed_formats(
-    tier: tiers.MemoryTier, model: planned.PlanningModel, selector: specs.Selector, *, is_fused: bool = False
+    tier: speed.MemoryTier, model: planned.PlanningModel, selector: specs.Selector, *, is_fused: bool = False
 ) -> CostedFormats:
     """Returns the format choices of experts with a selector, and their seconds on a tier.
 
     Args:    is_fused: whether they are those of `fused_choices`.
     """
     spec, losses = model.spec, model.losses
-    choices = (tiers.fused_choices if is_fused else tiers.expert_choices)(spec, selector, losses)
-    layouts = [expert_layout(formats, selector, spec.expert, spec.hidden_size) for formats in choices.formats]
+    choices = (fused_choices if is_fused else expert_choices)(spec, selector, losses)
+    experts = [layouts.expert_layout(formats, selector, spec.expert, spec.hidden_size) for formats in choices.formats]
     run, fetch = (
-        np.array([[seconds(layout, sparsity) for sparsity in losses.sparsities] for layout in layouts])
+        np.array([[seconds(layout, sparsity) for sparsity in losses.sparsities] for layout in experts])
         for seconds in (tier.run_seconds, tier.fetch_seconds)
     )
     return CostedFormats(choices, run, fetch)
 
 
 def price(
-    tier: tiers.MemoryTier,
+    tier: speed.MemoryTier,
     model: planned.PlanningModel,
     formats: CostedFormats,
     last: planned.EstimatedPlan | None,
@@ -296,7 +425,7 @@ def price(
     )
 
 
-def _byte_price(tier: tiers.MemoryTier, last: planned.EstimatedPlan | None) -> float:
+def _byte_price(tier: speed.MemoryTier, last: planned.EstimatedPlan | None) -> float:
     """Returns the price of a byte of fast memory in seconds a token: the cost of a slightly smaller budget."""
     if last is None:
         return 0.0
@@ -308,12 +437,12 @@ def _byte_price(tier: tiers.MemoryTier, last: planned.EstimatedPlan | None) -> f
     return max(smaller.seconds - last.speed.seconds, 0.0) / less
 
 
-def _resident_share(tier: tiers.MemoryTier, last: planned.EstimatedPlan | None) -> float:
+def _resident_share(tier: speed.MemoryTier, last: planned.EstimatedPlan | None) -> float:
     """Returns the share of the experts' bytes that is resident: 1 if all fit."""
     return 1.0 if last is None else min(1.0, tier.budget_bytes / max(last.expert_bytes, 1))
 
 
-def _dense_prices(tier: tiers.MemoryTier, model: planned.PlanningModel, byte_price: float) -> Floats:
+def _dense_prices(tier: speed.MemoryTier, model: planned.PlanningModel, byte_price: float) -> Floats:
     """Returns the cost of each dense tensor at each width: [roles, widths].
 
     Of the embedding one row is read, unless it is the head too.
@@ -333,9 +462,10 @@ def _dense_prices(tier: tiers.MemoryTier, model: planned.PlanningModel, byte_pri
 def dense_bytes(role: DenseRole, dtype: str, width: int) -> int:
     """Returns the bytes of a dense tensor at a width; at width 16 it keeps the source's dtype."""
     if width == 16 and dtype == "F8_E4M3":
-        return role.shape[0] * row_layout([("weight", plans.FP8, False)], role.shape[1]).row_bytes
+        return role.shape[0] * layouts.row_layout([("weight", plans.FP8, False)], role.shape[1]).row_bytes
     if width == 16:
         return int(np.prod(role.shape)) * DTYPE_BYTES[dtype]
     return (
-        role.shape[0] * row_layout([("weight", plans.part_format(width, DENSE_GROUP), False)], role.shape[1]).row_bytes
+        role.shape[0]
+        * layouts.row_layout([("weight", plans.part_format(width, DENSE_GROUP), False)], role.shape[1]).row_bytes
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_pack import formats, runtime
 from moe_pack.calib.profile import Losses, Profile, profiler
-from moe_pack.convert.plan import machines, options, tiers
+from moe_pack.convert.plan import cpu_speed, gpu_speed, machines, options, speed
 from moe_pack.convert.plan.planned import PlanningModel
 from moe_pack.convert.plan.planner import Planner
 from moe_pack.formats.base.commands import given
@@ -23,16 +23,16 @@ from moe_pack.runtime.offload.routing_file import routing_file_bytes
 from moe_pack.runtime.options import cpu_only
 
 
-def routing_facts(profile: Profile, losses: Losses) -> tiers.RoutingFacts:
+def routing_facts(profile: Profile, losses: Losses) -> speed.RoutingFacts:
     """Returns what a profile knows of routes and predictors, as `moe-pack convert` stores it with the pack."""
     routing = profiler.routing_of(profile)
-    facts = tiers.RoutingFacts(losses.popularity, None, routing.best_recall, routing_file_bytes(routing))
+    facts = speed.RoutingFacts(losses.popularity, None, routing.best_recall, routing_file_bytes(routing))
     return replace(facts, passes=held_out_passes(profile)) if profile.num_held_out_tokens else facts
 
 
-def assumed_routing_facts(spec: formats.ModelSpec, losses: Losses) -> tiers.RoutingFacts:
+def assumed_routing_facts(spec: formats.ModelSpec, losses: Losses) -> speed.RoutingFacts:
     """Returns the facts for a plan without a profile: assumed popularity, and the most bytes predictors can take."""
-    return tiers.RoutingFacts(losses.popularity, predictor_bytes=profiler.most_routing_bytes(spec))
+    return speed.RoutingFacts(losses.popularity, predictor_bytes=profiler.most_routing_bytes(spec))
 
 
 def held_out_passes(profile: Profile) -> offload.Passes:
@@ -132,14 +132,15 @@ def tier_for(
     losses: Losses,
     profile: Profile | None,
     facts: runtime.MachineFacts | None,
-) -> tiers.MemoryTier:
+) -> speed.MemoryTier:
     """Returns the tier for a target; arguments and errors are those of `planner_for`."""
     context = context_of(target, spec)
     routing = assumed_routing_facts(spec, losses) if profile is None else routing_facts(profile, losses)
     check_device(target, spec)
     if target.device == "cpu":
-        return tiers.CpuTier(_cpu(target, facts), routing, target.memory_bytes, context, target.kv_dtype or "f32")
-    return tiers.GpuTier(_gpu_machine(target, facts), routing, tiers.RowHeat(profile), target.memory_bytes, context)
+        return cpu_speed.CpuTier(_cpu(target, facts), routing, target.memory_bytes, context, target.kv_dtype or "f32")
+    heats = gpu_speed.RowHeat(profile)
+    return gpu_speed.GpuTier(_gpu_machine(target, facts), routing, heats, target.memory_bytes, context)
 
 
 def defaults_text(target: options.Target, spec: formats.ModelSpec, facts: runtime.MachineFacts | None) -> list[str]:

@@ -10,8 +10,7 @@ from support.losses import calibrated_losses, random_losses
 from support.specs import GROUPED
 
 from moe_pack.convert.plan import Decision, PlanningModel
-from moe_pack.convert.plan.search import StorageCosts, least_time
-from moe_pack.convert.plan.tiers import expert_choices, fused_choices
+from moe_pack.convert.plan.search import StorageCosts, expert_choices, fused_choices, least_time
 from moe_pack.formats import Plan, PlanError, RouterSpec, dense_roles, part_format, uniform_plan
 from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.formats.pack.plans import uniform_dense

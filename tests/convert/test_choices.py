@@ -10,7 +10,7 @@ from support.losses import calibrated_losses, random_losses
 from support.specs import GROUPED
 
 from moe_pack.calib.profile import assumed_losses
-from moe_pack.convert.plan.tiers import LEAST_CHOICES, MAX_CHOICES, expert_choices
+from moe_pack.convert.plan.search import LEAST_CHOICES, MAX_CHOICES, expert_choices
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, PartFormat, part_format
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import expert_layout

@@ -10,7 +10,7 @@ from support.profiles import profiled
 
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Losses, ProfileOptions, losses_of
-from moe_pack.convert.plan.tiers import FormatChoices, expert_choices
+from moe_pack.convert.plan.search import FormatChoices, expert_choices
 from moe_pack.formats import ModelSpec, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.families.checkpoint_files import FolderFiles

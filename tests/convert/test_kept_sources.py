@@ -19,7 +19,7 @@ from moe_pack.convert import compare_logits, compare_weights, convert, keep_sour
 from moe_pack.convert.account import Preparation
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.kept import lossless_formats, with_kept
-from moe_pack.convert.plan.tiers import expert_choices
+from moe_pack.convert.plan.search import expert_choices
 from moe_pack.formats import (
     BF16,
     CheckpointError,

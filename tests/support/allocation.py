@@ -4,8 +4,7 @@ import numpy as np
 
 from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan import Decision
-from moe_pack.convert.plan.search import Allocation, KnapsackProblem, solve
-from moe_pack.convert.plan.tiers import expert_choices
+from moe_pack.convert.plan.search import Allocation, KnapsackProblem, expert_choices, solve
 from moe_pack.formats import ModelSpec, Plan, Selector
 from moe_pack.formats.pack.plans import planned_repeats, uniform_dense
 
