@@ -18,12 +18,6 @@ if TYPE_CHECKING:
         synthesize,
         synthetic_layout,
     )
-    from moe_pack.convert.verify import (
-        compare_logits,
-        compare_weights,
-        describe,
-        format_runs,
-        same_tensors,
-    )
+    from moe_pack.convert.verify import compare_logits, compare_weights, describe, format_runs, same_tensors
 else:
     __getattr__ = face(__name__)

@@ -308,10 +308,7 @@ def _features(layout: formats.PackLayout, is_rotated: bool) -> tuple[str, ...]:
 
 
 def _versions(plan: formats.Plan) -> tuple[manifests.PackageVersion, ...]:
-    """Returns the packages whose version decides the quantized bytes.
-
-    Raises:  PlanError if the quantizer's package is not installed.
-    """
+    """Returns the packages whose version decides the quantized bytes."""
     experts = {part for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)}
     if plan.quantizer == "calibrated":
         experts = {part for part in experts if part is not None and not needs_inputs(part)}

@@ -264,7 +264,6 @@ def _calibrated_quantizer(
     """Returns the quantizer of an expert whose codes depend on its inputs, else None.
 
     It has the expert's tokens in the profile, or its moments from an importance file.
-    Raises:  PackError if the profile is damaged.
     """
     formats = recipe.plan.experts[item.layer][item.expert]
     if not is_calibrated(recipe.plan, formats):

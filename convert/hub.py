@@ -79,10 +79,7 @@ def _said(searched: str) -> Iterator[None]:
 
 
 def _shards(name: hub.HubName, repository: hub.HubRepository, searched: str) -> tuple[str, ...]:
-    """Returns the names of the files with the weights of a checkpoint on the hub.
-
-    Raises:  CheckpointError as `find_weights`, or if the index cannot be fetched.
-    """
+    """Returns the names of the files with the weights of a checkpoint on the hub."""
 
     def read_index() -> object:
         path = name.path(weight_files.INDEX)

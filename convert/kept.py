@@ -115,11 +115,7 @@ def with_kept(losses: Losses, kept: Mapping[specs.Matrix, plans.PartFormat]) -> 
     formats, quantized = widened(losses.formats, losses.quantized)
     calibrated_formats, calibrated = widened(losses.calibrated_formats, losses.calibrated)
     return replace(
-        losses,
-        formats=formats,
-        quantized=quantized,
-        calibrated_formats=calibrated_formats,
-        calibrated=calibrated,
+        losses, formats=formats, quantized=quantized, calibrated_formats=calibrated_formats, calibrated=calibrated
     )
 
 

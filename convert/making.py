@@ -150,10 +150,7 @@ def _model_of(
 
 
 def _offers(planner: plan.Planner, target: plan.Target, model: plan.PlanningModel) -> Iterator[plan.PlanOption]:
-    """Yields the plan for the given loss and two others; with a preset, the paper's plan only.
-
-    Raises:  PlanError or RunError if there is no plan for the given loss.
-    """
+    """Yields the plan for the given loss and two others; with a preset, the paper's plan only."""
     limit, nll_per_kl = target.loss_limit, model.losses.nll_per_kl
     nats = None if limit is None else limit.nats(nll_per_kl)
     if target.preset is not None:
@@ -294,10 +291,7 @@ def _say_plan(
     source_bytes: int,
     progress: formats.Progress,
 ) -> None:
-    """Says before the conversion how large the pack will be, what is lossless, what is not, and if workers wait.
-
-    Raises:  ConversionError if the disk lacks space for a streamed source.
-    """
+    """Says before the conversion how large the pack will be, what is lossless, what is not, and if workers wait."""
     layout = pipeline.layout_for(checkpoint, chosen)
     progress.say(
         f"{model_text(checkpoint.spec)}: {formats.size_text(source_bytes)} in the checkpoint, about "
@@ -435,11 +429,7 @@ def _profile_for_target(
 
 
 def _planner(
-    model: plan.PlanningModel,
-    found: profile.Profile,
-    order: PackOrder,
-    target: plan.Target,
-    progress: formats.Progress,
+    model: plan.PlanningModel, found: profile.Profile, order: PackOrder, target: plan.Target, progress: formats.Progress
 ) -> plan.Planner | None:
     """Returns the planner for a target, after its defaults are said; None for a paper's pack without a memory."""
     for line in plan.defaults_text(target, model.spec, order.machine):

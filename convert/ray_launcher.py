@@ -155,7 +155,6 @@ def _run_on_cluster(
     """Connects to the cluster that the options name, and makes all parts of a job there.
 
     Args:    each: what a part uses.   progress, stage, done: as for `Cluster.run`.
-    Raises:  RunError, and what the parts raise.
     """
     assert many.ray is not None, "the options name a cluster"
     with closing(Cluster(many.ray)) as cluster:

@@ -213,10 +213,7 @@ def recall_text(recall: float, best: Sequence[str]) -> str:
 
 
 def compared_ids(
-    pack: formats.Pack,
-    text: TextIO | None = None,
-    num_tokens: int = 512,
-    advice: str = "give another text with --text",
+    pack: formats.Pack, text: TextIO | None = None, num_tokens: int = 512, advice: str = "give another text with --text"
 ) -> list[int]:
     """Returns at most `num_tokens` tokens on which logits are compared: of a text, else of a passage of ours.
 

@@ -227,8 +227,7 @@ class ThresholdsOptions:
         ),
     )
     theta: float | None = field(
-        default=None,
-        metadata=formats.option("--theta", metavar="T", help="One threshold for all experts, as in CORM."),
+        default=None, metadata=formats.option("--theta", metavar="T", help="One threshold for all experts, as in CORM.")
     )
     text: TextOptions = field(default_factory=TextOptions)
     as_json: bool = field(default=False, metadata=formats.option("--json", help="Print what was measured as JSON."))

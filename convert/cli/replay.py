@@ -134,10 +134,7 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
 
 
 def _replay_input(path: Path, pack: Pack) -> ReplayInput:
-    """Returns the routes of a recording, or of a profile's held-out text.
-
-    Raises:  RunError or PackError if they are not of this pack's model.
-    """
+    """Returns the routes of a recording, or of a profile's held-out text."""
     from moe_pack.calib.profile import Profile
     from moe_pack.convert.plan import held_out_passes
     from moe_pack.runtime.offload import Routing, read_recording
@@ -172,10 +169,7 @@ def _check_shape(path: Path, passes: offload.Passes, spec: formats.ModelSpec) ->
 def _replayed(
     traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[offload.PolicyName], progress: formats.Progress
 ) -> ReplayComparison:
-    """Replays each policy with the pages of a budget; for the run's own budget, with the pages that the run had.
-
-    Raises:  RunError if there are too few pages.
-    """
+    """Replays each policy with the pages of a budget; for the run's own budget, with the pages that the run had."""
     from moe_pack.runtime.offload import CacheFacts, expert_pages
     from moe_pack.runtime.offload.replay import ReplayResult, best_of, optimum, replay
 

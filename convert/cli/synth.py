@@ -104,10 +104,7 @@ class SynthOptions:
 
         if fault := ThresholdRule(sparsity=self.sparsity).fault():
             raise formats.UsageError(fault)
-        for name, value, most in (
-            ("--skew", self.skew, _MAX_SKEW),
-            ("--path-correlation", self.path_correlation, 1.0),
-        ):
+        for name, value, most in (("--skew", self.skew, _MAX_SKEW), ("--path-correlation", self.path_correlation, 1.0)):
             if not (math.isfinite(value) and 0 <= value <= most):
                 raise formats.UsageError(f"{name}: found {value}, expected a number from 0 to {most:g}")
         if self.profile is not None and self.skew:

@@ -100,10 +100,7 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
 
 
 def _upload(client: Any, target: hub.HubName, files: list[Path], card: str, private: bool) -> None:
-    """Creates the repository if it is new, and commits the files and the card together.
-
-    Raises:  ConversionError if the hub refuses or fails.
-    """
+    """Creates the repository if it is new, and commits the files and the card together."""
     from moe_pack.convert.hub import CARD_FILE
     from moe_pack.formats.hub import patiently
 

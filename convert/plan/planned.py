@@ -135,10 +135,7 @@ def model_text(spec: specs.ModelSpec, name: str) -> str:
 
 # What was measured, as shares of the estimated tokens a second: on CPUs in 22 runs (docs/benchmarks/memory.md), on a
 # GPU with the plans of docs/benchmarks/gpu.md.
-_MEASURED_SHARES: dict[Kind, tuple[float, float]] = {
-    "cpu": (1 / 1.42, 1 / 0.69),
-    "cuda": (1 / 2.8, 1 / 1.6),
-}
+_MEASURED_SHARES: dict[Kind, tuple[float, float]] = {"cpu": (1 / 1.42, 1 / 0.69), "cuda": (1 / 2.8, 1 / 1.6)}
 
 
 def speed_range(planned: EstimatedPlan, device: Kind) -> tuple[float, float]:
