@@ -45,20 +45,21 @@ _MOST_LOOSER, _MOST_TIGHTER, _LEAST_TIGHTER = 4.0, 0.2, 0.93
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredAttempt:
-    """A plan and the loss of its pack, for the choice of the next plan."""
+class Attempt:
+    """A plan and the loss of its pack, as the sidecar `made.json` lists them."""
 
     nats: float  # the plan's estimated loss
     measured: float  # the upper end of the 95% interval of the pack's loss, in the unit of the allowed loss
+    content_bytes: Positive
 
 
-def best_of(attempts: Sequence[MeasuredAttempt], allowed: float) -> int | None:
+def best_of(attempts: Sequence[Attempt], allowed: float) -> int | None:
     """Returns the attempt within the allowed loss that has the most nats; None if no attempt is within it."""
     within = [number for number, attempt in enumerate(attempts) if attempt.measured <= allowed]
     return max(within, key=lambda number: attempts[number].nats, default=None)
 
 
-def next_nats(attempts: Sequence[MeasuredAttempt], allowed: float, first: float) -> float | None:
+def next_nats(attempts: Sequence[Attempt], allowed: float, first: float) -> float | None:
     """Returns the nats of the next plan; None if the best attempt so far is the pack to keep.
 
     Args:    first: the nats of the first attempt.
@@ -90,22 +91,12 @@ class PackGoal:
 
     identity: Mapping[str, str]  # digests and values of everything that decides the pack
     decide: Callable[[float], plan_file.Decision]  # returns the decision that loses so many nats
-    # Returns the estimated loss of a decision in nats, NaN if there is none
+    # Returns the estimated loss of a decision in nats, NaN if there is none.
     estimate: Callable[[plan_file.Decision], float]
     first_nats: float  # of the first attempt
     allowed: float | None  # the largest value of `measure`; None: any
     measure: Callable[[Quality], float]
-    verdict: Callable[[Quality], str]  # returns a line on a measured loss, for people
     rotation: PlanRotation = field(default_factory=PlanRotation)  # of the packs' layers
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A plan's nats and its pack's loss, as the sidecar `made.json` lists them."""
-
-    nats: float
-    measured: float
-    content_bytes: Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +144,6 @@ def pack_goal(
         first_nats=0.0 if limit is None else limit.nats(model.losses.nll_per_kl),
         allowed=None if limit is None else log1p(limit.value) if limit.kind == "perplexity" else limit.value,
         measure=lambda quality: measured_loss(quality, measured_in),
-        verdict=loss_text,
         rotation=model.rotation,
     )
 
@@ -190,10 +180,6 @@ def threshold_rule(decision: plan_file.Decision) -> thresholds.ThresholdRule | N
     if not decision.sparsity.any():
         return None
     return thresholds.ThresholdRule(planned=tuple(map(tuple, decision.sparsity.tolist())))
-
-
-def _measures(attempts: list[Attempt]) -> list[MeasuredAttempt]:
-    return [MeasuredAttempt(attempt.nats, attempt.measured) for attempt in attempts]
 
 
 class AutoPacker:
@@ -278,9 +264,9 @@ class AutoPacker:
         goal, attempts = self._goal, list[Attempt]()
         if goal.allowed is None:
             return [self._attempt(0, goal.first_nats, reference)]
-        while (nats := next_nats(_measures(attempts), goal.allowed, goal.first_nats)) is not None:
+        while (nats := next_nats(attempts, goal.allowed, goal.first_nats)) is not None:
             number = len(attempts)
-            is_within = best_of(_measures(attempts), goal.allowed) is not None
+            is_within = best_of(attempts, goal.allowed) is not None
             if number == MAX_ATTEMPTS and not is_within:
                 raise formats.ConversionError(
                     f"{self._output}: none of {MAX_ATTEMPTS} packs is within the allowed loss; allow more with "
@@ -324,7 +310,7 @@ class AutoPacker:
         self._convert(decision, folder, self._earlier(number))
         quality = self._measured(decision, folder, reference)
         attempt = Attempt(nats, self._goal.measure(quality), quality.content_bytes)
-        self._progress.say(f"measured: {self._goal.verdict(quality)}")
+        self._progress.say(f"measured: {loss_text(quality)}")
         self._folder.replace(record.name, formats.canonical(formats.dump(attempt)))
         return attempt
 
@@ -379,14 +365,14 @@ class AutoPacker:
     def _drop_superseded(self, attempts: list[Attempt]) -> None:
         """Removes all packs except the best one and the last one, which the next attempt copies from."""
         assert self._goal.allowed is not None, "one attempt supersedes nothing"
-        best = best_of(_measures(attempts), self._goal.allowed)
+        best = best_of(attempts, self._goal.allowed)
         for number in range(len(attempts) - 1):
             if number != best:
                 self._remove(self._attempt_folder(number))
 
     def _finish(self, attempts: list[Attempt]) -> AutoPackResult:
         """Renames the best attempt to the output folder, with its sidecars, and removes the work folder."""
-        taken = 0 if self._goal.allowed is None else best_of(_measures(attempts), self._goal.allowed)
+        taken = 0 if self._goal.allowed is None else best_of(attempts, self._goal.allowed)
         assert taken is not None, "attempts end with one within the allowed loss"
         folder = self._attempt_folder(taken)
         with formats.Pack(folder) as pack:

@@ -45,9 +45,7 @@ class Workplace:
                 raise StoppedError(step)
 
         checkpoint = Checkpoint(self.source)
-        goal = PackGoal(
-            {"name": name}, self.decide, lambda decision: 0.1, 0.1, allowed, kl_of, lambda quality: "measured"
-        )
+        goal = PackGoal({"name": name}, self.decide, lambda decision: 0.1, 0.1, allowed, kl_of)
         order = PackOrder(output=output, workers=1)
         try:
             AutoPacker(checkpoint, self.profile, TEXT, order, goal, Recorder(), on_step=on_step).make()
