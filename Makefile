@@ -74,7 +74,7 @@ check: $(INSTALLED)
 
 # Side by side: mypy takes one CPU, and tests wait for disks and processes now and then.
 types:
-	$(BIN)/mypy $(ROOMS:%=-p moe_pack.%)
+	$(BIN)/mypy -p moe_pack
 	MYPYPATH=tests $(BIN)/mypy $(BENCH)/*.py $(BENCH)/*/*.py tests/support/*.py install/*.py
 
 unit:
@@ -150,13 +150,13 @@ gpu-report: $(INSTALLED)
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# Site-packages has a link to each room, so that type checkers see them too, and a new file at once.
+# Site-packages has a link to the face and to each room, so that type checkers see them too, and a new file at once.
 $(INSTALLED): pyproject.toml constraints.txt build/native-$(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moe-pack needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	DISABLE_CUDA=1 $(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@site="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && rm -rf "$$site/moe_pack" && \
-	    mkdir "$$site/moe_pack" && ln -s $(ROOMS:%="$(CURDIR)/%") "$$site/moe_pack/"
+	    mkdir "$$site/moe_pack" && ln -s $(ROOMS:%="$(CURDIR)/%") "$(CURDIR)"/install/moe_pack/*.*  "$$site/moe_pack/"
 	@touch $@
 
 build/native-%:

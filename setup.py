@@ -1,4 +1,4 @@
-"""The packages of the four rooms, and the native kernels of `runtime/cpu/`.
+"""The packages of the face and the four rooms, and the native kernels of `runtime/cpu/`.
 
 The kernels are optional, so that a machine without a compiler installs the rest. Everything else about the package is
 in pyproject.toml.
@@ -103,9 +103,13 @@ class ParallelBuild(build_ext):
 
 setup(
     packages=[
-        f"moe_pack.{name}" for name in find_packages(include=[f"{room}{end}" for room in ROOMS for end in ("", ".*")])
+        "moe_pack",
+        *(
+            f"moe_pack.{name}"
+            for name in find_packages(include=[f"{room}{end}" for room in ROOMS for end in ("", ".*")])
+        ),
     ],
-    package_dir={f"moe_pack.{room}": room for room in ROOMS},
+    package_dir={"moe_pack": "install/moe_pack", **{f"moe_pack.{room}": room for room in ROOMS}},
     cmdclass={"build_ext": ParallelBuild},
     ext_modules=[
         Extension(

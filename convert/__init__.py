@@ -20,4 +20,4 @@ if TYPE_CHECKING:
     )
     from moe_pack.convert.verify import compare_logits, compare_weights, describe, format_runs, same_tensors
 else:
-    __getattr__ = face(__name__)
+    __getattr__ = face(__name__, call="making")

@@ -11,14 +11,24 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 
-def face(package: str) -> Callable[[str], object]:
+def face(package: str, call: str | None = None) -> Callable[[str], object]:
     """Returns the `__getattr__` of a folder's `__init__.py`.
 
     Args:    package: the folder's `__name__`. No name that it offers may be that of a module in it, because Python sets
-             modules as attributes of their folder.
+             modules as attributes of their folder.   call: a module of the folder whose function of the folder's name
+             runs if the folder is called: `moe_pack.convert(...)`.
     """
+    if call is not None:
+
+        class Called(ModuleType):
+            def __call__(self, *args: Any, **options: Any) -> object:
+                return getattr(import_module(f"{package}.{call}"), package.rpartition(".")[2])(*args, **options)
+
+        sys.modules[package].__class__ = Called
 
     def load(name: str) -> object:
         module = _modules(package).get(name)
