@@ -182,36 +182,24 @@ def threshold_rule(decision: plan_file.Decision) -> thresholds.ThresholdRule | N
     return thresholds.ThresholdRule(planned=tuple(map(tuple, decision.sparsity.tolist())))
 
 
+@dataclass(eq=False)
 class AutoPacker:
-    """Makes one pack. Owns the work folder's lock while it runs.
+    """Makes one pack. Owns the work folder's lock while it runs."""
 
-    Args:    tokens: text to measure on, which is not the profile's.   on_step: called before each change of its own to
-             the disk; conversion and measurement announce their own.
-    """
+    checkpoint: Checkpoint
+    profile: profiles.Profile
+    tokens: Tokens  # the text to measure on, which is not the profile's
+    order: PackOrder
+    goal: PackGoal
+    progress: formats.Progress = formats.NO_PROGRESS
+    operations: Operations = TORCH
+    # Called before each change of its own to the disk; conversion and measurement announce their own.
+    on_step: Callable[[str], None] = lambda step: None
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        profile: profiles.Profile,
-        tokens: Tokens,
-        order: PackOrder,
-        goal: PackGoal,
-        progress: formats.Progress = formats.NO_PROGRESS,
-        operations: Operations = TORCH,
-        on_step: Callable[[str], None] = lambda step: None,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._profile = profile
-        self._tokens = tokens
-        self._order = order
-        self._output = order.output
-        self._goal = goal
-        self._progress = progress
-        self._operations = operations
-        self._on_step = on_step
-        self._work = work_folder(order.output)
-        self._folder = SteppedFolder(self._work, lambda step: on_step(f"{step.action} {step.path}"))
-        self._identity = tuple(sorted((name, value) for name, value in goal.identity.items()))
+    def __post_init__(self) -> None:
+        self._work = work_folder(self.order.output)
+        self._folder = SteppedFolder(self._work, lambda step: self.on_step(f"{step.action} {step.path}"))
+        self._identity = tuple(sorted((name, value) for name, value in self.goal.identity.items()))
 
     def make(self) -> AutoPackResult:
         """Makes the pack in its output folder; returns at once if it is there already.
@@ -227,7 +215,7 @@ class AutoPacker:
         self._folder.lock("another command is making this pack; wait for it, or stop it")
         try:
             self._claim()
-            reference = make_reference(self._checkpoint, self._tokens, self._work / "reference", self._progress)
+            reference = make_reference(self.checkpoint, self.tokens, self._work / "reference", self.progress)
             attempts = self._attempts(reference)
             return self._finish(attempts)
         finally:
@@ -235,16 +223,16 @@ class AutoPacker:
 
     def _finished(self) -> AutoPackResult | None:
         """Returns the result of an earlier run with the same goal; None if the output folder is new or empty."""
-        if not (self._output / MANIFEST_FILE).exists():
-            if self._output.exists() and (not self._output.is_dir() or any(self._output.iterdir())):
-                raise formats.ConversionError(f"{self._output}: contains something else; give a new or empty folder")
+        output = self.order.output
+        if not (output / MANIFEST_FILE).exists():
+            if output.exists() and (not output.is_dir() or any(output.iterdir())):
+                raise formats.ConversionError(f"{output}: contains something else; give a new or empty folder")
             return None
-        with formats.Pack(self._output) as pack:
-            result = sidecar.read_sidecar(self._output, MADE_FILE, AutoPackResult, pack.manifest.root)
+        with formats.Pack(output) as pack:
+            result = sidecar.read_sidecar(output, MADE_FILE, AutoPackResult, pack.manifest.root)
         if result is None or result.wish != self._identity:
             raise formats.ConversionError(
-                f"{self._output}: contains a pack made with other options; give another output folder, or remove this "
-                "one"
+                f"{output}: contains a pack made with other options; give another output folder, or remove this one"
             )
         return result
 
@@ -261,7 +249,7 @@ class AutoPacker:
 
     def _attempts(self, reference: Reference) -> list[Attempt]:
         """Returns all attempts up to the last, those of earlier runs too; the best one is within the allowed loss."""
-        goal, attempts = self._goal, list[Attempt]()
+        goal, attempts = self.goal, list[Attempt]()
         if goal.allowed is None:
             return [self._attempt(0, goal.first_nats, reference)]
         while (nats := next_nats(attempts, goal.allowed, goal.first_nats)) is not None:
@@ -269,7 +257,7 @@ class AutoPacker:
             is_within = best_of(attempts, goal.allowed) is not None
             if number == MAX_ATTEMPTS and not is_within:
                 raise formats.ConversionError(
-                    f"{self._output}: none of {MAX_ATTEMPTS} packs is within the allowed loss; allow more with "
+                    f"{self.order.output}: none of {MAX_ATTEMPTS} packs is within the allowed loss; allow more with "
                     "--max-loss, or measure on more text with --eval-tokens"
                 )
             same = self._same_plan(number, nats)
@@ -284,7 +272,7 @@ class AutoPacker:
 
     def _same_plan(self, number: int, nats: float) -> int | None:
         """Returns the earlier attempt with the same plan as this one."""
-        plan = plan_file.plan_bytes(self._decision(number, nats), self._checkpoint.spec)
+        plan = plan_file.plan_bytes(self._decision(number, nats), self.checkpoint.spec)
         paths = (self._work / f"plan-{earlier}.json" for earlier in range(number))
         return next((earlier for earlier, path in enumerate(paths) if path.read_bytes() == plan), None)
 
@@ -300,17 +288,17 @@ class AutoPacker:
             )
         decision = self._decision(number, nats)
         folder = self._attempt_folder(number)
-        estimate = self._goal.estimate(decision)
+        estimate = self.goal.estimate(decision)
         how = (
             "no estimate of the loss"
             if isnan(estimate)
             else f"an estimated loss of {planned.two_digits(estimate)} nats"
         )
-        self._progress.say(f"attempt {number + 1}: planned with {how}")
+        self.progress.say(f"attempt {number + 1}: planned with {how}")
         self._convert(decision, folder, self._earlier(number))
         quality = self._measured(decision, folder, reference)
-        attempt = Attempt(nats, self._goal.measure(quality), quality.content_bytes)
-        self._progress.say(f"measured: {loss_text(quality)}")
+        attempt = Attempt(nats, self.goal.measure(quality), quality.content_bytes)
+        self.progress.say(f"measured: {loss_text(quality)}")
         self._folder.replace(record.name, formats.canonical(formats.dump(attempt)))
         return attempt
 
@@ -318,8 +306,8 @@ class AutoPacker:
         """Returns the plan of an attempt. It is made once: if the machine is measured again, it would differ."""
         path = self._work / f"plan-{number}.json"
         if not path.exists():
-            self._folder.replace(path.name, plan_file.plan_bytes(self._goal.decide(nats), self._checkpoint.spec))
-        return plan_file.read_plan(path, self._checkpoint.spec)
+            self._folder.replace(path.name, plan_file.plan_bytes(self.goal.decide(nats), self.checkpoint.spec))
+        return plan_file.read_plan(path, self.checkpoint.spec)
 
     def _earlier(self, number: int) -> Path | None:
         """Returns the last pack of the attempts before this one that has not been removed."""
@@ -327,74 +315,74 @@ class AutoPacker:
         return next((folder for folder in folders if (folder / MANIFEST_FILE).exists()), None)
 
     def _convert(self, decision: plan_file.Decision, folder: Path, earlier: Path | None) -> None:
-        checkpoint, order, plan = self._checkpoint, self._order, decision.plan
-        hottest = profiles.hottest_first(self._profile, checkpoint, plan.selector, decision.sparsity)
-        rotation = self._goal.rotation.of(plan)
+        checkpoint, order, plan = self.checkpoint, self.order, decision.plan
+        hottest = profiles.hottest_first(self.profile, checkpoint, plan.selector, decision.sparsity)
+        rotation = self.goal.rotation.of(plan)
         layout = pipeline.layout_for(checkpoint, plan, rotation)
         if limited := pipeline.memory_line(checkpoint, plan, layout, order.workers, order.memory_bytes):
-            self._progress.say(limited)
+            self.progress.say(limited)
         pipeline.convert(
             checkpoint,
             plan,
             folder,
             order.workers,
-            self._progress,
-            on_step=lambda step: self._on_step(f"{step.action} {step.path}"),
-            prepared=Preparation(hottest, self._profile, rotation, order.sequential),
+            self.progress,
+            on_step=lambda step: self.on_step(f"{step.action} {step.path}"),
+            prepared=Preparation(hottest, self.profile, rotation, order.sequential),
             earlier=earlier,
             memory_bytes=order.memory_bytes,
         )
 
     def _measured(self, decision: plan_file.Decision, folder: Path, reference: Reference) -> Quality:
         """Measures the decision's thresholds, then the loss; reads what an earlier run has measured."""
-        progress, operations = self._progress, self._operations
+        progress, operations = self.progress, self.operations
         rule = threshold_rule(decision)
         if rule is not None:
             with formats.Pack(folder) as pack:
-                self._on_step("thresholds")
-                thresholds.measure_thresholds(pack, self._profile.tokens(), rule, progress, operations=operations)
+                self.on_step("thresholds")
+                thresholds.measure_thresholds(pack, self.profile.tokens(), rule, progress, operations=operations)
         with formats.Pack(folder) as pack:
             quality = read_quality(pack)
-            if quality is not None and quality.text_sha256 == self._tokens.sha256:
+            if quality is not None and quality.text_sha256 == self.tokens.sha256:
                 return quality
-            self._on_step("evaluate")
-            quality = evaluate(pack, self._tokens, progress, reference, operations=operations)
+            self.on_step("evaluate")
+            quality = evaluate(pack, self.tokens, progress, reference, operations=operations)
             sidecar.write_sidecar(folder, QUALITY_FILE, quality, pack.manifest.root)
         return quality
 
     def _drop_superseded(self, attempts: list[Attempt]) -> None:
         """Removes all packs except the best one and the last one, which the next attempt copies from."""
-        assert self._goal.allowed is not None, "one attempt supersedes nothing"
-        best = best_of(attempts, self._goal.allowed)
+        assert self.goal.allowed is not None, "one attempt supersedes nothing"
+        best = best_of(attempts, self.goal.allowed)
         for number in range(len(attempts) - 1):
             if number != best:
                 self._remove(self._attempt_folder(number))
 
     def _finish(self, attempts: list[Attempt]) -> AutoPackResult:
         """Renames the best attempt to the output folder, with its sidecars, and removes the work folder."""
-        taken = 0 if self._goal.allowed is None else best_of(attempts, self._goal.allowed)
+        taken = 0 if self.goal.allowed is None else best_of(attempts, self.goal.allowed)
         assert taken is not None, "attempts end with one within the allowed loss"
         folder = self._attempt_folder(taken)
         with formats.Pack(folder) as pack:
             root = pack.manifest.root
-            self._on_step("attach")
-            attach(pack, self._profile)
-            self._on_step("numerics")
-            numerics = measure_numerics(pack, self._tokens, self._progress)
+            self.on_step("attach")
+            attach(pack, self.profile)
+            self.on_step("numerics")
+            numerics = measure_numerics(pack, self.tokens, self.progress)
             if numerics is not None:
                 sidecar.write_sidecar(folder, NUMERICS_FILE, numerics, root)
         quality = sidecar.read_sidecar(folder, QUALITY_FILE, Quality, root)
         assert quality is not None, "every attempt was measured"
         result = AutoPackResult(self._identity, tuple(attempts), taken, quality)
-        self._on_step(MADE_FILE)
+        self.on_step(MADE_FILE)
         sidecar.write_sidecar(folder, MADE_FILE, result, root)
-        self._on_step("rename")
+        self.on_step("rename")
         try:
-            folder.replace(self._output)
+            folder.replace(self.order.output)
         except OSError as fault:
             raise formats.ConversionError(
-                f"{self._output}: the finished pack {folder} cannot be moved there ({fault.strerror}); correct that, "
-                "then run the same command again"
+                f"{self.order.output}: the finished pack {folder} cannot be moved there ({fault.strerror}); correct "
+                "that, then run the same command again"
             ) from fault
         self._remove(self._work)
         return result
@@ -404,5 +392,5 @@ class AutoPacker:
 
     def _remove(self, folder: Path) -> None:
         if folder.exists():
-            self._on_step(f"remove {folder.name}")
+            self.on_step(f"remove {folder.name}")
             shutil.rmtree(folder)
