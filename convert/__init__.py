@@ -5,18 +5,11 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.convert.account import check_calibration
-    from moe_pack.convert.autopack import AutoPacker, AutoPackResult, loss_text, pack_goal, threshold_rule
+    from moe_pack.convert.autopack import loss_text
     from moe_pack.convert.fixed_costs import measure_fixed_costs
     from moe_pack.convert.hub import find_checkpoint
-    from moe_pack.convert.matrix_bytes import (
-        keep_source,
-        kept_text,
-        lossless_formats,
-        with_kept,
-    )
-    from moe_pack.convert.options import MEMORY_BYTES, SOURCE
-    from moe_pack.convert.pipeline import ConversionResult, convert, dense_dtypes, layout_for, memory_line
+    from moe_pack.convert.kept import keep_source
+    from moe_pack.convert.pipeline import ConversionResult, convert, layout_for
     from moe_pack.convert.synthetic import (
         SyntheticTraits,
         link_memory_folder,
@@ -25,12 +18,6 @@ if TYPE_CHECKING:
         synthesize,
         synthetic_layout,
     )
-    from moe_pack.convert.verify import (
-        compare_logits,
-        compare_weights,
-        describe,
-        format_runs,
-        same_tensors,
-    )
+    from moe_pack.convert.verify import compare_logits, compare_weights, describe, format_runs, same_tensors
 else:
     __getattr__ = face(__name__, call="making")

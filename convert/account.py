@@ -2,36 +2,51 @@
 
 A `Recipe` is a checkpoint with the plan for it. A `PackRecord` has what follows from it and is not in the large files:
 the digest that identifies the conversion, the small tables, the manifest.
+
+What rounding cost each expert is measured while it is quantized, on tokens that do not calibrate it
+(`calib.quantize.guard`). The figures wait as notes in the conversion's journal, so that a killed conversion does not
+lose them, and become the sidecar `rounding.json` when the pack is complete. Thresholds do not change them: all neurons
+run.
 """
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.calib.profile import profiles
-from moe_pack.calib.quantize import needs_inputs
-from moe_pack.convert.rounding import ROUNDING_FILE, ExpertNote, Rounding, read_notes
+from moe_pack.calib.quantize import ExpertLoss, needs_inputs
 from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack import layouts, manifests
+from moe_pack.formats.pack import layouts, manifests, sidecar
 from moe_pack.formats.pack.plans import dense_quantizer
-from moe_pack.formats.pack.sidecar import sidecar_bytes
 from moe_pack.formats.pack.writer import PackWriter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preparation:
+    """How experts are prepared for the formats of their plan: sorted, rotated, calibrated."""
+
+    order: NDArray[np.uint32] | None = None  # [L, E, f], the source's neuron in each row; None: the source's order
+    # The profile with whose inputs a calibrated plan is quantized; other plans need none.
+    calibration: profiles.Profile | None = None
+    rotation: manifests.RotationVectors | None = None  # the coordinates of layers' experts; None: the source's
+    # Whether a layer of a calibrated plan is quantized for the inputs that it has behind the stored layers before it;
+    # never with a profile of an importance file, which has no inputs.
+    sequential: bool = True
+
+
+UNPREPARED = Preparation()
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A checkpoint, the plan for it, and the layout that follows.
-
-    `order`: the source's neuron in each row, u32 [L, E, f]; None: the source's order.   `calibration`: the profile with
-    whose inputs a calibrated plan is quantized; None for other plans.   `rotation`: None if no layer is rotated.
-    `is_sequential`: whether a layer is calibrated with the inputs that it has behind the stored layers before it.
-    """
+    """A checkpoint, the plan for it, the layout that follows, and the preparation as far as the plan uses it."""
 
     checkpoint: Checkpoint
     plan: formats.Plan
@@ -91,15 +106,12 @@ def check_order(order: NDArray[np.uint32], spec: formats.ModelSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackOrigin:
-    """Where a pack comes from: its `source.json`, the files that it copies, the packages that decide its bytes.
-
-    `decisions`: by name, digests or values of everything else that decides its bytes.
-    """
+    """Where a pack comes from: its `source.json`, the files that it copies, the packages that decide its bytes."""
 
     source: bytes
     copied: tuple[tuple[str, bytes], ...]
     made_with: tuple[manifests.PackageVersion, ...]
-    decisions: Mapping[str, str]
+    decisions: Mapping[str, str]  # by name, digests or values of everything else that decides its bytes
 
 
 def recipe_account(recipe: Recipe) -> "PackRecord":
@@ -171,7 +183,7 @@ class PackRecord:
             *self.origin.copied,
         ]
 
-    def _stored_order(self, notes: Mapping[tuple[int, int], ExpertNote]) -> NDArray[np.uint32]:
+    def _stored_order(self, notes: Mapping[tuple[int, int], "ExpertNote"]) -> NDArray[np.uint32]:
         """Returns the order of all rows, u32 [L, E, f]: neurons that are repeated stand twice, one behind the other."""
         repeats = self._layout.spec.expert.repeats
         if not repeats:
@@ -194,7 +206,7 @@ class PackRecord:
         shape = (len(self._layout.spec.moe_layers), self._layout.spec.router.num_experts)
         rounding = Rounding.of_notes(notes, shape)
         root = manifests.root_without_thresholds(manifests.read_manifest(manifest))
-        return [(ROUNDING_FILE, sidecar_bytes(ROUNDING_FILE, rounding, root))]
+        return [(ROUNDING_FILE, sidecar.sidecar_bytes(ROUNDING_FILE, rounding, root))]
 
     def manifest(self, files: tuple[manifests.ContentFile, ...]) -> bytes:
         """Returns the manifest's bytes.
@@ -296,10 +308,7 @@ def _features(layout: formats.PackLayout, is_rotated: bool) -> tuple[str, ...]:
 
 
 def _versions(plan: formats.Plan) -> tuple[manifests.PackageVersion, ...]:
-    """Returns the packages whose version decides the quantized bytes.
-
-    Raises:  PlanError if the quantizer's package is not installed.
-    """
+    """Returns the packages whose version decides the quantized bytes."""
     experts = {part for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)}
     if plan.quantizer == "calibrated":
         experts = {part for part in experts if part is not None and not needs_inputs(part)}
@@ -314,3 +323,159 @@ def _versions(plan: formats.Plan) -> tuple[manifests.PackageVersion, ...]:
             f"--quantizer {plan.quantizer} needs the package {fault.name}, which is not installed; "
             "pip install 'moe-pack[convert]', or use --quantizer nearest"
         ) from fault
+
+
+ROUNDING_FILE = "rounding.json"
+# An expert loses much if the error of its output, without what it inherits, is above the first share of the output; or
+# above the second, and so many times the median of the experts in the same formats.
+_MOST_LOSS, _NOTED_LOSS, _MOST_RATIO = 0.5, 0.1, 4.0
+_SHOWN_EXPERTS = 10
+_JOURNAL = "conversion.journal"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNote:
+    """What the journal keeps of an expert next to its bytes: what it loses, and the neurons with two rows, rising."""
+
+    loss: ExpertLoss | None
+    repeated: tuple[int, ...]
+
+
+def note_of(loss: ExpertLoss | None, repeated: tuple[int, ...] = ()) -> bytes:
+    """Returns the journal's note of an expert."""
+    return formats.canonical(formats.dump(ExpertNote(loss, repeated)))
+
+
+def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], ExpertNote]:
+    """Reads the notes of experts by MoE layer and expert.
+
+    Raises:  formats.ConversionError for a note that is none.
+    """
+    return {
+        place: formats.load(
+            ExpertNote, formats.parse(note, _JOURNAL, formats.ConversionError), _JOURNAL, formats.ConversionError
+        )
+        for place, note in notes.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What rounding cost the experts of a pack, `[layer][expert]`; None where it was not measured."""
+
+    experts: tuple[tuple[ExpertLoss | None, ...], ...]
+
+    @classmethod
+    def of_notes(cls, notes: Mapping[tuple[int, int], ExpertNote], shape: tuple[int, int]) -> "Rounding":
+        """Returns the record of a pack with `shape` layers and experts from the notes of some of them."""
+        found = {place: note.loss for place, note in notes.items()}
+        return cls(tuple(tuple(found.get((layer, e)) for e in range(shape[1])) for layer in range(shape[0])))
+
+
+def read_rounding(pack: formats.Pack) -> Rounding | None:
+    """Reads the sidecar of a pack; None if nothing was measured.
+
+    Raises:  PackError if it is damaged, or of other layers and experts.
+    """
+    found = sidecar.read_sidecar(pack.folder, ROUNDING_FILE, Rounding, manifests.root_without_thresholds(pack.manifest))
+    if found is not None:
+        shape = [len(layer) for layer in found.experts]
+        expected = [pack.spec.router.num_experts] * len(pack.spec.moe_layers)
+        if shape != expected:
+            raise formats.PackError(f"{ROUNDING_FILE}: experts of layers {shape}, expected {expected}; convert again")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class HeavyLoss:
+    """An expert that loses much."""
+
+    layer: int  # of the model
+    expert: int
+    loss: ExpertLoss
+    usual: float  # the median of `own_error` over the experts in the same formats
+    is_rotated: bool
+
+
+def heavy_losses(pack: formats.Pack, rounding: Rounding) -> list[HeavyLoss]:
+    """Returns the experts that lose much, the worst first."""
+    alike: dict[object, list[float]] = {}
+    measured = [
+        (layer_idx, e, pack.index.experts[layer_idx][e], loss)
+        for layer_idx, layer in enumerate(rounding.experts)
+        for e, loss in enumerate(layer)
+        if loss is not None
+    ]
+    for _, _, stored, loss in measured:
+        alike.setdefault(stored, []).append(loss.own_error)
+    usual = {stored: median(errors) for stored, errors in alike.items()}
+    found = [
+        HeavyLoss(
+            pack.spec.moe_layers[layer_idx],
+            e,
+            loss,
+            usual[stored],
+            pack.rotation is not None and pack.rotation.is_rotated(layer_idx),
+        )
+        for layer_idx, e, stored, loss in measured
+        if loss.own_error > _MOST_LOSS or loss.own_error > max(_NOTED_LOSS, _MOST_RATIO * usual[stored])
+    ]
+    return sorted(found, key=lambda one: (-one.loss.own_error, one.layer, one.expert))
+
+
+def warning_lines(pack: formats.Pack, rounding: Rounding) -> list[str]:
+    """Returns lines about the experts that lose much; none if there is no such expert."""
+    found = heavy_losses(pack, rounding)
+    if not found:
+        return []
+    noun, pronoun = ("expert loses", "it") if len(found) == 1 else ("experts lose", "them")
+    advice = f"give {pronoun} more bits"
+    if not all(one.is_rotated for one in found):
+        advice += ", or convert with --rotate on"
+    lines = [f"warning: {len(found)} {noun} much of the output; {advice}"]
+    for one in found[:_SHOWN_EXPERTS]:
+        lines.append(
+            f"  layer {one.layer} expert {one.expert}: squared error {one.loss.own_error:.1%} of its output "
+            f"({one.usual:.1%} is usual for its formats), median token {one.loss.median_error:.1%}"
+        )
+    if len(found) > _SHOWN_EXPERTS:
+        lines.append(f"  and {len(found) - _SHOWN_EXPERTS} more")
+    return lines
+
+
+def _plain_line(rounding: Rounding) -> str | None:
+    """Returns a line on what was rounded plainly, because calibration lost more; None if nothing was."""
+    losses = [loss for layer in rounding.experts for loss in layer if loss is not None]
+    counts = [
+        (sum(loss.plain_gate for loss in losses), "row", "gate"),
+        (sum(loss.plain_up for loss in losses), "row", "up"),
+        (sum(loss.plain_down for loss in losses), "block", "down"),
+    ]
+    texts = [f"{number:,} {unit}{'s' if number > 1 else ''} of {matrix}" for number, unit, matrix in counts if number]
+    if not texts:
+        return None
+    number = sum(bool(loss.plain_gate or loss.plain_up or loss.plain_down) for loss in losses)
+    experts = f"{number:,} expert{'s' if number > 1 else ''}"
+    return f"rounded plainly, because calibration lost more on other tokens: {', '.join(texts)}, in {experts}"
+
+
+def rounding_lines(pack: formats.Pack, rounding: Rounding | None) -> list[str]:
+    """Returns what `inspect` shows: the squared error of experts' outputs by layer, and those that lose much."""
+    if rounding is None:
+        return ["rounding: not measured"]
+    lines = ["rounding, as the squared error of experts' outputs on tokens that did not calibrate them:"]
+    for layer, losses in zip(pack.spec.moe_layers, rounding.experts, strict=True):
+        measured = [loss for loss in losses if loss is not None]
+        errors = {e: loss.relative_error for e, loss in enumerate(losses) if loss is not None}
+        if not errors:
+            lines.append(f"  layer {layer}: not measured")
+            continue
+        worst = max(errors, key=lambda e: errors[e])
+        inherited = median(loss.inherited_error for loss in measured)
+        behind = f"; {inherited:.1%} from earlier layers" if inherited else ""
+        lines.append(
+            f"  layer {layer}: median {median(errors.values()):.1%}, worst {errors[worst]:.1%} (expert {worst}){behind}"
+        )
+    if line := _plain_line(rounding):
+        lines.append(line)
+    return lines + warning_lines(pack, rounding)

@@ -22,7 +22,8 @@ from moe_pack.calib.evaluate import Reference, evaluate, make_reference, measure
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import attach, profiles
 from moe_pack.convert import pipeline
-from moe_pack.convert.options import MEMORY_BYTES
+from moe_pack.convert.account import Preparation
+from moe_pack.convert.options import PackOrder
 from moe_pack.convert.plan import Planner, options, plan_file, planned, preset_decision
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.formats.base.json_files import Positive
@@ -44,24 +45,21 @@ _MOST_LOOSER, _MOST_TIGHTER, _LEAST_TIGHTER = 4.0, 0.2, 0.93
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredAttempt:
-    """A plan and the loss of its pack, for the choice of the next plan.
+class Attempt:
+    """A plan and the loss of its pack, as the sidecar `made.json` lists them."""
 
-    `nats`: the plan's estimated loss.   `measured`: the upper end of the 95% interval of the pack's loss, in the unit
-    of the allowed loss.
-    """
-
-    nats: float
-    measured: float
+    nats: float  # the plan's estimated loss
+    measured: float  # the upper end of the 95% interval of the pack's loss, in the unit of the allowed loss
+    content_bytes: Positive
 
 
-def best_of(attempts: Sequence[MeasuredAttempt], allowed: float) -> int | None:
+def best_of(attempts: Sequence[Attempt], allowed: float) -> int | None:
     """Returns the attempt within the allowed loss that has the most nats; None if no attempt is within it."""
     within = [number for number, attempt in enumerate(attempts) if attempt.measured <= allowed]
     return max(within, key=lambda number: attempts[number].nats, default=None)
 
 
-def next_nats(attempts: Sequence[MeasuredAttempt], allowed: float, first: float) -> float | None:
+def next_nats(attempts: Sequence[Attempt], allowed: float, first: float) -> float | None:
     """Returns the nats of the next plan; None if the best attempt so far is the pack to keep.
 
     Args:    first: the nats of the first attempt.
@@ -89,45 +87,25 @@ _GOAL_FILE = "wish.json"  # its name is on users' disks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackGoal:
-    """The pack to make: how it is planned, and which loss is allowed.
+    """The pack to make: how it is planned, and which loss is allowed."""
 
-    `identity`: digests and values of everything that decides the pack.   `decide`: returns the decision that loses so
-    many nats.   `estimate`: returns the estimated loss of a decision in nats, NaN if there is none.   `first_nats`: of
-    the first attempt.   `allowed`: the largest value of `measure`; None: any.
-    `verdict`: returns a line on a measured loss, for people.   `rotation`: of the packs' layers.   `is_sequential`: how
-    calibrated packs are quantized (`convert`).
-    """
-
-    identity: Mapping[str, str]
-    decide: Callable[[float], plan_file.Decision]
+    identity: Mapping[str, str]  # digests and values of everything that decides the pack
+    decide: Callable[[float], plan_file.Decision]  # returns the decision that loses so many nats
+    # Returns the estimated loss of a decision in nats, NaN if there is none.
     estimate: Callable[[plan_file.Decision], float]
-    first_nats: float
-    allowed: float | None
+    first_nats: float  # of the first attempt
+    allowed: float | None  # the largest value of `measure`; None: any
     measure: Callable[[Quality], float]
-    verdict: Callable[[Quality], str]
-    rotation: PlanRotation = field(default_factory=PlanRotation)
-    is_sequential: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A plan's nats and its pack's loss, as the sidecar `made.json` lists them."""
-
-    nats: float
-    measured: float
-    content_bytes: Positive
+    rotation: PlanRotation = field(default_factory=PlanRotation)  # of the packs' layers
 
 
 @dataclass(frozen=True, slots=True)
 class AutoPackResult:
-    """The sidecar `made.json` of a pack made for a target.
+    """The sidecar `made.json` of a pack made for a target."""
 
-    `wish`: the goal's identity, sorted by name.   `attempts`: all of them.   `taken`: the attempt that became the pack.
-    """
-
-    wish: tuple[tuple[str, ...], ...]
-    attempts: tuple[Attempt, ...]
-    taken: int
+    wish: tuple[tuple[str, ...], ...]  # the goal's identity, sorted by name
+    attempts: tuple[Attempt, ...]  # all of them
+    taken: int  # the attempt that became the pack
     quality: Quality
 
 
@@ -137,7 +115,7 @@ def pack_goal(
     profile: profiles.Profile,
     tokens: Tokens,
     target: options.Target,
-    is_sequential: bool = True,
+    is_sequential: bool,
 ) -> PackGoal:
     """Returns the goal of a pack for a target: its plans are the planner's, or a paper's if the target has a preset.
 
@@ -166,9 +144,7 @@ def pack_goal(
         first_nats=0.0 if limit is None else limit.nats(model.losses.nll_per_kl),
         allowed=None if limit is None else log1p(limit.value) if limit.kind == "perplexity" else limit.value,
         measure=lambda quality: measured_loss(quality, measured_in),
-        verdict=loss_text,
         rotation=model.rotation,
-        is_sequential=is_sequential,
     )
 
 
@@ -206,43 +182,24 @@ def threshold_rule(decision: plan_file.Decision) -> thresholds.ThresholdRule | N
     return thresholds.ThresholdRule(planned=tuple(map(tuple, decision.sparsity.tolist())))
 
 
-def _measures(attempts: list[Attempt]) -> list[MeasuredAttempt]:
-    return [MeasuredAttempt(attempt.nats, attempt.measured) for attempt in attempts]
-
-
+@dataclass(eq=False)
 class AutoPacker:
-    """Makes one pack. Owns the work folder's lock while it runs.
+    """Makes one pack. Owns the work folder's lock while it runs."""
 
-    Args:    tokens: text to measure on, which is not the profile's.   on_step: called before each change of its own to
-             the disk; conversion and measurement announce their own.   workers, memory_bytes: as for `convert`.
-    """
+    checkpoint: Checkpoint
+    profile: profiles.Profile
+    tokens: Tokens  # the text to measure on, which is not the profile's
+    order: PackOrder
+    goal: PackGoal
+    progress: formats.Progress = formats.NO_PROGRESS
+    operations: Operations = TORCH
+    # Called before each change of its own to the disk; conversion and measurement announce their own.
+    on_step: Callable[[str], None] = lambda step: None
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        profile: profiles.Profile,
-        tokens: Tokens,
-        output: Path,
-        goal: PackGoal,
-        workers: int,
-        progress: formats.Progress = formats.NO_PROGRESS,
-        operations: Operations = TORCH,
-        on_step: Callable[[str], None] = lambda step: None,
-        memory_bytes: int = MEMORY_BYTES,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._profile = profile
-        self._tokens = tokens
-        self._output = output
-        self._goal = goal
-        self._workers = workers
-        self._memory_bytes = memory_bytes
-        self._progress = progress
-        self._operations = operations
-        self._on_step = on_step
-        self._work = work_folder(output)
-        self._folder = SteppedFolder(self._work, lambda step: on_step(f"{step.action} {step.path}"))
-        self._identity = tuple(sorted((name, value) for name, value in goal.identity.items()))
+    def __post_init__(self) -> None:
+        self._work = work_folder(self.order.output)
+        self._folder = SteppedFolder(self._work, lambda step: self.on_step(f"{step.action} {step.path}"))
+        self._identity = tuple(sorted((name, value) for name, value in self.goal.identity.items()))
 
     def make(self) -> AutoPackResult:
         """Makes the pack in its output folder; returns at once if it is there already.
@@ -258,7 +215,7 @@ class AutoPacker:
         self._folder.lock("another command is making this pack; wait for it, or stop it")
         try:
             self._claim()
-            reference = make_reference(self._checkpoint, self._tokens, self._work / "reference", self._progress)
+            reference = make_reference(self.checkpoint, self.tokens, self._work / "reference", self.progress)
             attempts = self._attempts(reference)
             return self._finish(attempts)
         finally:
@@ -266,16 +223,16 @@ class AutoPacker:
 
     def _finished(self) -> AutoPackResult | None:
         """Returns the result of an earlier run with the same goal; None if the output folder is new or empty."""
-        if not (self._output / MANIFEST_FILE).exists():
-            if self._output.exists() and (not self._output.is_dir() or any(self._output.iterdir())):
-                raise formats.ConversionError(f"{self._output}: contains something else; give a new or empty folder")
+        output = self.order.output
+        if not (output / MANIFEST_FILE).exists():
+            if output.exists() and (not output.is_dir() or any(output.iterdir())):
+                raise formats.ConversionError(f"{output}: contains something else; give a new or empty folder")
             return None
-        with formats.Pack(self._output) as pack:
-            result = sidecar.read_sidecar(self._output, MADE_FILE, AutoPackResult, pack.manifest.root)
+        with formats.Pack(output) as pack:
+            result = sidecar.read_sidecar(output, MADE_FILE, AutoPackResult, pack.manifest.root)
         if result is None or result.wish != self._identity:
             raise formats.ConversionError(
-                f"{self._output}: contains a pack made with other options; give another output folder, or remove this "
-                "one"
+                f"{output}: contains a pack made with other options; give another output folder, or remove this one"
             )
         return result
 
@@ -292,15 +249,15 @@ class AutoPacker:
 
     def _attempts(self, reference: Reference) -> list[Attempt]:
         """Returns all attempts up to the last, those of earlier runs too; the best one is within the allowed loss."""
-        goal, attempts = self._goal, list[Attempt]()
+        goal, attempts = self.goal, list[Attempt]()
         if goal.allowed is None:
             return [self._attempt(0, goal.first_nats, reference)]
-        while (nats := next_nats(_measures(attempts), goal.allowed, goal.first_nats)) is not None:
+        while (nats := next_nats(attempts, goal.allowed, goal.first_nats)) is not None:
             number = len(attempts)
-            is_within = best_of(_measures(attempts), goal.allowed) is not None
+            is_within = best_of(attempts, goal.allowed) is not None
             if number == MAX_ATTEMPTS and not is_within:
                 raise formats.ConversionError(
-                    f"{self._output}: none of {MAX_ATTEMPTS} packs is within the allowed loss; allow more with "
+                    f"{self.order.output}: none of {MAX_ATTEMPTS} packs is within the allowed loss; allow more with "
                     "--max-loss, or measure on more text with --eval-tokens"
                 )
             same = self._same_plan(number, nats)
@@ -315,7 +272,7 @@ class AutoPacker:
 
     def _same_plan(self, number: int, nats: float) -> int | None:
         """Returns the earlier attempt with the same plan as this one."""
-        plan = plan_file.plan_bytes(self._decision(number, nats), self._checkpoint.spec)
+        plan = plan_file.plan_bytes(self._decision(number, nats), self.checkpoint.spec)
         paths = (self._work / f"plan-{earlier}.json" for earlier in range(number))
         return next((earlier for earlier, path in enumerate(paths) if path.read_bytes() == plan), None)
 
@@ -331,17 +288,17 @@ class AutoPacker:
             )
         decision = self._decision(number, nats)
         folder = self._attempt_folder(number)
-        estimate = self._goal.estimate(decision)
+        estimate = self.goal.estimate(decision)
         how = (
             "no estimate of the loss"
             if isnan(estimate)
             else f"an estimated loss of {planned.two_digits(estimate)} nats"
         )
-        self._progress.say(f"attempt {number + 1}: planned with {how}")
+        self.progress.say(f"attempt {number + 1}: planned with {how}")
         self._convert(decision, folder, self._earlier(number))
         quality = self._measured(decision, folder, reference)
-        attempt = Attempt(nats, self._goal.measure(quality), quality.content_bytes)
-        self._progress.say(f"measured: {self._goal.verdict(quality)}")
+        attempt = Attempt(nats, self.goal.measure(quality), quality.content_bytes)
+        self.progress.say(f"measured: {loss_text(quality)}")
         self._folder.replace(record.name, formats.canonical(formats.dump(attempt)))
         return attempt
 
@@ -349,8 +306,8 @@ class AutoPacker:
         """Returns the plan of an attempt. It is made once: if the machine is measured again, it would differ."""
         path = self._work / f"plan-{number}.json"
         if not path.exists():
-            self._folder.replace(path.name, plan_file.plan_bytes(self._goal.decide(nats), self._checkpoint.spec))
-        return plan_file.read_plan(path, self._checkpoint.spec)
+            self._folder.replace(path.name, plan_file.plan_bytes(self.goal.decide(nats), self.checkpoint.spec))
+        return plan_file.read_plan(path, self.checkpoint.spec)
 
     def _earlier(self, number: int) -> Path | None:
         """Returns the last pack of the attempts before this one that has not been removed."""
@@ -358,77 +315,74 @@ class AutoPacker:
         return next((folder for folder in folders if (folder / MANIFEST_FILE).exists()), None)
 
     def _convert(self, decision: plan_file.Decision, folder: Path, earlier: Path | None) -> None:
-        checkpoint = self._checkpoint
-        order = profiles.hottest_first(self._profile, checkpoint, decision.plan.selector, decision.sparsity)
-        rotation = self._goal.rotation.of(decision.plan)
-        layout = pipeline.layout_for(checkpoint, decision.plan, rotation)
-        if limited := pipeline.memory_line(checkpoint, decision.plan, layout, self._workers, self._memory_bytes):
-            self._progress.say(limited)
+        checkpoint, order, plan = self.checkpoint, self.order, decision.plan
+        hottest = profiles.hottest_first(self.profile, checkpoint, plan.selector, decision.sparsity)
+        rotation = self.goal.rotation.of(plan)
+        layout = pipeline.layout_for(checkpoint, plan, rotation)
+        if limited := pipeline.memory_line(checkpoint, plan, layout, order.workers, order.memory_bytes):
+            self.progress.say(limited)
         pipeline.convert(
             checkpoint,
-            decision.plan,
+            plan,
             folder,
-            self._workers,
-            progress=self._progress,
-            on_step=lambda step: self._on_step(f"{step.action} {step.path}"),
-            order=order,
+            order.workers,
+            self.progress,
+            on_step=lambda step: self.on_step(f"{step.action} {step.path}"),
+            prepared=Preparation(hottest, self.profile, rotation, order.sequential),
             earlier=earlier,
-            calibration=self._profile,
-            memory_bytes=self._memory_bytes,
-            rotation=rotation,
-            sequential=self._goal.is_sequential,
+            memory_bytes=order.memory_bytes,
         )
 
     def _measured(self, decision: plan_file.Decision, folder: Path, reference: Reference) -> Quality:
         """Measures the decision's thresholds, then the loss; reads what an earlier run has measured."""
-        progress, operations = self._progress, self._operations
+        progress, operations = self.progress, self.operations
         rule = threshold_rule(decision)
         if rule is not None:
             with formats.Pack(folder) as pack:
-                self._on_step("thresholds")
-                thresholds.measure_thresholds(pack, self._profile.tokens(), rule, progress, operations=operations)
+                self.on_step("thresholds")
+                thresholds.measure_thresholds(pack, self.profile.tokens(), rule, progress, operations=operations)
         with formats.Pack(folder) as pack:
             quality = read_quality(pack)
-            if quality is not None and quality.text_sha256 == self._tokens.sha256:
+            if quality is not None and quality.text_sha256 == self.tokens.sha256:
                 return quality
-            self._on_step("evaluate")
-            quality = evaluate(pack, self._tokens, progress, reference, operations=operations)
+            self.on_step("evaluate")
+            quality = evaluate(pack, self.tokens, progress, reference, operations=operations)
             sidecar.write_sidecar(folder, QUALITY_FILE, quality, pack.manifest.root)
         return quality
 
     def _drop_superseded(self, attempts: list[Attempt]) -> None:
         """Removes all packs except the best one and the last one, which the next attempt copies from."""
-        assert self._goal.allowed is not None, "one attempt supersedes nothing"
-        best = best_of(_measures(attempts), self._goal.allowed)
+        assert self.goal.allowed is not None, "one attempt supersedes nothing"
+        best = best_of(attempts, self.goal.allowed)
         for number in range(len(attempts) - 1):
             if number != best:
                 self._remove(self._attempt_folder(number))
 
     def _finish(self, attempts: list[Attempt]) -> AutoPackResult:
         """Renames the best attempt to the output folder, with its sidecars, and removes the work folder."""
-        taken = 0 if self._goal.allowed is None else best_of(_measures(attempts), self._goal.allowed)
+        taken = 0 if self.goal.allowed is None else best_of(attempts, self.goal.allowed)
         assert taken is not None, "attempts end with one within the allowed loss"
         folder = self._attempt_folder(taken)
         with formats.Pack(folder) as pack:
             root = pack.manifest.root
-            self._on_step("attach")
-            attach(pack, self._profile)
-            self._on_step("numerics")
-            numerics = measure_numerics(pack, self._tokens, self._progress)
+            self.on_step("attach")
+            attach(pack, self.profile)
+            self.on_step("numerics")
+            numerics = measure_numerics(pack, self.tokens, self.progress)
             if numerics is not None:
                 sidecar.write_sidecar(folder, NUMERICS_FILE, numerics, root)
         quality = sidecar.read_sidecar(folder, QUALITY_FILE, Quality, root)
         assert quality is not None, "every attempt was measured"
         result = AutoPackResult(self._identity, tuple(attempts), taken, quality)
-        self._on_step(MADE_FILE)
+        self.on_step(MADE_FILE)
         sidecar.write_sidecar(folder, MADE_FILE, result, root)
-        self._on_step("rename")
+        self.on_step("rename")
         try:
-            folder.replace(self._output)
+            folder.replace(self.order.output)
         except OSError as fault:
             raise formats.ConversionError(
-                f"{self._output}: the finished pack {folder} cannot be moved there ({fault.strerror}); correct that, "
-                "then run the same command again"
+                f"{self.order.output}: the finished pack {folder} cannot be moved there ({fault.strerror}); correct "
+                "that, then run the same command again"
             ) from fault
         self._remove(self._work)
         return result
@@ -438,5 +392,5 @@ class AutoPacker:
 
     def _remove(self, folder: Path) -> None:
         if folder.exists():
-            self._on_step(f"remove {folder.name}")
+            self.on_step(f"remove {folder.name}")
             shutil.rmtree(folder)

@@ -34,22 +34,18 @@ _NO_LIMIT = "no limit"
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """A check and its result.
-
-    `found`, `allowed`: texts for people.   `value`: what was found, in `unit`; None if it is no number or unknown.
-    `upper`: the upper end of the value's 95% interval.   `limit`: the largest value allowed.
-    `unit`: nats a token, a share, or bytes.   `seconds`: how long the check took.
-    """
+    """A check and its result."""
 
     name: str
     status: Status
+    # found, allowed: texts for people
     found: str
     allowed: str = ""
-    value: float | None = None
-    upper: float | None = None
-    limit: float | None = None
-    unit: Literal["nats", "share", "bytes"] | None = None
-    seconds: float = 0.0
+    value: float | None = None  # what was found, in `unit`; None if it is no number or unknown
+    upper: float | None = None  # the upper end of the value's 95% interval
+    limit: float | None = None  # the largest value allowed
+    unit: Literal["nats", "share", "bytes"] | None = None  # nats a token, a share, or bytes
+    seconds: float = 0.0  # how long the check took
 
 
 def timed(check: Callable[[], CheckResult]) -> CheckResult:

@@ -1,8 +1,8 @@
 """The conversion: a checkpoint and a plan become a pack, item by item, several at once, in bounded memory.
 
-An item (an expert, or a piece of the dense part) gets its bytes in a worker thread: `made_item` reads the source,
-quantizes and lays out; `EarlierPack` copies the bytes from a pack of the same checkpoint if both plans store the item
-in the same way. `write_pack` writes items in one order, whatever the number of workers.
+An item (an expert, or a piece of the dense part) gets its bytes in a worker thread: `encoding` makes them from the
+source, or `EarlierPack` copies them from a pack of the same checkpoint if both plans store the item in the same way.
+`write_pack` writes items in one order, whatever the number of workers.
 
 Workers are threads: reading, torch and digests release the interpreter, and a process that is killed at any moment
 leaves no other process that could still write.
@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -20,20 +20,14 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from moe_pack.calib import quantize
-from moe_pack.calib.profile import Profile
-from moe_pack.convert import matrix_bytes
-from moe_pack.convert.account import PackRecord, Recipe, check_calibration, check_order, recipe_account
+from moe_pack.convert import account, encoding, kept
 from moe_pack.convert.options import MEMORY_BYTES
 from moe_pack.convert.plan.rotation import check_rotation, same_rotation, with_rotation
-from moe_pack.convert.rounding import note_of, read_rounding
 from moe_pack.convert.sequential import StoredInputs
 from moe_pack.formats import Pack
 from moe_pack.formats.base import commands, errors
@@ -42,8 +36,6 @@ from moe_pack.formats.pack import layouts, manifests, plans
 from moe_pack.formats.pack.writer import PackWriter, State, Step, digests_of
 from moe_pack.formats.parts import specs
 from moe_pack.runtime import give_back_large_at_once
-from moe_pack.runtime.model import read_vector
-from moe_pack.runtime.model.matrices import TORCH_DTYPES
 
 
 class EarlierPack:
@@ -56,10 +48,10 @@ class EarlierPack:
     Raises:  PackError if the folder is not a valid pack.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
+    def __init__(self, folder: Path, recipe: account.Recipe) -> None:
         self._pack = Pack(folder)
         self._recipe = recipe
-        manifest, origin = self._pack.manifest, recipe_account(recipe).origin
+        manifest, origin = self._pack.manifest, account.recipe_account(recipe).origin
         has_same_source = (
             self._pack.read_file(manifests.SOURCE_FILE).tobytes() == origin.source
             and manifest.model == recipe.layout.spec
@@ -69,20 +61,14 @@ class EarlierPack:
         self._order = self._pack.read_order() if self._is_usable else None
         self._dense = {dense.role.name: dense for dense in self._pack.layout.dense}
         self._checked: set[str] = set()
-        rounding = read_rounding(self._pack)
+        rounding = account.read_rounding(self._pack)
         self._losses = None if rounding is None else rounding.experts
         self._same_layers = self._count_same_layers() if self._is_usable and recipe.is_sequential else None
 
     def __enter__(self) -> "EarlierPack":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the earlier pack."""
+    def __exit__(self, *_: object) -> None:
         self._pack.close()
 
     def contains(self, item: layouts.Item) -> bool:
@@ -93,22 +79,24 @@ class EarlierPack:
             return True
         return self._contains_dense(item.role) if item.kind == "dense" else self._contains_expert(item)
 
-    def made_item(self, item: layouts.Item) -> "MadeItem":
+    def made_item(self, item: layouts.Item) -> encoding.MadeItem:
         """Returns an item of the pack with its bytes, in their own memory, checked against their digest.
 
         Raises:  PackError if they are damaged.
         """
         assert self.contains(item), item
         if item.kind == "unused":
-            return MadeItem(self._unused_bytes(item))
+            return encoding.MadeItem(self._unused_bytes(item))
         if item.kind == "ngrams":
-            return MadeItem(self._table_bytes(item))
+            return encoding.MadeItem(self._table_bytes(item))
         if item.kind == "dense":
-            return MadeItem(self._dense_bytes(item))
+            return encoding.MadeItem(self._dense_bytes(item))
         loss = None if self._losses is None else self._losses[item.layer][item.expert]
         assert self._order is not None, "the earlier pack is usable"
         order = self._order[item.layer, item.expert]
-        return MadeItem(self._expert_bytes(item), loss, tuple(np.sort(order[1:][order[1:] == order[:-1]]).tolist()))
+        return encoding.MadeItem(
+            self._expert_bytes(item), loss, tuple(np.sort(order[1:][order[1:] == order[:-1]]).tolist())
+        )
 
     def _expert_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
         raw = self._pack.read_extent(item.layer, item.expert)
@@ -170,59 +158,13 @@ class EarlierPack:
             self._checked.add(file)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MadeItem:
-    """An item's bytes, u8 [item.num_bytes].
-
-    `loss`: of an expert; None if it was not measured.   `repeated`: an expert's neurons with two rows, rising.
-    """
-
-    raw: NDArray[np.uint8]
-    loss: quantize.ExpertLoss | None = None
-    repeated: tuple[int, ...] = ()
-
-    def note(self) -> bytes:
-        """Returns what the journal notes of the item, which is not in its bytes."""
-        return b"" if self.loss is None and not self.repeated else note_of(self.loss, self.repeated)
-
-
-def made_item(recipe: Recipe, item: layouts.Item, stop: Event, stored: Tensor | None = None) -> MadeItem:
-    """Makes an item that is not a header.
-
-    Args:    stored: of a sequential recipe, the inputs of the expert's layer behind the stored layers, float32 [T, d].
-    Raises:  CheckpointError for a weight that is not finite, or that the plan's codec cannot represent;
-             StoppedError soon after `stop` is set.
-    """
-    if item.kind == "unused":
-        return MadeItem(recipe.checkpoint.raw(item.role, item.start, item.num_bytes))
-    if item.kind == "ngrams":
-        return MadeItem(_table_bytes(recipe, item, stop))
-    return MadeItem(_dense_bytes(recipe, item, stop)) if item.kind == "dense" else _expert(recipe, item, stop, stored)
-
-
-def job_bytes(checkpoint: Checkpoint, plan: plans.Plan, item: layouts.Item) -> int:
-    """Returns the peak memory of `made_item`: the item, transposed matrices, and the data that calibrate an expert.
-
-    Blocks of rows are not counted.
-    """
-    if item.kind != "expert":
-        return item.num_bytes
-    formats = plan.experts[item.layer][item.expert]
-    if is_calibrated(plan, formats):
-        place = item.layer, item.expert
-        return matrix_bytes.calibrated_bytes(checkpoint, place, formats, item.num_bytes, plan.repeats)
-    parts = [(matrix, part) for matrix in checkpoint.spec.expert.matrices if (part := formats.of(matrix))]
-    sources = [(checkpoint.expert_source(item.layer, item.expert, matrix), part) for matrix, part in parts]
-    return item.num_bytes + sum(matrix_bytes.transposed_bytes(checkpoint, source, part) for source, part in sources)
-
-
 _COPIED = ("copied", 1.0)
 # The time of a weight, compared with that of a copied byte, which is read, digested and written.
 _WEIGHT_COSTS: dict[plans.Quantizer, float] = {"nearest": 2.5, "absmax": 2.5, "hqq": 40.0, "calibrated": 40.0}
 _TRELLIS_COST = 10.0  # times as long as other codes
 
 
-def kind_of_work(recipe: Recipe, earlier: EarlierPack | None, item: layouts.Item) -> tuple[str, float]:
+def kind_of_work(recipe: account.Recipe, earlier: EarlierPack | None, item: layouts.Item) -> tuple[str, float]:
     """Returns the name of an item's kind of work, and the time of a byte of that kind, compared with other kinds.
 
     A weight takes about equally long in all widths, so that experts of different sizes are different kinds.
@@ -251,217 +193,33 @@ def _weight_cost(quantizer: plans.Quantizer, part: plans.PartFormat) -> float:
     return _WEIGHT_COSTS[quantizer] * (_TRELLIS_COST if part.codec == "trellis" else 1.0)
 
 
-def _dense_bytes(recipe: Recipe, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
-    checkpoint, layout = recipe.checkpoint, recipe.layout
-    dense = next(dense for dense in layout.dense if dense.role.name == item.role)
-    source, rows = checkpoint.dense_source(item.role), dense.rows
-    row_bytes = dense.entry.num_bytes // source.num_rows
-    out = np.empty((item.num_bytes // row_bytes, row_bytes), np.uint8)
-    encoded = None
-    if rows is not None:
-        quantizer = plans.dense_quantizer(recipe.plan.quantizer)
-        encoded = matrix_bytes.EncodedRows(checkpoint, source, rows.parts[0].format, quantizer, stop)
-    for start, end in matrix_bytes.next_rows(len(out), stop):
-        first, last = item.first_row + start, item.first_row + end
-        if encoded is None or rows is None:
-            weights = matrix_bytes.read_checked(checkpoint, source, first, last)
-            out[start:end] = weights.view(torch.uint8).view(end - start, -1).numpy()
-        else:
-            layouts.write_rows(rows, {"weight": encoded.rows(first, last)}, out[start:end])
-    return out.reshape(-1)
-
-
-def _table_bytes(recipe: Recipe, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
-    """Returns rows of an n-gram table with their CRCs; some are read at a time."""
-    checkpoint, table = recipe.checkpoint, recipe.layout.ngrams[item.layer]
-    row_bytes, value_bytes = table.rows.row_bytes, table.rows.crc_offset
-    out = np.zeros((item.num_bytes // row_bytes, row_bytes), np.uint8)
-    for start, end in matrix_bytes.next_rows(len(out), stop, max(_MOVED_BYTES // row_bytes, 1)):
-        first = item.first_row + start
-        raw = checkpoint.table_rows(table.layer, first, first + end - start)
-        quantize.check_finite(
-            torch.from_numpy(raw).view(TORCH_DTYPES[table.dtype]),
-            f"n-gram table of layer {table.layer}",
-            errors.CheckpointError,
-            lambda row, col, first=first: (first + row, col),  # type: ignore[misc]  # bound early
-        )
-        out[start:end, :value_bytes] = raw
-    layouts.seal_rows(table.rows, out)
-    return out.reshape(-1)
-
-
-def _expert(recipe: Recipe, item: layouts.Item, stop: Event, stored: Tensor | None) -> MadeItem:
-    """Makes an extent. Neurons are read and quantized in the source's order, whatever the stored order is.
-
-    Therefore a neuron has the same bytes in every order, although hqq solves some rows together, and no order takes
-    more memory. (Sums of the layers before have other last bits in another order, which sequential calibration sees.)
-    """
-    layout = recipe.layout
-    expert, spec = layout.experts[item.layer][item.expert], layout.spec.expert
-    rotation = quantize.LayerRotation.of(recipe.rotation, item.layer)
-    biases = {m: _bias(recipe.checkpoint, item, m, rotation) for m in spec.bias}
-    extent = np.zeros(item.num_bytes, np.uint8)
-    if expert.extra is not None:  # the bias of down belongs to no neuron: it is behind the rows
-        extra = extent[-expert.extra_bytes :].reshape(1, -1)
-        extra[:, : expert.extra.crc_offset] = biases.pop("down").reshape(1, -1)
-        layouts.seal_rows(expert.extra, extra)
-    quantizer = _calibrated_quantizer(recipe, item, rotation, stored)
-    halves, end = _halves(expert, extent), 0
-    neurons = np.empty(expert.num_rows, np.intp)  # of each row, as rows are made
-    for made in _neurons(recipe, item, biases, stop, quantizer):
-        first, end = end, end + len(made.neurons)
-        neurons[first:end] = made.neurons
-        sections = {
-            str(m): np.concatenate((part, biases[m][made.neurons]), axis=1) if m in biases else part
-            for m, part in made.matrices.items()
-        }
-        for rows, out in halves:
-            layouts.write_rows(rows, sections, out[first:end])
-    repeated = _place_rows(halves, neurons, None if recipe.order is None else recipe.order[item.layer, item.expert])
-    loss = None if quantizer is None else quantizer.loss(rotation.outputs)
-    return MadeItem(extent, loss, repeated)
-
-
-def is_calibrated(plan: plans.Plan, formats: plans.ExpertFormat) -> bool:
-    """Returns whether the codes of an expert of this plan depend on its inputs."""
-    parts = (formats.of(matrix) for matrix in specs.MATRICES)
-    return plan.quantizer == "calibrated" and any(part is not None and quantize.needs_inputs(part) for part in parts)
-
-
-def _calibrated_quantizer(
-    recipe: Recipe, item: layouts.Item, rotation: quantize.LayerRotation, stored: Tensor | None
-) -> quantize.GuardedQuantizer | None:
-    """Returns the quantizer of an expert whose codes depend on its inputs, else None."""
-    formats = recipe.plan.experts[item.layer][item.expert]
-    if not is_calibrated(recipe.plan, formats):
-        return None
-    assert recipe.calibration is not None, "a calibrated plan comes with a profile"
-    function = recipe.layout.spec.expert_function(item.layer)
-    return matrix_bytes.guarded_quantizer(
-        recipe.calibration, (item.layer, item.expert), formats, function, rotation, stored
-    )
-
-
-def _neurons(
-    recipe: Recipe,
-    item: layouts.Item,
-    biases: Mapping[specs.Matrix, matrix_bytes.Bytes2D],
-    stop: Event,
-    calibrated: quantize.GuardedQuantizer | None,
-) -> Iterator[matrix_bytes.NeuronRows]:
-    """Yields the rows of consecutive neurons."""
-    checkpoint, plan = recipe.checkpoint, recipe.plan
-    formats, spec = plan.experts[item.layer][item.expert], checkpoint.spec.expert
-    rotation = quantize.LayerRotation.of(recipe.rotation, item.layer)
-    if calibrated is not None:
-        place = item.layer, item.expert
-        yield from matrix_bytes.calibrated_rows(
-            checkpoint, calibrated, place, formats, biases, stop, rotation, plan.repeats
-        )
-        return
-    quantizer = plans.dense_quantizer(plan.quantizer)  # matrices without calibration: how dense ones are quantized
-    sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
-    parts = {
-        m: matrix_bytes.EncodedRows(checkpoint, source, part, quantizer, stop, partial(rotation.rows, m))
-        for m, source in sources.items()
-        if (part := formats.of(m))
-    }
-    for first, end in matrix_bytes.next_rows(spec.intermediate_size, stop):
-        # Wide formats lose next to nothing, whichever neurons are repeated: any will do, with second rows of zeros.
-        repeats = quantize.repeats_between(plan.repeats, spec.intermediate_size, first, end)
-        of_row = np.array([*range(end - first), *range(repeats)], np.intp)
-        encoded = {matrix: part.rows(first, end)[of_row] for matrix, part in parts.items()}
-        if repeats:
-            zeros = torch.zeros((repeats, checkpoint.spec.hidden_size))
-            encoded["down"][end - first :] = (
-                quantize.RowQuantizer(formats.down, zeros.shape[1], quantizer).encode(zeros).numpy()
-            )
-        yield matrix_bytes.NeuronRows(first + of_row, encoded)
-
-
-def _halves(
-    expert: layouts.ExpertLayout, extent: NDArray[np.uint8]
-) -> list[tuple[layouts.RowLayout, NDArray[np.uint8]]]:
-    """Returns records and, if there is one, selector: the layout and the rows in the extent, u8 [f, row_bytes]."""
-    records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
-    halves = [(expert.records, records.reshape(expert.num_rows, -1))]
-    if expert.selector is not None:
-        halves.append((expert.selector, extent[: expert.selector_bytes].reshape(expert.num_rows, -1)))
-    return halves
-
-
-_MOVED_BYTES = 16 << 20  # copied at once while rows are brought into their order
-
-
-def _place_rows(
-    halves: list[tuple[layouts.RowLayout, NDArray[np.uint8]]],
-    neurons: NDArray[np.intp],
-    order: NDArray[np.uint32] | None,
-) -> tuple[int, ...]:
-    """Brings rows into the order of an expert, the second row of a neuron behind its first; returns the repeated ones.
-
-    Args:    halves: the rows as they were made, in the extent.   neurons: [rows], of each row.   order: [f], of the
-             neurons; None: the source's.
-    """
-    counts = np.bincount(neurons)
-    wanted = np.arange(len(counts)) if order is None else order.astype(np.intp)
-    by_neuron = neurons.argsort(kind="stable")  # first rows before second ones
-    starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    places = np.concatenate([by_neuron[starts[n] : starts[n] + counts[n]] for n in wanted.tolist()])
-    if not np.array_equal(places, np.arange(len(places))):
-        for _, rows in halves:
-            step = max(_MOVED_BYTES // len(rows), 1)
-            for first in range(0, rows.shape[1], step):
-                rows[:, first : first + step] = rows[places, first : first + step]
-    return tuple(np.flatnonzero(counts > 1).tolist())
-
-
-def _bias(
-    checkpoint: Checkpoint, item: layouts.Item, matrix: specs.Matrix, rotation: quantize.LayerRotation
-) -> NDArray[np.uint8]:
-    """Returns the bias of a matrix in float32, as bytes: u8 [n, 4]; that of down is in the coordinates of its rows."""
-    source = checkpoint.bias_source(item.layer, item.expert, matrix)
-    values = read_vector(checkpoint, source).unsqueeze(1)
-    quantize.check_finite(values, checkpoint.place(source), errors.CheckpointError, source.number)
-    if matrix == "down":
-        values = rotation.rows(matrix, values.view(1, -1)).view(-1, 1)
-    return values.view(torch.uint8).numpy()
-
-
 @dataclass(frozen=True, slots=True)
 class ItemWork:
-    """The functions that make items: `convert` and `synthesize` have different ones.
+    """The functions that make items: `convert` and `synthesize` have different ones."""
 
-    `make`: makes an item; it runs in a worker thread and ends soon after its event is set.
-    `peak_bytes`: returns the memory that `make` takes for an item at most.
-    `enter_layer`: called with the index of a MoE layer before its first expert is made and after all items before are
-    on disk; None: experts of several layers are made at once.   `end`: called when all items are on disk.   `end_all`:
-    called when the pack is sealed: no other part needs its files.   `kind`: returns the name of an item's kind of work,
-    and the time of a byte of that kind, compared with others; the items of a kind take equally long for a byte.
-    """
-
-    make: Callable[[layouts.Item, Event], MadeItem]
-    peak_bytes: Callable[[layouts.Item], int]
+    # Makes an item; it runs in a worker thread and ends soon after its event is set
+    make: Callable[[layouts.Item, Event], encoding.MadeItem]
+    peak_bytes: Callable[[layouts.Item], int]  # returns the memory that `make` takes for an item at most
+    # Called with the index of a MoE layer before its first expert is made and after all items before are on disk; None:
+    # experts of several layers are made at once
     enter_layer: Callable[[int], None] | None = None
-    end: Callable[[], None] = lambda: None
-    end_all: Callable[[], None] = lambda: None
+    end: Callable[[], None] = lambda: None  # called when all items are on disk
+    end_all: Callable[[], None] = lambda: None  # called when the pack is sealed: no other part needs its files
+    # Returns the name of an item's kind of work, and the time of a byte of that kind, compared with others; the items
+    # of a kind take equally long for a byte
     kind: Callable[[layouts.Item], tuple[str, float]] = lambda item: ("", 1.0)
 
 
-_Finished = tuple[layouts.Item, MadeItem, manifests.Digests]
+_Finished = tuple[layouts.Item, encoding.MadeItem, manifests.Digests]
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """The result of a conversion.
-
-    `resumed_bytes`: that an earlier run has written.   `written`: False if the pack was complete before, or if another
-    part has sealed it.
-    """
+    """The result of a conversion."""
 
     layout: layouts.PackLayout
-    resumed_bytes: int
-    written: bool
+    resumed_bytes: int  # that an earlier run has written
+    written: bool  # False if the pack was complete before, or if another part has sealed it
 
 
 def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -480,6 +238,21 @@ def layout_for(
     return with_rotation(layout, rotation)
 
 
+def large_bytes(layout: layouts.PackLayout) -> int:
+    """Returns the bytes of a pack's large files, without padding."""
+    return sum(item.num_bytes for item in layout.items())
+
+
+def check_prepared(checkpoint: Checkpoint, plan: plans.Plan, prepared: account.Preparation) -> None:
+    """Checks that a plan and its preparation fit the checkpoint; raises PlanError."""
+    if prepared.order is not None:
+        account.check_order(prepared.order, checkpoint.spec)
+    kept.check_kept(checkpoint, plan)
+    account.check_calibration(checkpoint, plan, prepared.calibration, prepared.rotation)
+    if prepared.rotation is not None:
+        check_rotation(prepared.rotation, plan, checkpoint.spec)
+
+
 def convert(
     checkpoint: Checkpoint,
     plan: plans.Plan,
@@ -487,58 +260,45 @@ def convert(
     workers: int,
     progress: commands.Progress = commands.NO_PROGRESS,
     on_step: Callable[[Step], None] = lambda step: None,
-    order: NDArray[np.uint32] | None = None,
+    prepared: account.Preparation = account.UNPREPARED,
     earlier: Path | None = None,
-    calibration: Profile | None = None,
     memory_bytes: int = MEMORY_BYTES,
-    rotation: manifests.RotationVectors | None = None,
-    sequential: bool = True,
     part: commands.Part | None = None,
 ) -> ConversionResult:
     """Writes the pack that `plan` makes of `checkpoint` into `folder`; continues where a killed run stopped.
 
     Args:    workers: threads, each with one torch thread (torch's own are set to one for the whole process).
-             on_step: called before each change of the disk.
-             order: u32 [L, E, f], `order[l, e, j]` is the source's neuron in row `j`; None: the source's order.
-             earlier: a pack of the same checkpoint and, if it is calibrated, of the same profile and as sequentially;
-             items that both plans store in the same way are copied from it.   calibration: the profile with whose
-             inputs a calibrated plan is quantized; other plans need none.   memory_bytes: an approximate limit for all
-             items that are worked on at once; one item is always allowed, however large.   rotation: the coordinates
-             in which layers store their experts; None: the source's.   sequential: whether a layer of a calibrated plan
-             is quantized for the inputs that it has behind the stored layers before it; never with a profile of an
-             importance file, which has no inputs.   part: of several processes that call this function for the same
-             folder. It makes its own items, then those that others have not made.
+             on_step: called before each change of the disk.   earlier: a pack of the same checkpoint and, if it is
+             calibrated, of the same profile and as sequentially; items that both plans store in the same way are copied
+             from it.   memory_bytes: an approximate limit for all items that are worked on at once; one item is always
+             allowed, however large.   part: of several processes that call this function for the same folder. It makes
+             its own items, then those that others have not made.
     Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged. The folder then keeps the
              finished items.
     """
-    if order is not None:
-        check_order(order, checkpoint.spec)
-    matrix_bytes.check_kept(checkpoint, plan)
-    check_calibration(checkpoint, plan, calibration, rotation)
-    if rotation is not None:
-        check_rotation(rotation, plan, checkpoint.spec)
-    layout = layout_for(checkpoint, plan, rotation)
-    inputs = calibration if plan.quantizer == "calibrated" else None
-    is_sequential = sequential and inputs is not None and inputs.has_inputs
-    recipe = Recipe(checkpoint, plan, layout, order, inputs, rotation, is_sequential)
-    account = recipe_account(recipe)
-    writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step, part)
+    check_prepared(checkpoint, plan, prepared)
+    inputs = prepared.calibration if plan.quantizer == "calibrated" else None
+    is_sequential = prepared.sequential and inputs is not None and inputs.has_inputs
+    layout = layout_for(checkpoint, plan, prepared.rotation)
+    recipe = account.Recipe(checkpoint, plan, layout, prepared.order, inputs, prepared.rotation, is_sequential)
+    record = account.recipe_account(recipe)
+    writer = PackWriter(folder, layout, record.conversion, checkpoint.stamp(), on_step, part)
     with ExitStack() as stack:
         source_pack = None if earlier is None else stack.enter_context(EarlierPack(earlier, recipe))
         stored = StoredInputs(recipe, folder, workers, part) if recipe.is_sequential else None
 
-        def make(item: layouts.Item, stop: Event) -> MadeItem:
+        def make(item: layouts.Item, stop: Event) -> encoding.MadeItem:
             if source_pack is not None and source_pack.contains(item):
                 return source_pack.made_item(item)
             if stored is None or item.kind != "expert":
-                return made_item(recipe, item, stop)
-            return made_item(recipe, item, stop, stored.of_layer(item.layer))
+                return encoding.made_item(recipe, item, stop)
+            return encoding.made_item(recipe, item, stop, stored.of_layer(item.layer))
 
         kind = partial(kind_of_work, recipe, source_pack)
-        work = ItemWork(make, lambda item: job_bytes(checkpoint, plan, item), kind=kind)
+        work = ItemWork(make, partial(encoding.job_bytes, checkpoint, plan), kind=kind)
         if stored is not None:
             work = replace(work, enter_layer=stored.enter_layer, end=stored.remove, end_all=stored.remove_all)
-        return write_pack(writer, layout, account, work, workers, progress, memory_bytes)
+        return write_pack(writer, layout, record, work, workers, progress, memory_bytes)
 
 
 def memory_line(
@@ -548,7 +308,7 @@ def memory_line(
 
     It considers experts only, because dense tensors are few.
     """
-    largest = max(job_bytes(checkpoint, plan, item) for item in layout.items() if item.kind == "expert")
+    largest = max(encoding.job_bytes(checkpoint, plan, item) for item in layout.items() if item.kind == "expert")
     at_once = max(memory_bytes // largest, 1)
     if at_once >= workers:
         return None
@@ -563,7 +323,7 @@ def memory_line(
 def write_pack(
     writer: PackWriter,
     layout: layouts.PackLayout,
-    account: PackRecord,
+    record: account.PackRecord,
     work: ItemWork,
     workers: int,
     progress: commands.Progress = commands.NO_PROGRESS,
@@ -588,7 +348,7 @@ def write_pack(
         with commands.stage_of(progress, "sealing"):
             if not writer.begins_sealing() and _sealed_by_another(writer, layout):
                 return ConversionResult(layout, writer.resumed_bytes, written=False)
-            writer.seal(account.tables(writer), account.manifest, lambda raw: account.sidecars(raw, writer))
+            writer.seal(record.tables(writer), record.manifest, lambda raw: record.sidecars(raw, writer))
         work.end_all()
         return ConversionResult(layout, writer.resumed_bytes, written=True)
     except (errors.ConversionError, OSError):

@@ -11,27 +11,28 @@ the same tokens. It makes no part itself, and learns the progress from the folde
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from moe_pack import formats
+from moe_pack.calib import profile
 from moe_pack.calib.forward import Tokens
-from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
-from moe_pack.convert.hub import find_checkpoint
-from moe_pack.convert.pipeline import convert
+from moe_pack.calib.profile.profiles import layer_file
+from moe_pack.convert import hub, pipeline
+from moe_pack.convert.account import Preparation
+from moe_pack.convert.options import MEMORY_BYTES, PackOrder, PartOptions, ProfileOrder
 from moe_pack.formats.base import FolderLock, commands
 from moe_pack.formats.base.errors import MoePackError, PartBusyError
 from moe_pack.formats.base.version import VERSION
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.pack.manifests import RotationVectors
+from moe_pack.formats.pack.writer import journaled_bytes
 
 PROCESS_BYTES = 2 << 30  # memory of a part besides the experts it works on
 MAX_RETRIES = 8  # of a part whose process or machine dies
@@ -58,55 +59,112 @@ class Job(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PackJob:
-    """A pack. Most fields are arguments of `convert`.
+    """A pack. The order's paths are absolute."""
 
-    `source`: as for `find_checkpoint`; a path is absolute.   `profile`: the folder of the calibration.
-    """
-
-    source: str
-    output: Path
+    order: PackOrder
     plan: formats.Plan
-    workers: int
-    order: NDArray[np.uint32] | None
-    profile: Path | None
-    memory_bytes: int
-    rotation: RotationVectors | None
-    sequential: bool
+    prepared: Preparation
+
+    @property
+    def output(self) -> Path:
+        """The folder of the pack."""
+        return self.order.output
 
     def run(self, part: commands.Part) -> None:
         """Makes a part of the pack."""
-        with closing(Checkpoint(find_checkpoint(self.source))) as checkpoint:
-            convert(
+        order = self.order
+        with closing(Checkpoint(hub.find_checkpoint(order.source))) as checkpoint:
+            pipeline.convert(
                 checkpoint,
                 self.plan,
-                self.output,
-                self.workers,
-                order=self.order,
-                calibration=None if self.profile is None else Profile(self.profile),
-                memory_bytes=self.memory_bytes,
-                rotation=self.rotation,
-                sequential=self.sequential,
+                order.output,
+                order.workers,
+                prepared=self.prepared,
+                memory_bytes=order.memory_bytes,
                 part=part,
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ProfileJob:
-    """A profile. `source`: as in `PackJob`.   `threads`: of torch, on which the rounding of sums depends."""
+    """A profile. The order's paths are absolute."""
 
-    source: str
-    output: Path
+    order: ProfileOrder
     tokens: Tokens
-    options: ProfileOptions
-    threads: int
+    threads: int  # of torch, on which the rounding of sums depends
+
+    @property
+    def output(self) -> Path:
+        """The folder of the profile."""
+        return self.order.output
 
     def run(self, part: commands.Part) -> None:
         """Makes a part of the profile."""
         torch.set_num_threads(self.threads)
-        with closing(Checkpoint(find_checkpoint(self.source))) as checkpoint:
-            make_profile(checkpoint, self.tokens, self.output, self.options, part=part)
+        order = self.order
+        with closing(Checkpoint(hub.find_checkpoint(order.source))) as checkpoint:
+            profile.make_profile(checkpoint, self.tokens, order.output, order.profile, part=part)
+
+
+Order = TypeVar("Order", PackOrder, ProfileOrder)
+
+
+def absolute(order: Order) -> Order:
+    """Returns the order with the paths under which other machines find source, output and profile.
+
+    A source on the hub keeps its name: it is in the cache of each machine.
+    """
+    source = str(Path(order.source).absolute()) if Path(order.source).exists() else order.source
+    return replace(order, source=source, output=order.output.absolute())
+
+
+def make_pack_on_cluster(
+    job: PackJob, layout: formats.PackLayout, progress: formats.Progress
+) -> pipeline.ConversionResult:
+    """Makes a pack on a Ray cluster."""
+    total, done = pipeline.large_bytes(layout), journaled_bytes(job.output, layout)
+    each = Resources(job.order.workers, job.order.memory_bytes + PROCESS_BYTES)
+    stage = commands.Stage("packing", total, "B", done)
+    _run_on_cluster(job, job.order.many, each, progress, stage, lambda: (journaled_bytes(job.output, layout), ""))
+    return pipeline.ConversionResult(layout, done, written=done < total)
+
+
+def make_profile_on_cluster(job: ProfileJob, layers: Sequence[int], progress: formats.Progress) -> profile.Profile:
+    """Makes a profile on a Ray cluster, of a model whose `layers` have experts."""
+
+    def done() -> tuple[int, str]:
+        finished = [layer for layer in layers if (job.output / layer_file("statistics", layer)).exists()]
+        return len(finished), "" if len(finished) < len(layers) else "sensitivity and predictors follow"
+
+    stage = commands.Stage("statistics", len(layers), "layers", done()[0])
+    each = Resources(job.threads, MEMORY_BYTES + PROCESS_BYTES)
+    _run_on_cluster(job, job.order.many, each, progress, stage, done)
+    return profile.Profile(job.output)
+
+
+def _run_on_cluster(
+    job: Job,
+    many: PartOptions,
+    each: "Resources",
+    progress: formats.Progress,
+    stage: commands.Stage,
+    done: Callable[[], tuple[int, str]],
+) -> None:
+    """Connects to the cluster that the options name, and makes all parts of a job there.
+
+    Args:    each: what a part uses.   progress, stage, done: as for `Cluster.run`.
+    """
+    assert many.ray is not None, "the options name a cluster"
+    with closing(Cluster(many.ray)) as cluster:
+        room = cluster.num_parts(each)
+        num_parts = many.num_parts or room
+        cluster.check(job)
+        progress.say(
+            f"{num_parts} part{'' if num_parts == 1 else 's'} by Ray, {min(num_parts, room)} at once, each with {each}"
+        )
+        cluster.run(job, num_parts, each, progress, stage, done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,13 +371,6 @@ class Cluster:
             ) from fault
 
 
-@contextmanager
-def connected(address: str) -> Iterator[Cluster]:
-    """Opens a cluster for a `with`."""
-    with closing(Cluster(address)) as cluster:
-        yield cluster
-
-
 def _run_part(job: Job, part: commands.Part) -> None:
     """Makes a part in a process of the cluster."""
     if not job.output.is_dir():
@@ -338,10 +389,7 @@ def _run_part(job: Job, part: commands.Part) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Checks that something listens at HOST:PORT.
-
-    Raises:  RunError if nothing does.
-    """
+    """Checks that something listens at HOST:PORT; raises RunError if nothing does."""
     host, colon, port = address.rpartition(":")
     if not colon:
         return

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.calib.profile import Profile
-from moe_pack.convert import pipeline
+from moe_pack.convert import encoding, pipeline
 from moe_pack.convert.account import PackOrigin, PackRecord
 from moe_pack.convert.plan.rotation import check_rotation, with_rotation
 from moe_pack.formats import parts
@@ -73,13 +73,11 @@ _RUN = 128  # columns; the scales of a row are of fewer
 
 @dataclass(frozen=True, slots=True)
 class WeightDistribution:
-    """A uniform distribution of random weights, by its mean and its standard deviation.
-
-    `turns`: the mean has another sign in every second run of columns (`turning_signs`); not with every codec.
-    """
+    """A uniform distribution of random weights, by its mean and its standard deviation."""
 
     mean: float
     deviation: float
+    # The mean has another sign in every second run of columns (`turning_signs`); not with every codec
     turns: bool = False
 
 
@@ -494,18 +492,13 @@ _SAMPLE_TOKENS, _SAMPLE_NEURONS = 64, 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SyntheticTraits:
-    """The properties of a synthetic model other than its dimensions and formats.
+    """The properties of a synthetic model other than its dimensions and formats."""
 
-    `sparsity`: share of an expert's neurons that do not run, of all experts or float64 [L, E].   `popularity`: float64
-    [L, E], the share of tokens that choose each expert.   `path_correlation`: 0 to 1, how well a token's experts
-    predict those of the next layer.   `theta`: one threshold for all experts, in place of shares (CORM).
-    """
-
-    sparsity: float | Floats
-    popularity: Floats
-    path_correlation: float
+    sparsity: float | Floats  # share of an expert's neurons that do not run, of all experts or float64 [L, E]
+    popularity: Floats  # float64 [L, E], the share of tokens that choose each expert
+    path_correlation: float  # 0 to 1, how well a token's experts predict those of the next layer
     seed: int
-    theta: float | None = None
+    theta: float | None = None  # one threshold for all experts, in place of shares (CORM)
 
 
 def synthetic_layout(spec: formats.ModelSpec, plan: formats.Plan) -> formats.PackLayout:
@@ -549,7 +542,7 @@ def synthesize(
     account = _account(layout, plan, traits, rotation)
     writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
     work = pipeline.ItemWork(
-        lambda item, stop: pipeline.MadeItem(model.item_bytes(item, stop)), lambda item: 2 * item.num_bytes
+        lambda item, stop: encoding.MadeItem(model.item_bytes(item, stop)), lambda item: 2 * item.num_bytes
     )
     return pipeline.write_pack(writer, layout, account, work, workers, progress)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.quantize import LayerRotation
-from moe_pack.convert.rounding import heavy_losses, read_rounding
+from moe_pack.convert.account import heavy_losses, read_rounding
 from moe_pack.formats import Pack, PackError, dump
 from moe_pack.formats.base import commands
 from moe_pack.formats.families import Checkpoint
@@ -44,16 +44,12 @@ class MatrixError:
 
 @dataclass(frozen=True, slots=True)
 class LogitsError:
-    """The difference of the pack's predictions from the source's over `num_tokens` tokens.
-
-    `largest`: difference of a logit.   `kl`: mean KL divergence of the pack's distribution from the source's, in nats.
-    `agreement`: share of tokens with the same likeliest next token.
-    """
+    """The difference of the pack's predictions from the source's over `num_tokens` tokens."""
 
     num_tokens: int
-    largest: float
-    kl: float
-    agreement: float
+    largest: float  # difference of a logit
+    kl: float  # mean KL divergence of the pack's distribution from the source's, in nats
+    agreement: float  # share of tokens with the same likeliest next token
 
 
 def same_tensors(pack: Pack, checkpoint: Checkpoint) -> None:
@@ -282,12 +278,12 @@ def compare_logits(
 
 @dataclass(frozen=True, slots=True)
 class FormatRun:
-    """Consecutive layers and experts with the same formats; the ends count. `num_bytes`: of one expert's extent."""
+    """Consecutive layers and experts with the same formats; the ends count."""
 
     layers: tuple[int, int]
     experts: tuple[int, int]
     formats: plans.ExpertFormat
-    num_bytes: int
+    num_bytes: int  # of one expert's extent
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,10 @@ FAMILY_TABLES = (
 )
 
 MAX_FACE_NAMES = 40
-FOR_USERS = {"moe_pack.runtime": {"Model", "load"}}  # names that a face offers to those who write Python
+FOR_USERS = {
+    "moe_pack.runtime": {"Model", "load"},
+    "moe_pack.convert": {"convert", "keep_source", "layout_for"},
+}  # names that a face offers to those who write Python
 MAX_FOLDER_FILES = 14  # the families' folder aside
 MAX_FILE_LINES = 820
 MIN_FILE_LINES = 100  # a shorter file is a family, an entry point, or imported by three others

@@ -70,10 +70,7 @@ class CheckOptions:
         return EvalOptions(against=self.against, num_tokens=self.sample)
 
     def check(self) -> None:
-        """Refuses a sample if no loss is measured on it.
-
-        Raises:  UsageError.
-        """
+        """Refuses a sample if no loss is measured on it; raises UsageError."""
         if self.sample is None:
             return
         if self.against is None or not self.limits.of_loss:
@@ -135,10 +132,7 @@ def check_command(pack: Path, options: CheckOptions) -> None:
 def _checked(
     folder: Path, options: CheckOptions, stack: ExitStack
 ) -> tuple[list[CheckResult], Quality | None, str | None]:
-    """Returns all checks, the pack's loss, and the pack's root.
-
-    Raises:  PackError or CheckpointError if there is nothing to check the pack by, or no pack.
-    """
+    """Returns all checks, the pack's loss, and the pack's root."""
     from moe_pack.convert.checks import (
         CheckResult,
         check_budget,
@@ -162,11 +156,7 @@ def _checked(
         return [schema, *(CheckResult(name, "unchecked", "not a valid pack") for name in names)], None, None
     stack.callback(pack.close)
     with cli.TerminalProgress() as progress:
-        checks = [
-            schema,
-            timed(lambda: check_digests(pack, progress)),
-            timed(lambda: check_tensors(pack, checkpoint)),
-        ]
+        checks = [schema, timed(lambda: check_digests(pack, progress)), timed(lambda: check_tensors(pack, checkpoint))]
     is_intact = all(check.status != "failed" for check in checks)
     start = time.monotonic()
     quality, origin = _quality(pack, options, is_intact)

@@ -31,11 +31,7 @@ class DoctorOptions:
     seconds: float = field(
         default=0.5,
         metadata=formats.option(
-            "--seconds",
-            least=0.001,
-            most=60,
-            metavar="S",
-            help="Time for each of some 90 measurements.",
+            "--seconds", least=0.001, most=60, metavar="S", help="Time for each of some 90 measurements."
         ),
     )
     as_json: bool = field(default=False, metadata=formats.option("--json", help="Print the measurements as JSON."))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from moe_pack import formats
-from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, checkpoint_at, chosen_device
+from moe_pack.convert.cli.options import INTERRUPTED, EvalOptions, checkpoint_at
+from moe_pack.convert.options import chosen_device
 from moe_pack.formats.base import cli
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime.engine.numerics import read_numerics

@@ -101,10 +101,7 @@ class ExportOptions:
     as_json: bool = field(default=False, metadata=formats.option("--json", help="Print the result as JSON."))
 
     def check(self) -> None:
-        """Refuses options that do not go together.
-
-        Raises:  UsageError.
-        """
+        """Refuses options that do not go together; raises UsageError."""
         if self.to != "compressed-tensors" and (others := commands.given(self, _CODED_ONLY)):
             raise formats.UsageError(
                 f"{others[0]} needs --to compressed-tensors; remove it, or give --to compressed-tensors"

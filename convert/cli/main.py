@@ -80,8 +80,8 @@ def inspect_command(pack: Path, as_json: bool) -> None:
     every byte.
     """
     from moe_pack.convert import describe
+    from moe_pack.convert.account import read_rounding, rounding_lines
     from moe_pack.convert.cli.measure import numerics_summary, prices_summary, quality_summary, routing_text
-    from moe_pack.convert.rounding import read_rounding, rounding_lines
     from moe_pack.formats import Pack
     from moe_pack.runtime.offload import Routing
     from moe_pack.runtime.quality import read_quality

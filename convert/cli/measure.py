@@ -25,7 +25,9 @@ from moe_pack.calib.evaluate import (
     thresholds,
 )
 from moe_pack.convert import same_tensors
-from moe_pack.convert.cli.options import EVAL_TOKENS, SEQUENCE_LENGTH, EvalOptions, checkpoint_at, chosen_device
+from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, checkpoint_at
+from moe_pack.convert.making import text_lines
+from moe_pack.convert.options import SEQUENCE_LENGTH, chosen_device
 from moe_pack.formats.base.cli import TerminalProgress
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.sidecar import write_sidecar
@@ -38,22 +40,10 @@ _WORK_FOLDER = "eval.work"
 _MOST_NAMES = 8  # of experts in a line
 
 
-def model_text(spec: formats.ModelSpec) -> str:
-    """Returns a model in a few words: its family, its layers with experts, their experts."""
-    return f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
-
-
 def say_text(spec: formats.ModelSpec, tokens: forward.Tokens) -> None:
     """Announces the model and the text that will be measured, on standard error."""
-    number, length = tokens.sequences.shape
-    click.echo(f"{model_text(spec)}; {number * length:,} tokens in sequences of {length}, from {tokens.name}", err=True)
-    if spec.encoder is not None:
-        half = length // 2
-        click.echo(
-            f"the encoder reads the first {half} tokens of each sequence; the decoder predicts the others", err=True
-        )
-    for note in tokens.notes:
-        click.echo(f"note: {note}", err=True)
+    for line in text_lines(spec, tokens):
+        click.echo(line, err=True)
 
 
 def expert_names(experts: Sequence[tuple[int, int]]) -> str:
@@ -223,10 +213,7 @@ def recall_text(recall: float, best: Sequence[str]) -> str:
 
 
 def compared_ids(
-    pack: formats.Pack,
-    text: TextIO | None = None,
-    num_tokens: int = 512,
-    advice: str = "give another text with --text",
+    pack: formats.Pack, text: TextIO | None = None, num_tokens: int = 512, advice: str = "give another text with --text"
 ) -> list[int]:
     """Returns at most `num_tokens` tokens on which logits are compared: of a text, else of a passage of ours.
 

@@ -16,22 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from moe_pack import formats
-from moe_pack.calib.profile import ProfileOptions
-from moe_pack.convert import MEMORY_BYTES
-from moe_pack.convert.cli.options import (
-    CALIBRATION_TOKENS,
-    FIELD_OPTION,
-    INTERRUPTED,
-    SEQUENCE_LENGTH,
-    PartOptions,
-    StreamOptions,
-    absolute_source,
-    checkpoint_at,
-    chosen_device,
-    open_source,
-    run_on_ray,
-    write_output,
-)
+from moe_pack.convert.cli.options import INTERRUPTED, checkpoint_at, quiet_ray, write_output
+from moe_pack.convert.options import ProfileOrder, TextOptions
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import CHECKPOINT, PACK, pack_folder
 from moe_pack.runtime import DEVICE_OPTION
@@ -41,97 +27,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from moe_pack.calib.evaluate import ThresholdRule
-    from moe_pack.calib.forward import Tokens
     from moe_pack.calib.profile import Profile
-    from moe_pack.formats.families import Checkpoint
-    from moe_pack.runtime import Text
-
-
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """The calibration text."""
-
-    data: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--data",
-            metavar="NAME_OR_FILE",
-            help="A text, JSONL or Parquet file, or the name of a data set (NAME:CONFIG:SPLIT), of text or of "
-            "conversations (lists of messages), which the model's chat template writes.  [default: our sample]",
-        ),
-    )
-    field_name: str | None = field(default=None, metadata=FIELD_OPTION)
-    num_tokens: int = field(
-        default=CALIBRATION_TOKENS,
-        metadata=formats.option(
-            "--tokens",
-            least=256,
-            metavar="N",
-            help="Number of tokens. The last fifth is held out: it checks what was measured on the others.",
-        ),
-    )
-    sequence_length: int = field(
-        default=SEQUENCE_LENGTH,
-        metadata=formats.option(
-            "--sequence-length",
-            least=16,
-            metavar="N",
-            help="Tokens of a sequence; each sequence begins with an empty context.",
-        ),
-    )
-
-    def tokens(self, text: Text) -> Tokens:
-        """Reads the text; raises what `read_tokens` raises."""
-        from moe_pack.calib.forward import read_tokens
-
-        return read_tokens(self.data, self.field_name, text, self.num_tokens, self.sequence_length)
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileCommandOptions:
-    """The options of `profile`."""
-
-    text: TextOptions = field(default_factory=TextOptions)
-    profile: ProfileOptions = field(default_factory=ProfileOptions)
-    stream: StreamOptions = field(default_factory=StreamOptions)
-    output: Path = field(
-        default=Path("profile"), metadata=formats.option("--output", "-o", help="The profile's folder.")
-    )
-    many: PartOptions = field(default_factory=PartOptions)
-    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
-    imatrix: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--imatrix",
-            path="file",
-            metavar="FILE",
-            help="Make the profile from an importance file of llama.cpp (llama-imatrix), in place of text. It says "
-            "how often each expert was chosen and how large its inputs were; convert calibrates with it. It does not "
-            "say what bits cost, nor which neurons run.",
-        ),
-    )
-
-    def check(self) -> None:
-        """Refuses options for text with an importance file, and --ray on a GPU.
-
-        Raises:  UsageError.
-        """
-        if self.many.ray is not None and self.device == "cuda":
-            raise formats.UsageError(
-                "--ray makes profiles on CPUs; remove --device cuda, or start each part with --part I/N"
-            )
-        if self.many.ray is not None and self.stream.is_given:
-            raise formats.UsageError("--stream does not go with --ray; start each part with --part I/N and --stream")
-        if self.imatrix is not None and (names := commands.given(replace(self, output=Path("profile"), imatrix=None))):
-            raise formats.UsageError(f"--imatrix takes all figures from the file; remove {', '.join(names)}")
 
 
 @click.command("profile")
 @click.argument("path", type=CHECKPOINT)
 @CHECKPOINT.list_option
-@cli.options_from(ProfileCommandOptions)
+@cli.options_from(ProfileOrder)
 @cli.command_errors(interrupted=INTERRUPTED)
-def profile_command(path: str, options: ProfileCommandOptions) -> None:
+def profile_command(path: str, options: ProfileOrder) -> None:
     """Measure the model at PATH (as for convert) on calibration text, and write the results to a folder.
 
     A profile says which experts the routers choose and by which paths, which neurons run, what fewer bits and fewer
@@ -141,35 +45,20 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     The model runs layer by layer in bounded memory. If the command is stopped or killed, run it again to continue.
     Several machines can share the work (--part, --ray).
     """
-    from moe_pack.calib.profile import make_profile, profile_of_imatrix, read_imatrix
-    from moe_pack.convert.cli.measure import say_text
-    from moe_pack.runtime import Text
+    from moe_pack.convert.making import make_profile
 
-    checkpoint = open_source(path, options.stream, options.output)
+    if options.many.ray is not None:
+        quiet_ray()
     start = time.perf_counter()
+    with cli.TerminalProgress() as progress:
+        profile = make_profile(replace(options, source=path), progress)
     if options.imatrix is not None:
-        with (
-            closing(checkpoint),
-            cli.TerminalProgress() as progress,
-            commands.stage_of(progress, "reading the importance file"),
-        ):
-            profile = profile_of_imatrix(read_imatrix(options.imatrix), checkpoint, options.output)
-        for line in _imatrix_lines(profile):
-            click.echo(line)
-        return
-    with closing(checkpoint), cli.TerminalProgress() as progress:
-        tokens = options.text.tokens(Text(checkpoint.files))
-        say_text(checkpoint.spec, tokens)
-        if options.many.ray is not None:
-            profile = _made_by_ray(path, checkpoint, tokens, options, progress)
-        else:
-            device, part = chosen_device(options.device), options.many.part
-            profile = make_profile(checkpoint, tokens, options.output, options.profile, progress, device, part)
-    num_bytes = sum(file.bytes for file in profile.facts.files)
-    click.echo(
-        f"{options.output}: {formats.size_text(num_bytes)}, in {commands.time_text(time.perf_counter() - start)}"
-    )
-    for line in _profile_lines(profile):
+        lines = _imatrix_lines(profile)
+    else:
+        num_bytes, seconds = sum(file.bytes for file in profile.facts.files), time.perf_counter() - start
+        lines = [f"{options.output}: {formats.size_text(num_bytes)}, in {commands.time_text(seconds)}"]
+        lines += _profile_lines(profile)
+    for line in lines:
         click.echo(line)
 
 
@@ -184,29 +73,6 @@ def _imatrix_lines(profile: Profile) -> list[str]:
         return lines
     least, most = min(int(layer.min()) for layer in counts), max(int(layer.max()) for layer in counts)
     return [*lines, f"experts: {least:,} to {most:,} tokens each"]
-
-
-def _made_by_ray(
-    path: str, checkpoint: Checkpoint, tokens: Tokens, options: ProfileCommandOptions, progress: formats.Progress
-) -> Profile:
-    """Makes a profile on a Ray cluster."""
-    import torch
-
-    from moe_pack.calib.profile import Profile
-    from moe_pack.calib.profile.profiles import layer_file
-    from moe_pack.convert.ray_launcher import PROCESS_BYTES, ProfileJob, Resources
-
-    output, threads = options.output.absolute(), torch.get_num_threads()
-    job = ProfileJob(absolute_source(path), output, tokens, options.profile, threads)
-    layers = checkpoint.spec.moe_layers
-
-    def done() -> tuple[int, str]:
-        finished = [layer for layer in layers if (output / layer_file("statistics", layer)).exists()]
-        return len(finished), "" if len(finished) < len(layers) else "sensitivity and predictors follow"
-
-    stage = commands.Stage("statistics", len(layers), "layers", done()[0])
-    run_on_ray(job, options.many, Resources(threads, MEMORY_BYTES + PROCESS_BYTES), progress, stage, done)
-    return Profile(output)
 
 
 def _profile_lines(profile: Profile) -> list[str]:
@@ -361,8 +227,7 @@ class ThresholdsOptions:
         ),
     )
     theta: float | None = field(
-        default=None,
-        metadata=formats.option("--theta", metavar="T", help="One threshold for all experts, as in CORM."),
+        default=None, metadata=formats.option("--theta", metavar="T", help="One threshold for all experts, as in CORM.")
     )
     text: TextOptions = field(default_factory=TextOptions)
     as_json: bool = field(default=False, metadata=formats.option("--json", help="Print what was measured as JSON."))
@@ -376,10 +241,7 @@ class ThresholdsOptions:
         return ThresholdRule(self.sparsity, self.theta)
 
     def check(self) -> None:
-        """Refuses a rule without a sparsity or a theta, or with both.
-
-        Raises:  UsageError.
-        """
+        """Refuses a rule without a sparsity or a theta, or with both; raises UsageError."""
         if fault := self.rule.fault():
             raise formats.UsageError(fault)
 

@@ -31,34 +31,25 @@ _NAMES: tuple[offload.PolicyName, ...] = get_args(offload.PolicyName)
 
 @dataclass(frozen=True, slots=True)
 class ReplayInput:
-    """The routes that are replayed.
-
-    `record`: the recorded run that they come from; None: they come from a profile.   `paths`: predict experts from
-    routes; None: nothing does.
-    """
+    """The routes that are replayed."""
 
     place: str
     passes: offload.Passes
-    record: offload.Recording | None
-    paths: PathShares | None
+    record: offload.Recording | None  # the recorded run that they come from; None: they come from a profile
+    paths: PathShares | None  # predict experts from routes; None: nothing does
     context_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayComparison:
-    """The replays of one budget.
-
-    `alone`: by policy, without prediction.   `predicted`: with prediction, of policies whose predictions can be
-    replayed.   `optimum`: of Belady, which knows the future.   `best`: the policy that `auto` takes; None if only one
-    was replayed.
-    """
+    """The replays of one budget."""
 
     plan: offload.BudgetPlan
     num_pages: int
-    alone: dict[offload.PolicyName, ReplayResult]
-    predicted: dict[offload.PolicyName, ReplayResult]
-    optimum: ReplayResult
-    best: offload.PolicyName | None
+    alone: dict[offload.PolicyName, ReplayResult]  # by policy, without prediction
+    predicted: dict[offload.PolicyName, ReplayResult]  # with prediction, of policies whose predictions can be replayed
+    optimum: ReplayResult  # of Belady, which knows the future
+    best: offload.PolicyName | None  # the policy that `auto` takes; None if only one was replayed
 
 
 def _budgets(text: str) -> tuple[int, ...]:
@@ -143,10 +134,7 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
 
 
 def _replay_input(path: Path, pack: Pack) -> ReplayInput:
-    """Returns the routes of a recording, or of a profile's held-out text.
-
-    Raises:  RunError or PackError if they are not of this pack's model.
-    """
+    """Returns the routes of a recording, or of a profile's held-out text."""
     from moe_pack.calib.profile import Profile
     from moe_pack.convert.plan import held_out_passes
     from moe_pack.runtime.offload import Routing, read_recording
@@ -181,10 +169,7 @@ def _check_shape(path: Path, passes: offload.Passes, spec: formats.ModelSpec) ->
 def _replayed(
     traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[offload.PolicyName], progress: formats.Progress
 ) -> ReplayComparison:
-    """Replays each policy with the pages of a budget; for the run's own budget, with the pages that the run had.
-
-    Raises:  RunError if there are too few pages.
-    """
+    """Replays each policy with the pages of a budget; for the run's own budget, with the pages that the run had."""
     from moe_pack.runtime.offload import CacheFacts, expert_pages
     from moe_pack.runtime.offload.replay import ReplayResult, best_of, optimum, replay
 

@@ -13,7 +13,8 @@ import click
 from moe_pack import formats
 from moe_pack.calib.quantize import Rotate
 from moe_pack.calib.quantize.options import ROTATE_OPTION
-from moe_pack.convert.cli.options import INTERRUPTED, NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
+from moe_pack.convert.cli.options import INTERRUPTED
+from moe_pack.convert.options import NUM_CORES, WORKERS_OPTION, PlanOptions
 from moe_pack.formats.base import cli
 from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import MODEL
@@ -98,18 +99,12 @@ class SynthOptions:
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
 
     def check(self) -> None:
-        """Refuses numbers out of range and options that do not go together.
-
-        Raises:  UsageError.
-        """
+        """Refuses numbers out of range and options that do not go together; raises UsageError."""
         from moe_pack.calib.evaluate import ThresholdRule
 
         if fault := ThresholdRule(sparsity=self.sparsity).fault():
             raise formats.UsageError(fault)
-        for name, value, most in (
-            ("--skew", self.skew, _MAX_SKEW),
-            ("--path-correlation", self.path_correlation, 1.0),
-        ):
+        for name, value, most in (("--skew", self.skew, _MAX_SKEW), ("--path-correlation", self.path_correlation, 1.0)):
             if not (math.isfinite(value) and 0 <= value <= most):
                 raise formats.UsageError(f"{name}: found {value}, expected a number from 0 to {most:g}")
         if self.profile is not None and self.skew:
@@ -155,7 +150,8 @@ def _synthesize(spec: formats.ModelSpec, decision: Decision, options: SynthOptio
         synthesize,
         synthetic_layout,
     )
-    from moe_pack.convert.cli.measure import model_text
+    from moe_pack.convert.making import model_text
+    from moe_pack.convert.pipeline import large_bytes
 
     output, plan = options.output, decision.plan
     layout = synthetic_layout(spec, plan)
@@ -176,6 +172,7 @@ def _synthesize(spec: formats.ModelSpec, decision: Decision, options: SynthOptio
 
 
 def _say_done(result: ConversionResult, layout: formats.PackLayout, output: Path, seconds: float) -> None:
+    from moe_pack.convert.pipeline import large_bytes
     from moe_pack.formats import Pack
     from moe_pack.runtime.quality import bits_per_weight
 

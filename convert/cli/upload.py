@@ -71,7 +71,7 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
     pack's bits and what moe-pack eval measured; what else the card says is kept. Log in with hf auth login, or set
     HF_TOKEN. Files that an interrupted upload has finished are not uploaded again.
     """
-    from moe_pack.convert.card import CardFacts, card_text
+    from moe_pack.convert.hub import CardFacts, card_text
     from moe_pack.formats import Pack
     from moe_pack.formats.hub import import_client
     from moe_pack.formats.pack.reader import audit
@@ -100,11 +100,8 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
 
 
 def _upload(client: Any, target: hub.HubName, files: list[Path], card: str, private: bool) -> None:
-    """Creates the repository if it is new, and commits the files and the card together.
-
-    Raises:  ConversionError if the hub refuses or fails.
-    """
-    from moe_pack.convert.card import CARD_FILE
+    """Creates the repository if it is new, and commits the files and the card together."""
+    from moe_pack.convert.hub import CARD_FILE
     from moe_pack.formats.hub import patiently
 
     api = client.HfApi(library_name="moe-pack")
@@ -150,7 +147,7 @@ def _license(base_model: str | None) -> str | None:
 
 def _old_card(target: hub.HubName) -> str | None:
     """Returns the card that the repository has; None if there is none."""
-    from moe_pack.convert.card import CARD_FILE
+    from moe_pack.convert.hub import CARD_FILE
     from moe_pack.formats.hub import HubRepository, has_repository
 
     if not has_repository(target, formats.ConversionError):

@@ -31,36 +31,29 @@ from moe_pack.runtime import model
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportResult:
-    """What an export has written; `resumed_bytes` of it in an earlier run, whose matrices `codes` does not count.
-
-    `lost`: how many tensors of the source it lacks, by reason, because the pack does not keep them.   `num_zeros`: the
-    values of its tensors that are zero for the same reason.   `formats`, `codes`: of coded experts, by decoder layer.
-    `is_renamed`: whether the source has all experts of a layer in one tensor, and the export each in its own.
-    `notes`: sentences about what the format cannot say.
-    """
+    """What an export has written; `resumed_bytes` of it in an earlier run, whose matrices `codes` does not count."""
 
     num_bytes: int
     resumed_bytes: int
     num_tensors: int
-    lost: dict[str, int]
-    num_zeros: int
+    lost: dict[str, int]  # how many tensors of the source it lacks, by reason, because the pack does not keep them
+    num_zeros: int  # the values of its tensors that are zero for the same reason
+    # formats, codes: of coded experts, by decoder layer
     formats: dict[int, compressed.CodeFormat] | None = None
     codes: compressed.CodesReport | None = None
+    # Whether the source has all experts of a layer in one tensor, and the export each in its own
     is_renamed: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences about what the format cannot say
 
 
 @dataclass(frozen=True, slots=True)
 class ExportWork:
-    """How an export is written.
-
-    `shard_bytes`: the most in a file.   `on_step`: called before each change of the disk.
-    """
+    """How an export is written."""
 
     operations: model.Operations = model.TORCH
-    shard_bytes: int = SHARD_BYTES
+    shard_bytes: int = SHARD_BYTES  # the most in a file
     progress: commands.Progress = commands.NO_PROGRESS
-    on_step: Callable[[writer.Step], None] = writer.pass_step
+    on_step: Callable[[writer.Step], None] = writer.pass_step  # called before each change of the disk
 
 
 def export_plain(pack: Pack, folder: Path, dtype: Dtype | None, work: ExportWork = ExportWork()) -> ExportResult:

@@ -13,6 +13,7 @@ Source: compressed-tensors 0.20, compressors/pack_quantized; vLLM 0.33, compress
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,17 +21,16 @@ from torch import Tensor
 
 from moe_pack.convert.export.source import SourceModel
 from moe_pack.convert.export.weights import (
+    ExpertTensors,
     ExportUnit,
     PackSource,
-    Piece,
     PlainExpert,
     Put,
     dense_units,
     expert_groups,
     put_rows,
-    unit_name,
 )
-from moe_pack.convert.plan.tiers import FUSED_GROUPS
+from moe_pack.convert.plan.search import FUSED_GROUPS
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import family
 from moe_pack.formats.pack.safetensors import StoredTensor
@@ -184,13 +184,11 @@ def carried_scales(plain: PlainExpert, matrix: specs.Matrix, code: CodeFormat, n
 
 @dataclass(slots=True)
 class MatrixCodes:
-    """What became of one of the experts' matrices: how many were carried over, and the error of all.
-
-    `error`, `weight`: sums of |w - w'| and of |w| over the pack's weights.
-    """
+    """What became of one of the experts' matrices: how many were carried over, and the error of all."""
 
     carried: int = 0
     quantized: int = 0
+    # error, weight: sums of |w - w'| and of |w| over the pack's weights
     error: float = 0.0
     weight: float = 0.0
 
@@ -207,59 +205,55 @@ class CodesReport:
     matrices: dict[specs.Matrix, MatrixCodes] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _CodedUnit:
-    """Experts whose matrices are coded."""
-
-    source: PackSource
-    layer: int
-    code: CodeFormat
-    tensors: tuple[StoredTensor, ...]
-    plain: Mapping[str, str]  # the dtype that each tensor of weights has without codes
-    pieces: Mapping[int, list[Piece]]
-    report: CodesReport
-
-    @property
-    def name(self) -> str:
-        return unit_name(self.layer, self.pieces)
-
-    def write(self, put: Put) -> None:
-        for expert, pieces in self.pieces.items():
-            plain = self.source.expert(self.layer, expert, torch.float32)
-            for piece in pieces:
-                ((owner, source),) = piece.places
-                dtype = TORCH_DTYPES[self.plain[piece.tensor]]
-                if owner.kind == "bias":
-                    for first, values in piece.blocks(plain.rows, dtype):
-                        put_rows(put, piece.tensor, first, values)
-                    continue
-                matrix = next(m for m in specs.MATRICES if m == owner.name)
-                self._put_matrix(put, piece.tensor, matrix, plain, source.neurons == "columns", dtype)
-
-    def _put_matrix(
-        self, put: Put, tensor: str, matrix: specs.Matrix, plain: PlainExpert, is_turned: bool, dtype: torch.dtype
-    ) -> None:
-        weights, code = plain.matrices[matrix], self.code
-        weights = weights.T if is_turned else weights
-        num_rows, num_cols = weights.shape
-        carried = None if is_turned else carried_scales(plain, matrix, code, num_cols)
-        found = self.report.matrices.setdefault(matrix, MatrixCodes())
-        found.carried += carried is not None
-        found.quantized += carried is None
-        step = max(_BLOCK_WEIGHTS // num_cols, 1)
-        for start in range(0, num_rows, step):
-            groups = weights[start : start + step].reshape(-1, code.group)
-            if carried is None:
-                exact = scale = symmetric_scales(groups, code.width, dtype)
+def _put_coded(source: PackSource, group: ExpertTensors, code: CodeFormat, report: CodesReport, put: Put) -> None:
+    """Puts experts of a layer whose matrices are coded."""
+    dtypes = {name: TORCH_DTYPES[dtype] for name, dtype, _ in group.tensors}  # without codes
+    for expert, pieces in group.pieces.items():
+        plain = source.expert(group.layer, expert, torch.float32)
+        for piece in pieces:
+            ((owner, place),) = piece.places
+            dtype = dtypes[piece.tensor]
+            if owner.kind == "bias":
+                for first, values in piece.blocks(plain.rows, dtype):
+                    put_rows(put, piece.tensor, first, values)
+                continue
+            matrix = next(m for m in specs.MATRICES if m == owner.name)
+            weights = plain.matrices[matrix]
+            carried = None
+            if place.neurons == "columns":
+                weights = weights.T
             else:
-                exact = carried[start : start + step].reshape(-1, 1)
-                scale = exact.to(dtype).to(torch.float32)
-            codes = coded(groups, exact, code.width)
-            found.weight += float(groups.abs().sum(dtype=torch.float64))
-            found.error += float((codes * scale).sub_(groups).abs_().sum(dtype=torch.float64))
-            put_rows(put, f"{tensor}_packed", start, packed_words(codes.view(-1, num_cols), code.width))
-            put_rows(put, f"{tensor}_scale", start, scale.view(-1, num_cols // code.group).to(dtype))
-        put_rows(put, f"{tensor}_shape", 0, torch.tensor([[num_rows, num_cols]]))
+                carried = carried_scales(plain, matrix, code, weights.shape[1])
+            found = report.matrices.setdefault(matrix, MatrixCodes())
+            _put_matrix(put, piece.tensor, weights, carried, code, dtype, found)
+
+
+def _put_matrix(
+    put: Put,
+    tensor: str,
+    weights: Tensor,
+    carried: Tensor | None,
+    code: CodeFormat,
+    dtype: torch.dtype,
+    found: MatrixCodes,
+) -> None:
+    num_rows, num_cols = weights.shape
+    found.carried += carried is not None
+    found.quantized += carried is None
+    step = max(_BLOCK_WEIGHTS // num_cols, 1)
+    for start in range(0, num_rows, step):
+        groups = weights[start : start + step].reshape(-1, code.group)
+        if carried is None:
+            exact = scale = symmetric_scales(groups, code.width, dtype)
+        else:
+            exact = carried[start : start + step].reshape(-1, 1)
+            scale = exact.to(dtype).to(torch.float32)
+        codes = coded(groups, exact, code.width)
+        found.weight += float(groups.abs().sum(dtype=torch.float64))
+        found.error += float((codes * scale).sub_(groups).abs_().sum(dtype=torch.float64))
+        put_rows(put, f"{tensor}_packed", start, packed_words(codes.view(-1, num_cols), code.width))
+        put_rows(put, f"{tensor}_scale", start, scale.view(-1, num_cols // code.group).to(dtype))
+    put_rows(put, f"{tensor}_shape", 0, torch.tensor([[num_rows, num_cols]]))
 
 
 def coded_units(
@@ -283,5 +277,4 @@ def coded_units(
             if name in weights and (".experts." not in name or ".layers." not in name):
                 raise RunError(f"tensor {name!r} is not named as vLLM names experts; use --to safetensors")
             coded_ones += coded_tensors(name, dtype, shape, code) if name in weights else [(name, dtype, shape)]
-        plain = {name: dtype for name, dtype, _ in group.tensors}
-        yield _CodedUnit(source, group.layer, code, tuple(coded_ones), plain, group.pieces, report)
+        yield ExportUnit(group.name, tuple(coded_ones), partial(_put_coded, source, group, code, report))

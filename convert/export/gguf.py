@@ -5,7 +5,7 @@ tensors that packs do not quantize are float32, as llama.cpp's converter has the
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,60 +115,62 @@ def _units(
         if isinstance(place, gguf.ExpertPlacement):
             by_layer.setdefault(place.layer, []).append(place)
         elif isinstance(place, gguf.ConstantPlacement):
-            yield _ConstantUnit(place, ((place.name, "F32", place.shape),))
+            stored = place.name, "F32", place.shape
+            yield weights.ExportUnit(place.name, (stored,), partial(_put_constant, place))
         else:
             stored = place.name, _type_of(place.is_matrix, False, place.shape[-1], kind), place.shape
-            yield _DenseUnit(source, place, (stored,))
+            yield weights.ExportUnit(place.name, (stored,), partial(_put_dense, source, place, stored))
     for layer, each in by_layer.items():
         stored_ones = tuple(
             (place.name, _type_of(not place.is_bias, True, place.shape[-1], kind), place.shape) for place in each
         )
-        yield _LayerUnit(source, layer, tuple(each), stored_ones)
+        put_all = partial(_put_experts, source, layer, each, stored_ones)
+        yield weights.ExportUnit(f"layer {layer}, all experts", stored_ones, put_all)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ConstantUnit:
-    place: gguf.ConstantPlacement
-    tensors: tuple[StoredTensor, ...]
-
-    @property
-    def name(self) -> str:
-        return self.place.name
-
-    def write(self, put: weights.Put) -> None:
-        put(self.name, 0, gguf.encode_rows(self.place.values[None], "F32").reshape(-1))
+def _put_constant(place: gguf.ConstantPlacement, put: weights.Put) -> None:
+    put(place.name, 0, gguf.encode_rows(place.values[None], "F32").reshape(-1))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DenseUnit:
-    source: weights.PackSource
-    place: gguf.Placement
-    tensors: tuple[StoredTensor, ...]
+def _put_dense(source: weights.PackSource, place: gguf.Placement, stored: StoredTensor, put: weights.Put) -> None:
+    name, kind, shape = stored
+    num_cols, num_rows = shape[-1], int(np.prod(shape[:-1], dtype=np.int64))
+    rows = _reordered(_rows_of(source, place), place)
+    step, row_bytes = max(_BLOCK_BYTES // (4 * num_cols), 1), gguf.tensor_bytes(kind, shape[-1:])
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        values = _changed(rows(start, stop).float().numpy(), place)
+        put(name, start * row_bytes, gguf.encode_rows(values, kind).reshape(-1))
 
-    @property
-    def name(self) -> str:
-        return self.place.name
 
-    def write(self, put: weights.Put) -> None:
-        place, ((name, kind, shape),) = self.place, self.tensors
-        num_cols, num_rows = shape[-1], int(np.prod(shape[:-1], dtype=np.int64))
-        rows = _reordered(self._rows(), place)
-        step, row_bytes = max(_BLOCK_BYTES // (4 * num_cols), 1), gguf.tensor_bytes(kind, shape[-1:])
-        for start in range(0, num_rows, step):
-            stop = min(start + step, num_rows)
-            values = _changed(rows(start, stop).float().numpy(), place)
-            put(name, start * row_bytes, gguf.encode_rows(values, kind).reshape(-1))
+def _put_experts(
+    source: weights.PackSource,
+    layer: int,
+    places: Sequence[gguf.ExpertPlacement],
+    stored: tuple[StoredTensor, ...],
+    put: weights.Put,
+) -> None:
+    """Puts all experts of a layer."""
+    for expert in range(source.model.spec.router.num_experts):
+        plain = source.expert(layer, expert, torch.float32)
+        for place, (name, kind, _) in zip(places, stored, strict=True):
+            if place.is_bias:
+                values = torch.cat([plain.biases[matrix] for matrix in place.matrices])[None]
+            else:
+                values = torch.cat([plain.matrices[matrix] for matrix in place.matrices])
+                values = values.T if place.matrices == ("down",) else values
+            raw = gguf.encode_rows(values.contiguous().numpy(), kind).reshape(-1)
+            put(name, expert * len(raw), raw)
 
-    def _rows(self) -> weights.Rows:
-        """Returns what gives rows of the roles as matrices with the tensor's columns."""
-        dense = {each.role.name: each for each in self.source.pack.layout.dense}
-        pack, operations = self.source.pack, self.source.operations
-        parts = [(role, weights.dense_rows(pack, dense[role.name], operations)) for role in self.place.roles]
-        if len(parts) == 1 and len(parts[0][0].shape) == 2:
-            return parts[0][1]
-        num_cols = self.place.shape[-1]
-        whole = torch.cat([_whole(role, rows).reshape(-1, num_cols) for role, rows in parts])
-        return lambda start, stop: whole[start:stop]
+
+def _rows_of(source: weights.PackSource, place: gguf.Placement) -> weights.Rows:
+    """Returns what gives rows of the roles as matrices with the tensor's columns."""
+    dense = {each.role.name: each for each in source.pack.layout.dense}
+    parts = [(role, weights.dense_rows(source.pack, dense[role.name], source.operations)) for role in place.roles]
+    if len(parts) == 1 and len(parts[0][0].shape) == 2:
+        return parts[0][1]
+    whole = torch.cat([_whole(role, rows).reshape(-1, place.shape[-1]) for role, rows in parts])
+    return lambda start, stop: whole[start:stop]
 
 
 def _whole(role: DenseRole, rows: weights.Rows) -> Tensor:
@@ -205,29 +207,3 @@ def _changed(values: NDArray[np.float32], place: gguf.Placement) -> NDArray[np.f
     if place.change == "exp":
         return np.exp(values)
     return -np.exp(values) if place.change == "decay" else values
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LayerUnit:
-    """All experts of a layer."""
-
-    source: weights.PackSource
-    layer: int
-    places: tuple[gguf.ExpertPlacement, ...]
-    tensors: tuple[StoredTensor, ...]
-
-    @property
-    def name(self) -> str:
-        return f"layer {self.layer}, all experts"
-
-    def write(self, put: weights.Put) -> None:
-        for expert in range(self.source.model.spec.router.num_experts):
-            plain = self.source.expert(self.layer, expert, torch.float32)
-            for place, (name, kind, _) in zip(self.places, self.tensors, strict=True):
-                if place.is_bias:
-                    values = torch.cat([plain.biases[matrix] for matrix in place.matrices])[None]
-                else:
-                    values = torch.cat([plain.matrices[matrix] for matrix in place.matrices])
-                    values = values.T if place.matrices == ("down",) else values
-                raw = gguf.encode_rows(values.contiguous().numpy(), kind).reshape(-1)
-                put(name, expert * len(raw), raw)

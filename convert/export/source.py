@@ -189,7 +189,6 @@ def _plain_spelling(model: SourceModel, layer: int, by_expert: bool) -> ExpertNa
 
     If checkpoints without codes have all experts of a layer in one tensor, they are so here, whatever a source in codes
     or a GGUF file has: transformers reads no other.
-    Raises:  RunError if the family has none.
     """
     own = expert_spelling(model.family, model.spec, model.shapes(), layer)
     known = known_spellings(model.family, model.spec, layer)

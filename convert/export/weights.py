@@ -6,8 +6,8 @@ computes the bytes of its tensors a few rows at a time, and never has more than 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from moe_pack.formats.families import family
 from moe_pack.formats.pack import safetensors
 from moe_pack.formats.pack.codecs import affine
 from moe_pack.formats.pack.layouts import DenseLayout
-from moe_pack.runtime.model import NeuronBlock, Operations, pack_weights
+from moe_pack.runtime.model import Operations, pack_weights
 from moe_pack.runtime.model.matrices import TORCH_DTYPES
 
 _BLOCK_BYTES = 16 << 20  # of an export's tensor, computed at once
@@ -55,7 +55,11 @@ class PlainExpert:
         for block in packed.blocks():
             some = slice(start, start + len(block.up))
             rows, first, start = order[some], is_first[some], some.stop
-            for matrix, stored, bias in _row_parts(block):
+            parts: dict[formats.Matrix, tuple[Tensor | None, Tensor | None]] = {
+                "gate": (block.gate, block.gate_bias),
+                "up": (block.up, block.up_bias),
+            }
+            for matrix, (stored, bias) in parts.items():
                 if stored is not None:
                     self.matrices[matrix][rows[first]] = rotation.source_rows(matrix, stored[first]).to(dtype)
                 if bias is not None:
@@ -97,11 +101,6 @@ class PlainExpert:
             values = self.matrices[owner.name]  # type: ignore[index]  # likewise
             values = values.T if source.neurons == "columns" else values
         return lambda start, stop: values[start:stop]
-
-
-def _row_parts(block: NeuronBlock) -> tuple[tuple[formats.Matrix, Tensor | None, Tensor | None], ...]:
-    """Returns the matrices of a block whose rows have a bias each, with their rows and biases."""
-    return ("gate", block.gate, block.gate_bias), ("up", block.up, block.up_bias)
 
 
 def dense_rows(pack: formats.Pack, dense: DenseLayout, operations: Operations) -> Rows:
@@ -183,22 +182,13 @@ def pieces_of(claims: family.Claims) -> dict[str, list[Piece]]:
     return pieces
 
 
-class ExportUnit(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class ExportUnit:
     """Tensors that are written at once."""
 
-    @property
-    def name(self) -> str:
-        """What they are, for progress."""
-        ...
-
-    @property
-    def tensors(self) -> tuple[safetensors.StoredTensor, ...]:
-        """Name, dtype and shape of each; values of a tensor that nothing is put into are zero."""
-        ...
-
-    def write(self, put: Put) -> None:
-        """Computes the bytes of all tensors and puts them."""
-        ...
+    name: str  # for progress
+    tensors: tuple[safetensors.StoredTensor, ...]  # values that nothing is put into are zero
+    write: Callable[[Put], None]  # computes the bytes of all tensors and puts them
 
 
 def put_rows(put: Put, tensor: str, first_row: int, values: Tensor) -> None:
@@ -231,120 +221,64 @@ class PackSource:
         return PlainExpert(self.pack, place, order, dtype, self.operations)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DenseUnit:
-    source: PackSource
-    tensors: tuple[safetensors.StoredTensor, ...]
-    pieces: tuple[Piece, ...]
+def _put_dense(source: PackSource, dtype: torch.dtype, pieces: list[Piece], put: Put) -> None:
+    dense = {each.role.name: each for each in source.pack.layout.dense}
 
-    @property
-    def name(self) -> str:
-        return self.tensors[0][0]
+    def rows_of(owner: Owner, place: family.SourceMatrix) -> Rows:
+        return dense_rows(source.pack, dense[owner.name], source.operations)
 
-    def write(self, put: Put) -> None:
-        dense = {each.role.name: each for each in self.source.pack.layout.dense}
-        dtype = TORCH_DTYPES[self.tensors[0][1]]
+    for piece in pieces:
+        for first, values in piece.blocks(rows_of, dtype):
+            put_rows(put, piece.tensor, first, values)
 
-        def rows_of(owner: Owner, place: family.SourceMatrix) -> Rows:
-            return dense_rows(self.source.pack, dense[owner.name], self.source.operations)
 
-        for piece in self.pieces:
-            for first, values in piece.blocks(rows_of, dtype):
+def _put_experts(source: PackSource, group: "ExpertTensors", put: Put) -> None:
+    """Puts experts of a layer whose tensors are plain."""
+    dtypes = {name: TORCH_DTYPES[dtype] for name, dtype, _ in group.tensors}
+    for expert, pieces in group.pieces.items():
+        weights = {dtypes[piece.tensor] for piece in pieces if piece.places[0][0].kind == "matrix"}
+        (dtype,) = weights if len(weights) == 1 else (torch.float32,)
+        plain = source.expert(group.layer, expert, dtype)
+        for piece in pieces:
+            for first, values in piece.blocks(plain.rows, dtypes[piece.tensor]):
                 put_rows(put, piece.tensor, first, values)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ExpertsUnit:
-    """Experts of a layer whose tensors are plain. `pieces`: by expert."""
-
-    source: PackSource
-    layer: int
-    tensors: tuple[safetensors.StoredTensor, ...]
-    pieces: Mapping[int, list[Piece]]
-
-    @property
-    def name(self) -> str:
-        return unit_name(self.layer, self.pieces)
-
-    def write(self, put: Put) -> None:
-        dtypes = {name: TORCH_DTYPES[dtype] for name, dtype, _ in self.tensors}
-        for expert, pieces in self.pieces.items():
-            weights = {dtypes[piece.tensor] for piece in pieces if piece.places[0][0].kind == "matrix"}
-            (dtype,) = weights if len(weights) == 1 else (torch.float32,)
-            plain = self.source.expert(self.layer, expert, dtype)
-            for piece in pieces:
-                for first, values in piece.blocks(plain.rows, dtypes[piece.tensor]):
-                    put_rows(put, piece.tensor, first, values)
+def _put_table(pack: formats.Pack, layer: int, start: int, tensor: safetensors.StoredTensor, put: Put) -> None:
+    """Puts rows of the n-gram table of a decoder layer, from its row `start` on."""
+    table = next(table for table in pack.layout.ngrams if table.layer == layer)
+    name, _, (num_rows, *_) = tensor
+    row_bytes = table.rows.crc_offset
+    for first, count in safetensors.split_bytes(0, num_rows, max(_BLOCK_BYTES // table.rows.row_bytes, 1)):
+        rows = pack.read_ngrams(table, start + first, start + first + count)
+        put(name, first * row_bytes, np.ascontiguousarray(rows[:, :row_bytes]).reshape(-1))
 
 
-def unit_name(layer: int, experts: Mapping[int, object]) -> str:
-    """Returns the name of a unit of experts."""
-    return f"layer {layer} expert {next(iter(experts))}" if len(experts) == 1 else f"layer {layer}, all experts"
+def _put_numbers(name: str, numbers: tuple[int, ...], put: Put) -> None:
+    """Puts a tensor of numbers that follow from the config."""
+    put(name, 0, np.array(numbers, "<i8").view(np.uint8))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _KeptUnit:
-    """A tensor whose bytes the pack keeps although it does not run it."""
-
-    pack: formats.Pack
-    tensors: tuple[safetensors.StoredTensor, ...]
-
-    @property
-    def name(self) -> str:
-        return self.tensors[0][0]
-
-    def write(self, put: Put) -> None:
-        for item in self.pack.layout.items():
-            if item.kind == "unused" and item.role == self.name:
-                put(self.name, item.start, self.pack.read_unused(item.offset, item.num_bytes))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _NumbersUnit:
-    """A tensor of numbers that follow from the config."""
-
-    tensors: tuple[safetensors.StoredTensor, ...]
-    numbers: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return self.tensors[0][0]
-
-    def write(self, put: Put) -> None:
-        put(self.name, 0, np.array(self.numbers, "<i8").view(np.uint8))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _TableUnit:
-    """A tensor with rows of the n-gram table of a decoder layer, from its row `start` on."""
-
-    pack: formats.Pack
-    layer: int
-    start: int
-    tensors: tuple[safetensors.StoredTensor, ...]
-
-    @property
-    def name(self) -> str:
-        return self.tensors[0][0]
-
-    def write(self, put: Put) -> None:
-        table = next(table for table in self.pack.layout.ngrams if table.layer == self.layer)
-        num_rows, row_bytes = self.tensors[0][2][0], table.rows.crc_offset
-        for first, count in safetensors.split_bytes(0, num_rows, max(_BLOCK_BYTES // table.rows.row_bytes, 1)):
-            rows = self.pack.read_ngrams(table, self.start + first, self.start + first + count)
-            put(self.name, first * row_bytes, np.ascontiguousarray(rows[:, :row_bytes]).reshape(-1))
+def _put_unused(pack: formats.Pack, name: str, put: Put) -> None:
+    """Puts a tensor whose bytes the pack keeps although it does not run it."""
+    for item in pack.layout.items():
+        if item.kind == "unused" and item.role == name:
+            put(name, item.start, pack.read_unused(item.offset, item.num_bytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTensors:
-    """The tensors of a layer's experts that have no tensor in common with others: of one expert, or of all.
-
-    `pieces`: by expert.
-    """
+    """The tensors of a layer's experts that have no tensor in common with others: of one expert, or of all."""
 
     layer: int
-    pieces: Mapping[int, list[Piece]]
-    tensors: tuple[safetensors.StoredTensor, ...] = field(default=())
+    pieces: Mapping[int, list[Piece]]  # by expert
+    tensors: tuple[safetensors.StoredTensor, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the unit that writes them."""
+        which = f" expert {next(iter(self.pieces))}" if len(self.pieces) == 1 else ", all experts"
+        return f"layer {self.layer}{which}"
 
 
 def expert_groups(model: SourceModel, claims: family.Claims, tensors: family.Tensors) -> Iterator[ExpertTensors]:
@@ -367,25 +301,30 @@ def expert_groups(model: SourceModel, claims: family.Claims, tensors: family.Ten
 
 def dense_units(source: PackSource, claims: family.Claims, tensors: family.Tensors) -> Iterator[ExportUnit]:
     """Yields the units of all tensors but those of experts."""
+
+    def unit(name: str, put: Callable[[Put], None]) -> ExportUnit:
+        return ExportUnit(name, ((name, *tensors[name]),), put)
+
     for name, pieces in pieces_of(claims).items():
         if pieces[0].places[0][0].kind == "dense":
-            yield _DenseUnit(source, ((name, *tensors[name]),), tuple(pieces))
+            yield unit(name, partial(_put_dense, source, TORCH_DTYPES[tensors[name][0]], pieces))
     for layer, parts in claims.tables.items():
         start = 0
         for part in parts:
-            yield _TableUnit(source.pack, layer, start, ((part.tensor, *tensors[part.tensor]),))
+            stored = (part.tensor, *tensors[part.tensor])
+            yield unit(part.tensor, partial(_put_table, source.pack, layer, start, stored))
             start += part.num_rows
     for name, numbers in source.model.claims.constants.items():
-        yield _NumbersUnit(((name, *tensors[name]),), numbers)
+        yield unit(name, partial(_put_numbers, name, numbers))
     for name in claims.unused:
-        yield _KeptUnit(source.pack, ((name, *tensors[name]),))
+        yield unit(name, partial(_put_unused, source.pack, name))
 
 
 def plain_units(source: PackSource, claims: family.Claims, tensors: family.Tensors) -> Iterator[ExportUnit]:
     """Yields the units of a checkpoint whose weights are all plain."""
     yield from dense_units(source, claims, tensors)
     for group in expert_groups(source.model, claims, tensors):
-        yield _ExpertsUnit(source, group.layer, group.tensors, group.pieces)
+        yield ExportUnit(group.name, group.tensors, partial(_put_experts, source, group))
 
 
 def tensor_bytes(tensors: tuple[safetensors.StoredTensor, ...]) -> int:

@@ -26,28 +26,24 @@ USUAL_LINK_RATE = 16e9  # bytes a second: half of PCIe 4.0 x16, or the maximum o
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The processor that computes and the memory and disk from which it fetches. Rates are bytes a second.
-
-    `expert_rates`, `dense_rates`: of matrices multiplied for one token, by width.   `trellis_rates`: the same for
-    experts' trellises, by the width of two weights; empty if none was measured.   `row_s`: additional seconds for each
-    row of an expert.   `memory_rate`: reads of fast memory.   `link_rate`: from host memory to the GPU; None on the
-    CPU, which fetches from the disk.   `ram_bytes`: host memory for a pack; the rest of the pack stays on disk.
-    `cores`: of the CPU; they compute, and they read from the disk.   `host`: the CPU that computes what a GPU lacks;
-    None on a CPU. On a GPU `fixed.miss_s` is for each layer with a call of the CPU.
-    """
+    """The processor that computes and the memory and disk from which it fetches. Rates are bytes a second."""
 
     kind: Literal["cpu", "cuda"]
     name: str
+    # expert_rates, dense_rates: of matrices multiplied for one token, by width
     expert_rates: tuple[runtime.WidthRate, ...]
     dense_rates: tuple[runtime.WidthRate, ...]
-    row_s: float
-    memory_rate: float
+    row_s: float  # additional seconds for each row of an expert
+    memory_rate: float  # reads of fast memory
     fixed: runtime.FixedCosts
     disk: runtime.DiskFacts
-    link_rate: float | None = None
-    ram_bytes: int | None = None
+    link_rate: float | None = None  # from host memory to the GPU; None on the CPU, which fetches from the disk
+    ram_bytes: int | None = None  # host memory for a pack; the rest of the pack stays on disk
+    # The same for experts' trellises, by the width of two weights; empty if none was measured
     trellis_rates: tuple[runtime.WidthRate, ...] = ()
-    cores: int = 1
+    cores: int = 1  # of the CPU; they compute, and they read from the disk
+    # The CPU that computes what a GPU lacks; None on a CPU. On a GPU `fixed.miss_s` is for each layer with a call of
+    # the CPU
     host: "Machine | None" = None
 
     def expert_rate(self, part: formats.PartFormat) -> float:
@@ -131,16 +127,13 @@ _COPY_BYTES, _COPIES = 256 << 20, 8
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU with the figures of its data sheet, or as measured: bytes, bytes a second, operations a second.
-
-    `link_rate`: in one direction.   `flops`: of float32, where a multiplication and an addition count as two.
-    """
+    """A GPU with the figures of its data sheet, or as measured: bytes, bytes a second, operations a second."""
 
     name: str
     memory_bytes: int
     memory_rate: float
-    link_rate: float
-    flops: float
+    link_rate: float  # in one direction
+    flops: float  # of float32, where a multiplication and an addition count as two
 
 
 def _gpu(name: str, gibibytes: float, gb_s: float, pcie: tuple[int, int], teraflops: float) -> Gpu:

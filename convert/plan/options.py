@@ -60,7 +60,8 @@ _POLICIES_ALONE = {
 }
 
 
-def _read_limit(text: str) -> LossLimit:
+def read_limit(text: str) -> LossLimit:
+    """Returns the limit that a text says; raises ValueError if it says none."""
     limit = parse_limit(text)
     if limit is None:
         raise ValueError(f"found {text!r}, expected a share of perplexity such as 1%, or nats such as 0.02")
@@ -80,14 +81,10 @@ def parse_limit(text: str) -> LossLimit | None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The options of a plan. A field that is None has a default, which `defaults_text` reports.
+    """The options of a plan. A field that is None has a default, which `defaults_text` reports."""
 
-    `budget_bytes`: of the GPU's memory on `cuda`, of host memory on `cpu`; None: of a paper's pack, which is the same
-    for every memory.   `device`: `auto` is for `choose_target_device`, whose result all other functions need.
-    `gpu`, `link_rate` (bytes a second), `ram_bytes`: only on `cuda`.   `kv_dtype`: only on `cpu`.   `preset`: a paper's
-    pack in place of a search.   `sparsity`: of preset floe.
-    """
-
+    # Of the GPU's memory on `cuda`, of host memory on `cpu`; None: of a paper's pack, which is the same for every
+    # memory.
     budget_bytes: int | None = field(
         metadata=formats.option(
             "--target-vram",
@@ -96,6 +93,7 @@ class Target:
             help="Memory in which the pack will run, such as 11G: of the GPU, or of this machine if --device is cpu.",
         )
     )
+    # `auto` is for `choose_target_device`, whose result all other functions need.
     device: Device = field(
         default="auto",
         metadata=formats.option(
@@ -110,7 +108,7 @@ class Target:
         default=None,
         metadata=formats.option(
             "--max-loss",
-            parse=_read_limit,
+            parse=read_limit,
             metavar="P%|KL",
             help="The most that the pack may lose: growth of perplexity in percent, or nats of KL divergence a token.  "
             f"[default: {USUAL_LIMIT.percent}; with --preset edgemoe {PAPERS_LIMITS['edgemoe'].percent}]",
@@ -126,7 +124,7 @@ class Target:
             help=f"The key-value cache's size in tokens.  [default: {USUAL_CONTEXT}, or the model's maximum]",
         ),
     )
-    gpu: str | None = field(
+    gpu: str | None = field(  # this and the next two only on `cuda`
         default=None,
         metadata=formats.option(
             "--gpu",
@@ -165,6 +163,7 @@ class Target:
             "could gain. edgemoe: as that paper does. uniform: all experts alike.",
         ),
     )
+    # A paper's pack in place of a search
     preset: PresetName | None = field(
         default=None,
         metadata=formats.option(
@@ -187,8 +186,8 @@ class Target:
         },
     )
     selectors: tuple[formats.Selector, ...] = SELECTORS
-    sparsity: float | None = None
-    kv_dtype: KvDtype | None = field(
+    sparsity: float | None = None  # of preset floe
+    kv_dtype: KvDtype | None = field(  # only on `cpu`
         default=None,
         metadata=formats.option(
             "--kv-dtype",
@@ -225,11 +224,12 @@ class Target:
         assert self.device != "auto", "`choose_target_device` comes first"
         return self.device
 
-    def check(self) -> None:
-        """Refuses options that the device or the preset does not use.
+    def narrowed(self, selector: formats.Selector | None, sparsity: float | None) -> "Target":
+        """Returns the target with a selector, if one is asked for, and a sparsity."""
+        return replace(self, selectors=self.selectors if selector is None else (selector,), sparsity=sparsity)
 
-        Raises:  UsageError.
-        """
+    def check(self) -> None:
+        """Refuses options that the device or the preset does not use; raises UsageError."""
         if self.budget_bytes is None and (
             wrong := commands.given(self, "memory") + commands.given(self, "gpu") + commands.given(self, "cpu")
         ):

@@ -6,8 +6,7 @@ EdgeMoE gives the least important experts the lower of two widths and all others
     bounds   the two neighbouring widths between which the target lies, if all experts had the same
     K        the first K experts of the order get the lower width
 
-The paper's target is a tolerable loss; K is the largest number that stays within it. A target in bytes is our addition:
-bounds are then the widest width that fits and the next one, and K is the smallest number that fits.
+The paper's target is a tolerable loss; K is the largest number that stays within it.
 
 A preset decides how experts are stored; `moe-run --policy` of the same name runs them as the paper does. Where a paper
 leaves something open, a comment at the preset says how we read it; docs/papers.md lists these readings. Of what a pack
@@ -27,9 +26,8 @@ Source: EdgeMoE §III-B, "Profiling expert importance" and "Selecting expert-wis
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,25 +67,6 @@ def widths_for_loss(
     lowered = range(1, importance.size)
     most = bisect_left(lowered, True, key=lambda k: not is_tolerable(_mixed(order, k, lower, upper, importance.shape)))
     return _mixed(order, most, lower, upper, importance.shape)
-
-
-def widths_for_bytes(importance: NDArray[np.floating], expert_bytes: Mapping[int, int], max_bytes: int) -> Widths:
-    """Returns the widths of the largest model, by the paper's steps, whose experts fit in `max_bytes`.
-
-    Args:    importance: [L, E].   expert_bytes: bytes of one expert at each width to choose from.
-    Raises:  PlanError if the experts do not fit at the smallest width.
-    """
-    choices, E = sorted(expert_bytes), importance.size
-    if expert_bytes[choices[0]] * E > max_bytes:
-        raise PlanError(
-            f"--search edgemoe: at {choices[0]} bits the experts have {expert_bytes[choices[0]] * E:,} bytes, more "
-            f"than the limit of {max_bytes:,}; allow more"
-        )
-    for lower, upper in pairwise(choices):
-        if expert_bytes[upper] * E > max_bytes:
-            raised = (max_bytes - expert_bytes[lower] * E) // (expert_bytes[upper] - expert_bytes[lower])
-            return _mixed(_order(importance), E - raised, lower, upper, importance.shape)
-    return np.full(importance.shape, choices[-1], np.int64)
 
 
 def edgemoe_plan(spec: specs.ModelSpec, widths: Widths, selector: specs.Selector) -> plans.Plan:

@@ -33,38 +33,31 @@ class DenseChoice:
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """The content of `plan.json`.
-
-    `experts[l][e]`: an index of `formats`.   `dense`: the dense matrices that do not keep the source's bytes.
-    `sparsity[l][e]`: the share of the expert's neurons that will not run; empty if all run.   `theta`: one threshold
-    for all experts in place of shares (CORM), or null.   `repeats`: as in `Plan`.   `is_plain`: as in `Decision`.
-    """
+    """The content of `plan.json`."""
 
     format: Literal["moe-pack plan"]
     version: int
     selector: specs.Selector
     quantizer: plans.Quantizer
     formats: tuple[plans.ExpertFormat, ...]
-    experts: tuple[tuple[int, ...], ...]
-    dense: tuple[DenseChoice, ...]
+    experts: tuple[tuple[int, ...], ...]  # [l][e], an index of `formats`
+    dense: tuple[DenseChoice, ...]  # the dense matrices that do not keep the source's bytes
+    # [l][e], the share of the expert's neurons that will not run; empty if all run.
     sparsity: tuple[tuple[float, ...], ...]
-    theta: float | None
-    repeats: int = json_files.added(0)
-    is_plain: bool = json_files.added(False)
+    theta: float | None  # one threshold for all experts in place of shares (CORM), or null
+    repeats: int = json_files.added(0)  # as in `Plan`
+    is_plain: bool = json_files.added(False)  # as in `Decision`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What a pack will store.
-
-    `plan`: the formats.   `sparsity`: float64 [L, E], the share of each expert's neurons that will not run.   `theta`:
-    one threshold for all experts in place of shares (CORM); `sparsity` is then the estimate of what it drops.
-    `is_plain`: whether layers are rotated only if `--rotate on` asks for it: in a paper's pack, and in one for vLLM.
-    """
+    """What a pack will store."""
 
     plan: plans.Plan
-    sparsity: NDArray[np.float64]
+    sparsity: NDArray[np.float64]  # float64 [L, E], the share of each expert's neurons that will not run
+    # One threshold for all experts in place of shares (CORM); `sparsity` is then the estimate of what it drops
     theta: float | None = None
+    # Whether layers are rotated only if `--rotate on` asks for it: in a paper's pack, and in one for vLLM
     is_plain: bool = False
 
 

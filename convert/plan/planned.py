@@ -1,7 +1,7 @@
 """A plan with its estimates, as lines of text and as JSON.
 
 Bytes follow from the pack's layout, the loss from a profile's losses, the speed and the division of the memory budget
-from a tier (`tiers`).
+from a tier (`speed`).
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ import numpy as np
 from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.rotation import PlanRotation, with_rotation
-from moe_pack.convert.plan.tiers import SpeedEstimate
+from moe_pack.convert.plan.speed import SpeedEstimate
 from moe_pack.formats import size_text
 from moe_pack.formats.pack import layouts, plans
 from moe_pack.formats.parts import specs
@@ -26,16 +26,12 @@ Kind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningModel:
-    """The model for which plans are made.
-
-    `dense_dtypes`: of each dense tensor in the source, in the order of `dense_roles`.   `losses`: of every choice.
-    `rotation`: of the layers of packs made by the plans.
-    """
+    """The model for which plans are made."""
 
     spec: specs.ModelSpec
-    dense_dtypes: tuple[str, ...]
-    losses: Losses
-    rotation: PlanRotation = field(default_factory=PlanRotation)
+    dense_dtypes: tuple[str, ...]  # of each dense tensor in the source, in the order of `dense_roles`
+    losses: Losses  # of every choice
+    rotation: PlanRotation = field(default_factory=PlanRotation)  # of the layers of packs made by the plans
 
     def layout(self, plan: plans.Plan) -> layouts.PackLayout:
         """Returns the layout of a plan's pack."""
@@ -87,17 +83,15 @@ class PlanningModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EstimatedPlan:
-    """A plan with its estimates.
-
-    `loss`: nats of KL divergence a token.   `gap`: the most that a better choice could save at this plan's prices, as a
-    share of the plan's cost; None if the search does not know it.   `speed`: with the division of the memory.
-    """
+    """A plan with its estimates."""
 
     decision: Decision
     layout: layouts.PackLayout
-    loss: float
+    loss: float  # nats of KL divergence a token
+    # The most that a better choice could save at this plan's prices, as a share of the plan's cost; None if the search
+    # does not know it
     gap: float | None
-    speed: SpeedEstimate
+    speed: SpeedEstimate  # with the division of the memory
 
     @property
     def pack_bytes(self) -> int:
@@ -123,11 +117,11 @@ _LAYER_GROUPS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanOption:
-    """One of the plans to choose from. `name`: what was asked for.   `fault`: why there is no plan."""
+    """One of the plans to choose from."""
 
-    name: str
+    name: str  # what was asked for
     planned: EstimatedPlan | None
-    fault: str | None = None
+    fault: str | None = None  # why there is no plan
 
 
 def model_text(spec: specs.ModelSpec, name: str) -> str:
@@ -141,10 +135,7 @@ def model_text(spec: specs.ModelSpec, name: str) -> str:
 
 # What was measured, as shares of the estimated tokens a second: on CPUs in 22 runs (docs/benchmarks/memory.md), on a
 # GPU with the plans of docs/benchmarks/gpu.md.
-_MEASURED_SHARES: dict[Kind, tuple[float, float]] = {
-    "cpu": (1 / 1.42, 1 / 0.69),
-    "cuda": (1 / 2.8, 1 / 1.6),
-}
+_MEASURED_SHARES: dict[Kind, tuple[float, float]] = {"cpu": (1 / 1.42, 1 / 0.69), "cuda": (1 / 2.8, 1 / 1.6)}
 
 
 def speed_range(planned: EstimatedPlan, device: Kind) -> tuple[float, float]:

@@ -4,7 +4,7 @@
 
 What a byte costs depends on what else is in memory. Therefore each turn decides at the prices of the turn before, and
 the planner takes the plan with the highest estimated speed of all turns and selectors. The step "budget" divides the
-memory with the runtime's own functions, which `tiers` calls.
+memory with the runtime's own functions, which `speed` calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from moe_pack.convert.plan.papers import edgemoe_decision
 from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
 from moe_pack.convert.plan.search import CostedFormats, costed_formats, least_time, price
-from moe_pack.convert.plan.tiers import MemoryTier
+from moe_pack.convert.plan.speed import MemoryTier
 from moe_pack.formats import PackLayout, PartFormat, part_format, uniform_plan
 from moe_pack.formats.base import commands, errors
 from moe_pack.formats.pack.plans import format_fault

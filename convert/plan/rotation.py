@@ -17,13 +17,10 @@ from moe_pack.formats.pack import manifests
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanRotation:
-    """In which coordinates the layers of a plan are stored.
+    """In which coordinates the layers of a plan are stored."""
 
-    `vectors`: of the layers that may be rotated; None: of no layer.   `is_fitted`: whether layers whose formats gain
-    nothing from it, or keep the checkpoint's codes, stay as they are.
-    """
-
-    vectors: manifests.RotationVectors | None = None
+    vectors: manifests.RotationVectors | None = None  # of the layers that may be rotated; None: of no layer
+    # Whether layers whose formats gain nothing from it, or keep the checkpoint's codes, stay as they are
     is_fitted: bool = True
 
     @staticmethod

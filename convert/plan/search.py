@@ -1,17 +1,19 @@
-"""The search for formats: a multiple-choice knapsack, the two questions that it answers, and the prices it needs.
+"""The search for formats: a multiple-choice knapsack that finds the least time within a loss, and the prices it needs.
 
 The knapsack takes one choice for each item at the least cost, within a limit of weight. It uses Lagrangian relaxation:
 for a price `p` of weight, every item takes the choice with the least `cost + p * weight`. The price at which the limit
-is just kept gives a lower bound on the cost of any solution. The rest of the limit is then spent greedily. With few
-items the result may be far from the bound; then dynamic programming goes through the choices that a better solution can
-contain, if the caller wants it (`search`). The *duality gap* says how far the solution may be from the best.
+is just kept gives a lower bound on the cost of any solution. The rest of the limit is then spent greedily. The *duality
+gap* says how far the solution may be from the best.
 
-The two questions: `least_loss` finds the least loss within a number of bytes, `least_time` the least time within a
-loss. Time is linear in bytes at given prices; the planner finds them by estimates and asks again (`planner`).
+Time (`least_time`) is linear in bytes at given prices; the planner finds them by estimates and asks again (`planner`).
 
 Prices (`price`) are seconds a token, at the estimate of the plan before. An expert costs the time to run it, as often
 as it runs, the time to fetch it, as often as it is missing, and the memory that its bytes take from other experts. The
 price of memory is the time that a slightly smaller budget would cost.
+
+Format choices (`expert_choices`): a choice is kept if, for a mean expert, it loses little more than the best choice of
+at most its bytes, so that a planner compares hundreds of choices, not tens of thousands. Bytes are exact, with the CRC
+and the padding of rows.
 """
 
 from dataclasses import dataclass
@@ -21,37 +23,159 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Losses
-from moe_pack.convert.plan import planned, tiers
+from moe_pack.convert.plan import planned, speed
 from moe_pack.convert.plan.plan_file import Decision
-from moe_pack.formats import RunError
-from moe_pack.formats.pack import plans
-from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.formats import PlanError, RunError
+from moe_pack.formats.pack import layouts, plans
 from moe_pack.formats.pack.safetensors import DTYPE_BYTES
 from moe_pack.formats.parts import DenseRole, specs
 
 Floats = NDArray[np.float64]
-KnapsackChoices = NDArray[np.int64]
+MAX_CHOICES, LEAST_CHOICES = 320, 64
+_MOST_CELLS = 600_000  # of all experts: with more experts each needs fewer choices, because different ones can be mixed
+_FEWEST = 1e-12  # nats: the loss of a lossless choice, where losses are compared by their ratio
+Ints = NDArray[np.int64]
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FormatChoices:
+    """C ways to store an expert with one selector and one quantizer, in ascending order of bytes."""
+
+    selector: specs.Selector
+    quantizer: plans.Quantizer
+    formats: tuple[plans.ExpertFormat, ...]
+    parts: Ints  # int64 [C, 3], the formats of gate, up and down as indices of the losses' formats of this quantizer
+    # selector_bytes, record_bytes, extent_bytes: int64 [C], of a whole expert
+    selector_bytes: Ints
+    record_bytes: Ints
+    extent_bytes: Ints
+    is_fused: bool = False  # whether all experts of a layer have the same choice, and all of their neurons run
+
+    def losses(self, losses: Losses) -> Floats:
+        """Returns the loss of each expert with each choice in nats: float64 [L * E, C]."""
+        _, lost = losses.of(self.quantizer)
+        total = lost[:, :, 0, self.parts[:, 0]]  # [L, E, C]
+        for matrix in (1, 2):
+            total = total + lost[:, :, matrix, self.parts[:, matrix]]
+        return total.reshape(-1, len(self.formats))
+
+
+def expert_choices(spec: specs.ModelSpec, selector: specs.Selector, losses: Losses) -> FormatChoices:
+    """Returns the combinations of formats that a planner compares, for the quantizer of the losses."""
+    known, quantized = losses.of(losses.quantizer)
+    mean = quantized.mean(axis=(0, 1))  # [3, F]
+    sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])
+    by_matrix = [
+        _undominated(sizes, mean[m]) if matrix in spec.expert.matrices else np.zeros(1, np.int64)
+        for m, matrix in enumerate(specs.MATRICES)
+    ]
+    parts = np.stack(np.meshgrid(*by_matrix, indexing="ij"), axis=-1).reshape(-1, 3)
+    selector_bytes, record_bytes, extent = _sizes(parts, spec, selector, known)
+    lost = mean[np.arange(3), parts].sum(axis=1)
+    num_experts = len(spec.moe_layers) * spec.router.num_experts
+    kept = _near_the_best(extent, lost, max(LEAST_CHOICES, min(_MOST_CELLS // num_experts, MAX_CHOICES)))
+    formats = tuple(_format(row, spec, known) for row in parts[kept].tolist())
+    return FormatChoices(
+        selector, losses.quantizer, formats, parts[kept], selector_bytes[kept], record_bytes[kept], extent[kept]
+    )
+
+
+FUSED_WIDTHS, FUSED_GROUPS = (4, 8), (128, 64, 32)  # that vLLM's kernels for layers of experts have
+
+
+def fused_choices(spec: specs.ModelSpec, selector: specs.Selector, losses: Losses) -> FormatChoices:
+    """Returns the formats in which all matrices of a layer's experts may be stored for vLLM's fused layers.
+
+    Raises:  PlanError if no such format fits the model's rows.
+    """
+    known, _ = losses.of(losses.quantizer)
+    sizes = (spec.hidden_size, spec.expert.source_size)
+    usable = [number for number, part in enumerate(known) if is_fused_format(part, sizes)]
+    if not usable:
+        raise PlanError(
+            f"--for vllm: groups of {', '.join(map(str, FUSED_GROUPS))} weights do not divide rows of {sizes[0]} and "
+            f"{sizes[1]}, as this model's experts have; remove --for"
+        )
+    usable.sort(key=lambda number: known[number].part_bytes(spec.hidden_size))
+    parts = np.array([[number if m in spec.expert.matrices else 0 for m in specs.MATRICES] for number in usable])
+    formats = tuple(_format(row, spec, known) for row in parts.tolist())
+    return FormatChoices(
+        selector, losses.quantizer, formats, parts, *_sizes(parts, spec, selector, known), is_fused=True
+    )
+
+
+def is_fused_format(part: plans.PartFormat, sizes: tuple[int, int]) -> bool:
+    """Returns whether codes of this format, for rows of both sizes, are such as vLLM's fused layers have."""
+    is_known = part.codec == "affine" and part.width in FUSED_WIDTHS and part.group in FUSED_GROUPS
+    return is_known and all(size % part.group == 0 for size in sizes)
+
+
+def _sizes(
+    parts: Ints, spec: specs.ModelSpec, selector: specs.Selector, known: tuple[plans.PartFormat, ...]
+) -> tuple[Ints, Ints, Ints]:
+    """Returns the bytes of selectors, records and extents for combinations [C, 3], as `expert_layout` has them."""
+    expert, extra = spec.expert, layouts.extra_layout(spec.expert.extra_floats)
+    codes = np.array([part.code_bytes(spec.hidden_size) for part in known])[parts]  # [C, 3]
+    sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])[parts]
+    sizes += 4 * np.array([matrix in expert.row_bias for matrix in specs.MATRICES])
+
+    def all_rows(matrices: tuple[specs.Matrix, ...]) -> Ints:
+        idx = [specs.MATRICES.index(matrix) for matrix in matrices]
+        gaps = (-codes[:, idx[:-1]] % layouts.ROW_ALIGN).sum(axis=1)  # between codes: all but the last are padded
+        row_bytes = -(-(sizes[:, idx].sum(axis=1) + gaps + layouts.CRC_BYTES) // layouts.ROW_ALIGN) * layouts.ROW_ALIGN
+        num_bytes: Ints = expert.intermediate_size * row_bytes * bool(idx)
+        return num_bytes
+
+    selectors = all_rows(specs.selector_matrices(selector, expert.matrices))
+    records = all_rows(specs.record_matrices(selector, expert.matrices))
+    return selectors, records, selectors + records + (extra.row_bytes if extra else 0)
+
+
+def _format(parts: list[int], spec: specs.ModelSpec, known: tuple[plans.PartFormat, ...]) -> plans.ExpertFormat:
+    gate, up, down = (known[number] for number in parts)
+    return plans.ExpertFormat(gate if "gate" in spec.expert.matrices else None, up, down)
+
+
+def _undominated(sizes: Ints, lost: Floats) -> Ints:
+    """Returns the indices of those that lose less than all others of at most their size: int64 [n], by rising size."""
+    order = np.lexsort((lost, sizes))
+    best = np.minimum.accumulate(np.concatenate(([np.inf], lost[order][:-1])))
+    kept: Ints = order[lost[order] < best]
+    return kept
+
+
+def _near_the_best(sizes: Ints, lost: Floats, most: int) -> Ints:
+    """Returns at most `most` indices, those nearest to the best of at most their size: int64 [n], by rising size.
+
+    If there are more than `most` best ones, it takes them evenly spread, with the first and the last.
+    """
+    order = np.lexsort((lost, sizes))
+    best = np.minimum.accumulate(lost[order])
+    worse = (lost[order] + _FEWEST) / (best + _FEWEST)
+    leading = np.flatnonzero(np.diff(best, prepend=np.inf) < 0)
+    if len(leading) > most:
+        return order[leading[np.linspace(0, len(leading) - 1, most).round().astype(np.int64)]]
+    nearest: Ints = np.sort(np.argsort(worse, kind="stable")[:most])
+    kept: Ints = order[nearest]
+    return kept
+
+
+KnapsackChoices = NDArray[np.int64]
 _MAX_PRICES = 60  # the search for the price ends long before
 _MAX_PASSES = 40  # over all items to spend the rest of the limit
 _NEAR_ENOUGH = 1e-5  # of the cost: the search ends if the bound is so near
-_FEW_ITEMS = 64  # with more items the greedy solution is near the bound, and dynamic programming takes long
-_MAX_STATES = 4096  # of the dynamic program after each item: it is exact if it needs no more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """A solution of the knapsack.
+    """A solution of the knapsack."""
 
-    `choice`: int64 [N], of each item.   `cost`, `weight`: sums.   `bound`: no solution within the limit costs less.
-    `price`: the cost of a unit of weight.
-    """
-
-    choice: KnapsackChoices
+    choice: KnapsackChoices  # int64 [N], of each item
+    # cost, weight: sums
     cost: float
     weight: float
-    bound: float
-    price: float
+    bound: float  # no solution within the limit costs less
+    price: float  # the cost of a unit of weight
 
     @property
     def gap(self) -> float:
@@ -90,12 +214,8 @@ class KnapsackProblem:
         return choice, float(priced[self._items, choice].sum())
 
 
-def solve(table: KnapsackProblem, limit: float, *, search: bool = False) -> Solution | None:
-    """Returns the cheapest solution that it finds within `limit`; None if even the lightest choices weigh more.
-
-    Args:    search: whether to improve the greedy solution of few items by dynamic programming, which takes
-             milliseconds to a second.
-    """
+def solve(table: KnapsackProblem, limit: float) -> Solution | None:
+    """Returns the cheapest solution that it finds within `limit`; None if even the lightest choices weigh more."""
     low, high = table.cheapest(), table.lightest()
     (low_cost, low_weight), (high_cost, high_weight) = table.of(low), table.of(high)
     if low_weight <= limit:
@@ -115,11 +235,8 @@ def solve(table: KnapsackProblem, limit: float, *, search: bool = False) -> Solu
         else:
             low_cost, low_weight = cost, weight
     choice = _spend(table, high, limit - high_weight, bound * (1 + _NEAR_ENOUGH))
-    is_best = False
-    if search and len(choice) <= _FEW_ITEMS and table.of(choice)[0] > bound * (1 + _NEAR_ENOUGH):
-        choice, is_best = _searched(table, choice, price, limit)
     cost, weight = table.of(choice)
-    return Solution(choice, cost, weight, cost if is_best else min(bound, cost), price)
+    return Solution(choice, cost, weight, min(bound, cost), price)
 
 
 def _spend(table: KnapsackProblem, choice: KnapsackChoices, left: float, enough: float) -> KnapsackChoices:
@@ -145,53 +262,6 @@ def _spend(table: KnapsackProblem, choice: KnapsackChoices, left: float, enough:
     return choice
 
 
-def _searched(
-    table: KnapsackProblem, choice: KnapsackChoices, price: float, limit: float
-) -> tuple[KnapsackChoices, bool]:
-    """Returns the cheapest choices within the limit that dynamic programming finds, and whether they are optimal.
-
-    If it finds nothing cheaper, it returns the given choices. At this price each choice has an excess over the item's
-    best choice, which is never negative, and
-
-        cost = (sum of all items' best) - price * limit + (sum of excesses) + price * (rest of the limit)
-
-    A solution that is cheaper than the given one therefore has no choice, and no sum of choices, with a larger excess
-    than the given cost minus the first two terms. States are sums over the items so far. A state is dropped if another
-    one weighs no more and costs no more; if there are too many, those with the least excess are kept.
-    """
-    priced = table.cost + price * table.weight
-    excess = priced - priced.min(axis=1, keepdims=True)
-    most = table.of(choice)[0] - (float(priced.min(axis=1).sum()) - price * limit)
-    lightest = np.where(excess < most, table.weight, np.inf).min(axis=1)
-    if not np.isfinite(lightest).all():
-        return choice, True
-    after = np.append(np.cumsum(lightest[::-1])[::-1][1:], 0.0)  # of all later items
-    weight, over = np.zeros(1), np.zeros(1)  # of each state
-    came: list[tuple[KnapsackChoices, KnapsackChoices]] = []  # from which state, by which choice
-    is_best = True
-    for item in range(len(choice)):
-        of_item = np.flatnonzero(excess[item] < most)
-        weights = (weight[:, None] + table.weight[item, of_item]).ravel()
-        overs = (over[:, None] + excess[item, of_item]).ravel()
-        kept = np.flatnonzero((overs < most) & (weights + after[item] <= limit))
-        if not len(kept):
-            return choice, is_best
-        kept = kept[np.lexsort((overs[kept], weights[kept]))]
-        costs = overs[kept] - price * weights[kept]
-        kept = kept[np.append(True, costs[1:] < np.minimum.accumulate(costs)[:-1])]
-        if len(kept) > _MAX_STATES:
-            kept, is_best = kept[np.argpartition(overs[kept], _MAX_STATES)[:_MAX_STATES]], False
-        weight, over = weights[kept], overs[kept]
-        came.append((kept // len(of_item), of_item[kept % len(of_item)]))
-    state = int((over - price * weight).argmin())
-    best = choice.copy()
-    for item in reversed(range(len(choice))):
-        states, choices = came[item]
-        best[item], state = choices[state], int(states[state])
-    (cost, total), before = table.of(best), table.of(choice)[0]
-    return (best if cost < before and total <= limit else choice), is_best
-
-
 def _least(first: NDArray[Any], second: NDArray[Any]) -> KnapsackChoices:
     """Returns for each row the column with the least `first`, and among equals the least `second`."""
     ties = first == first.min(axis=1, keepdims=True)
@@ -204,19 +274,16 @@ DENSE_GROUP = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageCosts:
-    """The costs of storage choices, in seconds a token.
+    """The costs of storage choices, in seconds a token."""
 
-    `runs`, `misses`: float64 [L * E], how often a token runs an expert, and how often the expert is missing.   `run`,
-    `fetch`: float64 [C, sparsities], seconds to run an expert with each choice, and to fetch it.   `expert_byte`: for
-    the memory of each byte of an expert.   `dense`: float64 [roles, widths], of each dense tensor at each width.
-    """
-
+    # runs, misses: float64 [L * E], how often a token runs an expert, and how often the expert is missing
     runs: Floats
     misses: Floats
+    # run, fetch: float64 [C, sparsities], seconds to run an expert with each choice, and to fetch it
     run: Floats
     fetch: Floats
-    expert_byte: float
-    dense: Floats
+    expert_byte: float  # for the memory of each byte of an expert
+    dense: Floats  # float64 [roles, widths], of each dense tensor at each width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,32 +295,8 @@ class Allocation:
     solution: Solution
 
 
-def least_loss(
-    spec: specs.ModelSpec,
-    selector: specs.Selector,
-    losses: Losses,
-    max_expert_bytes: int,
-    allowed: tuple[plans.PartFormat, ...] | None = None,
-) -> Allocation | None:
-    """Returns the formats that lose least within a number of bytes for all experts; dense matrices keep the source's.
-
-    Args:    max_expert_bytes: of all extents, without their alignment in files.   allowed: formats to choose from; None
-             for all.
-    Returns: None if even the smallest formats need more bytes.
-    """
-    choices = tiers.expert_choices(spec, selector, losses, allowed)
-    lost = choices.losses(losses)
-    weights = np.broadcast_to(choices.extent_bytes.astype(np.float64), lost.shape)
-    solution = solve(KnapsackProblem(lost, weights), max_expert_bytes, search=True)
-    if solution is None:
-        return None
-    experts, repeats = _experts(choices, solution.choice, spec), plans.planned_repeats(spec, choices.quantizer)
-    plan = plans.Plan(selector, choices.quantizer, experts, plans.uniform_dense(spec, None), repeats)
-    return Allocation(Decision(plan, np.zeros(losses.popularity.shape)), solution.cost, solution)
-
-
 def least_time(
-    spec: specs.ModelSpec, losses: Losses, max_loss: float, prices: StorageCosts, choices: tiers.FormatChoices
+    spec: specs.ModelSpec, losses: Losses, max_loss: float, prices: StorageCosts, choices: FormatChoices
 ) -> Allocation | None:
     """Returns the formats, sparsities and dense widths that cost least and lose at most `max_loss` nats.
 
@@ -282,7 +325,7 @@ def least_time(
     return Allocation(Decision(plan, sparsity), solution.weight, solution)
 
 
-def _expert_table(losses: Losses, prices: StorageCosts, choices: tiers.FormatChoices) -> tuple[Floats, Floats]:
+def _expert_table(losses: Losses, prices: StorageCosts, choices: FormatChoices) -> tuple[Floats, Floats]:
     """Returns the cost and the loss of each choice with each sparsity: [L * E, C * sparsities] each."""
     kind_idx = losses.kinds.index("both" if choices.selector == "none" else choices.selector)
     memory = np.repeat(prices.expert_byte * choices.extent_bytes, len(losses.sparsities))
@@ -312,9 +355,7 @@ def _dense_formats(spec: specs.ModelSpec, losses: Losses, width_idx: list[int]) 
     return tuple(None if width == 16 else plans.part_format(width, DENSE_GROUP) for width in widths)
 
 
-def _experts(
-    choices: tiers.FormatChoices, choice: tiers.Ints, spec: specs.ModelSpec
-) -> tuple[tuple[plans.ExpertFormat, ...], ...]:
+def _experts(choices: FormatChoices, choice: Ints, spec: specs.ModelSpec) -> tuple[tuple[plans.ExpertFormat, ...], ...]:
     E = spec.router.num_experts
     numbers = choice.tolist()
     return tuple(tuple(choices.formats[n] for n in numbers[at : at + E]) for at in range(0, len(numbers), E))
@@ -331,35 +372,33 @@ _FIRST_MISSES = 0.5  # of runs, before the first estimate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostedFormats:
-    """The format choices of one selector with their costs.
+    """The format choices of one selector with their costs."""
 
-    `run`, `fetch`: float64 [C, sparsities], seconds to run an expert and to fetch it.
-    """
-
-    choices: tiers.FormatChoices
+    choices: FormatChoices
+    # run, fetch: float64 [C, sparsities], seconds to run an expert and to fetch it
     run: Floats
     fetch: Floats
 
 
 def costed_formats(
-    tier: tiers.MemoryTier, model: planned.PlanningModel, selector: specs.Selector, *, is_fused: bool = False
+    tier: speed.MemoryTier, model: planned.PlanningModel, selector: specs.Selector, *, is_fused: bool = False
 ) -> CostedFormats:
     """Returns the format choices of experts with a selector, and their seconds on a tier.
 
     Args:    is_fused: whether they are those of `fused_choices`.
     """
     spec, losses = model.spec, model.losses
-    choices = (tiers.fused_choices if is_fused else tiers.expert_choices)(spec, selector, losses)
-    layouts = [expert_layout(formats, selector, spec.expert, spec.hidden_size) for formats in choices.formats]
+    choices = (fused_choices if is_fused else expert_choices)(spec, selector, losses)
+    experts = [layouts.expert_layout(formats, selector, spec.expert, spec.hidden_size) for formats in choices.formats]
     run, fetch = (
-        np.array([[seconds(layout, sparsity) for sparsity in losses.sparsities] for layout in layouts])
+        np.array([[seconds(layout, sparsity) for sparsity in losses.sparsities] for layout in experts])
         for seconds in (tier.run_seconds, tier.fetch_seconds)
     )
     return CostedFormats(choices, run, fetch)
 
 
 def price(
-    tier: tiers.MemoryTier,
+    tier: speed.MemoryTier,
     model: planned.PlanningModel,
     formats: CostedFormats,
     last: planned.EstimatedPlan | None,
@@ -386,7 +425,7 @@ def price(
     )
 
 
-def _byte_price(tier: tiers.MemoryTier, last: planned.EstimatedPlan | None) -> float:
+def _byte_price(tier: speed.MemoryTier, last: planned.EstimatedPlan | None) -> float:
     """Returns the price of a byte of fast memory in seconds a token: the cost of a slightly smaller budget."""
     if last is None:
         return 0.0
@@ -398,12 +437,12 @@ def _byte_price(tier: tiers.MemoryTier, last: planned.EstimatedPlan | None) -> f
     return max(smaller.seconds - last.speed.seconds, 0.0) / less
 
 
-def _resident_share(tier: tiers.MemoryTier, last: planned.EstimatedPlan | None) -> float:
+def _resident_share(tier: speed.MemoryTier, last: planned.EstimatedPlan | None) -> float:
     """Returns the share of the experts' bytes that is resident: 1 if all fit."""
     return 1.0 if last is None else min(1.0, tier.budget_bytes / max(last.expert_bytes, 1))
 
 
-def _dense_prices(tier: tiers.MemoryTier, model: planned.PlanningModel, byte_price: float) -> Floats:
+def _dense_prices(tier: speed.MemoryTier, model: planned.PlanningModel, byte_price: float) -> Floats:
     """Returns the cost of each dense tensor at each width: [roles, widths].
 
     Of the embedding one row is read, unless it is the head too.
@@ -423,9 +462,10 @@ def _dense_prices(tier: tiers.MemoryTier, model: planned.PlanningModel, byte_pri
 def dense_bytes(role: DenseRole, dtype: str, width: int) -> int:
     """Returns the bytes of a dense tensor at a width; at width 16 it keeps the source's dtype."""
     if width == 16 and dtype == "F8_E4M3":
-        return role.shape[0] * row_layout([("weight", plans.FP8, False)], role.shape[1]).row_bytes
+        return role.shape[0] * layouts.row_layout([("weight", plans.FP8, False)], role.shape[1]).row_bytes
     if width == 16:
         return int(np.prod(role.shape)) * DTYPE_BYTES[dtype]
     return (
-        role.shape[0] * row_layout([("weight", plans.part_format(width, DENSE_GROUP), False)], role.shape[1]).row_bytes
+        role.shape[0]
+        * layouts.row_layout([("weight", plans.part_format(width, DENSE_GROUP), False)], role.shape[1]).row_bytes
     )

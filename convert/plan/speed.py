@@ -1,115 +1,32 @@
-"""The cost model: estimates how fast a pack decodes before the pack exists, from measured rates.
+"""The speed of a pack before it exists, by measured rates: what every device has in common.
 
     seconds of a token = fixed + dense bytes / rate + sum over layers of (experts / rate, while missing bytes are read)
 
-On the CPU, which experts are missing comes from a replay of routes with the policy that the runtime would choose, by
-the runtime's own decisions and without weights (`visits`). `runtime.offload.replay` only counts hits; the cost model
-also needs to know which experts of a layer were chosen together, and how long each has been resident. On a GPU it comes
-from the placement of static rows, whatever tokens came before (`estimate_on_gpu`).
+A tier is fast memory over slower memory, as a planner sees it: it estimates how fast a pack would be within its budget,
+and what an expert costs to run and to fetch. `cpu_speed.CpuTier` is host memory over the disk, as `moe-run --budget`
+runs a pack; `gpu_speed.GpuTier` is the memory of a GPU over host memory, as `moe-run --device cuda` runs it.
 
 An estimate is of the steady state: tokens are decoded one by one, after the cache has filled. Prefill is not estimated.
-The budget's division is an argument (`BudgetPlan`, `GpuPlacement`), which the runtime's own functions make.
+The tiers do not divide a budget themselves. They call the runtime's functions (`divide_budget`; `divide_gpu` and
+`place_experts`). A run on the CPU allocates what was planned. On a GPU it measures the parts that are not experts.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.convert.plan import machines
-from moe_pack.formats.pack.layouts import whole_blocks
-from moe_pack.formats.parts.specs import first_moe_layers
+from moe_pack.formats.pack import layouts
 from moe_pack.runtime import DiskFacts, offload
-from moe_pack.runtime.cpu.reads import MAX_READ_BYTES
-from moe_pack.runtime.engine.machine import disk_cutover
-from moe_pack.runtime.engine.offloaded import auto_preset
-from moe_pack.runtime.gpu import placements
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload import budgets, cache
+from moe_pack.runtime.offload import budgets
 
 Array = NDArray[Any]
-
-_SURE_VISITS = 16  # with so many visits, an expert's own miss rate counts half; with none, only that of all experts
-MAX_AGE = 15  # higher ages count as this one
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Visits:
-    """The experts that some tokens visited, V visits in all.
-
-    `steps`: int64 [V], token * L + layer.   `keys`: int64 [V], layer * E + expert.   `ages`: int64 [V], the number of
-    visits since the expert was fetched: 0 for the visit that fetches it, at most MAX_AGE.
-    """
-
-    num_tokens: int
-    steps: Array
-    keys: Array
-    ages: Array
-
-    @property
-    def hit_rate(self) -> float:
-        """Returns the share of visits whose expert was resident; 1 if there was no visit."""
-        return float((self.ages > 0).mean()) if len(self.ages) else 1.0
-
-
-def visits(
-    passes: offload.Passes, facts: offload.CacheFacts, preset: offload.Preset, num_warm: int, is_filled: bool = False
-) -> Visits:
-    """Replays tokens that are decoded one by one, without prefetch, and returns the visits after `num_warm` tokens.
-
-    The first `num_warm` tokens fill the cache. If all experts fit, every visit has age MAX_AGE.
-    Args:    is_filled: whether the cache begins with the most popular experts, so that few tokens warm it.
-    """
-    L, E = facts.pages.shape
-    routes = np.sort(passes.routes.astype(np.int64), axis=2)  # [T, L, k]
-    if int(facts.pages.sum()) <= facts.num_pages:
-        warm = routes[num_warm:]
-        steps = np.repeat(np.arange(len(warm) * L), routes.shape[2])
-        keys = (warm + E * np.arange(L)[:, None]).ravel()
-        return Visits(len(warm), steps, keys, np.full(len(keys), MAX_AGE))
-    expert_cache = offload.expert_cache_for(preset, facts)
-    ages = expert_cache.is_resident.astype(np.int64)  # experts that are there before the run were fetched before
-    if is_filled:
-        _fill(expert_cache, facts)
-        ages[expert_cache.is_resident] = MAX_AGE
-    visited: list[tuple[int, int, int]] = []
-    for token, layers in enumerate(routes.tolist()):
-        for l, experts in enumerate(layers):
-            for event in expert_cache.schedule(l, experts):
-                if isinstance(event, cache.FetchEvent):
-                    ages[event.key] = 0
-                elif isinstance(event, cache.ComputeEvent):
-                    if token >= num_warm:
-                        visited.append(((token - num_warm) * L + l, l * E + event.key.expert, int(ages[event.key])))
-                    ages[event.key] += 1
-    columns = np.array(visited, np.int64).reshape(-1, 3).T
-    return Visits(max(len(routes) - num_warm, 0), columns[0], columns[1], np.minimum(columns[2], MAX_AGE))
-
-
-def _fill(expert_cache: offload.ExpertCache, facts: offload.CacheFacts) -> None:
-    """Fetches experts by falling popularity while they fit, as if they had been predicted."""
-    order = np.argsort(-facts.popularity, axis=None, kind="stable").tolist()
-    for layer_idx, expert in (divmod(place, facts.pages.shape[1]) for place in order):
-        if facts.pages[layer_idx, expert] <= expert_cache.free_pages:
-            for _ in expert_cache.prefetch(layer_idx, [expert], during=layer_idx):
-                pass  # no bytes are moved in a replay
-
-
-def expected_misses(visited: Visits, runs: Array) -> Array:
-    """Estimates how often each expert is missing for a token: float64 [L, E].
-
-    Meaning: runs * (missed + n * m) / (came + n), where m is the share of all visits that missed and n is _SURE_VISITS.
-             Experts with few visits get nearly the same rate, because a plan for exactly these visits would be bad for
-             other text.
-    Args:    runs: [L, E], how often a token chooses the expert.
-    """
-    came, missed = (np.bincount(keys, minlength=runs.size) for keys in (visited.keys, visited.keys[visited.ages == 0]))
-    of_all = missed.sum() / max(came.sum(), 1)
-    expected: Array = runs * ((missed + _SURE_VISITS * of_all) / (came + _SURE_VISITS)).reshape(runs.shape)
-    return expected
+Floats = NDArray[np.float64]
 
 
 def drawn_passes(popularity: Array, num_active: int, num_tokens: int, seed: int = 0) -> offload.Passes:
@@ -124,23 +41,19 @@ def drawn_passes(popularity: Array, num_active: int, num_tokens: int, seed: int 
     return offload.Passes(routes, np.ones(num_tokens, np.uint32), None, shares.astype("<f4"))
 
 
-USUAL_RECALL = 0.75  # of the next layer's experts if no profile says it: the lowest of CORM's figures
 # A replay has at most so many tokens: more change hit rates by less than the routes of another text do.
 _MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS = 4096, 64, 50_000
 _LEAST_ROUGH_TOKENS, _ROUGH_VISITS = 16, 6000
-_WARM_SHARE = 0.25  # of the replayed tokens: they only fill the cache
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSeconds:
-    """The seconds of a token. `waiting`: for fetched bytes, or on a GPU for the CPU and the link, as far as computation
-    does not hide it.
-    """
+    """The seconds of a token."""
 
     fixed: float
     dense: float
     experts: float
-    waiting: float
+    waiting: float  # for fetched bytes, or on a GPU for the CPU and the link, as far as computation does not hide it
 
     @property
     def total(self) -> float:
@@ -150,19 +63,15 @@ class TokenSeconds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenEstimate:
-    """The estimate for a decoded token.
-
-    `hit_rate`: the share of experts that were resident when the router chose them, without prefetch; on a GPU of the
-    bytes of selectors and running records.   `misses`: float64 [L, E], how often the expert is missing for a token.
-    `fetched_bytes`: from the disk; on a GPU those that are not resident, which the CPU reads or the link brings.
-    `read_bytes`: of weights in fast memory.
-    """
+    """The estimate for a decoded token."""
 
     policy: offload.PolicyName
+    # The share of experts that were resident when the router chose them, without prefetch; on a GPU of the bytes of
+    # selectors and running records
     hit_rate: float
-    misses: Array
-    fetched_bytes: float
-    read_bytes: float
+    misses: Array  # float64 [L, E], how often the expert is missing for a token
+    fetched_bytes: float  # from the disk; on a GPU those that are not resident, which the CPU reads or the link brings
+    read_bytes: float  # of weights in fast memory
     seconds: TokenSeconds
 
     @property
@@ -171,78 +80,7 @@ class TokenEstimate:
         return 1 / self.seconds.total
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FetchCosts:
-    """The cost of the fetches of one visit, by age and expert: float64 [MAX_AGE + 1, L, E].
-
-    `seconds`: if other experts are fetched at the same time.   `alone`: the shortest time, if it is the only one.
-    `handling`: what the processor does for it, in addition to the computation.
-    """
-
-    num_bytes: Array
-    seconds: Array
-    alone: Array
-    handling: Array
-
-
-def estimate_on_cpu(
-    layout: formats.PackLayout,
-    plan: offload.BudgetPlan,
-    machine: machines.Machine,
-    popularity: Array,
-    sparsity: Array,
-    passes: offload.Passes | None = None,
-    recall: float | None = None,
-    seen_tokens: int = 0,
-    is_rough: bool = False,
-    kv_dtype: KvDtype = "f32",
-) -> TokenEstimate:
-    """Estimates how fast a pack of this layout decodes on the CPU within a budget.
-
-    Args:    plan: the budget's division.   popularity: [L, E], any unit.   sparsity: [L, E], the share of neurons that
-             do not run.   passes: routes to replay, of text not used for calibration; if None, independent draws from
-             `popularity`.   recall: the share of the next layer's experts that the best predictor finds; None if no
-             profile says it.   seen_tokens: tokens in the key-value cache.   is_rough: replays few tokens and one
-             policy, for a search among plans.   kv_dtype: of that cache.
-    Not modelled: that neighbouring neurons run together more often than others; tokens that attend to a window.
-    """
-    assert machine.kind == "cpu", "a GPU has `estimate_on_gpu`"
-    k = layout.spec.router.num_experts_per_tok
-    heat = planned_heat(layout, popularity, sparsity, machine.disk)
-    has_selector = budgets.resident_selectors(layout, heat, plan.num_selectors)
-    facts = offload.CacheFacts(
-        offload.expert_pages(layout, plan.page_bytes, has_selector),
-        plan.num_pages,
-        k,
-        (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
-        first_moe_layers(layout.spec)[-1],
-    )
-    extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    routed, is_drawn = _routed(layout, popularity, passes, is_rough)
-    preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
-    visited = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)), is_rough)
-    running = 1.0 - sparsity
-    recall = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
-    predicted = np.full(len(layout.experts), recall)
-    predicted[list(first_moe_layers(layout.spec))] = 0.0
-    has_all = int(facts.pages.sum()) <= facts.num_pages and not has_selector.any()
-    fetching = fetched_from_disk(
-        layout, np.ones_like(running) if has_all else running, machine, plan.page_bytes, has_selector, predicted
-    )
-    dense = dense_seconds(layout, machine, seen_tokens, kv_dtype)
-    return _token_estimate(layout, machine, running, popularity, visited, fetching, predicted, preset.name, dense)
-
-
-def planned_heat(layout: formats.PackLayout, popularity: Array, sparsity: Array, disk: DiskFacts) -> Array | None:
-    """Returns `selector_heat` of a pack that need not exist yet; None if no single rows are read.
-
-    Args:    popularity, sparsity: [L, E].
-    """
-    reads_rows = layout.experts[0][0].selector is not None and sparsity.any() and disk_cutover(layout, disk) > 0
-    return budgets.selector_heat(popularity, sparsity > 0) if reads_rows else None
-
-
-def _routed(
+def routed(
     layout: formats.PackLayout, popularity: Array, passes: offload.Passes | None, is_rough: bool
 ) -> tuple[offload.Passes, bool]:
     """Returns the routes to replay, not more than are worth their time, and whether they were drawn."""
@@ -253,174 +91,6 @@ def _routed(
         return drawn_passes(popularity, k, num_tokens), True
     routes = passes.routes[:num_tokens]
     return offload.Passes(routes, np.ones(len(routes), np.uint32), None, passes.popularity), False
-
-
-def estimate_on_gpu(
-    layout: formats.PackLayout,
-    placement: placements.GpuPlacement,
-    machine: machines.Machine,
-    popularity: Array,
-    heat: Array,
-    passes: offload.Passes | None = None,
-    seen_tokens: int = 0,
-) -> TokenEstimate:
-    """Estimates how fast a pack of this layout decodes on a GPU with `--misses auto`.
-
-    Meaning: a layer takes its dense part, its selectors, and the longest of three that run at the same time:
-                 GPU:   the running records that are resident
-                 CPU:   a call; the missing records that the link does not bring; whole experts without their selector
-                 link:  `pulled_records`, and their products
-             If the placement is for experts on the disk, the CPU computes all missing experts. Host memory has an equal
-             share of each, and the rest is read.
-    Args:    placement: of `place_experts`.   heat: [L, E, H], the share of its tokens for which a row runs, in each of
-             H equal slices of an expert's rows, hottest first.   The others as in `estimate_on_cpu`.
-    Not modelled: partial sums and tables of rows; memory that is not page-locked; the CPU's other work; policies that
-             predict, as `--policy auto` does not. The estimate was not yet compared with a measurement.
-    """
-    if layout.experts[0][0].selector is None:
-        heat = np.ones_like(heat)  # without a selector a token needs all rows
-    shares = _gpu_shares(layout, placement, machine, heat)
-    routes, layers = _routed(layout, popularity, passes, is_rough=False)[0].routes, np.arange(len(layout.experts))
-
-    def by_layer(values: Array) -> Array:
-        """Returns the sums over tokens' experts, float64 [T, L], of values [L, E]."""
-        sums: Array = values[layers[:, None], routes].sum(axis=2)
-        return sums
-
-    def mean(values: Array) -> float:
-        return float(by_layer(values).sum(axis=1).mean())
-
-    missing, needed, fixed = shares.missing_bytes, shares.needed_bytes, machine.fixed
-    is_split = ((placement.first_dynamic < placement.num_rows) | ~placement.has_selector).any(axis=1)
-    chosen = (layers[:, None], routes)
-    pulled = pulled_records(
-        placement, shares.lacking, routes, shares.pulled_share, placements.work_of_whole(layout, heat)
-    )
-    cpu_s = by_layer(shares.cpu_s) - (pulled * shares.cpu_row_s[chosen]).sum(axis=2) + fixed.miss_s * is_split
-    longest = np.maximum(cpu_s, (pulled * shares.link_row_s[chosen]).sum(axis=2))
-    waiting = np.maximum(longest - by_layer(shares.gpu_s), 0.0).sum(axis=1).mean()
-    dense_s, dense_bytes = dense_seconds(layout, machine, seen_tokens)
-    runs = popularity * (layout.spec.router.num_experts_per_tok / popularity.sum(axis=1, keepdims=True))
-    return TokenEstimate(
-        policy="lru",  # of slots, if none is asked for
-        hit_rate=1 - mean(missing) / mean(needed),
-        misses=runs * missing / needed,
-        fetched_bytes=mean(missing),
-        read_bytes=mean(needed - missing) + dense_bytes,
-        seconds=TokenSeconds(
-            fixed.token_s + layout.spec.num_hidden_layers * fixed.layer_s,
-            dense_s,
-            mean(shares.select_s + shares.gpu_s),
-            float(waiting),
-        ),
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _GpuShares:
-    """The shares of GPU, CPU and link in an expert that a token chooses: float64 [L, E], seconds and bytes.
-
-    `select_s`: of the GPU, before the others begin.   `cpu_s`: if nothing is pulled.   `lacking`: records that the link
-    may bring, its usual share of them, and what one takes on the CPU and over the link.   `missing_bytes`: of selector
-    and running records, those that are not resident; `needed_bytes`: all of them.
-    """
-
-    select_s: Array
-    gpu_s: Array
-    cpu_s: Array
-    lacking: Array
-    pulled_share: Array
-    cpu_row_s: Array
-    link_row_s: Array
-    missing_bytes: Array
-    needed_bytes: Array
-
-
-def _gpu_shares(
-    layout: formats.PackLayout, placement: placements.GpuPlacement, machine: machines.Machine, heat: Array
-) -> _GpuShares:
-    assert machine.host is not None and machine.link_rate is not None, "a GPU has a host and a link"
-    host, link_rate, running = machine.host, machine.link_rate, heat.mean(axis=2)
-    rows, is_left = running_rows(placement, heat), ~placement.has_selector  # left to the CPU as a whole
-    selector_bytes, row_bytes, select_s, row_s, host_select_s, host_row_s = _expert_table(
-        layout,
-        running,
-        lambda e, _: (e.selector_bytes, e.records.row_bytes, *_row_seconds(e, machine), *_row_seconds(e, host)),
-    )
-    cpu_s = rows.missing * host_row_s + is_left * host_select_s
-    if placement.misses == "disk":
-        on_disk = disk_share(int(budgets.extent_bytes(layout)[is_left].sum()), machine)
-        reads = _expert_table(layout, running, lambda e, share: (disk_seconds(e, share, machine.disk),))[0]
-        cpu_s += on_disk * is_left * reads
-    return _GpuShares(
-        select_s=~is_left * select_s,
-        gpu_s=rows.resident * row_s,
-        cpu_s=cpu_s,
-        lacking=~is_left * rows.missing,
-        pulled_share=link_rate / (link_rate + row_bytes / host_row_s),
-        cpu_row_s=host_row_s,
-        link_row_s=row_bytes / link_rate + row_s,
-        missing_bytes=is_left * selector_bytes + rows.missing * row_bytes,
-        needed_bytes=selector_bytes + running * placement.num_rows * row_bytes,
-    )
-
-
-def pulled_records(
-    placement: placements.GpuPlacement, lacking: Array, routes: Array, pulled_share: Array | float, work: Array
-) -> Array:
-    """Returns how many records the link brings for each of a token's experts, as `compact` decides: [T, L, k].
-
-    Meaning: with w experts that the CPU has as a whole, and M records that the others lack, a share of
-             min(1, pulled_share * (1 + w * work / M)), as far as there is memory.
-    Args:    lacking: [L, E], records that an expert lacks; 0 if the CPU has it as a whole.   routes: [T, L, k].
-             pulled_share: [L, E] or one, of all work of the CPU.   work: [L], of `work_of_whole`.
-    """
-    chosen = (np.arange(len(lacking))[:, None], routes)
-    of_experts, num_whole = lacking[chosen], (~placement.has_selector)[chosen].sum(axis=2, keepdims=True)
-    more = 1 + num_whole * work[:, None] / np.maximum(of_experts.sum(axis=2, keepdims=True), 1)
-    share = np.minimum(np.broadcast_to(pulled_share, lacking.shape)[chosen] * more, 1.0)
-    pulled: Array = np.minimum(share * of_experts, (placement.num_landing + placement.num_scratch)[:, None])
-    return pulled
-
-
-class RunningRows(NamedTuple):
-    """The records of each expert that a token runs, as expected: float64 [L, E], resident on a GPU and missing."""
-
-    resident: Array
-    missing: Array
-
-
-def running_rows(placement: placements.GpuPlacement, heat: Array, needs_selector: bool = True) -> RunningRows:
-    """Returns how many of an expert's records run for a token that chooses it.
-
-    Slots have a random part of their layer's missing records. Those that wait for pulled records have none, and the
-    records of an expert whose selector is missing are in none. Routes that repeat experts make slots worth more.
-    Args:    heat: [L, E, H], as in `estimate_on_gpu`.   needs_selector: False if missing selectors are pulled too.
-    """
-    before, num_rows = placement.first_dynamic, placement.num_rows
-    static = _rows_before(heat, before, num_rows)
-    missing = _rows_before(heat, np.full_like(before, num_rows), num_rows) - static
-    has_slots = placement.has_selector | (not needs_selector)
-    num_free = np.maximum(placement.num_slots - placements.NUM_TURNS * placement.num_active * placement.num_landing, 0)
-    num_missing = ((num_rows - before) * has_slots).sum(axis=1)
-    in_slots = np.minimum(num_free / np.maximum(num_missing, 1), 1.0)[:, None] * missing * has_slots
-    return RunningRows(static + in_slots, missing - in_slots)
-
-
-def _rows_before(heat: Array, number: Array, num_rows: int) -> Array:
-    """Returns how many of an expert's first rows run, as expected: float64 [L, E].
-
-    Args:    number: int64 [L, E], of the first rows.
-    """
-    edges = np.linspace(0, num_rows, heat.shape[2] + 1)
-    covered = np.clip(number[:, :, None] - edges[:-1], 0, np.diff(edges))
-    expected: Array = (heat * covered).sum(axis=2)
-    return expected
-
-
-def disk_share(num_bytes: int, machine: machines.Machine) -> float:
-    """Returns the share of so many bytes of experts that does not fit in host memory."""
-    return 0.0 if machine.ram_bytes is None else max(0.0, 1 - machine.ram_bytes / max(num_bytes, 1))
 
 
 def disk_seconds(expert: formats.ExpertLayout, running: float, disk: DiskFacts) -> float:
@@ -441,12 +111,12 @@ def expert_seconds(expert: formats.ExpertLayout, running: float, machine: machin
     Args:    running: the share of neurons that run. Without a selector all of the record is read.
     """
     running = 1.0 if expert.selector is None else running
-    select_s, row_s = _row_seconds(expert, machine)
+    select_s, row_s = row_seconds(expert, machine)
     seconds = select_s + running * expert.num_rows * row_s
     return seconds, expert.selector_bytes + running * expert.records_bytes
 
 
-def _row_seconds(expert: formats.ExpertLayout, machine: machines.Machine) -> tuple[float, float]:
+def row_seconds(expert: formats.ExpertLayout, machine: machines.Machine) -> tuple[float, float]:
     """Returns the seconds for an expert's whole selector, 0 without one, and for one record.
 
     Each of a row's parts has its share of the row's CRC and padding.
@@ -480,166 +150,7 @@ def dense_seconds(
     return seconds + cached / machine.memory_rate, num_bytes + cached
 
 
-def fetched_from_disk(
-    layout: formats.PackLayout,
-    running: Array,
-    machine: machines.Machine,
-    page_bytes: int,
-    has_selector: NDArray[np.bool_],
-    predicted: Array | None = None,
-) -> FetchCosts:
-    """Returns what the engine reads of experts: all bytes, or selectors and running rows if that is faster.
-
-    Args:    running: [L, E], the share of neurons that run.   page_bytes: the longest read.   has_selector: bool
-             [L, E], the experts whose selectors stay in memory.   predicted: [L], the share of experts that are
-             predicted; where single rows are read, their selectors are computed twice.
-    """
-    cutover = disk_cutover(layout, machine.disk)
-    shape = (MAX_AGE + 1, *running.shape)
-    fetching = FetchCosts(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape))
-    # Experts with one layout are one object, which is found quickly.
-    known: dict[tuple[int, float, bool, bool, float], Array] = {}
-    for l, layer in enumerate(layout.experts):
-        by_rows = bool(running[l].mean() < cutover)
-        for e, expert in enumerate(layer):
-            share, stays = float(running[l, e]), bool(has_selector[l, e])
-            read_by_rows = by_rows and share < 1 and expert.selector is not None
-            key = (id(expert), share, read_by_rows, stays, 0.0 if predicted is None else float(predicted[l]))
-            if key not in known:
-                if key[2]:
-                    known[key] = _by_rows(expert, share, machine, stays, key[4])
-                else:
-                    known[key] = _whole(expert, machine, page_bytes, stays)
-            for table, values in zip(_tables(fetching), known[key], strict=True):
-                table[:, l, e] = values
-    return fetching
-
-
-def _tables(fetching: FetchCosts) -> tuple[Array, Array, Array, Array]:
-    return fetching.num_bytes, fetching.seconds, fetching.alone, fetching.handling
-
-
-def _whole(expert: formats.ExpertLayout, machine: machines.Machine, page_bytes: int, stays: bool) -> Array:
-    """Returns the values of `FetchCosts` at each age, [4, ages], of an expert that is read whole.
-
-    Args:    stays: whether its selector stays in memory, and is not read.
-    """
-    disk = machine.disk
-    num_bytes = whole_blocks(expert.num_bytes - stays * budgets.begin_block(expert) * formats.DISK_BLOCK_BYTES)
-    size = min(num_bytes, page_bytes)
-    table = np.zeros((4, MAX_AGE + 1))
-    table[:3, 0] = num_bytes, disk.seconds(num_bytes / size, size), disk.seconds_for_few(num_bytes / size, size)
-    num_reads = -(-num_bytes // MAX_READ_BYTES)
-    table[3, 0] = machine.fixed.miss_s + disk.cpu_seconds(num_reads, num_bytes) / machine.cores
-    return table
-
-
-def _by_rows(
-    expert: formats.ExpertLayout, share: float, machine: machines.Machine, stays: bool, predicted: float
-) -> Array:
-    """Returns the same for an expert whose selector is read first, then at each visit the missing rows that run.
-
-    Meaning: neurons run independently; n visits need 1 - (1 - share)^n of all rows.
-    """
-    assert expert.selector is not None, "an expert without a selector is read whole"
-    disk, row_bytes = machine.disk, expert.records.row_bytes
-    table = np.zeros((4, MAX_AGE + 1))
-    if not stays:
-        size = float(expert.selector_bytes)
-        table[:3, 0] = size, disk.seconds(1, size), disk.seconds_for_few(1, size)
-        table[3, 0] = disk.cpu_seconds(1, size) / machine.cores
-    num_blocks, gap_blocks = (
-        expert.records_bytes / formats.DISK_BLOCK_BYTES,
-        disk.gap_bytes() // formats.DISK_BLOCK_BYTES,
-    )
-    read = _share_read(share, row_bytes, gap_blocks)
-    select_s, _ = _row_seconds(expert, machine)
-    for age in range(MAX_AGE + 1):
-        # Each visit reads such a share of all blocks, wherever those of the visits before are.
-        untouched = (1 - read) ** age
-        num_bytes = expert.records_bytes * read * untouched
-        num_reads = _num_reads(share * untouched, row_bytes, num_blocks, gap_blocks)
-        num_reads = max(num_reads, num_bytes / MAX_READ_BYTES)
-        size = num_bytes / num_reads if num_reads else 0.0
-        in_part = 1 - (1 - untouched) ** num_blocks
-        table[:, age] += (
-            num_bytes,
-            disk.seconds(num_reads, size),
-            disk.seconds_for_few(num_reads, size),
-            in_part * (machine.fixed.rows_s + predicted * select_s)
-            + disk.cpu_seconds(num_reads, num_bytes) / machine.cores,
-        )
-    return table
-
-
-def _unneeded(share: float, row_bytes: int, num_blocks: int) -> float:
-    """Returns the probability that none of so many consecutive blocks is needed: no row with bytes in them runs.
-
-    Args:    share: the probability of each row to run.
-    """
-    return float((1 - share) ** ((num_blocks * formats.DISK_BLOCK_BYTES + row_bytes) / row_bytes))
-
-
-def _share_read(share: float, row_bytes: int, gap_blocks: int) -> float:
-    """Returns the share of blocks that is read if each row runs with probability `share`.
-
-    Meaning: none of g consecutive blocks is needed with probability u(g). Gaps of exactly g blocks have a share
-             g * (u(g) - 2 u(g + 1) + u(g + 2)) of all; those of up to G blocks are read too, so that
-             1 - (G + 1) u(G + 1) + G u(G + 2) of all are read.
-    """
-    left, next_left = (_unneeded(share, row_bytes, gap_blocks + number) for number in (1, 2))
-    return 1 - (gap_blocks + 1) * left + gap_blocks * next_left
-
-
-def _num_reads(share: float, row_bytes: int, num_blocks: float, gap_blocks: int) -> float:
-    """Returns how many reads `_share_read` takes, of so many blocks.
-
-    Meaning: a read begins at a needed block if none of the G + 1 blocks before it is needed. With u(g) as there, that
-             happens at each block with probability u(G + 1) - u(G + 2). The first G + 1 blocks have fewer before them:
-             there one read begins with probability 1 - u(G + 1).
-    """
-    left, next_left = (_unneeded(share, row_bytes, gap_blocks + number) for number in (1, 2))
-    return 1 - left + max(num_blocks - gap_blocks - 1, 0.0) * (left - next_left)
-
-
-def _token_estimate(
-    layout: formats.PackLayout,
-    machine: machines.Machine,
-    running: Array,
-    popularity: Array,
-    visited: Visits,
-    fetching: FetchCosts,
-    predicted: Array,
-    policy: offload.PolicyName,
-    dense: tuple[float, float],
-) -> TokenEstimate:
-    L = len(layout.experts)
-    computing, reading = _expert_table(layout, running, lambda e, share: expert_seconds(e, share, machine))
-    dense_s, dense_bytes = dense
-    k, fixed = layout.spec.router.num_experts_per_tok, machine.fixed
-    num_layers, num_tokens = layout.spec.num_hidden_layers, max(visited.num_tokens, 1)
-    fixed_s = fixed.token_s + num_layers * fixed.layer_s + L * k * fixed.expert_s
-    between_s = fixed.layer_s + dense_s / num_layers  # between the experts of one layer and those of the next
-    waiting = waited(visited, computing + fixed.expert_s, fetching, predicted, between_s)
-    # For each expert that was not predicted, a wrongly predicted one is read too.
-    wrong = np.where(predicted > 0, 1 - predicted, 0.0)[visited.steps % L]
-    fetched = fetching.num_bytes.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys]
-    return TokenEstimate(
-        policy=policy,
-        hit_rate=visited.hit_rate,
-        misses=expected_misses(visited, popularity * (k / popularity.sum(axis=1, keepdims=True))),
-        fetched_bytes=float((fetched * (1 + wrong)).sum()) / num_tokens,
-        read_bytes=float(reading.ravel()[visited.keys].sum()) / num_tokens + dense_bytes,
-        seconds=TokenSeconds(
-            fixed_s + float(fetching.handling.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys].sum()) / num_tokens,
-            dense_s,
-            float(computing.ravel()[visited.keys].sum()) / num_tokens,
-            waiting / num_tokens,
-        ),
-    )
-
-
-def _expert_table(
+def expert_table(
     layout: formats.PackLayout, running: Array, values: Callable[[formats.ExpertLayout, float], Sequence[float]]
 ) -> Array:
     """Returns some values of each expert, float64 [values, L, E].
@@ -659,37 +170,95 @@ def _expert_table(
     return np.moveaxis(np.array(rows, np.float64), 2, 0)
 
 
-def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: Array, between_s: float) -> float:
-    """Returns the seconds that all tokens together wait for fetched bytes.
+@dataclass(frozen=True, slots=True, eq=False)
+class SpeedEstimate:
+    """The estimated speed of a pack within a budget, in the steady state of decode."""
 
-    Meaning: a layer's m reads take R seconds together, which is the sum of their times and the latency of the first;
-             the i-th ends after i R / m. Resident experts are computed meanwhile, then missing ones as they arrive:
-                 end = max(H + M, R + M / m, R / m + M),   wait = end - H - M,
-             where H and M are the seconds to compute the resident and the missing experts. Predicted experts are read
-             during the whole layer before: the wait is the part of R that does not fit into it.
-    Args:    computing: float64 [L, E], seconds of each expert without its handling.   predicted: [L], the share of
-             experts that are predicted.   between_s: seconds of a layer without its experts.
-    """
-    if not len(visited.steps):
-        return 0.0
-    num_steps = int(visited.steps.max()) + 1
-    cells = (visited.ages, visited.keys)
-    ages = len(fetching.seconds)
+    shares: tuple[budgets.MemoryPart, ...]  # the budget's parts; their sum is at most the budget
+    seconds: float  # a token
+    fetched_bytes: float  # a token, from slower memory
+    read_bytes: float  # a token, of weights in fast memory
+    hit_rate: float  # of experts
+    misses: Floats  # float64 [L, E], how often the expert is missing for a token
+    policy: str  # of the runtime
 
-    def summed(values: Array) -> Array:
-        return np.bincount(visited.steps, values, num_steps)
+    @property
+    def tokens_per_second(self) -> float:
+        """Returns the tokens a second of decode."""
+        return 1 / self.seconds
 
-    seconds = fetching.seconds.reshape(ages, -1)[cells]
-    is_late = seconds > 0
-    num_late, read = summed(is_late), summed(seconds)
-    latency = np.zeros(num_steps)
-    np.maximum.at(latency, visited.steps, fetching.alone.reshape(ages, -1)[cells] - seconds)
-    read = read + latency
-    compute = computing.ravel()[visited.keys] + fetching.handling.reshape(ages, -1)[cells]
-    compute_all, late = summed(compute), summed(compute * is_late)
-    m = np.maximum(num_late, 1)
-    end = np.maximum(compute_all, np.maximum(read + late / m, read / m + late))
-    at_once = np.where(num_late > 0, end - compute_all, 0.0)
-    share = predicted[np.arange(num_steps) % len(predicted)]
-    prefetched = np.maximum(share * read - (compute_all + between_s), 0.0)
-    return float((prefetched + (1 - share) * at_once).sum())
+
+class MemoryTier(Protocol):
+    """Fast memory of `budget_bytes` over slower memory."""
+
+    budget_bytes: int
+
+    def estimate(
+        self, layout: layouts.PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
+    ) -> SpeedEstimate:
+        """Estimates the speed of a pack of this layout.
+
+        Args:    sparsity: [L, E].   less_bytes: to take away from the budget.   is_rough: faster and less exact, for a
+                 search.
+        Raises:  RunError if the pack does not fit; it says how many bytes are needed.
+        """
+        ...
+
+    def least_bytes(self, layout: layouts.PackLayout) -> int:
+        """Returns the smallest budget in which a pack of this layout runs."""
+        ...
+
+    def run_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
+        """Returns the seconds to run a resident expert for one token."""
+        ...
+
+    def fetch_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
+        """Returns the seconds for which a token waits while an expert is fetched."""
+        ...
+
+    def dense_seconds(self, num_bytes: int, width: int) -> float:
+        """Returns the seconds to read a dense matrix of this size and width, for each token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingFacts:
+    """The facts about routes and predictors that an estimate uses."""
+
+    popularity: Floats  # float64 [L, E]
+    # Routes to replay, of text not used for calibration; if None, routes are drawn independently
+    passes: offload.Passes | None = None
+    # The share of the next layer's experts that the best predictor finds; None if no profile says it
+    recall: float | None = None
+    predictor_bytes: int = 0  # host memory of the predictors
+
+
+_SEEN_TOKENS = 512  # tokens in the key-value cache, or half of the context if that is less
+
+
+class MachineTier:
+    """The part of a `MemoryTier` that does not depend on the slower memory."""
+
+    def __init__(
+        self, machine: machines.Machine, routing: RoutingFacts, budget_bytes: int, context_tokens: int
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self._machine = machine
+        self._routing = routing
+        self._context_tokens = context_tokens
+        self._seen_tokens = min(context_tokens // 2, _SEEN_TOKENS)
+
+    def run_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
+        """Returns the seconds to run a resident expert for one token."""
+        return expert_seconds(expert, 1 - sparsity, self._machine)[0]
+
+    def dense_seconds(self, num_bytes: int, width: int) -> float:
+        """Returns the seconds to read a dense matrix of this size and width, for each token."""
+        return num_bytes / machines.rate_of(self._machine.dense_rates, width)
+
+
+def speed_estimate(shares: tuple[budgets.MemoryPart, ...], token: TokenEstimate) -> SpeedEstimate:
+    """Returns the estimate of a token together with the budget's parts."""
+    return SpeedEstimate(
+        shares, token.seconds.total, token.fetched_bytes, token.read_bytes, token.hit_rate, token.misses, token.policy
+    )

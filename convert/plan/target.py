@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from moe_pack import formats, runtime
-from moe_pack.calib.profile import Losses, Profile, profiler
-from moe_pack.convert.plan import machines, options, tiers
+from moe_pack.calib.profile import Profile, profiler
+from moe_pack.convert.plan import cpu_speed, gpu_speed, machines, options, speed
 from moe_pack.convert.plan.planned import PlanningModel
 from moe_pack.convert.plan.planner import Planner
 from moe_pack.formats.base.commands import given
@@ -22,18 +22,6 @@ from moe_pack.runtime.engine import machine
 from moe_pack.runtime.engine.options import cpu_only
 from moe_pack.runtime.gpu.fit import least_gpu_budget
 from moe_pack.runtime.offload.routing_file import routing_file_bytes
-
-
-def routing_facts(profile: Profile, losses: Losses) -> tiers.RoutingFacts:
-    """Returns what a profile knows of routes and predictors, as `moe-pack convert` stores it with the pack."""
-    routing = profiler.routing_of(profile)
-    facts = tiers.RoutingFacts(losses.popularity, None, routing.best_recall, routing_file_bytes(routing))
-    return replace(facts, passes=held_out_passes(profile)) if profile.num_held_out_tokens else facts
-
-
-def assumed_routing_facts(spec: formats.ModelSpec, losses: Losses) -> tiers.RoutingFacts:
-    """Returns the facts for a plan without a profile: assumed popularity, and the most bytes predictors can take."""
-    return tiers.RoutingFacts(losses.popularity, predictor_bytes=profiler.most_routing_bytes(spec))
 
 
 def held_out_passes(profile: Profile) -> offload.Passes:
@@ -123,24 +111,22 @@ def planner_for(
     Raises:  RunError if the context is too long, the GPU is not known, or it has less memory than the budget; PlanError
              as `Planner`.
     """
-    tier = tier_for(target, model.spec, model.losses, profile, facts)
-    return Planner(model, tier, target.search, target.selectors, progress, is_fused=target.purpose == "vllm")
-
-
-def tier_for(
-    target: options.Target,
-    spec: formats.ModelSpec,
-    losses: Losses,
-    profile: Profile | None,
-    facts: runtime.MachineFacts | None,
-) -> tiers.MemoryTier:
-    """Returns the tier for a target; arguments and errors are those of `planner_for`."""
-    context = context_of(target, spec)
-    routing = assumed_routing_facts(spec, losses) if profile is None else routing_facts(profile, losses)
-    check_device(target, spec)
+    context, popularity = context_of(target, model.spec), model.losses.popularity
+    check_device(target, model.spec)
+    if profile is None:
+        routing = speed.RoutingFacts(popularity, predictor_bytes=profiler.most_routing_bytes(model.spec))
+    else:  # as `moe-pack convert` stores it with the pack
+        data = profiler.routing_of(profile)
+        passes = held_out_passes(profile) if profile.num_held_out_tokens else None
+        routing = speed.RoutingFacts(popularity, passes, data.best_recall, routing_file_bytes(data))
+    tier: speed.MemoryTier
     if target.device == "cpu":
-        return tiers.CpuTier(_cpu(target, facts), routing, target.memory_bytes, context, target.kv_dtype or "f32")
-    return tiers.GpuTier(_gpu_machine(target, facts), routing, tiers.RowHeat(profile), target.memory_bytes, context)
+        cpu, kv_dtype = _cpu(target, facts), target.kv_dtype or "f32"
+        tier = cpu_speed.CpuTier(cpu, routing, target.memory_bytes, context, kv_dtype)
+    else:
+        heats = gpu_speed.RowHeat(profile)
+        tier = gpu_speed.GpuTier(_gpu_machine(target, facts), routing, heats, target.memory_bytes, context)
+    return Planner(model, tier, target.search, target.selectors, progress, is_fused=target.purpose == "vllm")
 
 
 def defaults_text(target: options.Target, spec: formats.ModelSpec, facts: runtime.MachineFacts | None) -> list[str]:

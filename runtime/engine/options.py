@@ -4,7 +4,7 @@ Some options have a meaning on a GPU only, some only where experts are offloaded
 where it would have no effect. What the options mean together, the engine decides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -29,7 +29,7 @@ DraftOption = Literal["auto", "off", "ngram", "mtp"]
 # Marks: where an option has a meaning; of the approximations, those that the CPU's offload alone has.
 _GPU, _OFFLOAD, _APPROXIMATION = "gpu", "offload", "approximation"
 # Of measurements, which are the same everywhere on CPUs.
-DEVICE_OPTION = formats.option("--device", help="Where to compute.")
+DEVICE_OPTION: Mapping[str, commands.Option] = formats.option("--device", help="Where to compute.")
 Device = Literal["auto", "cpu", "cuda"]
 MAX_SEED = 2**63 - 1
 _INFINITE = float("inf")

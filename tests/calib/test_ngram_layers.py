@@ -16,6 +16,7 @@ from moe_pack.calib.profile import ProfileOptions
 from moe_pack.calib.sensitivity import roundable_roles
 from moe_pack.calib.sensitivity.gradients import Tracked, half_gradient
 from moe_pack.convert import convert
+from moe_pack.convert.account import Preparation
 from moe_pack.formats import Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import trellis_format
@@ -112,6 +113,6 @@ def test_a_profile_and_a_sequential_calibration_of_it_run(source: Path, checkpoi
     assert (profile.layer_losses(2).dense[:2] > 0).all()
     part = trellis_format(4, 64)
     plan = uniform_plan(checkpoint.spec, "none", part, part_format(4, 64), quantizer="calibrated")
-    convert(checkpoint, plan, tmp_path / "pack", 1, calibration=profile)
+    convert(checkpoint, plan, tmp_path / "pack", 1, prepared=Preparation(calibration=profile))
     with Pack(tmp_path / "pack") as opened:
         assert opened.layout.ngrams and len(Decoder(PackWeights(opened, CPU), S).logits([1, 2, 3])) == 3

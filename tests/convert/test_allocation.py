@@ -4,13 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support.allocation import least_loss
 from support.cases import case
 from support.losses import calibrated_losses, random_losses
 from support.specs import GROUPED
 
 from moe_pack.convert.plan import Decision, PlanningModel
-from moe_pack.convert.plan.search import StorageCosts, least_loss, least_time
-from moe_pack.convert.plan.tiers import expert_choices, fused_choices
+from moe_pack.convert.plan.search import StorageCosts, expert_choices, fused_choices, least_time
 from moe_pack.formats import Plan, PlanError, RouterSpec, dense_roles, part_format, uniform_plan
 from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.formats.pack.plans import uniform_dense
@@ -141,15 +141,6 @@ def test_only_what_may_be_quantized_is() -> None:
     assert found is not None
     for role, part in zip(dense_roles(SPEC), found.decision.plan.dense, strict=True):
         assert (part is not None) == role.quantizable
-
-
-def test_formats_may_be_restricted() -> None:
-    allowed = tuple(part_format(width, 64) for width in (2, 3, 4))
-    uniform = uniform_plan(SPEC, "up", allowed[1], allowed[1])
-    found = least_loss(SPEC, "up", LOSSES, expert_bytes(uniform), allowed)
-    assert found is not None
-    parts = {part for layer in found.decision.plan.experts for e in layer for part in (e.gate, e.up, e.down)}
-    assert parts <= set(allowed)
 
 
 def test_the_knapsack_over_calibrated_formats_is_as_good_as_the_best_of_all_plans() -> None:

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import GuardedQuantizer, calibration_bytes
-from moe_pack.convert import convert, keep_source, layout_for, memory_line, pipeline
-from moe_pack.convert.account import Recipe
+from moe_pack.convert import convert, encoding, keep_source, layout_for
+from moe_pack.convert.account import Preparation, Recipe
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.pipeline import MadeItem, job_bytes, made_item
+from moe_pack.convert.encoding import MadeItem, job_bytes, made_item
+from moe_pack.convert.pipeline import memory_line
 from moe_pack.formats import (
     BF16,
     MATRICES,
@@ -94,7 +95,7 @@ def test_an_expert_holds_what_the_quantizer_makes_of_its_own_tokens(
     mixed = ExpertFormat(TWO, BF16, HALVES)
     plan = plan_of(checkpoint)
     plan = dataclasses.replace(plan, experts=(plan.experts[0], (ExpertFormat(EIGHT, BF16, EIGHT), mixed)))
-    convert(checkpoint, plan, tmp_path / "p", 1, calibration=profile, sequential=False)
+    convert(checkpoint, plan, tmp_path / "p", 1, prepared=Preparation(calibration=profile, sequential=False))
     with Pack(tmp_path / "p") as pack:
         held = PackWeights(pack, CPU)
         assert pack.manifest.quantizer == "calibrated"
@@ -119,7 +120,7 @@ def test_any_workers_stops_and_order_give_the_same_experts(
     checkpoint: Checkpoint, profile: Profile, tmp_path: Path
 ) -> None:
     plan = plan_of(checkpoint, TWO, HALVES)
-    convert(checkpoint, plan, tmp_path / "one", 1, calibration=profile)
+    convert(checkpoint, plan, tmp_path / "one", 1, prepared=Preparation(calibration=profile))
     expected, stops = files_in(tmp_path / "one"), 0
 
     def stops_at(number: int) -> Callable[[Step], None]:
@@ -131,13 +132,15 @@ def test_any_workers_stops_and_order_give_the_same_experts(
 
     for number in range(5, 60, 18):
         try:
-            convert(checkpoint, plan, tmp_path / "p", 2, on_step=stops_at(number), calibration=profile)
+            convert(
+                checkpoint, plan, tmp_path / "p", 2, on_step=stops_at(number), prepared=Preparation(calibration=profile)
+            )
             break
         except KeyboardInterrupt:
             stops += 1
-    convert(checkpoint, plan, tmp_path / "p", 2, calibration=profile)
+    convert(checkpoint, plan, tmp_path / "p", 2, prepared=Preparation(calibration=profile))
     assert stops >= 2 and not different_files(files_in(tmp_path / "p"), expected)
-    convert(checkpoint, plan, tmp_path / "shuffled", 1, order=shuffled(), calibration=profile)
+    convert(checkpoint, plan, tmp_path / "shuffled", 1, prepared=Preparation(order=shuffled(), calibration=profile))
     with Pack(tmp_path / "one") as one, Pack(tmp_path / "shuffled") as other:
         for e in range(E):
             rows = [torch.from_numpy(shuffled()[0, e].astype(np.int64)), torch.arange(F)]
@@ -151,7 +154,7 @@ def test_experts_at_work_at_once_keep_to_the_memory_and_the_bytes_are_the_same(
 ) -> None:
     plan = plan_of(checkpoint)
     largest = max(job_bytes(checkpoint, plan, item) for item in layout_for(checkpoint, plan).items())
-    convert(checkpoint, plan, one := new_folder(), 1, calibration=profile)
+    convert(checkpoint, plan, one := new_folder(), 1, prepared=Preparation(calibration=profile))
     lock, begun, most = Lock(), 0, 0
 
     def counted(recipe: Recipe, item: Item, stop: Event, stored: Tensor | None = None) -> MadeItem:
@@ -164,12 +167,19 @@ def test_experts_at_work_at_once_keep_to_the_memory_and_the_bytes_are_the_same(
             begun -= item.kind == "expert"
         return made
 
-    monkeypatch.setattr(pipeline, "made_item", counted)
+    monkeypatch.setattr(encoding, "made_item", counted)
     for num_experts, allowed in [(1, 1), (2.5, 2), (100, 3)]:
         with case(num_experts, allowed):
             most = 0
             memory_bytes = int(num_experts * largest)
-            convert(checkpoint, plan, out := new_folder(), 3, calibration=profile, memory_bytes=memory_bytes)
+            convert(
+                checkpoint,
+                plan,
+                out := new_folder(),
+                3,
+                prepared=Preparation(calibration=profile),
+                memory_bytes=memory_bytes,
+            )
             assert most <= allowed and (most > 1 or allowed == 1)
             assert not different_files(files_in(out), files_in(one))
 
@@ -195,12 +205,12 @@ def test_inputs_of_another_text_are_another_conversion(
     checkpoint: Checkpoint, profile: Profile, source: Path, tmp_path: Path
 ) -> None:
     plan = plan_of(checkpoint)
-    convert(checkpoint, plan, tmp_path / "p", 1, calibration=profile)
+    convert(checkpoint, plan, tmp_path / "p", 1, prepared=Preparation(calibration=profile))
     other = profiled(source, tmp_path / "other", random_tokens(6, 32, 96, seed=1))
     with pytest.raises(ConversionError, match="contains another pack"):
-        convert(checkpoint, plan, tmp_path / "p", 1, calibration=other)
+        convert(checkpoint, plan, tmp_path / "p", 1, prepared=Preparation(calibration=other))
     plain = dataclasses.replace(plan, quantizer="nearest")
-    convert(checkpoint, plain, tmp_path / "plain", 1, calibration=profile)
+    convert(checkpoint, plain, tmp_path / "plain", 1, prepared=Preparation(calibration=profile))
     convert(checkpoint, plain, tmp_path / "plain", 1)  # to which inputs say nothing
 
 
@@ -222,7 +232,7 @@ def test_without_inputs_of_this_checkpoint_nothing_begins(
     ]
     for given, line in refused:
         with pytest.raises(PlanError) as error:
-            convert(checkpoint, plan_of(checkpoint), tmp_path / "p", 1, calibration=given)
+            convert(checkpoint, plan_of(checkpoint), tmp_path / "p", 1, prepared=Preparation(calibration=given))
         assert str(error.value) == line
         assert not (tmp_path / "p").exists()
 
@@ -239,7 +249,7 @@ def test_a_weight_that_no_scale_holds_is_named(
     wide = profiled(tmp_path / "source", tmp_path / "profile", random_tokens(2, 8, 96))
     line = "column 1030" if matrix == "down" else "row 1030"
     with pytest.raises(CheckpointError, match=f"{name}.weight.*: {line} has weights too large for float16 scales"):
-        convert(held, plan_of(held), tmp_path / "p", 1, calibration=wide)
+        convert(held, plan_of(held), tmp_path / "p", 1, prepared=Preparation(calibration=wide))
     held.close()
 
 
@@ -254,7 +264,7 @@ def test_kept_codes_and_biases_stand_beside_calibrated_rows(tmp_path: Path, monk
     held = Checkpoint(model.write(tmp_path / "source", change))
     profile = profiled(tmp_path / "source", tmp_path / "profile", random_tokens(4, 16, 96))
     plan = keep_source(held, uniform_plan(held.spec, "up", TWO, HALVES, None, "calibrated"), 2, "source", None)
-    convert(held, plan, tmp_path / "p", 1, calibration=profile, sequential=False)
+    convert(held, plan, tmp_path / "p", 1, prepared=Preparation(calibration=profile, sequential=False))
     block = next(iter(CheckpointWeights(held).expert(0, 1).blocks()))
     with profile.inputs(0) as inputs:
         quantizer = GuardedQuantizer(plan.experts[0][1], inputs.of_expert(1), held.spec.expert.function)

@@ -10,7 +10,7 @@ from support.losses import calibrated_losses, random_losses
 from support.specs import GROUPED
 
 from moe_pack.calib.profile import assumed_losses
-from moe_pack.convert.plan.tiers import LEAST_CHOICES, MAX_CHOICES, expert_choices
+from moe_pack.convert.plan.search import LEAST_CHOICES, MAX_CHOICES, expert_choices
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, PartFormat, part_format
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import expert_layout
@@ -74,13 +74,6 @@ def test_an_expert_without_a_gate_has_no_format_for_it() -> None:
     choices = expert_choices(spec, "up", losses)
     assert {held.gate for held in choices.formats} == {None}
     assert len(set(choices.formats)) == len(choices.formats)
-
-
-def test_formats_that_are_not_allowed_are_not_weighed() -> None:
-    allowed = (part_format(2, 64), part_format(4, 64))
-    choices = expert_choices(GROUPED, "up", LOSSES, allowed)
-    assert {part for held in choices.formats for part in (held.gate, held.up, held.down)} == set(allowed)
-    assert len(choices.formats) == 8
 
 
 def test_of_thousands_of_experts_fewer_choices_are_weighed_each_the_best_of_its_bytes() -> None:

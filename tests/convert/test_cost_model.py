@@ -16,18 +16,17 @@ from support.synthetic import made as synthetic_pack
 from support.tiers import steady_disk
 
 from moe_pack.convert import skewed_popularity
-from moe_pack.convert.plan.machines import Machine
-from moe_pack.convert.plan.speed import (
+from moe_pack.convert.plan.cpu_speed import (
     MAX_AGE,
     FetchCosts,
     Visits,
-    dense_seconds,
     estimate_on_cpu,
-    expert_seconds,
     fetched_from_disk,
     planned_heat,
     waited,
 )
+from moe_pack.convert.plan.machines import Machine
+from moe_pack.convert.plan.speed import dense_seconds, expert_seconds
 from moe_pack.formats import BF16, DISK_BLOCK_BYTES, Pack, PackLayout, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec

@@ -7,8 +7,9 @@ import pytest
 from support.models import DEMO_MODEL
 from support.tiers import steady_disk
 
+from moe_pack.convert.plan.cpu_speed import CpuTier
 from moe_pack.convert.plan.machines import assumed_cpu
-from moe_pack.convert.plan.tiers import CpuTier, RoutingFacts
+from moe_pack.convert.plan.speed import RoutingFacts
 from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec

@@ -5,48 +5,13 @@ import pytest
 from support.cases import case
 from support.models import DEMO_MODEL
 
-from moe_pack.convert.plan.papers import edgemoe_plan, widths_for_bytes, widths_for_loss
+from moe_pack.convert.plan.papers import edgemoe_plan, widths_for_loss
 from moe_pack.formats import PlanError, part_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import plan_fault
 
 # The order, least important first: (1, 0), (0, 1), (1, 2), (0, 2), (1, 1), (0, 0).
 IMPORTANCE = np.array([[0.9, 0.2, 0.5], [0.1, 0.7, 0.4]])
-EXPERT_BYTES = {2: 100, 4: 180, 8: 340, 16: 660}
-
-
-def test_all_experts_have_the_smallest_width_when_only_that_fits() -> None:
-    assert widths_for_bytes(IMPORTANCE, EXPERT_BYTES, 679).tolist() == [[2, 2, 2], [2, 2, 2]]
-
-
-def test_the_most_important_expert_is_the_first_that_gets_more_bits() -> None:
-    assert widths_for_bytes(IMPORTANCE, EXPERT_BYTES, 680).tolist() == [[4, 2, 2], [2, 2, 2]]
-
-
-def test_experts_get_more_bits_in_the_order_of_their_importance() -> None:
-    # 3 at 2 bits and 3 at 4 take 840 bytes; a fourth would make it 920.
-    assert widths_for_bytes(IMPORTANCE, EXPERT_BYTES, 919).tolist() == [[4, 2, 4], [2, 4, 2]]
-
-
-def test_the_bounds_are_the_neighbouring_widths_between_which_the_bytes_lie() -> None:
-    # All at 4 bits take 1,080, all at 8 bits 2,040; two at 8 bits take 1,400.
-    assert widths_for_bytes(IMPORTANCE, EXPERT_BYTES, 1400).tolist() == [[8, 4, 4], [4, 8, 4]]
-
-
-def test_all_experts_have_the_largest_width_when_it_fits() -> None:
-    assert widths_for_bytes(IMPORTANCE, EXPERT_BYTES, 3960).tolist() == [[16, 16, 16], [16, 16, 16]]
-
-
-def test_bytes_that_not_even_the_smallest_width_keeps_are_refused() -> None:
-    with pytest.raises(PlanError) as error:
-        widths_for_bytes(IMPORTANCE, EXPERT_BYTES, 599)
-    assert str(error.value) == (
-        "--search edgemoe: at 2 bits the experts have 600 bytes, more than the limit of 599; allow more"
-    )
-
-
-def test_experts_of_equal_importance_are_taken_in_the_order_of_the_model() -> None:
-    assert widths_for_bytes(np.ones((2, 2)), EXPERT_BYTES, 560).tolist() == [[2, 2], [4, 4]]
 
 
 def loss(widths: np.ndarray) -> float:

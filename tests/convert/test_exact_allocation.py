@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.allocation import least_loss
 from support.models import BOOK, DEMO_MODEL
 from support.profiles import profiled
 
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Losses, ProfileOptions, losses_of
-from moe_pack.convert.plan.search import least_loss
-from moe_pack.convert.plan.tiers import FormatChoices, expert_choices
+from moe_pack.convert.plan.search import FormatChoices, expert_choices
 from moe_pack.formats import ModelSpec, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.families.checkpoint_files import FolderFiles

@@ -31,6 +31,7 @@ from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.quantize import rotation_vectors
 from moe_pack.convert import convert
+from moe_pack.convert.account import Preparation
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.export import ExportWork, compare_export, export_compressed, export_plain
 from moe_pack.formats import (
@@ -77,7 +78,7 @@ def whole_plan(checkpoint: Checkpoint) -> Plan:
 def exported(source: Path, folder: Path, plan: Callable[[Checkpoint], Plan] = whole_plan, **options: Any) -> Path:
     """The plain export of a pack of a checkpoint."""
     checkpoint = Checkpoint(source)
-    convert(checkpoint, plan(checkpoint), folder / "pack", 1, **options)
+    convert(checkpoint, plan(checkpoint), folder / "pack", 1, prepared=Preparation(**options))
     checkpoint.close()
     with Pack(folder / "pack") as opened:
         export_plain(opened, folder / "out", None, ExportWork(shard_bytes=1 << 16))
@@ -181,7 +182,13 @@ def test_order_rotation_and_repeated_rows_are_undone(tmp_path: Path) -> None:
     generator = np.random.default_rng(1)
     order = np.array([[generator.permutation(1088) for _ in range(2)] for _ in range(2)], np.uint32)
     rotation = rotation_vectors(spec, "on")
-    convert(checkpoint, plan, tmp_path / "pack", 1, order=order, calibration=profile, rotation=rotation)
+    convert(
+        checkpoint,
+        plan,
+        tmp_path / "pack",
+        1,
+        prepared=Preparation(order=order, calibration=profile, rotation=rotation),
+    )
     checkpoint.close()
     with Pack(tmp_path / "pack") as opened:
         assert opened.spec.expert.repeats and opened.rotation is not None

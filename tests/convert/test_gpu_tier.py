@@ -8,16 +8,9 @@ from support.cases import case
 from support.synthetic import plan_for, small
 from support.tiers import steady_disk
 
+from moe_pack.convert.plan.gpu_speed import GpuTier, RowHeat, estimate_on_gpu, running_rows
 from moe_pack.convert.plan.machines import GPUS, Machine, assumed_host, machine_of_gpu
-from moe_pack.convert.plan.speed import (
-    TokenEstimate,
-    disk_seconds,
-    drawn_passes,
-    estimate_on_gpu,
-    expert_seconds,
-    running_rows,
-)
-from moe_pack.convert.plan.tiers import GpuTier, RoutingFacts, RowHeat
+from moe_pack.convert.plan.speed import RoutingFacts, TokenEstimate, disk_seconds, drawn_passes, expert_seconds
 from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec

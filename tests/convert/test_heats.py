@@ -6,7 +6,7 @@ from support.profiles import SMALLEST, profiled, random_tokens
 
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import Profile
-from moe_pack.convert.plan.tiers import NUM_SLICES, RowHeat
+from moe_pack.convert.plan.gpu_speed import NUM_SLICES, RowHeat
 
 
 @pytest.fixture(scope="module")

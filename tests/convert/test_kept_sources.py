@@ -15,9 +15,11 @@ from support.killing import different_files, files_in
 from support.losses import random_losses
 from support.models import BOOK, Tensors, TinyMixtral
 
-from moe_pack.convert import compare_logits, compare_weights, convert, keep_source, lossless_formats, with_kept
+from moe_pack.convert import compare_logits, compare_weights, convert, keep_source
+from moe_pack.convert.account import Preparation
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.plan.tiers import expert_choices
+from moe_pack.convert.kept import lossless_formats, with_kept
+from moe_pack.convert.plan.search import expert_choices
 from moe_pack.formats import (
     BF16,
     CheckpointError,
@@ -105,7 +107,7 @@ def test_kept_weights_have_the_source_s_bits(new_folder: Callable[[], Path], mxf
                         fp8_source(tmp_path / "s") if coded == "fp8" else mxfp4_source(tmp_path / "s")
                     )
                     plan = kept_plan(checkpoint, selector)
-                    convert(checkpoint, plan, tmp_path / "p", 1, order=order)
+                    convert(checkpoint, plan, tmp_path / "p", 1, prepared=Preparation(order=order))
                     with Pack(tmp_path / "p") as pack:
                         audit(pack)
                         found = {part for layer in pack.index.experts for e in layer for part in (e.gate, e.up, e.down)}
@@ -138,7 +140,7 @@ def test_a_neuron_whose_exponents_are_too_far_apart_takes_its_expert_s_down_to_b
     plan = kept_plan(checkpoint)
     assert [[expert.down for expert in layer] for layer in plan.experts] == [[E5M2, E5M2], [expected, E5M2]]
     assert {expert.gate for layer in plan.experts for expert in layer} == {MXFP4}
-    convert(checkpoint, plan, tmp_path / "p", 1, order=shuffled())
+    convert(checkpoint, plan, tmp_path / "p", 1, prepared=Preparation(order=shuffled()))
     with Pack(tmp_path / "p") as pack:
         assert_experts_have_the_source_s_bits(pack, checkpoint)
     checkpoint.close()
@@ -160,7 +162,7 @@ def test_killed_at_any_step_a_kept_pack_resumes_to_the_same_bytes(
 ) -> None:
     checkpoint = Checkpoint(mxfp4_source(tmp_path / "s", 29))
     plan, steps = kept_plan(checkpoint), list[Step]()
-    convert(checkpoint, plan, tmp_path / "whole", 1, on_step=steps.append, order=shuffled())
+    convert(checkpoint, plan, tmp_path / "whole", 1, on_step=steps.append, prepared=Preparation(order=shuffled()))
     expected = files_in(tmp_path / "whole")
     for number in range(3, len(steps), 9):
         folder = tmp_path / f"killed{number}"
@@ -170,8 +172,8 @@ def test_killed_at_any_step_a_kept_pack_resumes_to_the_same_bytes(
                 raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            convert(checkpoint, plan, folder, 1, on_step=dies, order=shuffled())
-        convert(checkpoint, plan, folder, 2, order=shuffled())
+            convert(checkpoint, plan, folder, 1, on_step=dies, prepared=Preparation(order=shuffled()))
+        convert(checkpoint, plan, folder, 2, prepared=Preparation(order=shuffled()))
         assert not different_files(files_in(folder), expected), number
     checkpoint.close()
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from support.cases import case
 
-from moe_pack.convert.plan import search as knapsack
 from moe_pack.convert.plan.search import KnapsackProblem, solve
 
 
@@ -39,30 +38,6 @@ def test_it_keeps_the_limit_and_its_bound_is_below_the_best_of_all() -> None:
                 assert found.weight <= limit
                 assert (found.cost, found.weight) == pytest.approx(table.of(found.choice))
                 assert found.bound <= best * (1 + 1e-12) and best <= found.cost * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 40), marks=pytest.mark.slow)], ids=["few", "many"])
-def test_of_few_items_the_best_of_all_is_found_and_known_to_be(seeds: range) -> None:
-    for seed in seeds:
-        with case(seed):
-            table = random_table(seed, 6, 4)
-            for limit in np.linspace(6, 60, 12).tolist():
-                found, best = solve(table, limit, search=True), best_cost(table, limit)
-                if found is not None:
-                    assert found.cost == pytest.approx(best, rel=1e-5)  # so near the bound none is sought
-                    assert found.gap <= 1e-5
-
-
-def test_a_search_that_lets_go_of_states_keeps_the_limit_and_claims_no_more_than_it_knows() -> None:
-    for seed in range(4):
-        with case(seed), pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(knapsack, "_MAX_STATES", 2)
-            table = random_table(seed, 6, 4)
-            for limit in np.linspace(15, 55, 6).tolist():
-                found, greedy, best = solve(table, limit, search=True), solve(table, limit), best_cost(table, limit)
-                if found is not None and greedy is not None:
-                    assert found.weight <= limit and best * (1 - 1e-12) <= found.cost <= greedy.cost
-                    assert found.bound <= best * (1 + 1e-12)
 
 
 def test_with_many_items_the_gap_is_small() -> None:

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.models import TinyMixtral
+from click.testing import CliRunner
+from support.cases import case
+from support.models import BOOK, TinyMixtral
 from support.profiles import Recorder, StoppedError, folder_bytes, profiled, random_tokens
 
 from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.profile import Profile, ProfileOptions, hottest_first
-from moe_pack.convert import AutoPacker, AutoPackResult, convert, threshold_rule
-from moe_pack.convert.autopack import MADE_FILE, PackGoal, work_folder
-from moe_pack.convert.plan import Decision
-from moe_pack.formats import ConversionError, Pack, part_format, uniform_plan
+from moe_pack.convert import convert, making
+from moe_pack.convert.account import Preparation
+from moe_pack.convert.autopack import MADE_FILE, AutoPacker, AutoPackResult, PackGoal, threshold_rule, work_folder
+from moe_pack.convert.cli.main import main
+from moe_pack.convert.options import PackOrder
+from moe_pack.convert.plan import Decision, Target
+from moe_pack.formats import ConversionError, Pack, UsageError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.sidecar import read_sidecar
 from moe_pack.runtime.quality import Quality
@@ -40,11 +45,10 @@ class Workplace:
                 raise StoppedError(step)
 
         checkpoint = Checkpoint(self.source)
-        goal = PackGoal(
-            {"name": name}, self.decide, lambda decision: 0.1, 0.1, allowed, kl_of, lambda quality: "measured"
-        )
+        goal = PackGoal({"name": name}, self.decide, lambda decision: 0.1, 0.1, allowed, kl_of)
+        order = PackOrder(output=output, workers=1)
         try:
-            AutoPacker(checkpoint, self.profile, TEXT, output, goal, 1, Recorder(), on_step=on_step).make()
+            AutoPacker(checkpoint, self.profile, TEXT, order, goal, Recorder(), on_step=on_step).make()
         finally:
             checkpoint.close()
         return steps
@@ -110,7 +114,7 @@ def test_a_tightened_pack_is_the_one_converted_directly_with_its_plan(
     decision = workplace.decide(0.01)
     checkpoint, profile = Checkpoint(workplace.source), workplace.profile
     order = hottest_first(profile, checkpoint, "up", decision.sparsity)
-    convert(checkpoint, decision.plan, tmp_path / "direct", 1, order=order)
+    convert(checkpoint, decision.plan, tmp_path / "direct", 1, prepared=Preparation(order=order))
     checkpoint.close()
     rule = threshold_rule(decision)
     assert rule is not None
@@ -176,3 +180,32 @@ def test_a_folder_that_holds_something_else_is_refused(workplace: Workplace, tmp
 def test_a_loss_that_no_pack_keeps_ends_in_a_line_that_says_so(workplace: Workplace, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"none of 10 packs is within the allowed loss; allow more with --max"):
         workplace.make(tmp_path / "packed", 1e-12)
+
+
+def test_from_python_a_pack_is_made_as_by_the_command(tmp_path: Path) -> None:
+    """By options, and for a memory; what the command refuses is refused."""
+    source = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096).write_with_tokenizer(tmp_path / "source")
+    run_command("convert", str(source), "-o", str(tmp_path / "command"))
+    made = making.convert(source, tmp_path / "python")
+    assert isinstance(made, making.MadePack) and made.conversion.written and made.thresholds is None
+    assert folder_bytes(tmp_path / "python") == folder_bytes(tmp_path / "command")
+    profiled(source, tmp_path / "profile", random_tokens(4, 64, 4096), ProfileOptions("fast"))
+    order = PackOrder(eval_data=str(BOOK), eval_tokens=256, target=Target(None, "cpu", context_tokens=64))
+    small = making.convert(
+        source, tmp_path / "small", target_vram="16M", max_loss="0.5", profile=tmp_path / "profile", order=order
+    )
+    assert isinstance(small, making.PackForTarget) and small.target.budget_bytes == 16 << 20
+    against = small.result.quality.against
+    assert against is not None and against.kl.value <= 0.5
+    for arguments, fault in (
+        ({"max_loss": "1%"}, "--max-loss needs --target-vram"),
+        ({"target_vram": "much"}, "convert: found 'much'"),
+        ({"plan_file": "plan.json", "target_vram": 1 << 30}, "--target-vram makes a plan, which decides this"),
+    ):
+        with case(fault), pytest.raises(UsageError, match=fault):
+            making.convert(source, tmp_path / "none", **arguments)  # type: ignore[arg-type]  # a union of its arguments
+
+
+def run_command(*arguments: str) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output

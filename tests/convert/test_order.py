@@ -13,6 +13,7 @@ from support.models import TinyMixtral
 from support.second_reader import SecondReader
 
 from moe_pack.convert import ConversionResult, compare_logits, compare_weights, convert, same_tensors
+from moe_pack.convert.account import Preparation
 from moe_pack.formats import ConversionError, Pack, PlanError, Quantizer, Selector, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.reader import audit
@@ -57,7 +58,7 @@ def converted(
     try:
         part = part_format(width, 16)
         plan = uniform_plan(checkpoint.spec, selector, part, part, None, quantizer)
-        return convert(checkpoint, plan, out, workers, on_step=on_step, order=order)
+        return convert(checkpoint, plan, out, workers, on_step=on_step, prepared=Preparation(order=order))
     finally:
         checkpoint.close()
 

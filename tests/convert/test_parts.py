@@ -14,6 +14,7 @@ from support.waiting import HANG_S
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert import ConversionResult, convert
+from moe_pack.convert.account import Preparation
 from moe_pack.formats import ConversionError, Pack, trellis_format, uniform_plan
 from moe_pack.formats.base.commands import Part
 from moe_pack.formats.families import Checkpoint
@@ -44,7 +45,7 @@ def made(
         if profile is not None:
             two_bits = trellis_format(4, 0)
             plan = uniform_plan(checkpoint.spec, "up", two_bits, two_bits, quantizer="calibrated")
-        return convert(checkpoint, plan, out, 2, on_step=on_step, calibration=profile, part=part)
+        return convert(checkpoint, plan, out, 2, on_step=on_step, prepared=Preparation(calibration=profile), part=part)
     finally:
         checkpoint.close()
 

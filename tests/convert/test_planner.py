@@ -13,12 +13,13 @@ from support.specs import GROUPED
 from support.tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
 
 from moe_pack.convert.plan import Decision, EstimatedPlan, Planner, PlanningModel
+from moe_pack.convert.plan.cpu_speed import CpuTier
 from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.options import SearchName
 from moe_pack.convert.plan.plan_file import plan_bytes
 from moe_pack.convert.plan.planner import SEARCHES
-from moe_pack.convert.plan.search import costed_formats, price
-from moe_pack.convert.plan.tiers import CpuTier, MemoryTier, RoutingFacts, expert_choices
+from moe_pack.convert.plan.search import costed_formats, expert_choices, price
+from moe_pack.convert.plan.speed import MemoryTier, RoutingFacts
 from moe_pack.formats import (
     BF16,
     ExpertSpec,

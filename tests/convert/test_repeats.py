@@ -28,6 +28,7 @@ from moe_pack.calib.quantize import (
     rotation_vectors,
 )
 from moe_pack.convert import compare_weights, convert
+from moe_pack.convert.account import Preparation
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import (
     BF16,
@@ -97,9 +98,11 @@ def packed(
             folder,
             workers,
             on_step=on_step,
-            order=order.reshape(2, E, F),
-            calibration=profile,
-            rotation=rotation_vectors(checkpoint.spec, "on") if is_rotated else None,
+            prepared=Preparation(
+                order=order.reshape(2, E, F),
+                calibration=profile,
+                rotation=rotation_vectors(checkpoint.spec, "on") if is_rotated else None,
+            ),
         )
     finally:
         checkpoint.close()
@@ -269,15 +272,14 @@ def test_an_earlier_pack_gives_its_experts_with_their_second_rows(
     with Pack(pack_folder) as pack:
         orders = [pack.read_order()[place] for place in np.ndindex(2, E)]
     order = np.stack([rows[np.append(True, rows[1:] != rows[:-1])] for rows in orders]).reshape(2, E, F)
-    monkeypatch.setattr("moe_pack.convert.pipeline.made_item", lambda *_: pytest.fail("an item is made again"))
+    monkeypatch.setattr("moe_pack.convert.encoding.made_item", lambda *_: pytest.fail("an item is made again"))
     convert(
         checkpoint,
         plan_of(checkpoint, REPEATS),
         tmp_path / "copied",
         1,
-        order=order,
+        prepared=Preparation(order=order, calibration=profile),
         earlier=pack_folder,
-        calibration=profile,
     )
     checkpoint.close()
     assert different_files(files_in(pack_folder), files_in(tmp_path / "copied")) == []

@@ -19,9 +19,10 @@ from support.second_reader import SecondReader, rotation_matrix
 from moe_pack.calib.profile import Profile, ProfileOptions
 from moe_pack.calib.quantize import GuardedQuantizer, measured_rotation, rotation_vectors
 from moe_pack.convert import convert, layout_for
-from moe_pack.convert.account import Recipe
+from moe_pack.convert.account import Preparation, Recipe
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.pipeline import EarlierPack, made_item
+from moe_pack.convert.encoding import made_item
+from moe_pack.convert.pipeline import EarlierPack
 from moe_pack.convert.plan.rotation import PlanRotation, check_rotation
 from moe_pack.convert.verify import compare_weights
 from moe_pack.formats import ExpertFormat, Pack, PackError, Plan, PlanError, part_format, trellis_format, uniform_plan
@@ -101,7 +102,7 @@ def test_a_channel_of_zeros_has_a_scale(tmp_path: Path) -> None:
 
 def test_stored_rows_are_the_sources_in_rotated_coordinates(checkpoint: Checkpoint, tmp_path: Path) -> None:
     vectors = vectors_of(checkpoint, 1)
-    convert(checkpoint, plan_of(checkpoint, 16), tmp_path / "p", 2, rotation=vectors)
+    convert(checkpoint, plan_of(checkpoint, 16), tmp_path / "p", 2, prepared=Preparation(rotation=vectors))
     reader, tensors, R = SecondReader(tmp_path / "p"), SHAPE.tensors(), rotation_matrix(D)
     for l in range(3):
         for matrix, name in {"gate": "w1", "up": "w3", "down": "w2"}.items():
@@ -117,7 +118,7 @@ def test_stored_rows_are_the_sources_in_rotated_coordinates(checkpoint: Checkpoi
 
 def test_verify_compares_in_the_packs_coordinates_to_the_bit(checkpoint: Checkpoint, tmp_path: Path) -> None:
     vectors = vectors_of(checkpoint)
-    convert(checkpoint, plan_of(checkpoint, 16), tmp_path / "p", 2, rotation=vectors)
+    convert(checkpoint, plan_of(checkpoint, 16), tmp_path / "p", 2, prepared=Preparation(rotation=vectors))
     with Pack(tmp_path / "p") as pack:
         errors = {error.matrix: error for error in compare_weights(pack, checkpoint)}
         assert all(errors[matrix].largest == 0 for matrix in ("gate", "up", "down"))
@@ -129,7 +130,7 @@ def test_verify_compares_in_the_packs_coordinates_to_the_bit(checkpoint: Checkpo
 
 def test_a_conversion_killed_at_any_item_ends_in_the_same_bytes(checkpoint: Checkpoint, tmp_path: Path) -> None:
     vectors, plan = vectors_of(checkpoint, 0), plan_of(checkpoint)
-    convert(checkpoint, plan, tmp_path / "whole", 2, rotation=vectors)
+    convert(checkpoint, plan, tmp_path / "whole", 2, prepared=Preparation(rotation=vectors))
     expected, deaths = files_in(tmp_path / "whole"), 0
 
     class DeadError(Exception):
@@ -143,7 +144,7 @@ def test_a_conversion_killed_at_any_item_ends_in_the_same_bytes(checkpoint: Chec
                 raise DeadError
 
         try:
-            convert(checkpoint, plan, tmp_path / "p", 1, on_step=dies, rotation=vectors)
+            convert(checkpoint, plan, tmp_path / "p", 1, on_step=dies, prepared=Preparation(rotation=vectors))
             break
         except DeadError:
             continue
@@ -155,7 +156,7 @@ def test_another_rotation_is_another_conversion(checkpoint: Checkpoint, tmp_path
     other = RotationVectors(vectors.input, -vectors.output)
     identities = set()
     for number, rotation in enumerate((None, vectors, other)):
-        convert(checkpoint, plan, tmp_path / str(number), 1, rotation=rotation)
+        convert(checkpoint, plan, tmp_path / str(number), 1, prepared=Preparation(rotation=rotation))
         with Pack(tmp_path / str(number)) as pack:
             identities.add(pack.manifest.conversion)
     assert len(identities) == 3
@@ -169,13 +170,13 @@ def test_experts_are_copied_from_an_earlier_pack_only_from_the_same_coordinates(
     for name, earlier_rotation, expected in (
         ("other", first, {1}), ("none", None, {1, 2}), ("same", second, {0, 1, 2})
     ):  # fmt: skip
-        convert(checkpoint, plan, tmp_path / name, 1, rotation=earlier_rotation)
+        convert(checkpoint, plan, tmp_path / name, 1, prepared=Preparation(rotation=earlier_rotation))
         layout = layout_for(checkpoint, plan, second)
         with EarlierPack(tmp_path / name, Recipe(checkpoint, plan, layout, None, None, second)) as opened:
             found = {item.layer for item in layout.items() if item.kind == "expert" and opened.contains(item)}
         assert found == expected, name
-    convert(checkpoint, plan, tmp_path / "direct", 1, rotation=second)
-    convert(checkpoint, plan, tmp_path / "copied", 1, rotation=second, earlier=tmp_path / "other")
+    convert(checkpoint, plan, tmp_path / "direct", 1, prepared=Preparation(rotation=second))
+    convert(checkpoint, plan, tmp_path / "copied", 1, prepared=Preparation(rotation=second), earlier=tmp_path / "other")
     assert different_files(files_in(tmp_path / "copied"), files_in(tmp_path / "direct")) == []
 
 
@@ -187,7 +188,13 @@ def test_calibrated_rows_are_rounded_on_rotated_inputs(checkpoint: Checkpoint, t
     plan = uniform_plan(checkpoint.spec, "up", part, part, None, "calibrated")
     layout, place = layout_for(checkpoint, plan, vectors), (1, 0)
     item = next(item for item in layout.items() if item.kind == "expert" and (item.layer, item.expert) == place)
-    convert(checkpoint, plan, tmp_path / "p", 1, calibration=profile, rotation=vectors, sequential=False)
+    convert(
+        checkpoint,
+        plan,
+        tmp_path / "p",
+        1,
+        prepared=Preparation(calibration=profile, rotation=vectors, sequential=False),
+    )
     made = made_item(Recipe(checkpoint, plan, layout, None, profile, vectors), item, Event())
     with Pack(tmp_path / "p") as pack:
         np.testing.assert_array_equal(pack.read_extent(*place), made.raw)
@@ -255,7 +262,9 @@ def test_the_command_rotates_and_inspect_and_verify_say_so(tmp_path: Path) -> No
 def test_inspect_names_the_layers_that_are_rotated(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for unrotated, text in (((), "all"), ((1,), "0, 2"), ((2,), "0-1")):
         out = tmp_path / text.replace(" ", "")
-        convert(checkpoint, plan_of(checkpoint), out, 1, rotation=vectors_of(checkpoint, *unrotated))
+        convert(
+            checkpoint, plan_of(checkpoint), out, 1, prepared=Preparation(rotation=vectors_of(checkpoint, *unrotated))
+        )
         assert f"\nrotated layers: {text}\n" in run("inspect", out).stdout
     convert(checkpoint, plan_of(checkpoint), tmp_path / "none", 1)
     assert "\nrotated layers: none\n" in run("inspect", tmp_path / "none").stdout

@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from support.models import Tensors, TinyMixtral
 from support.profiles import profiled, random_tokens
 
+from moe_pack.convert.account import ROUNDING_FILE, heavy_losses, read_rounding
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.rounding import ROUNDING_FILE, heavy_losses, read_rounding
 from moe_pack.formats import Pack
 
 MODEL = TinyMixtral(64, 128, num_layers=2, vocab_size=96)

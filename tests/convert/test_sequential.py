@@ -18,8 +18,8 @@ from moe_pack.calib.forward import LayerStates
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import ExpertTokens, GuardedQuantizer, LayerRotation, rotation_vectors
 from moe_pack.convert import convert
+from moe_pack.convert.account import Preparation, read_rounding
 from moe_pack.convert.cli.main import main
-from moe_pack.convert.rounding import read_rounding
 from moe_pack.convert.sequential import STATES_FOLDER
 from moe_pack.formats import (
     MATRICES,
@@ -100,7 +100,9 @@ def test_each_layer_is_quantized_for_the_inputs_that_the_finished_pack_gives(
     rotate: str, checkpoint: Checkpoint, profile: Profile, tmp_path: Path
 ) -> None:
     vectors = rotation_vectors(checkpoint.spec, "on") if rotate == "on" else None
-    convert(checkpoint, plan_of(checkpoint), tmp_path / "p", 2, calibration=profile, rotation=vectors)
+    convert(
+        checkpoint, plan_of(checkpoint), tmp_path / "p", 2, prepared=Preparation(calibration=profile, rotation=vectors)
+    )
     with Pack(tmp_path / "p") as pack, torch.inference_mode():
         stored = inputs_in(pack, profile, tmp_path / "states")
         for layer, e in ((0, 1), (1, 0), (2, 2)):
@@ -134,7 +136,7 @@ def test_any_workers_and_stops_give_the_same_bytes_and_no_states_stay(
     checkpoint: Checkpoint, profile: Profile, tmp_path: Path
 ) -> None:
     plan, out = plan_of(checkpoint), tmp_path / "p"
-    convert(checkpoint, plan, tmp_path / "one", 1, calibration=profile)
+    convert(checkpoint, plan, tmp_path / "one", 1, prepared=Preparation(calibration=profile))
     stopped = list[Path]()
 
     def on_step(step: Step) -> None:
@@ -147,23 +149,30 @@ def test_any_workers_and_stops_give_the_same_bytes_and_no_states_stay(
 
     for workers in (3, 1):
         with pytest.raises(KeyboardInterrupt):
-            convert(checkpoint, plan, out, workers, on_step=on_step, calibration=profile)
-    convert(checkpoint, plan, out, 2, calibration=profile)
+            convert(checkpoint, plan, out, workers, on_step=on_step, prepared=Preparation(calibration=profile))
+    convert(checkpoint, plan, out, 2, prepared=Preparation(calibration=profile))
     expected = files_in(tmp_path / "one")
     assert not different_files(files_in(out), expected) and not (out / STATES_FOLDER).exists()
     with pytest.raises(ConversionError, match="another pack"):
-        convert(checkpoint, plan, out, 1, calibration=profile, sequential=False)
+        convert(checkpoint, plan, out, 1, prepared=Preparation(calibration=profile, sequential=False))
 
 
 @pytest.mark.slow
 def test_layers_behind_a_changed_layer_are_not_copied(checkpoint: Checkpoint, profile: Profile, tmp_path: Path) -> None:
-    convert(checkpoint, plan_of(checkpoint), tmp_path / "earlier", 1, calibration=profile)
+    convert(checkpoint, plan_of(checkpoint), tmp_path / "earlier", 1, prepared=Preparation(calibration=profile))
     before = files_in(tmp_path / "earlier")
     for changed in ((2, 1), (1, 0)):
         with case(changed):
             plan, name = plan_of(checkpoint, changed), f"{changed[0]}"
-            convert(checkpoint, plan, tmp_path / name, 1, calibration=profile)
-            convert(checkpoint, plan, tmp_path / f"{name}c", 2, calibration=profile, earlier=tmp_path / "earlier")
+            convert(checkpoint, plan, tmp_path / name, 1, prepared=Preparation(calibration=profile))
+            convert(
+                checkpoint,
+                plan,
+                tmp_path / f"{name}c",
+                2,
+                prepared=Preparation(calibration=profile),
+                earlier=tmp_path / "earlier",
+            )
             whole = files_in(tmp_path / name)
             assert not different_files(files_in(tmp_path / f"{name}c"), whole)
             behind = [f"experts-{layer:03d}.safetensors" for layer in range(changed[0] + 1, MODEL.num_layers)]

@@ -3,7 +3,8 @@
 import numpy as np
 from support.cases import case
 
-from moe_pack.convert.plan.speed import MAX_AGE, Visits, drawn_passes, expected_misses, visits
+from moe_pack.convert.plan.cpu_speed import MAX_AGE, Visits, expected_misses, visits
+from moe_pack.convert.plan.speed import drawn_passes
 from moe_pack.runtime.offload import PRESETS, CacheFacts, Passes
 from moe_pack.runtime.offload.replay import replay
 

@@ -102,7 +102,8 @@ def run_scenarios(scenarios: Sequence[str], workplace: Path, *prefix: str, every
     """
     command = [*prefix, sys.executable, __file__, ",".join(scenarios), str(workplace), str(every)]
     # numpy's own threads are not wanted in a process that forks.
-    env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]  # of `support`
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=HANG_S)
     assert ended.returncode == 0, f"{', '.join(scenarios)} failed:\n{ended.stderr}"
     return {name: [_read_trial(trial) for trial in trials] for name, trials in json.loads(ended.stdout).items()}

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from moe_pack.calib.quantize import Rotate, rotation_vectors
 from moe_pack.convert import ConversionResult, convert
+from moe_pack.convert.account import Preparation
 from moe_pack.formats import Quantizer, Selector, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 
@@ -143,6 +144,8 @@ def pack(
     dense = None if dense_width is None else part_format(dense_width, group, scale_bits)
     try:
         plan = uniform_plan(checkpoint.spec, selector, part, part, dense, quantizer)
-        return convert(checkpoint, plan, out, workers, rotation=rotation_vectors(checkpoint.spec, rotate))
+        return convert(
+            checkpoint, plan, out, workers, prepared=Preparation(rotation=rotation_vectors(checkpoint.spec, rotate))
+        )
     finally:
         checkpoint.close()

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Losses
-from moe_pack.convert.plan.tiers import SpeedEstimate
+from moe_pack.convert.plan.speed import SpeedEstimate
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RunError
 from moe_pack.runtime import DiskFacts, ReadRate
 from moe_pack.runtime.engine.machine import SizedRate

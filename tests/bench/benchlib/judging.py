@@ -13,14 +13,15 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from support.allocation import least_loss
 from torch import Tensor
 
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.calib.quantize import needs_inputs, usual_repeats
 from moe_pack.convert import convert
+from moe_pack.convert.account import Preparation
 from moe_pack.convert.plan.rotation import PlanRotation
-from moe_pack.convert.plan.search import least_loss
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, PartFormat, Plan, Quantizer
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.layouts import expert_layout
@@ -110,9 +111,7 @@ class Judge:
                     plan,
                     out,
                     num_threads,
-                    calibration=self._profile,
-                    rotation=rotation,
-                    sequential=self._is_sequential,
+                    prepared=Preparation(calibration=self._profile, rotation=rotation, sequential=self._is_sequential),
                 )
                 torch.set_num_threads(num_threads)  # converting leaves torch with one thread
                 with Pack(out) as pack, operations_for(_CPU) as operations:
@@ -188,7 +187,7 @@ def uniform(spec: ModelSpec, part: PartFormat, quantizer: Quantizer) -> Plan:
 def planned(profile: Profile, spec: ModelSpec, max_bytes: int, quantizer: Quantizer = "calibrated") -> Plan | None:
     """Returns the planner's plan with the least predicted loss whose experts take at most `max_bytes`, if any fits."""
     stored = with_repeats(spec, usual_repeats(spec.expert.source_size) if quantizer == "calibrated" else 0)
-    found = least_loss(stored, "none", replace(losses_of(profile), quantizer=quantizer), max_bytes, None)
+    found = least_loss(stored, "none", replace(losses_of(profile), quantizer=quantizer), max_bytes)
     return found.decision.plan if found else None
 
 

@@ -7,8 +7,9 @@ import numpy as np
 
 from benchlib.packs import SKEW
 from moe_pack.convert import measure_fixed_costs, skewed_popularity
+from moe_pack.convert.plan.cpu_speed import estimate_on_cpu, planned_heat
 from moe_pack.convert.plan.machines import machine_of_cpu
-from moe_pack.convert.plan.speed import TokenEstimate, estimate_on_cpu, planned_heat
+from moe_pack.convert.plan.speed import TokenEstimate
 from moe_pack.formats import NO_PROGRESS, Pack
 from moe_pack.runtime import FixedCosts, MachineFacts, measure_disk
 from moe_pack.runtime.doctor import MeasurementSteps, measure_cpu

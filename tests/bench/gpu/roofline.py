@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from gpu.launches import CPU_CALL, Mode, TokenLaunches
 from gpu.packs import SKEW, PackRequest
 from moe_pack.convert import skewed_popularity
+from moe_pack.convert.plan.gpu_speed import pulled_records, running_rows
 from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, CALL_S, GPU_TOKEN_S, GPUS, HOST_RATE, LAUNCH_S, LINK_SHARE
-from moe_pack.convert.plan.speed import drawn_passes, pulled_records, running_rows
+from moe_pack.convert.plan.speed import drawn_passes
 from moe_pack.formats import PackLayout, dense_roles
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout

@@ -16,8 +16,8 @@ from gpu_roofline import COUNTS, Counts, measured_ms, predictions
 from support.cases import case
 from support.synthetic import plan_for, small
 
+from moe_pack.convert.plan.gpu_speed import estimate_on_gpu
 from moe_pack.convert.plan.machines import GPUS, machine_of_gpu
-from moe_pack.convert.plan.speed import estimate_on_gpu
 from moe_pack.formats import dense_roles
 from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime.gpu.kernels.rows import num_partials
