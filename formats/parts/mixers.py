@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from moe_pack.formats.base.json_files import added
-from moe_pack.formats.parts.roles import DenseRole, Shape, are_layers
+from moe_pack.formats.parts.part import DenseRole, Shape, are_layers
 
 CHUNK_TOKENS = 64  # that see each other by products of matrices, and all earlier ones through the state
 KEYED_CHUNK_TOKENS = 16  # where decays differ by key: tables are [heads, chunk, chunk, keys]

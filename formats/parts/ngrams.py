@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moe_pack.formats.parts import mixers
-from moe_pack.formats.parts.roles import DenseRole, are_layers
+from moe_pack.formats.parts.part import DenseRole, are_layers
 
 MAX_NGRAM_SIZE = 64
 MAX_HEADS = 4096  # of all layers, so that a hostile config cannot make us look for many prime numbers

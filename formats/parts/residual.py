@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_pack.formats.base.json_files import added
-from moe_pack.formats.parts import roles
+from moe_pack.formats.parts import part
 
 Half = Literal["attention", "mlp"]
 
@@ -185,24 +185,24 @@ def has_input_gates(residual: ResidualSpec | None, half: Half, has_experts: bool
     return isinstance(residual, GatedNormsSpec) and (half == "attention" or has_experts)
 
 
-def input_gate_roles(residual: ResidualSpec | None, half: Half, d: int, has_experts: bool) -> Iterator[roles.DenseRole]:
+def input_gate_roles(residual: ResidualSpec | None, half: Half, d: int, has_experts: bool) -> Iterator[part.DenseRole]:
     """Yields the tensors of the gates of a half's normed input, for a hidden size d."""
     if isinstance(residual, GatedNormsSpec) and has_input_gates(residual, half, has_experts):
-        yield roles.DenseRole(f"{half}_gates.down", (residual.rank, d), False)
-        yield roles.DenseRole(f"{half}_gates.up", (d, residual.rank), False)
+        yield part.DenseRole(f"{half}_gates.down", (residual.rank, d), False)
+        yield part.DenseRole(f"{half}_gates.up", (d, residual.rank), False)
 
 
-def stream_roles(residual: ResidualSpec | None, half: Half, d: int, offset: float) -> Iterator[roles.DenseRole]:
+def stream_roles(residual: ResidualSpec | None, half: Half, d: int, offset: float) -> Iterator[part.DenseRole]:
     """Yields the tensors of a half with streams, for a hidden size d; `offset`: of norms."""
     if isinstance(residual, GatedStreamsSpec):
         width = residual.streams * d
         yield from _gates(residual, f"{half}_streams", d, offset)
-        yield roles.DenseRole(f"{half}_streams.inject", (residual.streams, width), False)
+        yield part.DenseRole(f"{half}_streams.inject", (residual.streams, width), False)
     elif isinstance(residual, MixedStreamsSpec):
         yield from _weights(f"{half}_streams", residual.num_weights, residual.streams * d, 3 if residual.mixing else 2)
 
 
-def final_stream_roles(residual: ResidualSpec | None, d: int, offset: float) -> Iterator[roles.DenseRole]:
+def final_stream_roles(residual: ResidualSpec | None, d: int, offset: float) -> Iterator[part.DenseRole]:
     """Yields the tensors that make one stream of several after the last layer."""
     if isinstance(residual, GatedStreamsSpec):
         yield from _gates(residual, "streams", d, offset)
@@ -210,17 +210,17 @@ def final_stream_roles(residual: ResidualSpec | None, d: int, offset: float) -> 
         yield from _weights("streams", residual.streams, residual.streams * d, 1)
 
 
-def _gates(residual: GatedStreamsSpec, name: str, d: int, offset: float) -> Iterator[roles.DenseRole]:
+def _gates(residual: GatedStreamsSpec, name: str, d: int, offset: float) -> Iterator[part.DenseRole]:
     width = residual.streams * d
-    yield roles.DenseRole(f"{name}.norm", (width,), False, offset)
-    yield roles.DenseRole(f"{name}.down", (residual.rank, width), True)
-    yield roles.DenseRole(f"{name}.up", (width, residual.rank), True)
+    yield part.DenseRole(f"{name}.norm", (width,), False, offset)
+    yield part.DenseRole(f"{name}.down", (residual.rank, width), True)
+    yield part.DenseRole(f"{name}.up", (width, residual.rank), True)
 
 
-def _weights(name: str, number: int, width: int, num_scales: int) -> Iterator[roles.DenseRole]:
-    yield roles.DenseRole(f"{name}.weights", (number, width), False)
-    yield roles.DenseRole(f"{name}.base", (number,), False)
-    yield roles.DenseRole(f"{name}.scale", (num_scales,), False)
+def _weights(name: str, number: int, width: int, num_scales: int) -> Iterator[part.DenseRole]:
+    yield part.DenseRole(f"{name}.weights", (number, width), False)
+    yield part.DenseRole(f"{name}.base", (number,), False)
+    yield part.DenseRole(f"{name}.scale", (num_scales,), False)
 
 
 MAX_STREAMS = 64
@@ -236,7 +236,7 @@ def residual_fault(residual: ResidualSpec, moe_layers: tuple[int, ...], num_laye
         return None if residual.before or residual.after == halves[0] else "residual leaves a half without a norm"
     if isinstance(residual, ShortcutResidualSpec):
         layers = residual.layers
-        if not layers or not roles.are_layers(layers, num_layers - 1) or not set(layers) <= set(moe_layers):
+        if not layers or not part.are_layers(layers, num_layers - 1) or not set(layers) <= set(moe_layers):
             return "residual layers must list MoE layers before the last layer, at least one, in rising order"
         return "residual layers must not follow each other" if {i + 1 for i in layers} & set(layers) else None
     if isinstance(residual, ParallelResidualSpec):

@@ -21,22 +21,13 @@ from moe_pack.formats import parts  # its face loads a kind of part for a model 
 from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts.attention import (
     AttentionSpec,
-    CompressedSpec,
-    GroupedQuerySpec,
-    IndexerSpec,
-    LatentSpec,
     OtherAttentionSpec,
-    RelativeSpec,
     attention_fault,
-    attention_sizes,
-    cached_width,
-    compressed_roles,
-    grouped_query_roles,
-    latent_roles,
     others_fault,
-    relative_roles,
     rope_fault,
 )
+from moe_pack.formats.parts.latent import IndexerSpec, LatentSpec
+from moe_pack.formats.parts.part import DenseRole, are_layers
 from moe_pack.formats.parts.positions import RopeSpec
 from moe_pack.formats.parts.residual import (
     GatedStreamsSpec,
@@ -53,7 +44,6 @@ from moe_pack.formats.parts.residual import (
     residual_fault,
     stream_roles,
 )
-from moe_pack.formats.parts.roles import DenseRole, are_layers
 from moe_pack.formats.parts.router import RouterSpec as RouterSpec  # the face of `formats` offers it
 from moe_pack.formats.parts.router import router_fault, table_fault
 
@@ -312,11 +302,9 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
     for i in range(spec.num_hidden_layers):
         layer = _layer(spec, i, i in moe_layers, spec.encoder is not None and i >= num_encoding)
-        roles += [replace(role, name=f"layers.{i}.{role.name}") for role in layer]
-    if isinstance(spec.attention, RelativeSpec):
-        table = (spec.attention.num_buckets, spec.attention.num_heads)
-        stacks = ("",) if spec.encoder is None else ("encoder_", "")
-        roles += [DenseRole(f"{stack}position_bias", table, False) for stack in stacks]
+        roles += _under(f"layers.{i}.", layer)
+    for stack in ("",) if spec.encoder is None else ("encoder_", ""):
+        roles += _under(stack, spec.attention.stack_roles())
     if spec.encoder is not None:
         roles += _norm(spec, "encoder_norm")
     roles += final_stream_roles(spec.residual, spec.hidden_size, _offset(spec.norm))
@@ -336,8 +324,7 @@ def usual_dtypes(spec: ModelSpec) -> tuple[str, ...]:
 
 def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
     if (ngrams := spec.ngrams_of(layer)) is not None:
-        for role in ngrams.roles(spec.hidden_size, spec.stream_width, _offset(spec.norm)):
-            yield replace(role, name=f"ngrams.{role.name}")
+        yield from _under("ngrams.", ngrams.roles(spec.hidden_size, spec.stream_width, _offset(spec.norm)))
     if spec.has_first(layer):
         yield from _first_half(spec, layer, is_crossing)
     if not spec.has_second(layer):
@@ -390,19 +377,16 @@ def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[Dens
     if has_output_norm(spec.residual, "attention", False):
         yield from _norm(spec, "attention_post_norm")
     if mixer is not None:
-        for role in mixer.roles(spec.hidden_size):
-            yield DenseRole(f"mixer.{role.name}", role.shape, role.quantizable)
-    elif isinstance(attention, GroupedQuerySpec):
-        yield from grouped_query_roles(attention, spec.hidden_size, _offset(spec.norm))
-    elif isinstance(attention, LatentSpec):
-        yield from latent_roles(attention, spec.hidden_size)
-    elif isinstance(attention, CompressedSpec):
-        yield from compressed_roles(attention, spec.hidden_size)
-    else:
-        yield from relative_roles(attention, spec.hidden_size, "attention")
-        if is_crossing:
-            yield from _norm(spec, "cross_norm")
-            yield from relative_roles(attention, spec.hidden_size, "cross")
+        yield from _under("mixer.", mixer.roles(spec.hidden_size))
+        return
+    yield from _under("attention.", attention.roles(spec.hidden_size, _offset(spec.norm)))
+    if is_crossing:
+        yield from _norm(spec, "cross_norm")
+        yield from _under("cross.", attention.roles(spec.hidden_size, _offset(spec.norm)))
+
+
+def _under(prefix: str, roles: Iterator[DenseRole]) -> Iterator[DenseRole]:
+    return (replace(role, name=f"{prefix}{role.name}") for role in roles)
 
 
 def _offset(norm: NormSpec) -> float:
@@ -439,8 +423,8 @@ def cached_values(spec: ModelSpec) -> int:
     With an encoder, each token of the text and each token of the answer adds so many to the decoder's layers.
     """
     if spec.encoder is not None:
-        return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * cached_width(spec.attention)
-    return sum(cached_width(spec.attention_of(layer)) for layer in attending(spec))
+        return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * spec.attention.cached_width
+    return sum(spec.attention_of(layer).cached_width for layer in attending(spec))
 
 
 def attending(spec: ModelSpec) -> list[int]:
@@ -472,10 +456,7 @@ def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int
 def layer_cache_values(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
     """Returns the values of a decoder layer's key-value cache, as `cache_values` of all."""
     places = cached_tokens(spec, layer, context_tokens, chunk_tokens)
-    attention = spec.attention_of(layer)
-    if isinstance(attention, CompressedSpec) and places:
-        return attention.cache_values(places, context_tokens, chunk_tokens)
-    return places * cached_width(attention)
+    return spec.attention_of(layer).cache_values(places, context_tokens, chunk_tokens)
 
 
 def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
@@ -485,15 +466,8 @@ def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens
     """
     if spec.mixer_of(layer) is not None or not spec.has_first(layer):
         return 0
-    window = _window(spec, layer)
+    window = spec.attention_of(layer).window(layer)
     return context_tokens if window is None else min(context_tokens, window - 1 + chunk_tokens)
-
-
-def _window(spec: ModelSpec, layer: int) -> int | None:
-    attention = spec.attention_of(layer)
-    if isinstance(attention, CompressedSpec):
-        return attention.sliding_window
-    return attention.window(layer) if isinstance(attention, GroupedQuerySpec) else None
 
 
 def _dense_parameters(spec: ModelSpec) -> int:
@@ -556,7 +530,7 @@ def _sizes_fault(spec: ModelSpec) -> str | None:
         "router capacity": spec.router.capacity,
         "intermediate_size": spec.expert.intermediate_size,
         "shared intermediate_size": spec.shared_expert.intermediate_size if spec.shared_expert else None,
-    } | attention_sizes(spec.attention)
+    } | spec.attention.sizes
     for name, size in sizes.items():
         if size is not None and not 0 < size < 2**31:
             return f"{name} is {size}, expected 1 to 2^31 - 1"
@@ -603,7 +577,7 @@ def _encoder_fault(spec: ModelSpec) -> str | None:
     encoder = spec.encoder
     if encoder is None:
         return None
-    if not isinstance(spec.attention, RelativeSpec) or spec.others:
+    if spec.attention.kind != "relative" or spec.others:
         return f"attention is {spec.attention.kind}, but a model with an encoder needs relative"
     if not 0 < encoder.num_layers < spec.num_hidden_layers:
         return f"the encoder has {encoder.num_layers} of {spec.num_hidden_layers} layers, expected some, but not all"
@@ -617,7 +591,7 @@ def _encoder_fault(spec: ModelSpec) -> str | None:
 def _mixer_fault(spec: ModelSpec) -> str | None:
     if spec.mixer is not None and spec.encoder is not None:
         return "a model with an encoder cannot have a mixer in place of attention"
-    is_grouped = all(isinstance(attention, GroupedQuerySpec) for attention, _ in spec.attention_kinds)
+    is_grouped = all(attention.kind == "grouped_query" for attention, _ in spec.attention_kinds)
     if spec.norm.unbiased and spec.norm.kind != "layer":
         return f"a norm that is unbiased needs kind layer, found {spec.norm.kind}"
     if spec.norm.zero_centered and (spec.norm.kind != "rms" or not is_grouped):
