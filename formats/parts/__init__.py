@@ -20,10 +20,8 @@ if TYPE_CHECKING:
         MixerSpec,
         ShortConvSpec,
         StateShape,
-        halves_fault,
-        mixer_fault,
     )
-    from moe_pack.formats.parts.ngrams import NgramSpec, ngrams_fault
+    from moe_pack.formats.parts.ngrams import NgramSpec
     from moe_pack.formats.parts.part import DenseRole
     from moe_pack.formats.parts.positions import RopeSpec
     from moe_pack.formats.parts.relative import RelativeSpec

@@ -47,9 +47,9 @@ def others_fault(
     for other in others:
         if not other.layers or not part.are_layers(other.layers, num_layers) or set(other.layers) - set(attending):
             return "others must list decoder layers with attention, at least one each, in rising order"
-        sizes = other.attention.sizes | {"rotary_dim": other.rope.rotary_dim if other.rope else None}
+        sizes = other.attention.sizes | ({"rotary_dim": other.rope.rotary_dim} if other.rope else {})
         for name, size in sizes.items():
-            if size is not None and not 0 < size < 2**31:
+            if not 0 < size < 2**31:
                 return f"{name} of others is {size}, expected 1 to 2^31 - 1"
         fault = attention_fault(other.attention, other.rope, num_layers) or rope_fault(other.rope, other.attention)
         if fault is not None:

@@ -80,13 +80,13 @@ class CompressedSpec(heads.Attention):
         return self.num_heads * self.head_dim // self.num_groups
 
     @property
-    def sizes(self) -> dict[str, int | None]:
-        names = ("num_heads", "head_dim", "q_lora_rank", "sliding_window", "num_groups", "o_lora_rank")
-        found = {name: getattr(self, name) for name in names}
+    def sizes(self) -> dict[str, int]:
+        found = part.sizes_of(self)
         if self.compression is not None:
-            found["window_tokens"] = self.compression.window_tokens
-            if (indexer := self.compression.indexer) is not None:
-                found |= {f"indexer {name}": getattr(indexer, name) for name in ("num_heads", "head_dim", "top_k")}
+            found |= part.sizes_of(self.compression)
+            if self.compression.indexer is not None:
+                own = part.sizes_of(self.compression.indexer)
+                found |= {f"indexer {name}": size for name, size in own.items()}
         return found
 
     def fault(self, rope: positions.RopeSpec | None, num_layers: int) -> str | None:
@@ -174,6 +174,5 @@ class CompressedSpec(heads.Attention):
         num_entries = 0 if compression is None else num_positions // compression.window_tokens
         return (window + num_entries) * (heads.MASKS * num_tokens + 4 * self.head_dim)
 
-    def lacks(self, runner: part.Runner) -> Iterator[str]:
-        if runner == "gpu":
-            yield "compressed attention"
+    def is_unknown_to(self, runner: part.Runner) -> bool:
+        return runner == "gpu"

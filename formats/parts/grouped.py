@@ -89,13 +89,10 @@ class GroupedQuerySpec(heads.Attention):
         return self.head_dim if self.value_head_dim is None else self.value_head_dim
 
     @property
-    def sizes(self) -> dict[str, int | None]:
-        names = ("num_heads", "num_kv_heads", "head_dim", "sliding_window", "value_head_dim")
-        found = {name: getattr(self, name) for name in names}
-        if (indexer := self.indexer) is not None:
-            own = ("num_heads", "head_dim", "block_tokens", "num_blocks")
-            found |= {f"indexer {name}": getattr(indexer, name) for name in own}
-        return found
+    def sizes(self) -> dict[str, int]:
+        own = {} if self.indexer is None else part.sizes_of(self.indexer)
+        own.pop("local_blocks", None)  # 0 is none
+        return part.sizes_of(self) | {f"indexer {name}": size for name, size in own.items()}
 
     def fault(self, rope: positions.RopeSpec | None, num_layers: int) -> str | None:
         if self.num_heads % self.num_kv_heads:

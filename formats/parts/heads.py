@@ -24,9 +24,9 @@ class Attention(part.Part, ABC):
     __slots__ = ()
 
     @property
-    @abstractmethod
-    def sizes(self) -> dict[str, int | None]:
+    def sizes(self) -> dict[str, int]:
         """The sizes that must be positive, by name."""
+        return part.sizes_of(self)
 
     @abstractmethod
     def fault(self, rope: positions.RopeSpec | None, num_layers: int) -> str | None:
@@ -43,6 +43,10 @@ class Attention(part.Part, ABC):
     def stack_roles(self) -> Iterator[part.DenseRole]:
         """Yields the dense tensors that all layers of a stack share."""
         yield from ()
+
+    def is_unknown_to(self, runner: part.Runner) -> bool:
+        """Returns whether a runner lacks this kind of attention as a whole, whatever its fields."""
+        return False
 
     # ---- cache ----
 

@@ -63,12 +63,9 @@ class LatentSpec(heads.Attention):
         return None if self.indexer is None or self.indexer.shared else self.indexer
 
     @property
-    def sizes(self) -> dict[str, int | None]:
-        names = ("num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        found = {name: getattr(self, name) for name in names}
-        if (indexer := self.indexer) is not None:
-            found |= {f"indexer {name}": getattr(indexer, name) for name in ("num_heads", "head_dim", "top_k")}
-        return found
+    def sizes(self) -> dict[str, int]:
+        own = {} if self.indexer is None else part.sizes_of(self.indexer)
+        return part.sizes_of(self) | {f"indexer {name}": size for name, size in own.items()}
 
     def fault(self, rope: positions.RopeSpec | None, num_layers: int) -> str | None:
         if not 0 < self.lora_norm_eps < 1:

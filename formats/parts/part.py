@@ -5,9 +5,9 @@ router stands in its module, next to its fields. The answers are plain numbers a
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 Shape = tuple[int, ...]
 
@@ -39,6 +39,12 @@ def plain_dtypes(role: DenseRole) -> tuple[str, ...]:
 def are_layers(layers: tuple[int, ...], num_layers: int) -> bool:
     """Returns whether these are layers of a model of `num_layers`, in rising order."""
     return all(low < high for low, high in pairwise((-1, *layers, num_layers)))
+
+
+def sizes_of(record: Any) -> dict[str, int]:
+    """Returns the fields of a dataclass that are whole numbers, by name."""
+    values = ((field.name, getattr(record, field.name)) for field in fields(record))
+    return {name: value for name, value in values if type(value) is int}
 
 
 # What may lack something of a part: the engine of a GPU, its kernels if keys and values are codes, and llama.cpp

@@ -26,10 +26,6 @@ class RelativeSpec(heads.Attention):
     max_distance: int  # all distances beyond it share one bucket
     scale: float  # multiplies query times key
 
-    @property
-    def sizes(self) -> dict[str, int | None]:
-        return {name: getattr(self, name) for name in ("num_heads", "head_dim", "num_buckets", "max_distance")}
-
     def fault(self, rope: positions.RopeSpec | None, num_layers: int) -> str | None:
         # There are two directions. In each, half of the buckets have one distance; the others grow up to max_distance.
         if self.num_buckets % 4 or self.num_buckets > MAX_BUCKETS:
@@ -61,6 +57,9 @@ class RelativeSpec(heads.Attention):
     @property
     def mixed_width(self) -> int:
         return self.head_dim
+
+    def is_unknown_to(self, runner: part.Runner) -> bool:
+        return runner == "gpu"
 
     def position_bytes(self, num_tokens: int, num_positions: int, pieces: heads.PieceBytes) -> int:
         biases = 4 * 2 * self.num_heads * 2 * num_positions
