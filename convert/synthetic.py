@@ -47,6 +47,7 @@ from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.pack import codecs, layouts, manifests, plans
 from moe_pack.formats.pack.writer import PackWriter, Step
 from moe_pack.formats.parts import specs
+from moe_pack.formats.parts.residual import PLAIN
 from moe_pack.runtime.model import TORCH, PackedExpert, activations
 
 # The constant part of a normed hidden state, one value in every dimension: a quarter of the state's square.
@@ -122,7 +123,7 @@ def dense_spread(spec: formats.ModelSpec, role: parts.DenseRole) -> WeightDistri
 def dense_vector(spec: formats.ModelSpec, role: parts.DenseRole, stream: np.random.BitGenerator) -> NDArray[np.float32]:
     """Returns the values of a norm, a bias, attention sinks or a mixer's vector: float32 [role.shape[0]]."""
     name, num_values = role.name.rpartition(".")[2], role.shape[0]
-    before_router = "attention_norm" if isinstance(spec.residual, parts.ParallelResidualSpec) else "mlp_norm"
+    before_router = (spec.residual or PLAIN).router_norm
     if role.name == "norm":
         return _last_norm(spec, num_values, stream)
     if name == before_router and spec.norm.kind == "layer":
@@ -149,9 +150,7 @@ def _is_of_gates(role: parts.DenseRole) -> bool:
 
 def _hidden_rms(spec: formats.ModelSpec) -> float:
     """Returns the rms of hidden states: 1 where halves read them as they are, or add to what they read."""
-    is_read = isinstance(spec.residual, parts.NormedResidualSpec) and not spec.residual.before
-    is_read |= isinstance(spec.residual, parts.NormedStateSpec)
-    return 1.0 if is_read else _HIDDEN_RMS
+    return 1.0 if (spec.residual or PLAIN).is_read_as_is else _HIDDEN_RMS
 
 
 def _mixer_vector(name: str, num_values: int, stream: np.random.BitGenerator, is_bounded: bool) -> NDArray[np.float32]:

@@ -15,7 +15,7 @@ from typing import Literal
 from moe_pack import formats
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import DenseRole
-from moe_pack.formats.parts.roles import FLOAT_DTYPES, INTEGER_DTYPES
+from moe_pack.formats.parts.part import FLOAT_DTYPES, INTEGER_DTYPES
 
 
 @dataclass(frozen=True, slots=True)

@@ -445,21 +445,13 @@ def not_loaded(spec: specs.ModelSpec, architecture: str) -> str | None:
 
     Source: llama.cpp, src/models/, the shapes in each architecture's `load_arch_tensors`; src/llama-graph.cpp.
     """
-    attention, mixer, router = spec.attention, spec.mixer, spec.router
+    attention = spec.attention
     if spec.tied_head and architecture in _OWN_HEAD:
         return "a head that is the embedding"
-    if router.kind == "softmax_topk" and router.n_group > 1:
-        return "groups of experts that compete by their best expert; llama.cpp adds up the best two"
     if architecture == "nemotron_h_moe" and specs.num_dense_layers(spec):
         return "layers with a dense expert, where other layers have routed experts"
-    if isinstance(mixer, parts.MambaSpec) and (mixer.proj_bias or not mixer.conv_bias):
-        return "biases of Mamba's projections, or none of its convolution"
-    if isinstance(mixer, parts.Mamba2Spec) and mixer.proj_bias:
-        return "biases of Mamba's projections"
-    if isinstance(mixer, parts.ShortConvSpec) and mixer.bias:
-        return "biases of short convolutions"
-    if isinstance(mixer, parts.GatedDeltaSpec) and mixer.key_head_dim != mixer.value_head_dim:
-        return f"heads with {mixer.key_head_dim} keys and {mixer.value_head_dim} values; both must be equal"
+    if (lacked := next(spec.lacks("gguf"), None)) is not None:
+        return lacked
     if isinstance(attention, parts.GroupedQuerySpec):
         kinds = (kind for kind, _ in spec.attention_kinds if isinstance(kind, parts.GroupedQuerySpec))
         if architecture in _WINDOWED and all(kind.sliding_window is None for kind in kinds):
@@ -472,8 +464,6 @@ def not_loaded(spec: specs.ModelSpec, architecture: str) -> str | None:
             return "a sliding window"
         if architecture == "dots1" and attention.num_kv_heads != attention.num_heads:
             return "fewer heads of keys than of queries"
-    if isinstance(attention, parts.LatentSpec) and attention.indexer is not None and attention.indexer.head_dim % 64:
-        return f"an indexer with heads of {attention.indexer.head_dim}; llama.cpp needs a multiple of 64"
     scaling = spec.rope.scaling if spec.rope else None
     if (
         isinstance(attention, parts.LatentSpec)

@@ -20,7 +20,7 @@ from moe_pack.formats.base import commands
 from moe_pack.formats.base.errors import PackError
 from moe_pack.formats.pack import layouts, manifests, plans, safetensors
 from moe_pack.formats.pack.manifests import read_order
-from moe_pack.formats.parts import roles
+from moe_pack.formats.parts import part
 from moe_pack.formats.parts.specs import dense_roles
 
 _NO_SOURCE_SHA256 = hashlib.sha256(manifests.NO_SOURCE).hexdigest()
@@ -239,7 +239,7 @@ class Pack:
                     fault = f"shape {[stored.rows, stored.cols]}, expected {list(role.shape)}"
                 if fault:
                     raise PackError(f"{manifests.MANIFEST_FILE}: dense {role.name!r}: {fault}")
-            elif entry.dtype not in (known := roles.plain_dtypes(role)):
+            elif entry.dtype not in (known := part.plain_dtypes(role)):
                 raise PackError(
                     f"{layouts.DENSE_FILE}: tensor {role.name!r} is {entry.dtype}, expected one of {', '.join(known)}"
                 )
@@ -285,7 +285,7 @@ class Pack:
             entries = {entry.name: entry for entry in safetensors.read_header(self.folder / name, PackError)}
             if layouts.TABLE not in entries:
                 raise PackError(f"{name}: tensor {layouts.TABLE!r} is missing")
-            if entries[layouts.TABLE].dtype not in roles.FLOAT_DTYPES:
+            if entries[layouts.TABLE].dtype not in part.FLOAT_DTYPES:
                 raise PackError(
                     f"{name}: tensor {layouts.TABLE!r} is {entries[layouts.TABLE].dtype}, expected one of BF16, "
                     "F16, F32"

@@ -5,22 +5,11 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.formats.parts.attention import (
-        PROJECTIONS,
-        AttentionSpec,
-        BlockIndexerSpec,
-        CompressedSpec,
-        CompressionSpec,
-        EntryIndexerSpec,
-        GroupedQuerySpec,
-        IndexerSpec,
-        LatentSpec,
-        OtherAttentionSpec,
-        OutputGateSpec,
-        Projection,
-        RelativeSpec,
-        TemperatureSpec,
-    )
+    from moe_pack.formats.parts.attention import AttentionSpec, OtherAttentionSpec
+    from moe_pack.formats.parts.compressed import CompressedSpec, CompressionSpec, EntryIndexerSpec
+    from moe_pack.formats.parts.grouped import PROJECTIONS, BlockIndexerSpec, GroupedQuerySpec, Projection
+    from moe_pack.formats.parts.heads import OutputGateSpec, TemperatureSpec
+    from moe_pack.formats.parts.latent import IndexerSpec, LatentSpec
     from moe_pack.formats.parts.mixers import (
         GatedDeltaSpec,
         HalvesSpec,
@@ -31,11 +20,11 @@ if TYPE_CHECKING:
         MixerSpec,
         ShortConvSpec,
         StateShape,
-        halves_fault,
-        mixer_fault,
     )
-    from moe_pack.formats.parts.ngrams import NgramSpec, ngrams_fault
+    from moe_pack.formats.parts.ngrams import NgramSpec
+    from moe_pack.formats.parts.part import DenseRole
     from moe_pack.formats.parts.positions import RopeSpec
+    from moe_pack.formats.parts.relative import RelativeSpec
     from moe_pack.formats.parts.residual import (
         FactorsSpec,
         GatedNormsSpec,
@@ -46,6 +35,5 @@ if TYPE_CHECKING:
         ParallelResidualSpec,
         ShortcutResidualSpec,
     )
-    from moe_pack.formats.parts.roles import DenseRole
 else:
     __getattr__ = face(__name__)

@@ -11,22 +11,26 @@ Neither grows with the text, and neither can be cut back to an earlier position.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from moe_pack.formats.base.json_files import added
-from moe_pack.formats.parts.roles import DenseRole, Shape, are_layers
+from moe_pack.formats.parts import part
+from moe_pack.formats.parts.part import DenseRole
 
 CHUNK_TOKENS = 64  # that see each other by products of matrices, and all earlier ones through the state
 KEYED_CHUNK_TOKENS = 16  # where decays differ by key: tables are [heads, chunk, chunk, keys]
+MAX_CONV_KERNEL = 64
+MAX_STATE_VALUES = 2**31  # of a layer
 
 
 class StateShape(NamedTuple):
     """The state of a layer: `conv` [earlier inputs, channels] and `recurrent` [heads, keys, values]; () for none."""
 
-    conv: Shape
-    recurrent: Shape
+    conv: part.Shape
+    recurrent: part.Shape
 
     @property
     def num_values(self) -> int:
@@ -34,26 +38,74 @@ class StateShape(NamedTuple):
         return sum(math.prod(shape) for shape in (self.conv, self.recurrent) if shape)
 
 
+class Mixer(part.Part, ABC):
+    """A kind of mixer."""
+
+    __slots__ = ()
+    kind: str
+    layers: tuple[int, ...]
+
+    @abstractmethod
+    def roles(self, d: int) -> Iterator[DenseRole]:
+        """Yields the tensors of a layer, for a hidden size d."""
+
+    @property
+    @abstractmethod
+    def state(self) -> StateShape:
+        """The shape of a layer's state."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """The most floats of one token while the mixer runs."""
+
+    @property
+    def chunk_floats(self) -> int:
+        """The most floats of a chunk of tokens that are computed together; 0 if none are."""
+        return 0
+
+    def fault(self, num_layers: int) -> str | None:
+        """Returns why it cannot be the mixer of a model of so many layers, or None."""
+        sizes = part.sizes_of(self)
+        for name, size in sizes.items():
+            if not 0 < size < 2**31:
+                return f"mixer {name} is {size}, expected 1 to 2^31 - 1"
+        if not self.layers or not part.are_layers(self.layers, num_layers):
+            return "mixer layers must list decoder layers, at least one, in rising order"
+        if sizes.get("conv_kernel", 1) > MAX_CONV_KERNEL:
+            return f"mixer conv_kernel is {sizes['conv_kernel']}, expected at most {MAX_CONV_KERNEL}"
+        if self.state.num_values > MAX_STATE_VALUES:
+            return f"a mixer's state has {self.state.num_values} values, expected at most 2^31"
+        return self.own_fault()
+
+    def own_fault(self) -> str | None:
+        """Returns why values that this kind alone has cannot be, or None."""
+        return None
+
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        if runner == "gpu":
+            yield f"layers of {self.kind}"
+
+
 @dataclass(frozen=True, slots=True)
-class GatedDeltaSpec:
+class GatedDeltaSpec(Mixer):
     """Gated DeltaNet: a state `[key_head_dim, value_head_dim]` for each value head, corrected towards the newest value.
 
-    `num_key_heads` queries and keys serve `num_value_heads` values. Queries, keys and values go through a causal
-    convolution of `conv_kernel` taps and silu first. `interleaved`: the projections lie together, in two matrices, key
-    head after key head; else each has its own matrix, but for queries, keys and values, which share one.
-    `gate`: the function of the output's gates, which come after its norm.
+    Queries, keys and values go through a causal convolution and silu first.
     Source: Gated Delta Networks (2412.06464); transformers, models/qwen3_next, Qwen3NextGatedDeltaNet.
     """
 
     kind: Literal["gated_delta_net"]
-    layers: tuple[int, ...]
-    num_key_heads: int
+    layers: tuple[int, ...]  # rising
+    num_key_heads: int  # of queries and keys, which serve the heads of values
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
-    conv_kernel: int
+    conv_kernel: int  # taps of the convolution
+    # the projections lie together, in two matrices, key head after key head; else each has its own matrix, but for
+    # queries, keys and values, which share one
     interleaved: bool
-    gate: Literal["silu", "sigmoid"] = added("silu")
+    gate: Literal["silu", "sigmoid"] = added("silu")  # function of the output's gates, which come after its norm
 
     @property
     def key_width(self) -> int:
@@ -71,7 +123,6 @@ class GatedDeltaSpec:
         return 2 * self.key_width + self.value_width
 
     def roles(self, d: int) -> Iterator[DenseRole]:
-        """Yields the tensors of a layer, for a hidden size d."""
         if self.interleaved:
             yield DenseRole("qkvz", (self.conv_channels + self.value_width, d), True)
             yield DenseRole("ba", (2 * self.num_value_heads, d), False)
@@ -88,55 +139,48 @@ class GatedDeltaSpec:
 
     @property
     def state(self) -> StateShape:
-        """The shape of a layer's state."""
         recurrent = (self.num_value_heads, self.key_head_dim, self.value_head_dim)
         return StateShape((self.conv_kernel - 1, self.conv_channels), recurrent)
 
     @property
     def width(self) -> int:
-        """The most floats of one token while the mixer runs."""
         # Projections, also in order; the convolution's inputs and outputs; queries and keys of each value head, scaled;
         # values; what is read, normed, and gated.
         return 5 * (self.conv_channels + self.value_width) + 4 * self.num_value_heads * self.key_head_dim
 
     @property
     def chunk_floats(self) -> int:
-        """The most floats of a chunk of tokens that are computed together."""
         rows = self.key_head_dim + self.value_head_dim
         return self.num_value_heads * CHUNK_TOKENS * (8 * CHUNK_TOKENS + 4 * rows)
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that must be positive, by name."""
-        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def fault(self) -> str | None:
-        """Why heads of these sizes cannot run; None if they can."""
+    def own_fault(self) -> str | None:
         if self.num_value_heads % self.num_key_heads:
             return f"{self.num_value_heads} value heads cannot share {self.num_key_heads} keys"
         return None
 
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        yield from Mixer.lacks(self, runner)
+        if runner == "gguf" and self.key_head_dim != self.value_head_dim:
+            yield f"heads with {self.key_head_dim} keys and {self.value_head_dim} values; both must be equal"
+
 
 @dataclass(frozen=True, slots=True)
-class KimiDeltaSpec:
+class KimiDeltaSpec(Mixer):
     """Kimi delta attention: Gated DeltaNet in which each of a head's `head_dim` keys has a decay of its own.
 
-    Decays, and gates of the output, come from the hidden state through `head_dim` values between two matrices; if
-    `full_rank`, through one matrix. `lower_bound`: of the logarithm of a decay, which a sigmoid keeps above it; null:
-    decays have no bound.
     Source: Kimi Linear (2510.26692), section 3; transformers, models/kimi_linear, KimiLinearDeltaAttention, and
     models/bailing_hybrid, BailingHybridDeltaAttention, for full rank and bounds.
     """
 
     kind: Literal["kimi_delta_attention"]
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # rising
     num_heads: int
     head_dim: int
-    conv_kernel: int
+    conv_kernel: int  # taps of the convolution
+    # decays, and gates of the output, come from the hidden state through one matrix, not through `head_dim` values
+    # between two
     full_rank: bool = added(False)
-    lower_bound: float | None = added(None)
+    lower_bound: float | None = added(None)  # of the logarithm of a decay, which a sigmoid keeps above it; null: none
 
     @property
     def head_width(self) -> int:
@@ -144,7 +188,6 @@ class KimiDeltaSpec:
         return self.num_heads * self.head_dim
 
     def roles(self, d: int) -> Iterator[DenseRole]:
-        """Yields the tensors of a layer, for a hidden size d."""
         width, size = self.head_width, self.head_dim
         for name in ("q", "k", "v"):
             yield DenseRole(name, (width, d), True)
@@ -168,53 +211,41 @@ class KimiDeltaSpec:
 
     @property
     def state(self) -> StateShape:
-        """The shape of a layer's state."""
         recurrent = (self.num_heads, self.head_dim, self.head_dim)
         return StateShape((self.conv_kernel - 1, 3 * self.head_width), recurrent)
 
     @property
     def width(self) -> int:
-        """The most floats of one token while the mixer runs."""
         return 16 * self.head_width
 
     @property
     def chunk_floats(self) -> int:
-        """The most floats of a chunk of tokens that are computed together."""
         return self.num_heads * KEYED_CHUNK_TOKENS * self.head_dim * (4 * KEYED_CHUNK_TOKENS + 12)
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that must be positive, by name."""
-        return {name: getattr(self, name) for name in ("num_heads", "head_dim", "conv_kernel")}
-
-    @property
-    def fault(self) -> str | None:
-        """Why decays with such a bound cannot be; None if they can."""
+    def own_fault(self) -> str | None:
         if self.lower_bound is not None and not -1e6 < self.lower_bound < 0:
             return f"mixer lower_bound is {self.lower_bound}, expected above -1e6 and below 0"
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Spec:
+class Mamba2Spec(Mixer):
     """Mamba-2: a state `[state_size, head_dim]` for each head, with one decay a head.
 
-    `num_groups` pairs of B and C (keys and queries) serve the heads. The convolution has a bias if `conv_bias`, both
-    projections if `proj_bias`. A step is at least `time_step_min`. The output's gate comes before its norm, which each
-    group has for itself.
+    The output's gate comes before its norm, which each group has for itself.
     Source: Mamba-2 (2405.21060), section 7; transformers, models/granitemoehybrid and models/nemotron_h.
     """
 
     kind: Literal["mamba2"]
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # rising
     num_heads: int
     head_dim: int
     state_size: int
-    num_groups: int
-    conv_kernel: int
-    conv_bias: bool
-    proj_bias: bool
-    time_step_min: float
+    num_groups: int  # pairs of B and C (keys and queries), which serve the heads
+    conv_kernel: int  # taps of the convolution
+    conv_bias: bool  # of the convolution
+    proj_bias: bool  # of both projections
+    time_step_min: float  # the least step
 
     @property
     def head_width(self) -> int:
@@ -227,7 +258,6 @@ class Mamba2Spec:
         return self.head_width + 2 * self.num_groups * self.state_size
 
     def roles(self, d: int) -> Iterator[DenseRole]:
-        """Yields the tensors of a layer, for a hidden size d."""
         projected = self.head_width + self.conv_channels + self.num_heads
         yield DenseRole("in", (projected, d), True)
         if self.proj_bias:
@@ -244,56 +274,49 @@ class Mamba2Spec:
 
     @property
     def state(self) -> StateShape:
-        """The shape of a layer's state."""
         recurrent = (self.num_heads, self.state_size, self.head_dim)
         return StateShape((self.conv_kernel - 1, self.conv_channels), recurrent)
 
     @property
     def width(self) -> int:
-        """The most floats of one token while the mixer runs."""
         return 5 * (self.head_width + self.conv_channels) + 4 * self.num_heads * self.state_size
 
     @property
     def chunk_floats(self) -> int:
-        """The most floats of a chunk of tokens that are computed together."""
         return self.num_heads * CHUNK_TOKENS * (8 * CHUNK_TOKENS + 4 * (self.state_size + self.head_dim))
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that must be positive, by name."""
-        names = ("num_heads", "head_dim", "state_size", "num_groups", "conv_kernel")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def fault(self) -> str | None:
-        """Why heads and steps like these cannot run; None if they can."""
+    def own_fault(self) -> str | None:
         if self.num_heads % self.num_groups:
             return f"{self.num_heads} heads cannot share {self.num_groups} groups"
         if not 0 <= self.time_step_min < 1e6:
             return f"mixer time_step_min is {self.time_step_min}, expected from 0 to less than 1e6"
         return None
 
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        yield from Mixer.lacks(self, runner)
+        if runner == "gguf" and self.proj_bias:
+            yield "biases of Mamba's projections"
+
 
 @dataclass(frozen=True, slots=True)
-class MambaSpec:
+class MambaSpec(Mixer):
     """Mamba: a state `[state_size]` for each of `channels`, in which each value has a decay of its own.
 
-    A step of each channel comes from the hidden state through `step_rank` values; these, B and C are normed (rms, the
-    model's eps). The convolution has a bias if `conv_bias`, both outer projections if `proj_bias`.
     Source: Mamba (2312.00752), section 3; Jamba (2403.19887), section 6.4, for the norms; transformers, models/jamba.
     """
 
     kind: Literal["mamba"]
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # rising
     channels: int
     state_size: int
+    # values through which a step of each channel comes from the hidden state; these, B and C are normed (rms, the
+    # model's eps)
     step_rank: int
-    conv_kernel: int
-    conv_bias: bool
-    proj_bias: bool
+    conv_kernel: int  # taps of the convolution
+    conv_bias: bool  # of the convolution
+    proj_bias: bool  # of both outer projections
 
     def roles(self, d: int) -> Iterator[DenseRole]:
-        """Yields the tensors of a layer, for a hidden size d."""
         yield DenseRole("in", (2 * self.channels, d), True)
         if self.proj_bias:
             yield DenseRole("in_bias", (2 * self.channels,), False)
@@ -313,46 +336,32 @@ class MambaSpec:
 
     @property
     def state(self) -> StateShape:
-        """The shape of a layer's state."""
         return StateShape((self.conv_kernel - 1, self.channels), (self.channels, self.state_size, 1))
 
     @property
     def width(self) -> int:
-        """The most floats of one token while the mixer runs."""
         return self.channels * (12 + 4 * self.state_size)
 
-    @property
-    def chunk_floats(self) -> int:
-        """The most floats of a chunk of tokens that are computed together: they run one by one."""
-        return 0
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that must be positive, by name."""
-        return {name: getattr(self, name) for name in ("channels", "state_size", "step_rank", "conv_kernel")}
-
-    @property
-    def fault(self) -> str | None:
-        """None: any sizes can run."""
-        return None
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        yield from Mixer.lacks(self, runner)
+        if runner == "gguf" and (self.proj_bias or not self.conv_bias):
+            yield "biases of Mamba's projections, or none of its convolution"
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvSpec:
+class ShortConvSpec(Mixer):
     """A short convolution of `channels`, between two gates: the only state is its last inputs.
 
-    The convolution and both projections have a bias if `bias`.
     Source: transformers, models/lfm2_moe, Lfm2MoeShortConv.
     """
 
     kind: Literal["short_conv"]
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # rising
     channels: int
-    conv_kernel: int
-    bias: bool
+    conv_kernel: int  # taps of the convolution
+    bias: bool  # of the convolution and both projections
 
     def roles(self, d: int) -> Iterator[DenseRole]:
-        """Yields the tensors of a layer, for a hidden size d."""
         yield DenseRole("in", (3 * self.channels, d), True)
         if self.bias:
             yield DenseRole("in_bias", (3 * self.channels,), False)
@@ -365,45 +374,33 @@ class ShortConvSpec:
 
     @property
     def state(self) -> StateShape:
-        """The shape of a layer's state."""
         return StateShape((self.conv_kernel - 1, self.channels), ())
 
     @property
     def width(self) -> int:
-        """The most floats of one token while the mixer runs."""
         return 10 * self.channels
 
-    @property
-    def chunk_floats(self) -> int:
-        """The most floats of a chunk of tokens that are computed together: none are."""
-        return 0
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that must be positive, by name."""
-        return {name: getattr(self, name) for name in ("channels", "conv_kernel")}
-
-    @property
-    def fault(self) -> str | None:
-        """None: any sizes can run."""
-        return None
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        yield from Mixer.lacks(self, runner)
+        if runner == "gguf" and self.bias:
+            yield "biases of short convolutions"
 
 
 @dataclass(frozen=True, slots=True)
-class LightningSpec:
+class LightningSpec(Mixer):
     """Lightning attention: a state `[head_dim, head_dim]` for each head, with a decay that no token changes.
 
-    The decay of head `h` in the layer with `factor` is `exp(-factor * 2^(-8 (h + 1) / num_heads))`; `factors` has one
-    for each of `layers`. Outputs of all heads are normed together (rms, `norm_eps`), and have gates.
+    The decay of head `h` in the layer with `factor` is `exp(-factor * 2^(-8 (h + 1) / num_heads))`. Outputs of all
+    heads are normed together (rms), and have gates.
     Source: MiniMax-01 (2501.08313), section 2.2; transformers, models/minimax, MiniMaxLightningAttention.
     """
 
     kind: Literal["lightning_attention"]
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # rising
     num_heads: int
     head_dim: int
-    factors: tuple[float, ...]
-    norm_eps: float
+    factors: tuple[float, ...]  # one for each of `layers`
+    norm_eps: float  # of the norm of outputs
 
     @property
     def head_width(self) -> int:
@@ -416,7 +413,6 @@ class LightningSpec:
         return tuple(factor * 2 ** (-8 * (head + 1) / self.num_heads) for head in range(self.num_heads))
 
     def roles(self, d: int) -> Iterator[DenseRole]:
-        """Yields the tensors of a layer, for a hidden size d."""
         yield DenseRole("qkv", (3 * self.head_width, d), True)
         yield DenseRole("gate", (self.head_width, d), True)
         yield DenseRole("out_norm", (self.head_width,), False)
@@ -424,27 +420,17 @@ class LightningSpec:
 
     @property
     def state(self) -> StateShape:
-        """The shape of a layer's state."""
         return StateShape((), (self.num_heads, self.head_dim, self.head_dim))
 
     @property
     def width(self) -> int:
-        """The most floats of one token while the mixer runs."""
         return 14 * self.head_width
 
     @property
     def chunk_floats(self) -> int:
-        """The most floats of a chunk of tokens that are computed together."""
         return self.num_heads * CHUNK_TOKENS * (8 * CHUNK_TOKENS + 8 * self.head_dim)
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that must be positive, by name."""
-        return {name: getattr(self, name) for name in ("num_heads", "head_dim")}
-
-    @property
-    def fault(self) -> str | None:
-        """Why states with these decays cannot run; None if they can."""
+    def own_fault(self) -> str | None:
         if len(self.factors) != len(self.layers):
             return f"mixer factors are {len(self.factors)} numbers for {len(self.layers)} layers"
         if not all(0 < factor <= 2 for factor in self.factors):
@@ -462,33 +448,14 @@ class HalvesSpec:
     Source: transformers, models/nemotron_h, NemotronHBlock.
     """
 
-    first: tuple[int, ...]
-    second: tuple[int, ...]
+    first: tuple[int, ...]  # rising
+    second: tuple[int, ...]  # rising
 
-
-def halves_fault(halves: HalvesSpec, num_layers: int) -> str | None:
-    """Returns why halves cannot be those of a model of so many layers, or None."""
-    for name, layers in (("first", halves.first), ("second", halves.second)):
-        if not are_layers(layers, num_layers):
-            return f"halves {name} must list decoder layers, in rising order"
-    if set(halves.first) & set(halves.second):
-        return "halves list a layer twice"
-    return None
-
-
-MAX_CONV_KERNEL = 64
-MAX_STATE_VALUES = 2**31  # of a layer
-
-
-def mixer_fault(mixer: MixerSpec, num_layers: int) -> str | None:
-    """Returns why a mixer cannot be that of a model of so many layers, or None."""
-    for name, size in mixer.sizes.items():
-        if not 0 < size < 2**31:
-            return f"mixer {name} is {size}, expected 1 to 2^31 - 1"
-    if not mixer.layers or not are_layers(mixer.layers, num_layers):
-        return "mixer layers must list decoder layers, at least one, in rising order"
-    if mixer.sizes.get("conv_kernel", 1) > MAX_CONV_KERNEL:
-        return f"mixer conv_kernel is {mixer.sizes['conv_kernel']}, expected at most {MAX_CONV_KERNEL}"
-    if mixer.state.num_values > MAX_STATE_VALUES:
-        return f"a mixer's state has {mixer.state.num_values} values, expected at most 2^31"
-    return mixer.fault
+    def fault(self, num_layers: int) -> str | None:
+        """Returns why halves cannot be those of a model of so many layers, or None."""
+        for name, layers in (("first", self.first), ("second", self.second)):
+            if not part.are_layers(layers, num_layers):
+                return f"halves {name} must list decoder layers, in rising order"
+        if set(self.first) & set(self.second):
+            return "halves list a layer twice"
+        return None

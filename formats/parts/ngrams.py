@@ -15,8 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moe_pack.formats.parts import mixers
-from moe_pack.formats.parts.roles import DenseRole, are_layers
+from moe_pack.formats.parts import mixers, part
 
 MAX_NGRAM_SIZE = 64
 MAX_HEADS = 4096  # of all layers, so that a hostile config cannot make us look for many prime numbers
@@ -24,7 +23,7 @@ MAX_TABLE_ROWS = 2**48
 
 
 @dataclass(frozen=True, slots=True)
-class NgramSpec:
+class NgramSpec(part.Part):
     """The layers with n-gram embeddings, and how their rows are found and used.
 
     A token reads one row for each head, by a hash of the token and those before it. The rows together give a key for
@@ -62,13 +61,13 @@ class NgramSpec:
         """The weights of all tables."""
         return sum(self.num_rows) * self.row_values
 
-    def roles(self, hidden_size: int, stream_width: int, offset: float) -> Iterator[DenseRole]:
+    def roles(self, hidden_size: int, stream_width: int, offset: float) -> Iterator[part.DenseRole]:
         """Yields the dense tensors of a layer; hidden states have `stream_width` values. `offset` is that of norms."""
-        yield DenseRole("key", (stream_width, self.embed_dim), True)
-        yield DenseRole("value", (hidden_size, self.embed_dim), True)
+        yield part.DenseRole("key", (stream_width, self.embed_dim), True)
+        yield part.DenseRole("value", (hidden_size, self.embed_dim), True)
         for name in ("key_norm", "query_norm", "conv_norm"):
-            yield DenseRole(name, (stream_width,), False, offset)
-        yield DenseRole("conv", (stream_width * self.conv_kernel,), False)
+            yield part.DenseRole(name, (stream_width,), False, offset)
+        yield part.DenseRole("conv", (stream_width * self.conv_kernel,), False)
 
     def state(self, stream_width: int) -> mixers.StateShape:
         """Returns the shape of a layer's state: the last inputs of its convolution."""
@@ -78,45 +77,47 @@ class NgramSpec:
         """Returns the most floats of one token while a layer's embeddings are used."""
         return 2 * self.embed_dim + 10 * stream_width
 
+    def fault(self, num_layers: int, stream_width: int, vocab_size: int) -> str | None:
+        """Returns why n-gram embeddings cannot be those of a model with these sizes, or None."""
+        for name in ("embed_dim", "conv_kernel", "dilation", "ngram_size", "heads_per_ngram"):
+            size = getattr(self, name)
+            if not 0 < size < 2**31:
+                return f"ngrams {name} is {size}, expected 1 to 2^31 - 1"
+        if not self.layers or not part.are_layers(self.layers, num_layers):
+            return "ngrams layers must list decoder layers, at least one, in rising order"
+        if not 2 <= self.ngram_size <= MAX_NGRAM_SIZE:
+            return f"ngrams ngram_size is {self.ngram_size}, expected 2 to {MAX_NGRAM_SIZE}"
+        if len(self.layers) * self.num_heads > MAX_HEADS:
+            return f"ngrams have {len(self.layers) * self.num_heads} heads in all layers, expected at most {MAX_HEADS}"
+        if self.embed_dim % self.num_heads:
+            return f"ngrams embed_dim is {self.embed_dim}, expected a multiple of the {self.num_heads} heads"
+        if self.conv_kernel > mixers.MAX_CONV_KERNEL:
+            return f"ngrams conv_kernel is {self.conv_kernel}, expected at most {mixers.MAX_CONV_KERNEL}"
+        if self.state(stream_width).num_values > mixers.MAX_STATE_VALUES:
+            return f"the state of ngrams has {self.state(stream_width).num_values} values, expected at most 2^31"
+        if not 0 <= self.eos_token < vocab_size:
+            return f"ngrams eos_token is {self.eos_token}, expected 0 to {vocab_size - 1}"
+        return self._hashes_fault(vocab_size)
 
-def ngrams_fault(ngrams: NgramSpec, num_layers: int, stream_width: int, vocab_size: int) -> str | None:
-    """Returns why n-gram embeddings cannot be those of a model with these sizes, or None."""
-    for name in ("embed_dim", "conv_kernel", "dilation", "ngram_size", "heads_per_ngram"):
-        size = getattr(ngrams, name)
-        if not 0 < size < 2**31:
-            return f"ngrams {name} is {size}, expected 1 to 2^31 - 1"
-    if not ngrams.layers or not are_layers(ngrams.layers, num_layers):
-        return "ngrams layers must list decoder layers, at least one, in rising order"
-    if not 2 <= ngrams.ngram_size <= MAX_NGRAM_SIZE:
-        return f"ngrams ngram_size is {ngrams.ngram_size}, expected 2 to {MAX_NGRAM_SIZE}"
-    if len(ngrams.layers) * ngrams.num_heads > MAX_HEADS:
-        return f"ngrams have {len(ngrams.layers) * ngrams.num_heads} heads in all layers, expected at most {MAX_HEADS}"
-    if ngrams.embed_dim % ngrams.num_heads:
-        return f"ngrams embed_dim is {ngrams.embed_dim}, expected a multiple of the {ngrams.num_heads} heads"
-    if ngrams.conv_kernel > mixers.MAX_CONV_KERNEL:
-        return f"ngrams conv_kernel is {ngrams.conv_kernel}, expected at most {mixers.MAX_CONV_KERNEL}"
-    if ngrams.state(stream_width).num_values > mixers.MAX_STATE_VALUES:
-        return f"the state of ngrams has {ngrams.state(stream_width).num_values} values, expected at most 2^31"
-    if not 0 <= ngrams.eos_token < vocab_size:
-        return f"ngrams eos_token is {ngrams.eos_token}, expected 0 to {vocab_size - 1}"
-    return _hashes_fault(ngrams, vocab_size)
+    def _hashes_fault(self, vocab_size: int) -> str | None:
+        L = len(self.layers)
+        lists = (("head_sizes", self.head_sizes), ("multipliers", self.multipliers), ("num_rows", self.num_rows))
+        for name, values in lists:
+            if len(values) != L:
+                return f"ngrams {name} has {len(values)} values, expected {L}: one for each layer"
+        largest = (2**63 - 1) // max(vocab_size - 1, 1)  # products with token ids do not overflow
+        for sizes, factors, num_rows in zip(self.head_sizes, self.multipliers, self.num_rows, strict=True):
+            if len(sizes) != self.num_heads or min(sizes) < 1:
+                return f"ngrams head_sizes must list {self.num_heads} sizes of 1 or more for each layer"
+            if len(factors) != self.ngram_size or not all(0 < factor <= largest for factor in factors):
+                return f"ngrams multipliers must list {self.ngram_size} numbers from 1 to {largest} for each layer"
+            if not sum(sizes) <= num_rows <= MAX_TABLE_ROWS:
+                return f"ngrams num_rows has {num_rows}, expected {sum(sizes)}, the rows of all heads, to 2^48"
+        return None
 
-
-def _hashes_fault(ngrams: NgramSpec, vocab_size: int) -> str | None:
-    L = len(ngrams.layers)
-    lists = (("head_sizes", ngrams.head_sizes), ("multipliers", ngrams.multipliers), ("num_rows", ngrams.num_rows))
-    for name, values in lists:
-        if len(values) != L:
-            return f"ngrams {name} has {len(values)} values, expected {L}: one for each layer"
-    largest = (2**63 - 1) // max(vocab_size - 1, 1)  # products with token ids do not overflow
-    for sizes, factors, num_rows in zip(ngrams.head_sizes, ngrams.multipliers, ngrams.num_rows, strict=True):
-        if len(sizes) != ngrams.num_heads or min(sizes) < 1:
-            return f"ngrams head_sizes must list {ngrams.num_heads} sizes of 1 or more for each layer"
-        if len(factors) != ngrams.ngram_size or not all(0 < factor <= largest for factor in factors):
-            return f"ngrams multipliers must list {ngrams.ngram_size} numbers from 1 to {largest} for each layer"
-        if not sum(sizes) <= num_rows <= MAX_TABLE_ROWS:
-            return f"ngrams num_rows has {num_rows}, expected {sum(sizes)}, the rows of all heads, to 2^48"
-    return None
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        if runner == "gpu":
+            yield "n-gram tables"
 
 
 # ---- sizes and multipliers, as a config gives them -------------------------------------------------------------------

@@ -1,11 +1,36 @@
 """Rotary positions, and how they are scaled for longer contexts, as data."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_pack.formats.parts import part
+
+
+class Scaling(part.Part, ABC):
+    """How rotary positions are scaled."""
+
+    __slots__ = ()
+
+    @property
+    def is_by_length(self) -> bool:
+        """Whether the angle of a position depends on the length of the sequence."""
+        return False
+
+    @abstractmethod
+    def fault(self, rotary_dim: int) -> str | None:
+        """Returns why so many values of a head cannot rotate with this scaling, or None."""
+
+
+def _context_fault(num_tokens: int) -> str | None:
+    if not 0 < num_tokens < 2**31:
+        return f"original_max_position_embeddings is {num_tokens}, expected 1 to 2^31 - 1"
+    return None
+
 
 @dataclass(frozen=True, slots=True)
-class LinearSpec:
+class LinearSpec(Scaling):
     """All frequencies are divided by a factor.
 
     Source: transformers, modeling_rope_utils.py, _compute_linear_scaling_rope_parameters.
@@ -14,9 +39,12 @@ class LinearSpec:
     kind: Literal["linear"]
     factor: float
 
+    def fault(self, rotary_dim: int) -> str | None:
+        return None if 0 < self.factor < 1e6 else f"linear factor is {self.factor}, expected between 0 and 1e6"
+
 
 @dataclass(frozen=True, slots=True)
-class DynamicSpec:
+class DynamicSpec(Scaling):
     """The base grows with the length of a sequence that is longer than the original context.
 
     Tokens that are given together have the base of the sequence's length with all of them; keys of earlier tokens stay.
@@ -27,9 +55,20 @@ class DynamicSpec:
     factor: float
     original_max_position_embeddings: int  # the original context
 
+    @property
+    def is_by_length(self) -> bool:
+        return True
+
+    def fault(self, rotary_dim: int) -> str | None:
+        if (fault := _context_fault(self.original_max_position_embeddings)) is not None:
+            return fault
+        if not 1 <= self.factor < 1e6:
+            return f"dynamic factor is {self.factor}, expected 1 to 1e6"
+        return None if rotary_dim > 2 else f"dynamic scaling needs a rotary_dim above 2, found {rotary_dim}"
+
 
 @dataclass(frozen=True, slots=True)
-class YarnSpec:
+class YarnSpec(Scaling):
     """Low frequencies are divided by a factor, high ones stay, and those between two bounds are mixed.
 
     Source: YaRN (2309.00071), section 3.2.
@@ -43,9 +82,19 @@ class YarnSpec:
     attention_factor: float  # multiplies cosine and sine
     truncate: bool  # the two bounds are rounded outwards to whole dimensions
 
+    def fault(self, rotary_dim: int) -> str | None:
+        if (fault := _context_fault(self.original_max_position_embeddings)) is not None:
+            return fault
+        if not 1 <= self.factor < 1e6 or not 0 < self.attention_factor < 1e6:
+            return f"yarn factor {self.factor} or attention_factor {self.attention_factor} is out of range"
+        slow, fast = self.beta_slow, self.beta_fast
+        if not 0 < slow <= fast < 1e6:
+            return f"yarn beta_slow {slow} and beta_fast {fast} must satisfy 0 < beta_slow <= beta_fast"
+        return None
+
 
 @dataclass(frozen=True, slots=True)
-class LongRopeSpec:
+class LongRopeSpec(Scaling):
     """Each frequency has a divisor of its own, and another one in sequences longer than the original context.
 
     Source: LongRoPE (2402.13753).
@@ -58,9 +107,23 @@ class LongRopeSpec:
     short_mscale: float  # multiplies cosine and sine
     long_mscale: float
 
+    @property
+    def is_by_length(self) -> bool:
+        return True
+
+    def fault(self, rotary_dim: int) -> str | None:
+        if (fault := _context_fault(self.original_max_position_embeddings)) is not None:
+            return fault
+        for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
+            if len(factors) != rotary_dim // 2 or not all(0 < factor < 1e6 for factor in factors):
+                return f"longrope {name} must be {rotary_dim // 2} numbers between 0 and 1e6"
+        if not 0 < self.short_mscale < 1e6 or not 0 < self.long_mscale < 1e6:
+            return f"longrope short_mscale {self.short_mscale} or long_mscale {self.long_mscale} is out of range"
+        return None
+
 
 @dataclass(frozen=True, slots=True)
-class Llama3Spec:
+class Llama3Spec(Scaling):
     """Low frequencies are divided by a factor, as with yarn, but the bounds are turns, not pairs.
 
     Source: transformers, modeling_rope_utils.py, _compute_llama3_parameters.
@@ -72,9 +135,17 @@ class Llama3Spec:
     high_freq_factor: float  # frequencies of more turns stay
     original_max_position_embeddings: int  # the original context
 
+    def fault(self, rotary_dim: int) -> str | None:
+        if (fault := _context_fault(self.original_max_position_embeddings)) is not None:
+            return fault
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not 1 <= self.factor < 1e6 or not 0 < low <= high < 1e6:
+            return f"llama3 factor {self.factor}, low_freq_factor {low} or high_freq_factor {high} is out of range"
+        return None
+
 
 @dataclass(frozen=True, slots=True)
-class ProportionalSpec:
+class ProportionalSpec(Scaling):
     """Only some pairs are rotated; all frequencies are divided by a factor.
 
     Unlike with a smaller `rotary_dim`, pairs and frequencies are those of a head that rotates as a whole.
@@ -85,12 +156,24 @@ class ProportionalSpec:
     rotated_pairs: int  # the first pairs
     factor: float
 
+    def fault(self, rotary_dim: int) -> str | None:
+        if not 0 < self.rotated_pairs <= rotary_dim // 2 or not 0 < self.factor < 1e6:
+            return (
+                f"proportional rotated_pairs is {self.rotated_pairs} and factor is {self.factor}, expected "
+                f"1 to {rotary_dim // 2}, and between 0 and 1e6"
+            )
+        return None
+
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        if runner == "gpu":
+            yield "partly rotated pairs"
+
 
 ScalingSpec = LinearSpec | DynamicSpec | YarnSpec | LongRopeSpec | Llama3Spec | ProportionalSpec
 
 
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
+class RopeSpec(part.Part):
     """Rotary position embedding of the first values of a head."""
 
     theta: float  # the base
@@ -98,72 +181,23 @@ class RopeSpec:
     interleaved: bool  # value `2 j` is rotated with `2 j + 1`; else `j` with `j + rotary_dim / 2`
     scaling: ScalingSpec | None
 
+    @property
+    def is_by_length(self) -> bool:
+        """Whether the angle of a position depends on the length of the sequence."""
+        return self.scaling is not None and self.scaling.is_by_length
 
-def is_by_length(rope: RopeSpec) -> bool:
-    """Returns whether the angle of a position depends on the length of the sequence."""
-    return isinstance(rope.scaling, DynamicSpec | LongRopeSpec)
+    def width_fault(self, width: int) -> str | None:
+        """Returns why heads of so many values cannot rotate so, or None."""
+        if self.rotary_dim % 2 or self.rotary_dim > width:
+            return f"rotary_dim is {self.rotary_dim}, expected an even number up to {width}"
+        return None
 
+    def fault(self) -> str | None:
+        """Returns why positions cannot rotate so, whatever the heads, or None."""
+        if not 1 < self.theta < 1e12:
+            return f"rope theta is {self.theta}, expected between 1 and 1e12"
+        return None if self.scaling is None else self.scaling.fault(self.rotary_dim)
 
-def scaling_fault(rope: RopeSpec) -> str | None:
-    """Returns why positions cannot be scaled in this way, or None."""
-    if isinstance(rope.scaling, LinearSpec):
-        factor = rope.scaling.factor
-        return None if 0 < factor < 1e6 else f"linear factor is {factor}, expected between 0 and 1e6"
-    if isinstance(rope.scaling, DynamicSpec):
-        return _dynamic_fault(rope.scaling, rope.rotary_dim)
-    if isinstance(rope.scaling, YarnSpec):
-        return _yarn_fault(rope.scaling)
-    if isinstance(rope.scaling, LongRopeSpec):
-        return _longrope_fault(rope.scaling, rope.rotary_dim)
-    if isinstance(rope.scaling, ProportionalSpec):
-        return _proportional_fault(rope.scaling, rope.rotary_dim)
-    return _llama3_fault(rope.scaling) if isinstance(rope.scaling, Llama3Spec) else None
-
-
-def _dynamic_fault(dynamic: DynamicSpec, rotary_dim: int) -> str | None:
-    if not 0 < dynamic.original_max_position_embeddings < 2**31:
-        return f"original_max_position_embeddings is {dynamic.original_max_position_embeddings}, expected 1 to 2^31 - 1"
-    if not 1 <= dynamic.factor < 1e6:
-        return f"dynamic factor is {dynamic.factor}, expected 1 to 1e6"
-    return None if rotary_dim > 2 else f"dynamic scaling needs a rotary_dim above 2, found {rotary_dim}"
-
-
-def _proportional_fault(proportional: ProportionalSpec, rotary_dim: int) -> str | None:
-    if not 0 < proportional.rotated_pairs <= rotary_dim // 2 or not 0 < proportional.factor < 1e6:
-        return (
-            f"proportional rotated_pairs is {proportional.rotated_pairs} and factor is {proportional.factor}, expected "
-            f"1 to {rotary_dim // 2}, and between 0 and 1e6"
-        )
-    return None
-
-
-def _llama3_fault(llama3: Llama3Spec) -> str | None:
-    if not 0 < llama3.original_max_position_embeddings < 2**31:
-        return f"original_max_position_embeddings is {llama3.original_max_position_embeddings}, expected 1 to 2^31 - 1"
-    low, high = llama3.low_freq_factor, llama3.high_freq_factor
-    if not 1 <= llama3.factor < 1e6 or not 0 < low <= high < 1e6:
-        return f"llama3 factor {llama3.factor}, low_freq_factor {low} or high_freq_factor {high} is out of range"
-    return None
-
-
-def _yarn_fault(yarn: YarnSpec) -> str | None:
-    if not 0 < yarn.original_max_position_embeddings < 2**31:
-        return f"original_max_position_embeddings is {yarn.original_max_position_embeddings}, expected 1 to 2^31 - 1"
-    if not 1 <= yarn.factor < 1e6 or not 0 < yarn.attention_factor < 1e6:
-        return f"yarn factor {yarn.factor} or attention_factor {yarn.attention_factor} is out of range"
-    if not 0 < yarn.beta_slow <= yarn.beta_fast < 1e6:
-        return f"yarn beta_slow {yarn.beta_slow} and beta_fast {yarn.beta_fast} must satisfy 0 < beta_slow <= beta_fast"
-    return None
-
-
-def _longrope_fault(longrope: LongRopeSpec, rotary_dim: int) -> str | None:
-    if not 0 < longrope.original_max_position_embeddings < 2**31:
-        return (
-            f"original_max_position_embeddings is {longrope.original_max_position_embeddings}, expected 1 to 2^31 - 1"
-        )
-    for name, factors in (("short_factor", longrope.short_factor), ("long_factor", longrope.long_factor)):
-        if len(factors) != rotary_dim // 2 or not all(0 < factor < 1e6 for factor in factors):
-            return f"longrope {name} must be {rotary_dim // 2} numbers between 0 and 1e6"
-    if not 0 < longrope.short_mscale < 1e6 or not 0 < longrope.long_mscale < 1e6:
-        return f"longrope short_mscale {longrope.short_mscale} or long_mscale {longrope.long_mscale} is out of range"
-    return None
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        if self.scaling is not None:
+            yield from self.scaling.lacks(runner)

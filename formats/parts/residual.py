@@ -7,18 +7,96 @@ hidden state has between layers (`streams`), which tensors it needs, and whether
 what each kind computes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from moe_pack.formats.base.json_files import added
-from moe_pack.formats.parts import roles
+from moe_pack.formats.parts import part
 
 Half = Literal["attention", "mlp"]
 
 
 @dataclass(frozen=True, slots=True)
-class NormedResidualSpec:
+class ModelFacts:
+    """Facts of a model that decide whether a residual can be its."""
+
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    norm: str  # the kind of its norms
+    has_plain_norms: bool  # whether they are rms norms whose weights are stored as they are
+    multiplier: float  # of the output of each half
+    has_mixer: bool
+    has_shared_expert: bool
+    weighs_inputs: bool  # router weights multiply the input of experts
+
+
+class Norms(Protocol):
+    """Makes the tensors of a norm of hidden states."""
+
+    def __call__(self, name: str) -> Iterable[part.DenseRole]:
+        """Returns the tensors of the norm of this name."""
+
+
+class Residual(part.Part):
+    """A kind of residual. What a method returns here is the answer of a plain one."""
+
+    __slots__ = ()
+    kind: str
+
+    def has_input_norm(self, half: Half, has_experts: bool) -> bool:
+        """Returns whether a half has the norm of its input that a plain residual has."""
+        return True
+
+    def has_output_norm(self, half: Half, has_experts: bool) -> bool:
+        """Returns whether the output of a half is normed."""
+        return False
+
+    def has_input_gates(self, half: Half, has_experts: bool) -> bool:
+        """Returns whether the normed input of a half goes through gates."""
+        return False
+
+    @property
+    def router_norm(self) -> str:
+        """The norm whose output the router reads."""
+        return "mlp_norm"
+
+    @property
+    def is_read_as_is(self) -> bool:
+        """Whether halves read hidden states that are not normed, or add to what they read."""
+        return False
+
+    def half_roles(
+        self, half: Half, d: int, offset: float, has_experts: bool, norms: Norms
+    ) -> Iterator[part.DenseRole]:
+        """Yields the tensors of a half around attention or experts, for a hidden size d; `offset`: of norms."""
+        if self.has_input_norm(half, has_experts):
+            yield from norms(f"{half}_norm")
+
+    def final_roles(self, d: int, offset: float, norms: Norms) -> Iterator[part.DenseRole]:
+        """Yields the tensors after the last layer."""
+        yield from norms("norm")
+
+    def fault(self, model: ModelFacts) -> str | None:
+        """Returns why it cannot be the residual of a model, or None."""
+        if model.multiplier != 1.0:
+            return f"a {self.kind} residual cannot have a residual_multiplier of {model.multiplier}"
+        return self.own_fault(model)
+
+    def own_fault(self, model: ModelFacts) -> str | None:
+        """Returns why values that this kind alone has cannot be, or None."""
+        return None
+
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        if runner == "gpu":
+            yield f"a {self.kind} residual"
+
+
+PLAIN = Residual()
+
+
+@dataclass(frozen=True, slots=True)
+class NormedResidualSpec(Residual):
     """The outputs of the halves of a layer are normed before they are added to the hidden state.
 
     Source: transformers, models/afmoe, models/flex_olmo, models/axk1, models/gemma4 (apart, scaled), and models/beam
@@ -40,9 +118,45 @@ class NormedResidualSpec:
         """One: the hidden state itself."""
         return 1
 
+    def has_input_norm(self, half: Half, has_experts: bool) -> bool:
+        return self.before and not (self.apart and has_experts and half == "mlp")
+
+    def has_output_norm(self, half: Half, has_experts: bool) -> bool:
+        return half in self.after or (half == "mlp" and has_experts and "experts" in self.after)
+
+    @property
+    def is_read_as_is(self) -> bool:
+        return not self.before
+
+    def half_roles(
+        self, half: Half, d: int, offset: float, has_experts: bool, norms: Norms
+    ) -> Iterator[part.DenseRole]:
+        yield from Residual.half_roles(self, half, d, offset, has_experts, norms)
+        if self.apart and has_experts:
+            for name in ("shared_norm", "experts_norm", "shared_post_norm", "experts_post_norm"):
+                yield from norms(name)
+        if self.has_output_norm(half, has_experts):
+            yield from norms(f"{half}_post_norm")
+        if self.scaled and half == "mlp":
+            yield part.DenseRole("scale", (1,), False)
+
+    def fault(self, model: ModelFacts) -> str | None:
+        if self.by_depth and model.multiplier != 1.0:
+            return f"residual by_depth cannot have a residual_multiplier of {model.multiplier}"
+        if self.apart:
+            if not model.has_shared_expert or not model.has_plain_norms or model.weighs_inputs:
+                return "residual apart needs a shared expert, rms norms, and router weights on outputs"
+            if not self.before:
+                return "residual apart needs norms before"
+        halves = ("attention", "mlp"), ("attention", "experts")
+        legal = [each[first:last] for each in halves for first, last in ((0, 1), (1, 2), (0, 2))]
+        if self.after not in legal:
+            return f"residual after is {self.after}, expected 'attention', and 'mlp' or 'experts', or one of these"
+        return None if self.before or self.after == halves[0] else "residual leaves a half without a norm"
+
 
 @dataclass(frozen=True, slots=True)
-class ShortcutResidualSpec:
+class ShortcutResidualSpec(Residual):
     """The routed experts of some layers join the hidden state one layer later, with the second half of the next layer.
 
     The second stream keeps their output until then.
@@ -57,9 +171,16 @@ class ShortcutResidualSpec:
         """Two: the hidden state, and what waits."""
         return 2
 
+    def own_fault(self, model: ModelFacts) -> str | None:
+        layers = self.layers
+        is_legal = part.are_layers(layers, model.num_layers - 1) and set(layers) <= set(model.moe_layers)
+        if not layers or not is_legal:
+            return "residual layers must list MoE layers before the last layer, at least one, in rising order"
+        return "residual layers must not follow each other" if {i + 1 for i in layers} & set(layers) else None
+
 
 @dataclass(frozen=True, slots=True)
-class ParallelResidualSpec:
+class ParallelResidualSpec(Residual):
     """Both halves of a layer read the same hidden state, through one norm, and are added together.
 
     The second stream keeps the output of the first half until then.
@@ -74,9 +195,16 @@ class ParallelResidualSpec:
         """Two: the hidden state, and what the first half adds."""
         return 2
 
+    def has_input_norm(self, half: Half, has_experts: bool) -> bool:
+        return half == "attention"
+
+    @property
+    def router_norm(self) -> str:
+        return "attention_norm"
+
 
 @dataclass(frozen=True, slots=True)
-class GatedNormsSpec:
+class GatedNormsSpec(Residual):
     """The normed input of a half goes through gates of its own, one for each value, which come from `rank` values.
 
     Attention has such gates in all layers, the second half in layers with experts alone.
@@ -91,9 +219,23 @@ class GatedNormsSpec:
         """One: the hidden state itself."""
         return 1
 
+    def has_input_gates(self, half: Half, has_experts: bool) -> bool:
+        return half == "attention" or has_experts
+
+    def half_roles(
+        self, half: Half, d: int, offset: float, has_experts: bool, norms: Norms
+    ) -> Iterator[part.DenseRole]:
+        yield from norms(f"{half}_norm")
+        if self.has_input_gates(half, has_experts):
+            yield part.DenseRole(f"{half}_gates.down", (self.rank, d), False)
+            yield part.DenseRole(f"{half}_gates.up", (d, self.rank), False)
+
+    def own_fault(self, model: ModelFacts) -> str | None:
+        return _rank_fault(self.rank)
+
 
 @dataclass(frozen=True, slots=True)
-class GatedStreamsSpec:
+class GatedStreamsSpec(Residual):
     """Several residual streams. A half reads their gated average, and its output enters each with a weight.
 
     Gates, for each value of each stream, come from all streams through `rank` values. There is no other norm.
@@ -104,9 +246,30 @@ class GatedStreamsSpec:
     streams: int
     rank: int  # values between the two matrices of the gates
 
+    def has_input_norm(self, half: Half, has_experts: bool) -> bool:
+        return False
+
+    def half_roles(
+        self, half: Half, d: int, offset: float, has_experts: bool, norms: Norms
+    ) -> Iterator[part.DenseRole]:
+        yield from self._gates(f"{half}_streams", d, offset)
+        yield part.DenseRole(f"{half}_streams.inject", (self.streams, self.streams * d), False)
+
+    def final_roles(self, d: int, offset: float, norms: Norms) -> Iterator[part.DenseRole]:
+        yield from self._gates("streams", d, offset)
+
+    def _gates(self, name: str, d: int, offset: float) -> Iterator[part.DenseRole]:
+        width = self.streams * d
+        yield part.DenseRole(f"{name}.norm", (width,), False, offset)
+        yield part.DenseRole(f"{name}.down", (self.rank, width), True)
+        yield part.DenseRole(f"{name}.up", (width, self.rank), True)
+
+    def own_fault(self, model: ModelFacts) -> str | None:
+        return _streams_fault(self.kind, self.streams, model) or _rank_fault(self.rank)
+
 
 @dataclass(frozen=True, slots=True)
-class MixedStreamsSpec:
+class MixedStreamsSpec(Residual):
     """Several residual streams (hyper-connections). A half reads a weighted sum, normed, and is added to each stream.
 
     Weights come from all streams.
@@ -126,6 +289,29 @@ class MixedStreamsSpec:
         """The weights of a half: to read, to enter, and to mix."""
         return self.streams * (2 + (self.streams if self.mixing else 0))
 
+    def half_roles(
+        self, half: Half, d: int, offset: float, has_experts: bool, norms: Norms
+    ) -> Iterator[part.DenseRole]:
+        yield from self._weights(f"{half}_streams", self.num_weights, d, 3 if self.mixing else 2)
+        yield from norms(f"{half}_norm")
+
+    def final_roles(self, d: int, offset: float, norms: Norms) -> Iterator[part.DenseRole]:
+        yield from self._weights("streams", self.streams, d, 1)
+        yield from norms("norm")
+
+    def _weights(self, name: str, number: int, d: int, num_scales: int) -> Iterator[part.DenseRole]:
+        yield part.DenseRole(f"{name}.weights", (number, self.streams * d), False)
+        yield part.DenseRole(f"{name}.base", (number,), False)
+        yield part.DenseRole(f"{name}.scale", (num_scales,), False)
+
+    def own_fault(self, model: ModelFacts) -> str | None:
+        if (fault := _streams_fault(self.kind, self.streams, model)) is not None:
+            return fault
+        if not 0 <= self.mixing <= 1000 or not 0 < self.magnitude < 1e6 or not 0 <= self.eps < 1:
+            named = f"mixing {self.mixing}, magnitude {self.magnitude} or eps {self.eps}"
+            return f"residual {named} is out of range"
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class FactorsSpec:
@@ -136,7 +322,7 @@ class FactorsSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class NormedStateSpec:
+class NormedStateSpec(Residual):
     """A half's output is added to the normed hidden state that the half read, not to what was normed.
 
     Source: MiniMax-01 (2501.08313), section 2.2.4; transformers, models/minimax, MiniMaxDecoderLayer.
@@ -152,6 +338,32 @@ class NormedStateSpec:
         """One: the hidden state itself."""
         return 1
 
+    @property
+    def is_read_as_is(self) -> bool:
+        return True
+
+    def own_fault(self, model: ModelFacts) -> str | None:
+        if (self.mixer is not None) != model.has_mixer:
+            return "a normed_state residual needs factors of layers with a mixer where there are any, and only there"
+        given = [each for each in (self.attention, self.mixer, self.mlp) if each is not None]
+        numbers = [number for each in given for number in (each.state, each.output)]
+        if all(0 < number < 1e6 for number in numbers):
+            return None
+        return f"residual factors are {numbers}, expected between 0 and 1e6"
+
+
+MAX_STREAMS = 64
+
+
+def _streams_fault(kind: str, streams: int, model: ModelFacts) -> str | None:
+    if model.norm != "rms":
+        return f"a {kind} residual needs norms of kind rms, found {model.norm}"
+    return None if 2 <= streams <= MAX_STREAMS else f"residual streams is {streams}, expected 2 to {MAX_STREAMS}"
+
+
+def _rank_fault(rank: int) -> str | None:
+    return None if 0 < rank < 2**31 else f"residual rank is {rank}, expected 1 to 2^31 - 1"
+
 
 ResidualSpec = (
     NormedResidualSpec
@@ -166,92 +378,14 @@ ResidualSpec = (
 
 def has_input_norm(residual: ResidualSpec | None, half: Half, has_experts: bool) -> bool:
     """Returns whether a half has the norm of its input that a plain residual has."""
-    if isinstance(residual, NormedResidualSpec):
-        return residual.before and not (residual.apart and has_experts and half == "mlp")
-    if isinstance(residual, ParallelResidualSpec):
-        return half == "attention"
-    return not isinstance(residual, GatedStreamsSpec)
+    return (residual or PLAIN).has_input_norm(half, has_experts)
 
 
 def has_output_norm(residual: ResidualSpec | None, half: Half, has_experts: bool) -> bool:
     """Returns whether the output of a half is normed."""
-    if not isinstance(residual, NormedResidualSpec):
-        return False
-    return half in residual.after or (half == "mlp" and has_experts and "experts" in residual.after)
+    return (residual or PLAIN).has_output_norm(half, has_experts)
 
 
 def has_input_gates(residual: ResidualSpec | None, half: Half, has_experts: bool) -> bool:
     """Returns whether the normed input of a half goes through gates."""
-    return isinstance(residual, GatedNormsSpec) and (half == "attention" or has_experts)
-
-
-def input_gate_roles(residual: ResidualSpec | None, half: Half, d: int, has_experts: bool) -> Iterator[roles.DenseRole]:
-    """Yields the tensors of the gates of a half's normed input, for a hidden size d."""
-    if isinstance(residual, GatedNormsSpec) and has_input_gates(residual, half, has_experts):
-        yield roles.DenseRole(f"{half}_gates.down", (residual.rank, d), False)
-        yield roles.DenseRole(f"{half}_gates.up", (d, residual.rank), False)
-
-
-def stream_roles(residual: ResidualSpec | None, half: Half, d: int, offset: float) -> Iterator[roles.DenseRole]:
-    """Yields the tensors of a half with streams, for a hidden size d; `offset`: of norms."""
-    if isinstance(residual, GatedStreamsSpec):
-        width = residual.streams * d
-        yield from _gates(residual, f"{half}_streams", d, offset)
-        yield roles.DenseRole(f"{half}_streams.inject", (residual.streams, width), False)
-    elif isinstance(residual, MixedStreamsSpec):
-        yield from _weights(f"{half}_streams", residual.num_weights, residual.streams * d, 3 if residual.mixing else 2)
-
-
-def final_stream_roles(residual: ResidualSpec | None, d: int, offset: float) -> Iterator[roles.DenseRole]:
-    """Yields the tensors that make one stream of several after the last layer."""
-    if isinstance(residual, GatedStreamsSpec):
-        yield from _gates(residual, "streams", d, offset)
-    elif isinstance(residual, MixedStreamsSpec):
-        yield from _weights("streams", residual.streams, residual.streams * d, 1)
-
-
-def _gates(residual: GatedStreamsSpec, name: str, d: int, offset: float) -> Iterator[roles.DenseRole]:
-    width = residual.streams * d
-    yield roles.DenseRole(f"{name}.norm", (width,), False, offset)
-    yield roles.DenseRole(f"{name}.down", (residual.rank, width), True)
-    yield roles.DenseRole(f"{name}.up", (width, residual.rank), True)
-
-
-def _weights(name: str, number: int, width: int, num_scales: int) -> Iterator[roles.DenseRole]:
-    yield roles.DenseRole(f"{name}.weights", (number, width), False)
-    yield roles.DenseRole(f"{name}.base", (number,), False)
-    yield roles.DenseRole(f"{name}.scale", (num_scales,), False)
-
-
-MAX_STREAMS = 64
-
-
-def residual_fault(residual: ResidualSpec, moe_layers: tuple[int, ...], num_layers: int) -> str | None:
-    """Returns why a residual cannot be that of a model of so many layers, or None."""
-    if isinstance(residual, NormedResidualSpec):
-        halves = ("attention", "mlp"), ("attention", "experts")
-        legal = [each[first:last] for each in halves for first, last in ((0, 1), (1, 2), (0, 2))]
-        if residual.after not in legal:
-            return f"residual after is {residual.after}, expected 'attention', and 'mlp' or 'experts', or one of these"
-        return None if residual.before or residual.after == halves[0] else "residual leaves a half without a norm"
-    if isinstance(residual, ShortcutResidualSpec):
-        layers = residual.layers
-        if not layers or not roles.are_layers(layers, num_layers - 1) or not set(layers) <= set(moe_layers):
-            return "residual layers must list MoE layers before the last layer, at least one, in rising order"
-        return "residual layers must not follow each other" if {i + 1 for i in layers} & set(layers) else None
-    if isinstance(residual, ParallelResidualSpec):
-        return None
-    if isinstance(residual, NormedStateSpec):
-        given = [each for each in (residual.attention, residual.mixer, residual.mlp) if each is not None]
-        numbers = [number for each in given for number in (each.state, each.output)]
-        if all(0 < number < 1e6 for number in numbers):
-            return None
-        return f"residual factors are {numbers}, expected between 0 and 1e6"
-    if not isinstance(residual, GatedNormsSpec) and not 2 <= residual.streams <= MAX_STREAMS:
-        return f"residual streams is {residual.streams}, expected 2 to {MAX_STREAMS}"
-    if isinstance(residual, GatedStreamsSpec | GatedNormsSpec):
-        return None if 0 < residual.rank < 2**31 else f"residual rank is {residual.rank}, expected 1 to 2^31 - 1"
-    if not 0 <= residual.mixing <= 1000 or not 0 < residual.magnitude < 1e6 or not 0 <= residual.eps < 1:
-        named = f"mixing {residual.mixing}, magnitude {residual.magnitude} or eps {residual.eps}"
-        return f"residual {named} is out of range"
-    return None
+    return (residual or PLAIN).has_input_gates(half, has_experts)

@@ -1,13 +1,15 @@
 """Routers as data: how a token's experts and their weights follow from logits, or from a table of tokens."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from moe_pack.formats.base.json_files import added
+from moe_pack.formats.parts import part
 
 
 @dataclass(frozen=True, slots=True)
-class RouterSpec:
+class RouterSpec(part.Part):
     """How a token's experts and their weights follow from the router's logits; ties go to the lowest index.
 
     `softmax_topk`: softmax over all logits, then the `num_experts_per_tok` largest. `topk_softmax`: the largest logits,
@@ -46,60 +48,98 @@ class RouterSpec:
         """The number of the router's logits."""
         return self.num_experts + self.num_identity
 
+    def roles(self, d: int, vocab_size: int, layer: int) -> Iterator[part.DenseRole]:
+        """Yields the dense tensors of a layer, for a hidden size d."""
+        yield part.DenseRole("router", (self.num_outputs, d), False)
+        if self.logit_bias:
+            yield part.DenseRole("router_logit_bias", (self.num_outputs,), False)
+        if layer in self.table_layers:
+            yield part.DenseRole("router_table", (vocab_size, self.num_experts_per_tok), False, integers=True)
+        elif self.bias:
+            yield part.DenseRole("router_bias", (self.num_outputs,), False)
+        if self.input_scale:
+            yield part.DenseRole("router_scale", (d,), False)
+        if self.expert_scale:
+            yield part.DenseRole("router_expert_scale", (self.num_experts,), False)
 
-def router_fault(router: RouterSpec) -> str | None:
-    """Returns why a router cannot be that of a model, or None."""
-    if router.num_experts_per_tok > router.num_experts:
+    def fault(self, moe_layers: tuple[int, ...], has_encoder: bool) -> str | None:
+        """Returns why it cannot be the router of a model with these MoE layers, or None."""
         return (
-            f"num_experts_per_tok is {router.num_experts_per_tok}, expected at most num_experts, {router.num_experts}"
+            self._experts_fault()
+            or self._kind_fault()
+            or self._identity_fault()
+            or self._numbers_fault()
+            or self._table_fault(moe_layers, has_encoder)
         )
-    if router.num_experts % router.n_group or router.topk_group > router.n_group:
-        return (
-            f"n_group is {router.n_group} and topk_group is {router.topk_group}; "
-            f"{router.num_experts} experts must divide into n_group groups, and topk_group must not exceed n_group"
-        )
-    group_size = router.num_experts // router.n_group
-    if router.num_experts_per_tok > router.topk_group * group_size:
-        return (
-            f"num_experts_per_tok is {router.num_experts_per_tok}, "
-            f"but topk_group leaves only {router.topk_group * group_size} experts"
-        )
-    is_plain = router.kind in ("topk_softmax", "sparsemixer")
-    if is_plain and (router.n_group > 1 or router.bias or router.normalize):
-        return f"a {router.kind} router cannot have n_group, bias or normalize"
-    if router.kind in ("sqrtsoftplus_topk", "topk_sigmoid") and router.n_group > 1:
-        return f"a {router.kind} router cannot have n_group"
-    if router.zero_outside and (router.n_group == 1 or router.kind != "sigmoid_topk"):
-        return "zero_outside needs a sigmoid_topk router with n_group above 1"
-    if not 0 <= router.num_identity < 2**20:
-        return f"router num_identity is {router.num_identity}, expected 0 to 2^20 - 1"
-    if router.num_identity and (
-        router.kind != "softmax_topk" or router.n_group > 1 or router.normalize or router.capacity or router.on_input
-    ):
-        return "num_identity needs a softmax_topk router without n_group, normalize, capacity and on_input"
-    if router.kind == "sigmoid_topk" and router.n_group > 1 and group_size < 2:
-        return f"n_group is {router.n_group}, but sigmoid_topk needs at least two experts in each group"
-    if router.capacity is not None and (router.kind != "softmax_topk" or router.num_experts_per_tok > 1):
-        return f"router capacity is {router.capacity}; only softmax_topk with one expert a token can have a capacity"
-    if router.on_input and router.num_experts_per_tok > 1:
-        return f"router on_input needs one expert a token, but num_experts_per_tok is {router.num_experts_per_tok}"
-    if not 0 <= router.jitter < 1 or (router.jitter > 0 and router.kind != "sparsemixer"):
-        return f"router jitter is {router.jitter} with {router.kind}, expected 0, or less than 1 with sparsemixer"
-    if not 0 <= router.least_sum < 1 or (router.least_sum > 0 and not router.normalize):
-        return (
-            f"router least_sum is {router.least_sum} with normalize {router.normalize}, "
-            "expected 0, or less than 1 with normalize True"
-        )
-    return None
 
-
-def table_fault(router: RouterSpec, moe_layers: tuple[int, ...], has_encoder: bool) -> str | None:
-    """Returns why the tables of a router cannot be in a model with these MoE layers, or None."""
-    if not router.table_layers:
+    def _experts_fault(self) -> str | None:
+        num_experts, chosen, groups = self.num_experts, self.num_experts_per_tok, self.n_group
+        if chosen > num_experts:
+            return f"num_experts_per_tok is {chosen}, expected at most num_experts, {num_experts}"
+        if num_experts % groups or self.topk_group > groups:
+            return (
+                f"n_group is {groups} and topk_group is {self.topk_group}; {num_experts} experts must divide into "
+                "n_group groups, and topk_group must not exceed n_group"
+            )
+        left = self.topk_group * (num_experts // groups)
+        if chosen > left:
+            return f"num_experts_per_tok is {chosen}, but topk_group leaves only {left} experts"
         return None
-    listed = [layer for layer in moe_layers if layer in router.table_layers]
-    if router.table_layers != tuple(listed):
-        return "router table_layers must list MoE layers, in rising order"
-    if has_encoder or router.num_identity or router.capacity or router.kind == "sparsemixer":
-        return "router table_layers need a model without an encoder, num_identity, capacity and sparsemixer"
-    return None
+
+    def _kind_fault(self) -> str | None:
+        is_plain = self.kind in ("topk_softmax", "sparsemixer")
+        if is_plain and (self.n_group > 1 or self.bias or self.normalize):
+            return f"a {self.kind} router cannot have n_group, bias or normalize"
+        if self.kind in ("sqrtsoftplus_topk", "topk_sigmoid") and self.n_group > 1:
+            return f"a {self.kind} router cannot have n_group"
+        if self.zero_outside and (self.n_group == 1 or self.kind != "sigmoid_topk"):
+            return "zero_outside needs a sigmoid_topk router with n_group above 1"
+        return None
+
+    def _identity_fault(self) -> str | None:
+        if not 0 <= self.num_identity < 2**20:
+            return f"router num_identity is {self.num_identity}, expected 0 to 2^20 - 1"
+        is_plain = self.kind == "softmax_topk" and self.n_group == 1
+        if self.num_identity and (not is_plain or self.normalize or self.capacity or self.on_input):
+            return "num_identity needs a softmax_topk router without n_group, normalize, capacity and on_input"
+        return None
+
+    def _numbers_fault(self) -> str | None:
+        kind, chosen = self.kind, self.num_experts_per_tok
+        if kind == "sigmoid_topk" and self.n_group > 1 and self.num_experts // self.n_group < 2:
+            return f"n_group is {self.n_group}, but sigmoid_topk needs at least two experts in each group"
+        if self.capacity is not None and (kind != "softmax_topk" or chosen > 1):
+            return f"router capacity is {self.capacity}; only softmax_topk with one expert a token can have a capacity"
+        if self.on_input and chosen > 1:
+            return f"router on_input needs one expert a token, but num_experts_per_tok is {chosen}"
+        if not 0 <= self.jitter < 1 or (self.jitter > 0 and kind != "sparsemixer"):
+            return f"router jitter is {self.jitter} with {kind}, expected 0, or less than 1 with sparsemixer"
+        if not 0 <= self.least_sum < 1 or (self.least_sum > 0 and not self.normalize):
+            return (
+                f"router least_sum is {self.least_sum} with normalize {self.normalize}, "
+                "expected 0, or less than 1 with normalize True"
+            )
+        return None
+
+    def _table_fault(self, moe_layers: tuple[int, ...], has_encoder: bool) -> str | None:
+        if not self.table_layers:
+            return None
+        if self.table_layers != tuple(layer for layer in moe_layers if layer in self.table_layers):
+            return "router table_layers must list MoE layers, in rising order"
+        if has_encoder or self.num_identity or self.capacity or self.kind == "sparsemixer":
+            return "router table_layers need a model without an encoder, num_identity, capacity and sparsemixer"
+        return None
+
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        if runner == "gguf" and self.kind == "softmax_topk" and self.n_group > 1:
+            yield "groups of experts that compete by their best expert; llama.cpp adds up the best two"
+        if runner == "gpu":
+            found = {
+                "router weights on the input of experts": self.on_input,
+                "scaled routers": self.input_scale or self.expert_scale,
+                "groups of experts that score 0": self.zero_outside,
+                "experts that return their input": self.num_identity > 0,
+                "a table from tokens to experts": bool(self.table_layers),
+                f"routers of {self.kind}": self.kind in ("sqrtsoftplus_topk", "topk_sigmoid"),
+            }
+            yield from (name for name, is_there in found.items() if is_there)

@@ -15,47 +15,24 @@ The file also has what follows from a spec alone:
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from moe_pack.formats import parts  # its face loads a kind of part for a model that has one
 from moe_pack.formats.base.json_files import added
+from moe_pack.formats.parts import part
 from moe_pack.formats.parts.attention import (
     AttentionSpec,
-    CompressedSpec,
-    GroupedQuerySpec,
-    IndexerSpec,
-    LatentSpec,
     OtherAttentionSpec,
-    RelativeSpec,
     attention_fault,
-    attention_sizes,
-    cached_width,
-    compressed_roles,
-    grouped_query_roles,
-    latent_roles,
     others_fault,
-    relative_roles,
     rope_fault,
 )
+from moe_pack.formats.parts.latent import IndexerSpec, LatentSpec
+from moe_pack.formats.parts.part import DenseRole, are_layers
 from moe_pack.formats.parts.positions import RopeSpec
-from moe_pack.formats.parts.residual import (
-    GatedStreamsSpec,
-    MixedStreamsSpec,
-    NormedResidualSpec,
-    NormedStateSpec,
-    ParallelResidualSpec,
-    ResidualSpec,
-    ShortcutResidualSpec,
-    final_stream_roles,
-    has_input_norm,
-    has_output_norm,
-    input_gate_roles,
-    residual_fault,
-    stream_roles,
-)
-from moe_pack.formats.parts.roles import DenseRole, are_layers
+from moe_pack.formats.parts.residual import PLAIN, Half, ModelFacts, ResidualSpec
 from moe_pack.formats.parts.router import RouterSpec as RouterSpec  # the face of `formats` offers it
-from moe_pack.formats.parts.router import router_fault, table_fault
 
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
@@ -77,7 +54,7 @@ NeuronFunction = NeuronName | LimitedFunction  # of an expert; a limited one alw
 
 
 @dataclass(frozen=True, slots=True)
-class NormSpec:
+class NormSpec(part.Part):
     """Norms of the hidden state. `rms`: `x / rms(x) * weight`. `layer`: `(x - mean) / deviation * weight + bias`."""
 
     kind: Literal["rms", "layer"]
@@ -90,6 +67,10 @@ class NormSpec:
         """Whether each norm has a bias."""
         return self.kind == "layer" and not self.unbiased
 
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        if runner == "gpu" and self.unbiased:
+            yield "layer norms without bias"
+
 
 @dataclass(frozen=True, slots=True)
 class LimitSpec:
@@ -101,7 +82,7 @@ class LimitSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertSpec:
+class ExpertSpec(part.Part):
     """An expert: its neuron function, intermediate size, the matrices it has and which of them have a bias.
 
     A neuron's `h(g, u)` is `act(g) * factor(u)`; `g` and `u` are the products of its gate and up rows with the input.
@@ -154,6 +135,10 @@ class ExpertSpec:
         """The matrices whose bias lies in the neurons' rows."""
         return tuple(matrix for matrix in self.bias if matrix != "down")
 
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        if runner == "gpu" and self.function not in ("silu", "relu", "clamped_swiglu"):
+            yield f"experts of {self.function}"
+
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertSpec:
@@ -178,7 +163,7 @@ class EncoderSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpec:
+class ModelSpec(part.Part):
     """A mixture-of-experts model."""
 
     family: str  # the source's `model_type`; readers of a pack ignore it
@@ -284,6 +269,24 @@ class ModelSpec:
         assert self.rope is not None, "GPUs run models with rotary positions alone"
         return self.rope
 
+    def lacks(self, runner: part.Runner) -> Iterator[str]:
+        if runner == "gpu":
+            if self.encoder is not None:
+                yield "an encoder"
+            if self.others:
+                yield "several kinds of attention"
+            if self.logits_softcap is not None:
+                yield "a softcap of logits"
+        if self.attention.is_unknown_to(runner):
+            yield f"{self.attention.kind} attention"
+        given = (self.rope, self.ngrams, self.norm, self.router, self.residual, self.mixer, self.expert)
+        for each in given:
+            if each is not None:
+                yield from each.lacks(runner)
+        if runner == "gpu" and self.rope is None:
+            yield "no rotary positions"
+        yield from self.attention.lacks(runner)
+
 
 def first_moe_layers(spec: ModelSpec) -> tuple[int, ...]:
     """Returns the MoE layers, counted from 0, that are the first of their stack: no layer predicts their experts."""
@@ -312,16 +315,12 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
     for i in range(spec.num_hidden_layers):
         layer = _layer(spec, i, i in moe_layers, spec.encoder is not None and i >= num_encoding)
-        roles += [replace(role, name=f"layers.{i}.{role.name}") for role in layer]
-    if isinstance(spec.attention, RelativeSpec):
-        table = (spec.attention.num_buckets, spec.attention.num_heads)
-        stacks = ("",) if spec.encoder is None else ("encoder_", "")
-        roles += [DenseRole(f"{stack}position_bias", table, False) for stack in stacks]
+        roles += _under(f"layers.{i}.", layer)
+    for stack in ("",) if spec.encoder is None else ("encoder_", ""):
+        roles += _under(stack, spec.attention.stack_roles())
     if spec.encoder is not None:
         roles += _norm(spec, "encoder_norm")
-    roles += final_stream_roles(spec.residual, spec.hidden_size, _offset(spec.norm))
-    if not isinstance(spec.residual, GatedStreamsSpec):
-        roles += _norm(spec, "norm")
+    roles += (spec.residual or PLAIN).final_roles(spec.hidden_size, _offset(spec.norm), partial(_norm, spec))
     if not spec.tied_head:
         roles.append(DenseRole("head", (spec.vocab_size, spec.hidden_size), True))
     if spec.head_bias:
@@ -336,73 +335,42 @@ def usual_dtypes(spec: ModelSpec) -> tuple[str, ...]:
 
 def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
     if (ngrams := spec.ngrams_of(layer)) is not None:
-        for role in ngrams.roles(spec.hidden_size, spec.stream_width, _offset(spec.norm)):
-            yield replace(role, name=f"ngrams.{role.name}")
+        yield from _under("ngrams.", ngrams.roles(spec.hidden_size, spec.stream_width, _offset(spec.norm)))
     if spec.has_first(layer):
         yield from _first_half(spec, layer, is_crossing)
     if not spec.has_second(layer):
         return
-    yield from _second_norms(spec, has_experts)
+    yield from _half_roles(spec, "mlp", has_experts)
     if not has_experts:
         assert spec.dense_intermediate_size is not None, "a checked spec"
         yield from _mlp(spec, "mlp", spec.dense_intermediate_size)
         return
-    router = spec.router
-    yield DenseRole("router", (router.num_outputs, spec.hidden_size), False)
-    if router.logit_bias:
-        yield DenseRole("router_logit_bias", (router.num_outputs,), False)
-    if layer in router.table_layers:
-        table = (spec.vocab_size, router.num_experts_per_tok)
-        yield DenseRole("router_table", table, False, integers=True)
-    elif router.bias:
-        yield DenseRole("router_bias", (router.num_outputs,), False)
-    if router.input_scale:
-        yield DenseRole("router_scale", (spec.hidden_size,), False)
-    if router.expert_scale:
-        yield DenseRole("router_expert_scale", (router.num_experts,), False)
+    yield from spec.router.roles(spec.hidden_size, spec.vocab_size, layer)
     if spec.shared_expert is not None:
         yield from _mlp(spec, "shared", spec.shared_expert.intermediate_size)
         if spec.shared_expert.gated:
             yield DenseRole("shared_router", (1, spec.hidden_size), False)
 
 
-def _second_norms(spec: ModelSpec, has_experts: bool) -> Iterator[DenseRole]:
-    residual = spec.residual
-    yield from stream_roles(residual, "mlp", spec.hidden_size, _offset(spec.norm))
-    if has_input_norm(residual, "mlp", has_experts):
-        yield from _norm(spec, "mlp_norm")
-    yield from input_gate_roles(residual, "mlp", spec.hidden_size, has_experts)
-    if isinstance(residual, NormedResidualSpec) and residual.apart and has_experts:
-        for name in ("shared_norm", "experts_norm", "shared_post_norm", "experts_post_norm"):
-            yield from _norm(spec, name)
-    if has_output_norm(residual, "mlp", has_experts):
-        yield from _norm(spec, "mlp_post_norm")
-    if isinstance(residual, NormedResidualSpec) and residual.scaled:
-        yield DenseRole("scale", (1,), False)
+def _half_roles(spec: ModelSpec, half: Half, has_experts: bool) -> Iterator[DenseRole]:
+    residual, offset = spec.residual or PLAIN, _offset(spec.norm)
+    return residual.half_roles(half, spec.hidden_size, offset, has_experts, partial(_norm, spec))
 
 
 def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[DenseRole]:
     mixer, attention = spec.mixer_of(layer), spec.attention_of(layer)
-    yield from stream_roles(spec.residual, "attention", spec.hidden_size, _offset(spec.norm))
-    if has_input_norm(spec.residual, "attention", False):
-        yield from _norm(spec, "attention_norm")
-    yield from input_gate_roles(spec.residual, "attention", spec.hidden_size, False)
-    if has_output_norm(spec.residual, "attention", False):
-        yield from _norm(spec, "attention_post_norm")
+    yield from _half_roles(spec, "attention", False)
     if mixer is not None:
-        for role in mixer.roles(spec.hidden_size):
-            yield DenseRole(f"mixer.{role.name}", role.shape, role.quantizable)
-    elif isinstance(attention, GroupedQuerySpec):
-        yield from grouped_query_roles(attention, spec.hidden_size, _offset(spec.norm))
-    elif isinstance(attention, LatentSpec):
-        yield from latent_roles(attention, spec.hidden_size)
-    elif isinstance(attention, CompressedSpec):
-        yield from compressed_roles(attention, spec.hidden_size)
-    else:
-        yield from relative_roles(attention, spec.hidden_size, "attention")
-        if is_crossing:
-            yield from _norm(spec, "cross_norm")
-            yield from relative_roles(attention, spec.hidden_size, "cross")
+        yield from _under("mixer.", mixer.roles(spec.hidden_size))
+        return
+    yield from _under("attention.", attention.roles(spec.hidden_size, _offset(spec.norm)))
+    if is_crossing:
+        yield from _norm(spec, "cross_norm")
+        yield from _under("cross.", attention.roles(spec.hidden_size, _offset(spec.norm)))
+
+
+def _under(prefix: str, roles: Iterator[DenseRole]) -> Iterator[DenseRole]:
+    return (replace(role, name=f"{prefix}{role.name}") for role in roles)
 
 
 def _offset(norm: NormSpec) -> float:
@@ -439,8 +407,8 @@ def cached_values(spec: ModelSpec) -> int:
     With an encoder, each token of the text and each token of the answer adds so many to the decoder's layers.
     """
     if spec.encoder is not None:
-        return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * cached_width(spec.attention)
-    return sum(cached_width(spec.attention_of(layer)) for layer in attending(spec))
+        return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * spec.attention.cached_width
+    return sum(spec.attention_of(layer).cached_width for layer in attending(spec))
 
 
 def attending(spec: ModelSpec) -> list[int]:
@@ -472,10 +440,7 @@ def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int
 def layer_cache_values(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
     """Returns the values of a decoder layer's key-value cache, as `cache_values` of all."""
     places = cached_tokens(spec, layer, context_tokens, chunk_tokens)
-    attention = spec.attention_of(layer)
-    if isinstance(attention, CompressedSpec) and places:
-        return attention.cache_values(places, context_tokens, chunk_tokens)
-    return places * cached_width(attention)
+    return spec.attention_of(layer).cache_values(places, context_tokens, chunk_tokens)
 
 
 def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
@@ -485,15 +450,8 @@ def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens
     """
     if spec.mixer_of(layer) is not None or not spec.has_first(layer):
         return 0
-    window = _window(spec, layer)
+    window = spec.attention_of(layer).window(layer)
     return context_tokens if window is None else min(context_tokens, window - 1 + chunk_tokens)
-
-
-def _window(spec: ModelSpec, layer: int) -> int | None:
-    attention = spec.attention_of(layer)
-    if isinstance(attention, CompressedSpec):
-        return attention.sliding_window
-    return attention.window(layer) if isinstance(attention, GroupedQuerySpec) else None
 
 
 def _dense_parameters(spec: ModelSpec) -> int:
@@ -534,8 +492,7 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or _choices_fault(spec)
         or _residual_fault(spec)
         or _ngrams_fault(spec)
-        or router_fault(spec.router)
-        or table_fault(spec.router, spec.moe_layers, spec.encoder is not None)
+        or spec.router.fault(spec.moe_layers, spec.encoder is not None)
         or _expert_fault(spec.expert, spec.hidden_size)
         or _limits_fault(spec.expert, spec.num_hidden_layers)
     )
@@ -556,7 +513,7 @@ def _sizes_fault(spec: ModelSpec) -> str | None:
         "router capacity": spec.router.capacity,
         "intermediate_size": spec.expert.intermediate_size,
         "shared intermediate_size": spec.shared_expert.intermediate_size if spec.shared_expert else None,
-    } | attention_sizes(spec.attention)
+    } | spec.attention.sizes
     for name, size in sizes.items():
         if size is not None and not 0 < size < 2**31:
             return f"{name} is {size}, expected 1 to 2^31 - 1"
@@ -603,7 +560,7 @@ def _encoder_fault(spec: ModelSpec) -> str | None:
     encoder = spec.encoder
     if encoder is None:
         return None
-    if not isinstance(spec.attention, RelativeSpec) or spec.others:
+    if spec.attention.kind != "relative" or spec.others:
         return f"attention is {spec.attention.kind}, but a model with an encoder needs relative"
     if not 0 < encoder.num_layers < spec.num_hidden_layers:
         return f"the encoder has {encoder.num_layers} of {spec.num_hidden_layers} layers, expected some, but not all"
@@ -617,16 +574,16 @@ def _encoder_fault(spec: ModelSpec) -> str | None:
 def _mixer_fault(spec: ModelSpec) -> str | None:
     if spec.mixer is not None and spec.encoder is not None:
         return "a model with an encoder cannot have a mixer in place of attention"
-    is_grouped = all(isinstance(attention, GroupedQuerySpec) for attention, _ in spec.attention_kinds)
+    is_grouped = all(attention.kind == "grouped_query" for attention, _ in spec.attention_kinds)
     if spec.norm.unbiased and spec.norm.kind != "layer":
         return f"a norm that is unbiased needs kind layer, found {spec.norm.kind}"
     if spec.norm.zero_centered and (spec.norm.kind != "rms" or not is_grouped):
         return f"a zero-centered norm needs kind rms and grouped_query attention, found {spec.norm.kind}"
-    if spec.halves is not None and (fault := parts.halves_fault(spec.halves, spec.num_hidden_layers)) is not None:
+    if spec.halves is not None and (fault := spec.halves.fault(spec.num_hidden_layers)) is not None:
         return fault
     if spec.mixer is not None and not all(map(spec.has_first, spec.mixer.layers)):
         return "mixer layers list a layer without a first half"
-    return None if spec.mixer is None else parts.mixer_fault(spec.mixer, spec.num_hidden_layers)
+    return None if spec.mixer is None else spec.mixer.fault(spec.num_hidden_layers)
 
 
 def _residual_fault(spec: ModelSpec) -> str | None:
@@ -635,20 +592,17 @@ def _residual_fault(spec: ModelSpec) -> str | None:
         return None
     if spec.encoder is not None or spec.halves is not None:
         return f"a {residual.kind} residual needs layers with both halves, and no encoder"
-    if not isinstance(residual, NormedResidualSpec) and spec.residual_multiplier != 1.0:
-        return f"a {residual.kind} residual cannot have a residual_multiplier of {spec.residual_multiplier}"
-    if isinstance(residual, NormedStateSpec) and (residual.mixer is None) != (spec.mixer is None):
-        return "a normed_state residual needs factors of layers with a mixer where there are any, and only there"
-    if isinstance(residual, GatedStreamsSpec | MixedStreamsSpec) and spec.norm.kind != "rms":
-        return f"a {residual.kind} residual needs norms of kind rms, found {spec.norm.kind}"
-    if isinstance(residual, NormedResidualSpec) and residual.by_depth and spec.residual_multiplier != 1.0:
-        return f"residual by_depth cannot have a residual_multiplier of {spec.residual_multiplier}"
-    if isinstance(residual, NormedResidualSpec) and residual.apart:
-        if spec.shared_expert is None or spec.norm.kind != "rms" or spec.norm.zero_centered or spec.router.on_input:
-            return "residual apart needs a shared expert, rms norms, and router weights on outputs"
-        if not residual.before:
-            return "residual apart needs norms before"
-    return residual_fault(residual, spec.moe_layers, spec.num_hidden_layers)
+    facts = ModelFacts(
+        num_layers=spec.num_hidden_layers,
+        moe_layers=spec.moe_layers,
+        norm=spec.norm.kind,
+        has_plain_norms=spec.norm.kind == "rms" and not spec.norm.zero_centered,
+        multiplier=spec.residual_multiplier,
+        has_mixer=spec.mixer is not None,
+        has_shared_expert=spec.shared_expert is not None,
+        weighs_inputs=spec.router.on_input,
+    )
+    return residual.fault(facts)
 
 
 def _choices_fault(spec: ModelSpec) -> str | None:
@@ -668,9 +622,9 @@ def _ngrams_fault(spec: ModelSpec) -> str | None:
         return None
     if spec.encoder is not None or spec.norm.kind != "rms":
         return f"ngrams need a model without an encoder and a norm of kind rms, found {spec.norm.kind}"
-    if isinstance(spec.residual, ShortcutResidualSpec | ParallelResidualSpec):
+    if spec.residual is not None and spec.residual.kind in ("shortcut", "parallel"):
         return f"ngrams cannot enter a {spec.residual.kind} residual"
-    return parts.ngrams_fault(spec.ngrams, spec.num_hidden_layers, spec.stream_width, spec.vocab_size)
+    return spec.ngrams.fault(spec.num_hidden_layers, spec.stream_width, spec.vocab_size)
 
 
 def _expert_fault(expert: ExpertSpec, hidden_size: int) -> str | None:

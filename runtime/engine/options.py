@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moe_pack import formats
-from moe_pack.formats import parts
 from moe_pack.formats.base import commands
 from moe_pack.runtime import offload
 from moe_pack.runtime.engine.machine import MachineFacts
@@ -38,59 +37,15 @@ _GENERATION = "generation_config.json"
 
 def cpu_only(spec: "formats.ModelSpec") -> str | None:
     """Returns what a model has that the GPU's engine lacks, in words; None if a GPU runs it."""
-    from moe_pack.formats.parts.positions import ProportionalSpec
-
-    attention = spec.attention
-    lacks = {
-        "an encoder": spec.encoder is not None,
-        "several kinds of attention": bool(spec.others),
-        "a softcap of logits": spec.logits_softcap is not None,
-        "partly rotated pairs": spec.rope is not None and isinstance(spec.rope.scaling, ProportionalSpec),
-        "n-gram tables": spec.ngrams is not None,
-        "layer norms without bias": spec.norm.unbiased,
-        "router weights on the input of experts": spec.router.on_input,
-        "scaled routers": spec.router.input_scale or spec.router.expert_scale,
-        "groups of experts that score 0": spec.router.zero_outside,
-        "experts that return their input": spec.router.num_identity > 0,
-        "compressed attention": isinstance(attention, parts.CompressedSpec),
-        "a table from tokens to experts": bool(spec.router.table_layers),
-        f"routers of {spec.router.kind}": spec.router.kind in ("sqrtsoftplus_topk", "topk_sigmoid"),
-    }
-    if spec.residual is not None:
-        lacks[f"a {spec.residual.kind} residual"] = True
-    if spec.mixer is not None:
-        lacks[f"layers of {spec.mixer.kind}"] = True
-    function = spec.expert.function
-    lacks |= {f"experts of {function}": function not in ("silu", "relu", "clamped_swiglu")}
-    lacks["no rotary positions"] = spec.rope is None
-    if isinstance(attention, parts.GroupedQuerySpec | parts.LatentSpec):
-        lacks["attention temperature"] = attention.temperature is not None
-        lacks["gates of attention"] = attention.gated or attention.gate is not None
-    if isinstance(attention, parts.LatentSpec):
-        lacks["sparse attention"] = attention.indexer is not None
-        lacks["sinks of latent attention"] = attention.sinks
-        lacks["scaled latents"] = (attention.q_latent_scale, attention.kv_latent_scale) != (1, 1)
-    if isinstance(attention, parts.GroupedQuerySpec):
-        lacks |= {
-            "layers that do not rotate": attention.rotated_layers is not None,
-            "attention in chunks": attention.chunked,
-            "norms of rotated heads": attention.qk_norm in ("rotated_head", "unit"),
-            "keys that are values": attention.keys_as_values,
-            "norms of values": attention.v_norm,
-            "values of another size than keys": attention.value_head_dim is not None,
-            "scaled values": attention.value_scale != 1.0,
-            "attention to blocks": attention.indexer is not None,
-            "clamped queries, keys and values": attention.clip is not None,
-        }
-    return next((part for part, is_there in lacks.items() if is_there), None)
+    return next(spec.lacks("gpu"), None)
 
 
 def _uncoded_on_gpu(spec: "formats.ModelSpec", kv_dtype: KvDtype | None) -> str | None:
     """Returns why a GPU's kernels cannot have a model's keys and values as codes, in words; None if they can."""
     if kv_dtype not in ("q8", "q4"):
         return None
-    if isinstance(spec.attention, parts.LatentSpec):
-        return "latent attention"
+    if (lacked := next(spec.lacks("gpu codes"), None)) is not None:
+        return lacked
     from moe_pack.runtime.model.caches import row_storages
 
     _, rows = row_storages(spec.attention, kv_dtype)

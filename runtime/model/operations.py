@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack import formats
+from moe_pack.formats import parts
 from moe_pack.formats.pack.layouts import Part
-from moe_pack.formats.parts import attention
 from moe_pack.runtime import cpu
 from moe_pack.runtime.model import caches, mixers, router
 from moe_pack.runtime.model.caches import rotate
@@ -81,7 +81,7 @@ class Operations:
         angles: caches.Angles,
         interleaved: bool,
         cache: caches.LayerCache,
-        spec: attention.GroupedQuerySpec,
+        spec: parts.GroupedQuerySpec,
         window: int | None,
         sinks: Tensor | None,
         chosen: Tensor | None = None,
@@ -313,7 +313,7 @@ def _attend_cache_blocks(
     q: Tensor,
     cache: caches.LayerCache,
     first: int,
-    spec: attention.GroupedQuerySpec,
+    spec: parts.GroupedQuerySpec,
     window: int | None,
     sinks: Tensor | None,
     chosen: Tensor | None,
@@ -353,7 +353,7 @@ def attend_entry_blocks(
     q: Tensor,
     cache: caches.LayerCache,
     compressed: caches.EntryCache,
-    spec: attention.CompressedSpec,
+    spec: parts.CompressedSpec,
     start: int,
     num_entries: int,
     seen: Tensor | None,
@@ -391,7 +391,7 @@ def attend_entry_blocks(
 
 
 def _attend_blocks(
-    q: Tensor, keys: Tensor, values: Tensor, start: int, chosen: Tensor, spec: attention.GroupedQuerySpec
+    q: Tensor, keys: Tensor, values: Tensor, start: int, chosen: Tensor, spec: parts.GroupedQuerySpec
 ) -> Tensor:
     """Returns the attention of queries [heads, T, head_dim] from position `start` on over blocks of keys from 0 on.
 
@@ -456,13 +456,6 @@ def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple
     return q, keys, pad(values, (0, 0, 0, 1))
 
 
-def kernels_attend(spec: attention.GroupedQuerySpec) -> bool:
-    """Whether native kernels compute every pass of such attention; torch computes what they lack."""
-    return (
-        spec.value_dim == spec.head_dim and spec.indexer is None and not spec.chunked and spec.qk_norm != "rotated_head"
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeProduct:
     """The product with rows u8 [rows, row bytes] in one piece, whose layout is from `row_numbers`, by a kernel."""
@@ -502,7 +495,7 @@ class NativeOperations(Operations):
         angles: caches.Angles,
         interleaved: bool,
         cache: caches.LayerCache,
-        spec: attention.GroupedQuerySpec,
+        spec: parts.GroupedQuerySpec,
         window: int | None,
         sinks: Tensor | None,
         chosen: Tensor | None = None,

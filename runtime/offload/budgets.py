@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.formats.pack import layouts
-from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RelativeSpec, specs
-from moe_pack.formats.parts.attention import raw_places
+from moe_pack.formats.parts import heads, specs
 from moe_pack.runtime.model import PREFILL_TOKENS, caches, mixers, operations
 from moe_pack.runtime.offload.presets import ROUTING_FILE
 
@@ -30,7 +29,6 @@ LEAST_PAGE_BYTES = 64 << 10  # smaller pages lose more to their heads; smaller o
 # Workspace of the kernels (runtime/cpu/native): partial sums of many tokens and of few; the threads' decoded rows.
 _ROUNDED_TOKENS = 128  # of an expert at once, where inputs are rounded
 _MANY_TOKENS, _MANY_SUMS, _FEW_SUMS, _MOST_FEW_BYTES, _THREADS_BYTES = 64, 19, 96, 16 << 20, 4 << 20
-_MASKS = 4  # of a byte for each token and position, while positions are chosen and attended to
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,12 +461,9 @@ def checkpoint_bytes(
             heads, rows = caches.row_storages(attention, kv_dtype)
             window = specs.cached_tokens(spec, layer, context_tokens, 0)
             num_bytes += window * heads * sum(each.row_bytes for each in rows)
-        if not isinstance(attention, CompressedSpec) or attention.compression is None or not places:
-            continue
-        compression = attention.compression
-        if raw_places(compression, context_tokens, chunk_tokens) < context_tokens:
-            raw_bytes = caches.plain_dtype(kv_dtype).itemsize * compression.raw_width(attention.head_dim)
-            num_bytes += compression.earlier_tokens * raw_bytes
+        if places:
+            values = attention.checkpoint_values(context_tokens, chunk_tokens)
+            num_bytes += values * caches.plain_dtype(kv_dtype).itemsize
     return num_bytes
 
 
@@ -484,25 +479,16 @@ def decoded_cache_bytes(
         return 0
     most = 0
     for attention, _ in spec.attention_kinds:
-        if has_kernels and isinstance(attention, GroupedQuerySpec) and operations.kernels_attend(attention):
+        if has_kernels and attention.kernels_attend:
             continue
         heads, rows = caches.row_storages(attention, "f32")
         positions = 2 * context_tokens * heads * sum(each.row_bytes for each in rows)
         scores = 2 * 4 * attention.num_heads * chunk_tokens * context_tokens
-        width = 2 * 4 * chunk_tokens * attention.num_heads * _mixed_width(attention)
+        width = 2 * 4 * chunk_tokens * attention.num_heads * attention.mixed_width
         most = max(
             most, min(positions, operations.MAX_DECODED_BYTES) + min(scores, 2 * operations.MAX_DECODED_BYTES) + width
         )
     return most
-
-
-def _mixed_width(attention: AttentionSpec) -> int:
-    """Returns the values of a head's weighted sum."""
-    if isinstance(attention, GroupedQuerySpec):
-        return attention.value_dim
-    if isinstance(attention, LatentSpec):
-        return max(attention.kv_lora_rank, attention.v_head_dim)
-    return attention.head_dim
 
 
 def workspace_bytes(spec: formats.ModelSpec, chunk_tokens: int, num_sequences: int = 1) -> int:
@@ -511,7 +497,7 @@ def workspace_bytes(spec: formats.ModelSpec, chunk_tokens: int, num_sequences: i
     Args:    num_sequences: that get logits from a pass.
     """
     d, k, E = spec.hidden_size, spec.router.num_experts_per_tok, spec.router.num_experts
-    width = max(_attention_width(attention) for attention, _ in spec.attention_kinds)
+    width = max(attention.width for attention, _ in spec.attention_kinds)
     hidden = [role.shape[0] for role in formats.dense_roles(spec) if role.name.endswith((".up", ".gate"))]
     widest = max([spec.expert.intermediate_size, *hidden])
     # While experts run, there are x, its norm, both rotated, the sum of outputs, and its rotation: 6 d.
@@ -525,7 +511,13 @@ def workspace_bytes(spec: formats.ModelSpec, chunk_tokens: int, num_sequences: i
     rounded = max(9 * (spec.expert.intermediate_size + d), 3 * max(d, width, widest))
     many = max(many, _ROUNDED_TOKENS * rounded)
     floats = chunk_tokens * floats + 4 * num_sequences * spec.vocab_size + _mixer_floats(spec)
-    return 4 * floats + few + many + _score_bytes(spec, chunk_tokens) + ngram_bytes(spec) + _THREADS_BYTES
+    positions, pieces = spec.max_position_embeddings, _piece_bytes()
+    scores = max(attention.score_bytes(chunk_tokens, positions, pieces) for attention, _ in spec.attention_kinds)
+    return 4 * floats + few + many + scores + ngram_bytes(spec) + _THREADS_BYTES
+
+
+def _piece_bytes() -> heads.PieceBytes:
+    return heads.PieceBytes(operations.MAX_SCORE_BYTES, operations.MAX_DECODED_BYTES)
 
 
 def most_verified_tokens(spec: formats.ModelSpec, chunk_tokens: int, most: int) -> int:
@@ -537,57 +529,6 @@ def most_verified_tokens(spec: formats.ModelSpec, chunk_tokens: int, most: int) 
     workspace = workspace_bytes(spec, chunk_tokens)
     fits = (n for n in range(most, 1, -1) if workspace_bytes(spec, n) + 4 * (n - 1) * spec.vocab_size <= workspace)
     return next(fits, 1)
-
-
-def _attention_width(attention: AttentionSpec) -> int:
-    """Returns the most floats of one token while a layer attends."""
-    if isinstance(attention, GroupedQuerySpec):
-        gates = 0 if attention.gate is None else attention.num_heads * attention.value_dim
-        indexed = 0 if attention.indexer is None else 2 * (attention.indexer.num_heads + 1) * attention.indexer.head_dim
-        heads = (attention.num_heads + attention.num_kv_heads) * (attention.head_dim + attention.value_dim)
-        return heads + gates + indexed
-    if isinstance(attention, RelativeSpec):
-        return 4 * attention.num_heads * attention.head_dim
-    if isinstance(attention, CompressedSpec):
-        return _compressed_width(attention)
-    indexer = attention.own_indexer
-    indexed = 0 if indexer is None else 2 * indexer.num_heads * indexer.head_dim
-    has_gates = attention.gated or attention.gate is not None
-    gates = attention.num_heads * attention.v_head_dim if has_gates else 0
-    return 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim) + indexed + gates
-
-
-def _compressed_width(attention: CompressedSpec) -> int:
-    """Returns the same for compressed attention: heads, what entries follow from with a copy, and the output's parts.
-
-    Heads are queries, normed and rotated ones, what they give, that rotated back, and its groups.
-    """
-    heads = 5 * attention.num_heads * attention.head_dim
-    outputs = 2 * attention.num_groups * attention.o_lora_rank
-    if (compression := attention.compression) is None:
-        return heads + outputs
-    indexer = compression.indexer
-    indexed = 0 if indexer is None else 2 * indexer.num_heads * (indexer.head_dim + 1)
-    return heads + outputs + 3 * compression.raw_width(attention.head_dim) + indexed
-
-
-def _score_bytes(spec: formats.ModelSpec, chunk_tokens: int) -> int:
-    """Returns the most bytes of scores, and of a mask of them; only torch's attention stores any."""
-    unequal = [
-        attention.num_heads
-        for attention, _ in spec.attention_kinds
-        if isinstance(attention, CompressedSpec)
-        or (isinstance(attention, GroupedQuerySpec) and attention.value_dim != attention.head_dim)
-    ]
-    sinking = [
-        attention.num_heads
-        for attention, _ in spec.attention_kinds
-        if isinstance(attention, LatentSpec) and attention.sinks
-    ]
-    scores, with_sinks = (
-        4 * max(heads, default=0) * chunk_tokens * spec.max_position_embeddings for heads in (unequal, sinking)
-    )
-    return min(scores, operations.MAX_SCORE_BYTES) * 5 // 4 + min(with_sinks, operations.MAX_DECODED_BYTES)
 
 
 def _mixer_floats(spec: formats.ModelSpec) -> int:
@@ -620,30 +561,14 @@ def ngram_bytes(spec: formats.ModelSpec) -> int:
 def whole_pass_bytes(spec: formats.ModelSpec, chunk_tokens: int, context_tokens: int) -> int:
     """Returns the additional bytes of a pass in which each token has something of each position of the context.
 
-    With an indexer they are masks, of the positions that are seen, and that are chosen, with copies. With compressed
-    entries they are masks of these, and a copy of their keys. With an encoder, a layer runs for all tokens before the
-    next begins.
+    With an encoder, a layer runs for all tokens before the next begins.
     """
-    attention = spec.attention
-    compressed = [each for each, _ in spec.attention_kinds if isinstance(each, CompressedSpec)]
-    if compressed:
-        return max(_entry_bytes(each, chunk_tokens, context_tokens) for each in compressed)
-    indexed = (each for each, _ in spec.attention_kinds if isinstance(each, GroupedQuerySpec | LatentSpec))
-    if any(each.indexer is not None for each in indexed):
-        return _MASKS * chunk_tokens * context_tokens
-    if spec.encoder is None or not isinstance(attention, RelativeSpec):
-        return 0
+    kinds = [attention for attention, _ in spec.attention_kinds]
+    num_bytes = max(each.position_bytes(chunk_tokens, context_tokens, _piece_bytes()) for each in kinds)
+    if spec.encoder is None:
+        return num_bytes
     # Hidden states, normed ones, halves' outputs in pieces and whole, experts' outputs; routers' logits and scores.
-    states = context_tokens * (6 * spec.hidden_size + 3 * spec.router.num_experts)
-    biases = 2 * attention.num_heads * 2 * context_tokens
-    scores = min(12 * attention.num_heads * chunk_tokens * context_tokens, 2 * operations.MAX_DECODED_BYTES)
-    return 4 * (states + biases) + scores
-
-
-def _entry_bytes(attention: CompressedSpec, chunk_tokens: int, context_tokens: int) -> int:
-    compression, window = attention.compression, attention.sliding_window - 1 + chunk_tokens
-    num_entries = 0 if compression is None else context_tokens // compression.window_tokens
-    return (window + num_entries) * (_MASKS * chunk_tokens + 4 * attention.head_dim)
+    return num_bytes + 4 * context_tokens * (6 * spec.hidden_size + 3 * spec.router.num_experts)
 
 
 def extent_bytes(layout: formats.PackLayout) -> NDArray[np.int64]:

@@ -35,7 +35,7 @@ from moe_pack.formats.pack.manifests import read_account
 from moe_pack.formats.pack.reader import audit
 from moe_pack.formats.pack.writer import Step, pass_step
 from moe_pack.formats.parts import ParallelResidualSpec
-from moe_pack.formats.parts.ngrams import hashed_ngrams, ngrams_fault
+from moe_pack.formats.parts.ngrams import hashed_ngrams
 from moe_pack.formats.parts.specs import dense_roles, num_active_parameters, num_parameters, spec_fault
 
 NAME = "ngrams-002.safetensors"
@@ -110,7 +110,7 @@ def test_configs_that_cannot_be_read_are_refused() -> None:
 
 def test_specs_that_cannot_be_are_refused() -> None:
     spec = ngrams_of()
-    assert ngrams_fault(spec, 3, 256, 96) is None
+    assert spec.fault(3, 256, 96) is None
     largest = (2**63 - 1) // 95
     cases = [
         ({"dilation": 0}, "ngrams dilation is 0, expected 1 to 2^31 - 1"),
@@ -143,8 +143,8 @@ def test_specs_that_cannot_be_are_refused() -> None:
         ),
     ]
     for change, message in cases:
-        assert ngrams_fault(replace(spec, **change), 3, 256, 96) == message
-    assert ngrams_fault(replace(spec, multipliers=(spec.multipliers[0], (1, 1, largest))), 3, 256, 96) is None
+        assert replace(spec, **change).fault(3, 256, 96) == message
+    assert replace(spec, multipliers=(spec.multipliers[0], (1, 1, largest))).fault(3, 256, 96) is None
 
 
 def test_a_model_with_ngrams_needs_rms_norms_and_no_encoder(made: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RopeSpec, specs
-from moe_pack.formats.parts.attention import raw_places
+from moe_pack.formats.parts.compressed import raw_places
 from moe_pack.formats.parts.positions import (
     DynamicSpec,
     LinearSpec,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, specs
-from moe_pack.formats.parts.attention import raw_places
+from moe_pack.formats.parts.compressed import raw_places
 from moe_pack.runtime.model.caches.dtypes import KvDtype
 
 BLOCK_VALUES = 32  # the most of a block

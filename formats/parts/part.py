@@ -1,0 +1,62 @@
+"""What all parts of a model have: dense tensors, layers, and an answer to the question who cannot run them.
+
+Others ask a part, and do not look at its class: all that follows from a kind of attention, a mixer, a residual or a
+router stands in its module, next to its fields. The answers are plain numbers and words.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, Literal
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRole:
+    """A dense tensor. Parts name theirs, `q`; a model's spec names them in the pack, `layers.0.attention.q`.
+
+    The kernel of a convolution is a vector: the taps of its first channel, then those of the second, and so on. The
+    last tap multiplies the newest input.
+    """
+
+    name: str
+    shape: Shape  # of matrices `[out, in]`
+    quantizable: bool
+    offset: float = 0.0  # added to each stored value
+    integers: bool = False  # values are whole numbers below 2^24, stored as integers
+
+
+FLOAT_DTYPES = ("BF16", "F16", "F32")
+INTEGER_DTYPES = ("I32", "I64")
+
+
+def plain_dtypes(role: DenseRole) -> tuple[str, ...]:
+    """Returns the safetensors dtypes in which a dense tensor that is not quantized may be stored."""
+    return INTEGER_DTYPES if role.integers else FLOAT_DTYPES
+
+
+def are_layers(layers: tuple[int, ...], num_layers: int) -> bool:
+    """Returns whether these are layers of a model of `num_layers`, in rising order."""
+    return all(low < high for low, high in pairwise((-1, *layers, num_layers)))
+
+
+def sizes_of(record: Any) -> dict[str, int]:
+    """Returns the fields of a dataclass that are whole numbers, by name."""
+    values = ((field.name, getattr(record, field.name)) for field in fields(record))
+    return {name: value for name, value in values if type(value) is int}
+
+
+# What may lack something of a part: the engine of a GPU, its kernels if keys and values are codes, and llama.cpp
+# where metadata of a GGUF file can say the part.
+Runner = Literal["gpu", "gpu codes", "gguf"]
+
+
+class Part:
+    """A part of a model: attention, a mixer, rotary positions, a residual, a router."""
+
+    __slots__ = ()
+
+    def lacks(self, runner: Runner) -> Iterator[str]:
+        """Yields, in words, all of this part that a runner cannot compute."""
+        yield from ()
