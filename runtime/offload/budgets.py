@@ -21,6 +21,7 @@ from moe_pack.formats.pack import layouts
 from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, RelativeSpec, specs
 from moe_pack.formats.parts.attention import raw_places
 from moe_pack.runtime.model import PREFILL_TOKENS, caches, mixers, operations
+from moe_pack.runtime.model.attention import kinds, softmax
 from moe_pack.runtime.offload.presets import ROUTING_FILE
 
 LEAST_PREFILL_TOKENS = 16  # with shorter passes a prompt would read every expert again and again
@@ -451,9 +452,8 @@ def checkpoint_bytes(
     for layer in range(spec.num_hidden_layers):
         attention, places = spec.attention_of(layer), specs.cached_tokens(spec, layer, context_tokens, chunk_tokens)
         if 0 < places < context_tokens:
-            heads, rows = caches.row_storages(attention, kv_dtype)
             window = specs.cached_tokens(spec, layer, context_tokens, 0)
-            num_bytes += window * heads * sum(each.row_bytes for each in rows)
+            num_bytes += window * kinds.cache_shape(attention, kv_dtype).row_bytes
         if not isinstance(attention, CompressedSpec) or attention.compression is None or not places:
             continue
         compression = attention.compression
@@ -477,8 +477,7 @@ def decoded_cache_bytes(
     for attention, _ in spec.attention_kinds:
         if has_kernels and isinstance(attention, GroupedQuerySpec) and operations.kernels_attend(attention):
             continue
-        heads, rows = caches.row_storages(attention, "f32")
-        positions = 2 * context_tokens * heads * sum(each.row_bytes for each in rows)
+        positions = 2 * context_tokens * kinds.cache_shape(attention, "f32").row_bytes
         scores = 2 * 4 * attention.num_heads * chunk_tokens * context_tokens
         width = 2 * 4 * chunk_tokens * attention.num_heads * _mixed_width(attention)
         most = max(
@@ -578,7 +577,7 @@ def _score_bytes(spec: formats.ModelSpec, chunk_tokens: int) -> int:
     scores, with_sinks = (
         4 * max(heads, default=0) * chunk_tokens * spec.max_position_embeddings for heads in (unequal, sinking)
     )
-    return min(scores, operations.MAX_SCORE_BYTES) * 5 // 4 + min(with_sinks, operations.MAX_DECODED_BYTES)
+    return min(scores, softmax.MAX_SCORE_BYTES) * 5 // 4 + min(with_sinks, operations.MAX_DECODED_BYTES)
 
 
 def _mixer_floats(spec: formats.ModelSpec) -> int:
