@@ -41,6 +41,7 @@ from moe_pack import formats
 from moe_pack.calib.forward import shared
 from moe_pack.runtime import model
 from moe_pack.runtime.model import caches, encoder_decoder, mixers
+from moe_pack.runtime.model.attention import relative
 from moe_pack.runtime.model.layers import add_ngrams, enter_second, run_unrouted, with_returned
 from moe_pack.runtime.model.residuals import residual_of
 from moe_pack.runtime.model.rotation import Rotation
@@ -216,7 +217,7 @@ class SequenceAttention:
             self._angles = caches.LayerRopes(weights.spec, device)(positions, sequence_length)
         else:
             self._biases = tuple(
-                encoder_decoder.position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False)
+                relative.position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False)
             )
 
     def added(

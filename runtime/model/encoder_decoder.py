@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.formats.parts import RelativeSpec
 from moe_pack.runtime.model import caches, layers
 from moe_pack.runtime.model.attention import relative
 from moe_pack.runtime.model.attention.softmax import joined
@@ -37,7 +36,7 @@ def add_own_attention(
 
     Args:    cache: has the keys and values of the tokens before.   chunk_tokens: queries that are computed at a time.
     """
-    spec, role, start = _attention(weights), f"layers.{layer}.attention", cache.num_tokens
+    spec, role, start = relative.spec_of(weights), f"layers.{layer}.attention", cache.num_tokens
     normed = torch.split(norm(x, weights, f"layers.{layer}.attention_norm"), chunk_tokens)
     firsts = range(start, start + len(x), chunk_tokens)
     for piece, first in zip(normed, firsts, strict=True):
@@ -53,7 +52,7 @@ def add_cross_attention(
     x: Tensor, weights: Weights, layer: int, read: caches.LayerCache, chunk_tokens: int = layers.PREFILL_TOKENS
 ) -> Tensor:
     """Returns hidden states float32 [T, d] with a decoder layer's attention to the text added; `read` has its keys."""
-    spec, role = _attention(weights), f"layers.{layer}.cross"
+    spec, role = relative.spec_of(weights), f"layers.{layer}.cross"
     normed = torch.split(norm(x, weights, f"layers.{layer}.cross_norm"), chunk_tokens)
     pieces = [relative.attend_keys(piece, weights, spec, role, read, None) for piece in normed]
     return x + scaled(joined(pieces), weights.spec.residual_multiplier)
@@ -63,21 +62,7 @@ def enter_text(encoded: Tensor, weights: Weights, layer: int, read: caches.Layer
     """Writes a decoder layer's keys and values of the text into `read`; `encoded` is float32 [S, d]."""
     for first in range(0, len(encoded), chunk_tokens):
         piece = encoded[first : first + chunk_tokens]
-        relative.enter_keys(piece, weights, _attention(weights), f"layers.{layer}.cross", read, first)
-
-
-def position_bias(weights: Weights, context_tokens: int, is_encoder: bool) -> relative.PositionBias:
-    """Returns the position biases of the encoder, or of the decoder."""
-    table = weights.matrix("encoder_position_bias" if is_encoder else "position_bias")
-    return relative.PositionBias(
-        _attention(weights), table.rows(0, table.num_rows), context_tokens, is_mutual=is_encoder
-    )
-
-
-def _attention(weights: Weights) -> RelativeSpec:
-    spec = weights.spec.attention
-    assert isinstance(spec, RelativeSpec), "a checked spec: with an encoder attention is relative"
-    return spec
+        relative.enter_keys(piece, weights, relative.spec_of(weights), f"layers.{layer}.cross", read, first)
 
 
 class EncoderDecoder:
@@ -107,8 +92,8 @@ class EncoderDecoder:
         self.read = caches.KVCache(spec, context_tokens, self.device, num_decoder_layers)
         self._weights = weights
         self._chunk_tokens = chunk_tokens
-        self._encoder_bias = position_bias(weights, context_tokens, is_encoder=True)
-        self._decoder_bias = position_bias(weights, context_tokens, is_encoder=False)
+        self._encoder_bias = relative.position_bias(weights, context_tokens, is_encoder=True)
+        self._decoder_bias = relative.position_bias(weights, context_tokens, is_encoder=False)
 
     def reset(self) -> None:
         """Forgets the text and its answer; the caches stay allocated."""

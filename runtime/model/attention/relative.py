@@ -63,6 +63,19 @@ class PositionBias:
         return windows[:, last - stop + 1 : last - start + 1].flip(1)
 
 
+def spec_of(weights: Weights) -> parts.RelativeSpec:
+    """Returns the attention of a model with an encoder."""
+    spec = weights.spec.attention
+    assert isinstance(spec, parts.RelativeSpec), "a checked spec: with an encoder attention is relative"
+    return spec
+
+
+def position_bias(weights: Weights, context_tokens: int, is_encoder: bool) -> PositionBias:
+    """Returns the position biases of the encoder, or of the decoder."""
+    table = weights.matrix("encoder_position_bias" if is_encoder else "position_bias")
+    return PositionBias(spec_of(weights), table.rows(0, table.num_rows), context_tokens, is_mutual=is_encoder)
+
+
 def enter_keys(
     x: Tensor, weights: Weights, spec: parts.RelativeSpec, role: str, cache: layer_cache.LayerCache, start: int
 ) -> None:
