@@ -7,7 +7,6 @@ computed by `layer` alone, which is the reference; a call gives the same bits.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from moe_pack.formats import parts
 from moe_pack.runtime import cpu
-from moe_pack.runtime.model import layers
+from moe_pack.runtime.model import layers, passes
 from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
 from moe_pack.runtime.model.matrices import DivisibleMatrix
@@ -25,7 +24,6 @@ from moe_pack.runtime.model.router import least_sum
 from moe_pack.runtime.model.weights import Weights
 
 _Step = tuple[cpu.Floats, cpu.Floats, cpu.SequenceCaches]  # angles and caches of a layer
-MAX_CALL_TOKENS = 16  # of a sequence in a pass: for more, what lies between operations does not matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +38,6 @@ class BegunLayer:
     route: tuple[Tensor, Tensor] | None  # experts int64 and weights float32 [T, k]; None if the call does not route
     has_unrouted: bool
     unrouted: Tensor | None  # float32 [T, d], where `has_unrouted`; None if nothing runs for every token
-
-
-class PassOfLayers(Protocol):
-    """What a pass brings to its layers: rotary angles, and of each sequence its rows and its cache."""
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences, with equally many tokens each."""
-        ...
-
-    def caches(self, layer: int) -> Batch[LayerCache]:
-        """Returns the caches of a layer with attention."""
-        ...
-
-    def angles(self, layer: int) -> Angles:
-        """Returns the rotary angles of all tokens in a layer."""
-        ...
-
-    def add_ngrams(self, x: Tensor, layer: int) -> Tensor:
-        """Returns hidden states with a layer's n-grams added."""
-        ...
-
-    def add_attention(self, x: Tensor, layer: int) -> Tensor:
-        """Returns hidden states with a layer's attention, or its mixer, added."""
-        ...
-
-    def partial_state(self, x: Tensor, layer: int) -> layers.PartialState | None:
-        """Returns the `PartialState` of the next layer, from x after this layer's first half."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,22 +64,21 @@ class LayerCalls:
         self._bytes = _CacheBytes()
         self._native = cpu.NativeLayers(operations.kernels, weights.spec.num_hidden_layers)
 
-    def run_layers(self, x: Tensor, of_pass: PassOfLayers, ids: Tensor, ends_early: bool) -> Tensor:
+    def run_layers(self, x: Tensor, batch: passes.Pass, ids: Tensor, ends_early: bool) -> Tensor:
         """Does what `Decoder.run_layers` does, by calls where layers have them."""
         spec, layer = self._weights.spec, 0
         while layer < spec.num_hidden_layers:
-            x = of_pass.add_ngrams(x, layer)
-            begun = self._begin(x, layer, of_pass)
-            if begun is None:
-                x = of_pass.add_attention(x, layer)
-            else:
+            x = batch.add_ngrams(x, layer)
+            begun = self.begin(x, layer, batch)
+            if begun is not None:
                 x, layer = begun.x, begun.layer
-            if ends_early and layer == spec.num_hidden_layers - 1:
-                x, ids = x[-1:], ids[-1:]
-            if begun is None:
-                x = layers.add_mlp(x, self._weights, layer, ids, of_pass.partial_state(x, layer))
-            elif not begun.is_complete:
-                x = self._add_mlp(begun, ids, of_pass.partial_state(x, layer))
+                if not begun.is_complete:
+                    x = self._add_mlp(begun, ids, batch.partial_state(x, layer))
+            else:
+                x = batch.add_attention(x, layer)
+                if ends_early and layer == spec.num_hidden_layers - 1:
+                    x, ids = x[-1:], ids[-1:]
+                x = layers.add_mlp(x, self._weights, layer, ids, batch.partial_state(x, layer))
             layer += 1
         return x
 
@@ -122,7 +90,7 @@ class LayerCalls:
             route = layers.route_tokens(inputs, weights, layer, ids)
         return layers.run_mlp(begun.x, inputs, unrouted, route, weights, layer, partial_state)
 
-    def _begin(self, x: Tensor, layer: int, of_pass: PassOfLayers) -> BegunLayer | None:
+    def begin(self, x: Tensor, layer: int, batch: passes.Pass) -> BegunLayer | None:
         """Runs a layer, and those after it as far as calls complete them, for hidden states x float32 [T, d].
 
         New tokens have entered the caches of these layers.
@@ -130,15 +98,15 @@ class LayerCalls:
         Raises:  PackError if an expert is damaged or its file is truncated.
         """
         kind = self._kind(layer)
-        if kind is None or len(x) > MAX_CALL_TOKENS * of_pass.num_sequences:
+        if kind is None or len(x) > passes.MAX_CALL_TOKENS * batch.num_sequences:
             return None
-        caches = of_pass.caches(layer)
+        caches = batch.caches(layer)
         if not _fits(kind.spec, caches, len(x)):
             return None
         if kind.completes:
-            return self._run_span(x, layer, of_pass)
+            return self._run_span(x, layer, batch)
         arrays = _arrays(x, kind)
-        self._native.begin(layer, arrays, *_given(kind, caches, of_pass.angles(layer), self._bytes))
+        self._native.begin(layer, arrays, *_given(kind, caches, batch.angles(layer), self._bytes))
         route = None
         if arrays.experts is not None and arrays.weights is not None:
             route = torch.from_numpy(arrays.experts), torch.from_numpy(arrays.weights)
@@ -146,23 +114,23 @@ class LayerCalls:
         hidden, inputs = torch.from_numpy(arrays.x), torch.from_numpy(arrays.inputs)
         return BegunLayer(hidden, layer, False, inputs, route, kind.has_unrouted, unrouted)
 
-    def _span(self, first: int, of_pass: PassOfLayers, num_tokens: int) -> list[tuple[_Kind, _Step]]:
+    def _span(self, first: int, batch: passes.Pass, num_tokens: int) -> list[tuple[_Kind, _Step]]:
         """Returns consecutive layers, from this one on, that one call completes: what it computes and gets."""
         span, spec = list[tuple[_Kind, _Step]](), self._weights.spec
         for layer in range(first, spec.num_hidden_layers):
             kind = self._kind(layer)
             if kind is None or not kind.completes or (span and spec.ngrams_of(layer) is not None):
                 break
-            caches = of_pass.caches(layer)
+            caches = batch.caches(layer)
             if not _fits(kind.spec, caches, num_tokens):
                 break
-            angles, kept = _given(kind, caches, of_pass.angles(layer), self._bytes)
+            angles, kept = _given(kind, caches, batch.angles(layer), self._bytes)
             span.append((kind, (*angles, kept)))
         return span
 
-    def _run_span(self, x: Tensor, first: int, of_pass: PassOfLayers) -> BegunLayer:
+    def _run_span(self, x: Tensor, first: int, batch: passes.Pass) -> BegunLayer:
         """Runs consecutive layers to their end, in one call if all experts that they choose are set."""
-        span = self._span(first, of_pass, len(x))
+        span = self._span(first, batch, len(x))
         kinds, steps = [kind for kind, _ in span], [step for _, step in span]
         num_routes = sum(kind.routes for kind in kinds)
         chosen = num_routes, len(x), self._weights.spec.router.num_experts_per_tok

@@ -243,21 +243,9 @@ class NativeOperations(Operations):
             window = cache.num_tokens % window + 1
         elif (spec.chunked and window is not None) or (norms is not None and norms.is_last):
             return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks)
-        head_norms, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
-        cached, (key_rows, _) = (cache.keys, cache.values), cache.rows
-        return self.kernels.attend(
-            projected,
-            head_norms,
-            eps,
-            angles,
-            interleaved,
-            cached,
-            key_rows.dtype,
-            cache.num_tokens,
-            spec,
-            window,
-            sinks,
-        )
+        head_norms = None if norms is None else (norms.q, norms.k, norms.eps)
+        cached = cpu.CachedRows(cache.keys, cache.values, cache.rows[0].dtype, cache.num_tokens)
+        return self.kernels.attend(projected, head_norms, angles, interleaved, cached, spec, window, sinks)
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""

@@ -27,12 +27,12 @@ from moe_pack.runtime.model.caches import (
     joined_angles,
     layer_cache,
 )
-from moe_pack.runtime.model.layer_calls import MAX_CALL_TOKENS
 from moe_pack.runtime.model.weights import Weights
 
 if TYPE_CHECKING:
     from moe_pack.runtime.model import mixers
 
+MAX_CALL_TOKENS = 16  # of a sequence in a pass that native calls of layers take: for more, they gain nothing
 _Rows = list["mixers.NgramRows | None"]  # of each sequence's tokens in n-gram tables
 
 

@@ -30,71 +30,70 @@ def attend(
     angles: ropes.Angles,
 ) -> Tensor:
     """Returns a layer's attention for new tokens x float32 [T, d], normed: float32 [T, d]."""
-    role, eps, ops = f"layers.{layer}.attention", weights.spec.norm.eps, weights.operations
-
-    def project(name: str, inputs: Tensor) -> Tensor:
-        bias = weights.vector(f"{role}.{name}_bias") if name in spec.bias else None
-        return matrices.linear(inputs, weights.matrix(f"{role}.{name}"), bias)
-
-    q, k = project("q", x), project("k", x)
-    v = _clipped(k if spec.keys_as_values else project("v", x), spec)
-    if spec.v_norm:
-        heads = v.view(len(x), spec.num_kv_heads, spec.value_dim)
-        v = ops.rms_norm(heads, torch.ones(spec.value_dim, device=x.device), eps).flatten(1)
-    if spec.value_scale != 1.0:
-        v = v * spec.value_scale
-    gate = None
-    if spec.gated:
-        q, gate = (each.flatten(1) for each in q.view(len(x), spec.num_heads, 2, -1).unbind(2))
-    q, k, norms = _normed(q, k, weights, spec, layer)
-    if _has_temperature(spec, layer):
-        assert spec.temperature is not None
-        q = q * shared.temperatures(spec.temperature, sequences, x.device)
-    if not spec.rotates(layer):
-        angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
-    sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
-    interleaved, outputs = shared.is_interleaved(weights.spec, layer), list[Tensor]()
-    for own in sequences:
-        projected, turns, chosen = (q[own.rows], k[own.rows], v[own.rows]), own.angles(angles), None
-        if spec.indexer is not None:
-            chosen = choose_blocks(x[own.rows], weights, spec.indexer, layer, own.cache, turns)
-        window = spec.window(layer)
-        outputs.append(ops.attend(projected, norms, turns, interleaved, own.cache, spec, window, sinks, chosen))
-    mixed = softmax.joined(outputs)
-    if gate is not None:
-        mixed = mixed * gate.sigmoid()
-    return project("o", shared.gated(mixed, x, weights, spec.gate, spec.value_dim, role))
+    return _Grouped(weights, spec, layer).attend(x, sequences, angles)
 
 
-def _normed(
-    q: Tensor, k: Tensor, weights: Weights, spec: parts.GroupedQuerySpec, layer: int
-) -> tuple[Tensor, Tensor, operations.HeadNorms | None]:
-    """Returns queries and keys after the norms that come here, clipped, and the norms that the operation applies."""
-    role, eps, ops = f"layers.{layer}.attention", weights.spec.norm.eps, weights.operations
-    norms, head_dim = None, spec.head_dim
-    if spec.qk_norm == "unit":
-        ones = torch.ones(head_dim, device=q.device)
-        norms = operations.HeadNorms(ones, ones, eps, True) if spec.rotates(layer) else None
-    elif spec.qk_norm != "none":
-        is_last = spec.qk_norm == "rotated_head"
-        norms = operations.HeadNorms(weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), eps, is_last)
-    if norms is not None and spec.qk_norm == "projection":
-        q, k = ops.rms_norm(q, norms.q, eps), ops.rms_norm(k, norms.k, eps)
-        norms = None
-    q, k = _clipped(q, spec), _clipped(k, spec)
-    if norms is not None and spec.qk_norm == "head" and _has_temperature(spec, layer):  # the operation's would undo it
-        q = ops.rms_norm(q.view(len(q), -1, head_dim), norms.q, eps).flatten(1)
-        k = ops.rms_norm(k.view(len(k), -1, head_dim), norms.k, eps).flatten(1)
-        norms = None
-    return q, k, norms
+class _Grouped(shared.LayerAttention):
+    def __init__(self, weights: Weights, spec: parts.GroupedQuerySpec, layer: int) -> None:
+        super().__init__(weights, layer)
+        self._spec, self._eps, self._operations = spec, weights.spec.norm.eps, weights.operations
+        temperature, self._is_rotated = spec.temperature, spec.rotates(layer)
+        self._temperature = None if temperature and temperature.is_unrotated and self._is_rotated else temperature
 
+    def attend(self, x: Tensor, sequences: layer_cache.Batch[layer_cache.LayerCache], angles: ropes.Angles) -> Tensor:
+        spec, gate = self._spec, None
+        q, k = self._projected(x, "q"), self._projected(x, "k")
+        v = self._clipped(k if spec.keys_as_values else self._projected(x, "v"))
+        if spec.v_norm:
+            heads = v.view(len(x), spec.num_kv_heads, spec.value_dim)
+            ones = torch.ones(spec.value_dim, device=x.device)
+            v = self._operations.rms_norm(heads, ones, self._eps).flatten(1)
+        if spec.value_scale != 1.0:
+            v = v * spec.value_scale
+        if spec.gated:
+            q, gate = (each.flatten(1) for each in q.view(len(x), spec.num_heads, 2, -1).unbind(2))
+        q, k, norms = self._normed(q, k)
+        if self._temperature is not None:
+            q = q * shared.temperatures(self._temperature, sequences, x.device)
+        if not self._is_rotated:
+            angles = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
+        sinks, window = self.vector("sinks") if spec.sinks else None, spec.window(self.layer)
+        outputs = []
+        for own in sequences:
+            projected, turns, chosen = (q[own.rows], k[own.rows], v[own.rows]), own.angles(angles), None
+            if spec.indexer is not None:
+                chosen = choose_blocks(x[own.rows], self.weights, spec.indexer, self.layer, own.cache, turns)
+            given = norms, turns, self.interleaved, own.cache, spec, window, sinks, chosen
+            outputs.append(self._operations.attend(projected, *given))
+        mixed = softmax.joined(outputs)
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
+        return self._projected(self.gated(mixed, x, spec.gate, spec.value_dim), "o")
 
-def _has_temperature(spec: parts.GroupedQuerySpec, layer: int) -> bool:
-    return spec.temperature is not None and not (spec.rotates(layer) and spec.temperature.is_unrotated)
+    def _projected(self, x: Tensor, name: str) -> Tensor:
+        y = self.linear(x, name)
+        return y + self.vector(f"{name}_bias") if name in self._spec.bias else y
 
+    def _clipped(self, x: Tensor) -> Tensor:
+        return x if self._spec.clip is None else x.clamp(-self._spec.clip, self._spec.clip)
 
-def _clipped(x: Tensor, spec: parts.GroupedQuerySpec) -> Tensor:
-    return x if spec.clip is None else x.clamp(-spec.clip, spec.clip)
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, operations.HeadNorms | None]:
+        """Returns queries and keys, normed as far as it is done here, clipped, and the norms of the operation."""
+        spec, eps, norms = self._spec, self._eps, None
+        if spec.qk_norm == "unit":
+            ones = torch.ones(spec.head_dim, device=q.device)
+            norms = operations.HeadNorms(ones, ones, eps, True) if self._is_rotated else None
+        elif spec.qk_norm == "projection":
+            q, k = self.norm(q, "q_norm", eps), self.norm(k, "k_norm", eps)
+        elif spec.qk_norm != "none":
+            is_last = spec.qk_norm == "rotated_head"
+            norms = operations.HeadNorms(self.vector("q_norm"), self.vector("k_norm"), eps, is_last)
+        q, k = self._clipped(q), self._clipped(k)
+        if spec.qk_norm == "head" and self._temperature is not None:  # norms in the operation would undo it
+            q = self.norm(q.view(len(q), -1, spec.head_dim), "q_norm", eps).flatten(1)
+            k = self.norm(k.view(len(k), -1, spec.head_dim), "k_norm", eps).flatten(1)
+            norms = None
+        return q, k, norms
 
 
 @torch.no_grad()

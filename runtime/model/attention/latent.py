@@ -10,13 +10,12 @@ With an indexer (DeepSeek-V3.2), a query attends to the positions that score hig
 Layers without an indexer may share the choice of an earlier layer (GLM-5), which comes with their cache.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats import parts
-from moe_pack.runtime.model import matrices
 from moe_pack.runtime.model.attention import shared, softmax
 from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes, storage
 from moe_pack.runtime.model.weights import Weights
@@ -39,120 +38,11 @@ def attend(
     weights: Weights,
     spec: parts.LatentSpec,
     layer: int,
-    cache: layer_cache.LayerCache | layer_cache.Batch[layer_cache.LayerCache],
+    sequences: layer_cache.Batch[layer_cache.LayerCache],
     angles: ropes.Angles,
 ) -> Tensor:
-    """Returns a layer's latent attention for new tokens; their latents and rotated keys are appended to the cache.
-
-    Args:    x: float32 [T, d], normed.
-    Returns: float32 [T, d].
-    """
-    role, sequences = f"layers.{layer}.attention", layer_cache.each_sequence(cache, len(x))
-    rope_dim, interleaved = spec.qk_rope_head_dim, shared.is_interleaved(weights.spec, layer)
-    q, q_latent, gates = _queries(x, weights, spec, role)
-    q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
-    q = torch.cat((q_nope, ropes.rotate(q_rope, angles, interleaved)), dim=-1)
-    if spec.temperature is not None:
-        q = q * shared.temperatures(spec.temperature, sequences, x.device)
-    latent, key = torch.split(matrices.linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
-    latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps)
-    latent = latent if spec.kv_latent_scale == 1 else latent * spec.kv_latent_scale
-    entered = torch.cat((latent, ropes.rotate(key[None], angles, interleaved)[0]), dim=-1)
-    sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
-    outputs = []
-    for each in sequences:
-        rows, own = each.rows, each.cache
-        own.enter_parts(entered[rows], _LATENT)
-        own_latent = None if q_latent is None else q_latent[rows]
-        mask = _latent_mask(x[rows], own_latent, weights, spec, role, own, each.angles(angles))
-        outputs.append(_attend_latents(q[:, rows], weights, spec, role, own, mask, sinks))
-    mixed = softmax.joined(outputs, dim=1)  # [heads, T, v]
-    mixed = mixed if gates is None else mixed * gates.sigmoid()
-    mixed = shared.gated(mixed.transpose(0, 1).flatten(1), x, weights, spec.gate, spec.v_head_dim, role)
-    return matrices.linear(mixed, weights.matrix(f"{role}.o"))
-
-
-def _latent_mask(
-    x: Tensor,
-    q_latent: Tensor | None,
-    weights: Weights,
-    spec: parts.LatentSpec,
-    role: str,
-    cache: layer_cache.LayerCache,
-    angles: ropes.Angles,
-) -> Tensor | None:
-    """Returns which positions each of a sequence's new tokens sees, bool [T, S]; None: all.
-
-    A layer with an indexer of its own writes their index keys to the cache, and its choice.
-    """
-    start, stop = cache.num_tokens, cache.num_tokens + len(x)
-    mask = softmax.seen_positions(None, 0, start, len(x), x.device)
-    if (indexer := spec.own_indexer) is not None and q_latent is not None:
-        cache.enter_parts(_index_keys(x, weights, indexer, role, angles), _INDEX)
-        cache.chosen.positions = None
-        if stop > indexer.top_k:
-
-            def index_keys() -> Iterator[Tensor]:
-                blocks = cache.blocks(0, stop, softmax.MAX_DECODED_BYTES) if cache.reads_blocks else iter([(0, stop)])
-                return (cache.read_parts(begin, end, _INDEX) for begin, end in blocks)
-
-            cache.chosen.positions = _indexed(x, q_latent, weights, indexer, role, angles, index_keys, mask)
-    if spec.indexer is not None and cache.chosen.positions is not None:
-        return cache.chosen.positions
-    return mask
-
-
-def _attend_latents(
-    q: Tensor,
-    weights: Weights,
-    spec: parts.LatentSpec,
-    role: str,
-    cache: layer_cache.LayerCache,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Returns what a sequence's queries [heads, T, nope + rope] read, float32 [heads, T, v]."""
-    stop = cache.num_tokens + q.shape[1]
-    if cache.reads_blocks:
-        return _attend_latent_blocks(q, weights, spec, role, cache, mask, sinks)
-    attend, cached = _absorbed if absorbs(q.shape[1], stop, spec) else _expanded, cache.read_parts(0, stop, _LATENT)
-    return torch.cat(list(attend(q, weights, spec, role, cached, mask, sinks)))
-
-
-def _attend_latent_blocks(
-    q: Tensor,
-    weights: Weights,
-    spec: parts.LatentSpec,
-    role: str,
-    cache: layer_cache.LayerCache,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Returns the same, of latents that are dequantized block by block of positions; either way, as `absorbs` says."""
-    rank, nope, num_heads, num_tokens = spec.kv_lora_rank, spec.qk_nope_head_dim, *q.shape[:2]
-    stop, width = cache.num_tokens + num_tokens, spec.qk_nope_head_dim + spec.qk_rope_head_dim + spec.v_head_dim
-    is_absorbed = absorbs(num_tokens, stop, spec)
-    running = softmax.RunningSoftmax(num_heads, num_tokens, rank if is_absorbed else spec.v_head_dim, q.device, sinks)
-    for begin, end in cache.blocks(0, stop, softmax.MAX_DECODED_BYTES):
-        cached = cache.read_parts(begin, end, _LATENT)
-        latent, rope = cached[:, :rank], cached[:, rank:]
-        for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * len(cached) * (width + num_tokens)):
-            if is_absorbed:
-                moved = torch.cat((q[heads, :, :nope] @ w_k, q[heads, :, nope:]), dim=-1)
-                scores, values = moved @ cached.T, latent[None]
-            else:
-                expanded = latent @ w_k.transpose(1, 2)
-                keys = torch.cat((expanded, rope.expand(len(expanded), -1, -1)), dim=-1)
-                scores, values = q[heads] @ keys.transpose(1, 2), latent @ w_v.transpose(1, 2)
-            scores *= spec.scale
-            if mask is not None:
-                scores.masked_fill_(~mask[:, begin:end], -torch.inf)
-            running.add(scores, values, heads)
-    mixed = running.result()
-    if not is_absorbed:
-        return mixed
-    projections = _up_projections(weights, spec, role, 4 * num_tokens * spec.v_head_dim)
-    return torch.cat([mixed[heads] @ w_v.transpose(1, 2) for heads, _, w_v in projections])
+    """Returns a layer's attention for new tokens x float32 [T, d], normed: float32 [T, d]."""
+    return _Latent(weights, spec, layer).attend(x, sequences, angles)
 
 
 def absorbs(num_new: int, num_seen: int, spec: parts.LatentSpec) -> bool:
@@ -163,135 +53,188 @@ def absorbs(num_new: int, num_seen: int, spec: parts.LatentSpec) -> bool:
     return absorbed <= expanded
 
 
-def _queries(
-    x: Tensor, weights: Weights, spec: parts.LatentSpec, role: str
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the queries of tokens x, [heads, T, nope + rope], not rotated, their latents [T, q_lora_rank], and gates.
+class _Latent(shared.LayerAttention):
+    def __init__(self, weights: Weights, spec: parts.LatentSpec, layer: int) -> None:
+        super().__init__(weights, layer)
+        self._spec = spec
+        self._sinks = self.vector("sinks") if spec.sinks else None  # float32 [num_heads], logits without a value
 
-    Latents are normed; None if queries have none. Gates: [heads, T, v]; None unless queries come with them.
-    """
-    if spec.q_lora_rank is None:
-        latent, q = None, matrices.linear(x, weights.matrix(f"{role}.q"))
-    else:
-        plain = matrices.linear(x, weights.matrix(f"{role}.q_a"))
-        latent = weights.operations.rms_norm(plain, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps)
-        latent = latent if spec.q_latent_scale == 1 else latent * spec.q_latent_scale
-        read = torch.cat((latent, plain), dim=-1) if spec.gated else latent
-        q = matrices.linear(read, weights.matrix(f"{role}.q_b"))
-    q = q.view(len(x), spec.num_heads, -1).transpose(0, 1)
-    if not spec.gated:
-        return q, latent, None
-    q, gates = torch.split(q, [spec.qk_nope_head_dim + spec.qk_rope_head_dim, spec.v_head_dim], dim=-1)
-    return q, latent, gates
+    def attend(self, x: Tensor, sequences: layer_cache.Batch[layer_cache.LayerCache], angles: ropes.Angles) -> Tensor:
+        spec = self._spec
+        q, q_latent, gates = self._queries(x)
+        q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
+        q = torch.cat((q_nope, ropes.rotate(q_rope, angles, self.interleaved)), dim=-1)
+        if spec.temperature is not None:
+            q = q * shared.temperatures(spec.temperature, sequences, x.device)
+        latent, key = torch.split(self.linear(x, "kv_a"), [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+        latent = self.norm(latent, "kv_a_norm", spec.lora_norm_eps)
+        latent = latent if spec.kv_latent_scale == 1 else latent * spec.kv_latent_scale
+        entered = torch.cat((latent, ropes.rotate(key[None], angles, self.interleaved)[0]), dim=-1)
+        outputs = []
+        for own in sequences:
+            own.cache.enter_parts(entered[own.rows], _LATENT)
+            own_latent = None if q_latent is None else q_latent[own.rows]
+            seen = self._seen(x[own.rows], own_latent, own.cache, own.angles(angles))
+            outputs.append(self._read(q[:, own.rows], own.cache, seen))
+        mixed = softmax.joined(outputs, dim=1)  # [heads, T, v]
+        mixed = mixed if gates is None else mixed * gates.sigmoid()
+        return self.linear(self.gated(mixed.transpose(0, 1).flatten(1), x, spec.gate, spec.v_head_dim), "o")
+
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns queries [heads, T, nope + rope], not rotated, their latents [T, q_lora_rank], and gates.
+
+        Latents are normed; None if queries have none. Gates: [heads, T, v]; None unless queries come with them.
+        """
+        spec = self._spec
+        if spec.q_lora_rank is None:
+            latent, q = None, self.linear(x, "q")
+        else:
+            plain = self.linear(x, "q_a")
+            latent = self.norm(plain, "q_a_norm", spec.lora_norm_eps)
+            latent = latent if spec.q_latent_scale == 1 else latent * spec.q_latent_scale
+            q = self.linear(torch.cat((latent, plain), dim=-1) if spec.gated else latent, "q_b")
+        q = q.view(len(x), spec.num_heads, -1).transpose(0, 1)
+        if not spec.gated:
+            return q, latent, None
+        q, gates = torch.split(q, [spec.qk_nope_head_dim + spec.qk_rope_head_dim, spec.v_head_dim], dim=-1)
+        return q, latent, gates
+
+    # ---- positions that an indexer chooses --------------------------------------------------------------------------
+
+    def _seen(
+        self, x: Tensor, q_latent: Tensor | None, cache: layer_cache.LayerCache, angles: ropes.Angles
+    ) -> Tensor | None:
+        """Returns which positions each of a sequence's new tokens sees, bool [T, S]; None: all.
+
+        A layer with an indexer of its own writes their index keys to the cache, and its choice.
+        """
+        start, stop, indexer = cache.num_tokens, cache.num_tokens + len(x), self._spec.own_indexer
+        seen = softmax.seen_positions(None, 0, start, len(x), x.device)
+        if indexer is not None and q_latent is not None:
+            norm = self.vector("index_k_norm"), self.vector("index_k_norm_bias")
+            k = torch.nn.functional.layer_norm(self.linear(x, "index_k"), (indexer.head_dim,), *norm, indexer.norm_eps)
+            cache.enter_parts(_rotated(k[None], indexer, angles)[0], _INDEX)
+            cache.chosen.positions = None
+            if stop > indexer.top_k:
+                cache.chosen.positions = self._chosen(x, q_latent, indexer, cache, angles, seen)
+        if self._spec.indexer is not None and cache.chosen.positions is not None:
+            return cache.chosen.positions
+        return seen
+
+    def _chosen(
+        self,
+        x: Tensor,
+        q_latent: Tensor,
+        spec: parts.IndexerSpec,
+        cache: layer_cache.LayerCache,
+        angles: ropes.Angles,
+        seen: Tensor | None,
+    ) -> Tensor:
+        """Returns the positions with the `top_k` largest scores among those that each token sees, bool [T, S].
+
+        Among equal scores, the first are chosen.
+        """
+        stop = cache.num_tokens + len(x)
+
+        def keys() -> Iterator[Tensor]:
+            blocks = cache.blocks(0, stop, softmax.MAX_DECODED_BYTES) if cache.reads_blocks else iter([(0, stop)])
+            return (cache.read_parts(begin, end, _INDEX) for begin, end in blocks)
+
+        q = self.linear(q_latent, "index_q").view(len(x), spec.num_heads, -1).transpose(0, 1)
+        head_weights = self.linear(x, "index_weights") * (spec.num_heads * spec.head_dim) ** -0.5
+        return shared.largest_scores(_rotated(q, spec, angles), keys, head_weights, spec.top_k, seen)
+
+    # ---- queries read latents ---------------------------------------------------------------------------------------
+
+    def _read(self, q: Tensor, cache: layer_cache.LayerCache, seen: Tensor | None) -> Tensor:
+        """Returns what a sequence's queries [heads, T, nope + rope] read, float32 [heads, T, v]."""
+        stop = cache.num_tokens + q.shape[1]
+        if cache.reads_blocks:
+            return self._read_blocks(q, cache, seen)
+        read = self._absorbed if absorbs(q.shape[1], stop, self._spec) else self._expanded
+        return torch.cat(list(read(q, cache.read_parts(0, stop, _LATENT), seen)))
+
+    def _read_blocks(self, q: Tensor, cache: layer_cache.LayerCache, seen: Tensor | None) -> Tensor:
+        """Returns the same, of latents that are dequantized block by block of positions, in the way of `absorbs`."""
+        spec, (num_heads, num_tokens) = self._spec, q.shape[:2]
+        rank, nope, stop = spec.kv_lora_rank, spec.qk_nope_head_dim, cache.num_tokens + num_tokens
+        is_absorbed, width = absorbs(num_tokens, stop, spec), nope + spec.qk_rope_head_dim + spec.v_head_dim
+        mixed_width = rank if is_absorbed else spec.v_head_dim
+        running = softmax.RunningSoftmax(num_heads, num_tokens, mixed_width, q.device, self._sinks)
+        for begin, end in cache.blocks(0, stop, softmax.MAX_DECODED_BYTES):
+            cached = cache.read_parts(begin, end, _LATENT)
+            latent, rope = cached[:, :rank], cached[:, rank:]
+            for heads, w_k, w_v in self._up_projections(4 * len(cached) * (width + num_tokens)):
+                if is_absorbed:
+                    moved = torch.cat((q[heads, :, :nope] @ w_k, q[heads, :, nope:]), dim=-1)
+                    scores, values = moved @ cached.T, latent[None]
+                else:
+                    expanded = latent @ w_k.transpose(1, 2)
+                    keys = torch.cat((expanded, rope.expand(len(expanded), -1, -1)), dim=-1)
+                    scores, values = q[heads] @ keys.transpose(1, 2), latent @ w_v.transpose(1, 2)
+                scores *= spec.scale
+                if seen is not None:
+                    scores.masked_fill_(~seen[:, begin:end], -torch.inf)
+                running.add(scores, values, heads)
+        mixed = running.result()
+        if not is_absorbed:
+            return mixed
+        projections = self._up_projections(4 * num_tokens * spec.v_head_dim)
+        return torch.cat([mixed[heads] @ w_v.transpose(1, 2) for heads, _, w_v in projections])
+
+    def _up_projections(self, head_bytes: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yields some heads at a time: which heads, W_k [heads, nope, rank] and W_v [heads, v, rank], float32.
+
+        The rows of `kv_b` of these heads, and `head_bytes` of workspace for each, stay within `MAX_DECODED_BYTES`;
+        there is one head at least.
+        """
+        spec, nope, rank = self._spec, self._spec.qk_nope_head_dim, self._spec.kv_lora_rank
+        width, matrix = nope + spec.v_head_dim, self.matrix("kv_b")
+        step = max(1, softmax.MAX_DECODED_BYTES // max(4 * width * rank, head_bytes))
+        for first in range(0, spec.num_heads, step):
+            last = min(first + step, spec.num_heads)
+            rows = matrix.rows(first * width, last * width).view(last - first, width, rank)
+            yield slice(first, last), rows[:, :nope], rows[:, nope:]
+
+    def _absorbed(self, q: Tensor, cached: Tensor, seen: Tensor | None) -> Iterator[Tensor]:
+        """Yields outputs of some heads, [heads, T, v], in the latent's space, from cached float32 [S, rank + rope]."""
+        spec, nope = self._spec, self._spec.qk_nope_head_dim
+        values = cached[:, : spec.kv_lora_rank]
+        for heads, w_k, w_v in self._up_projections(4 * q.shape[1] * len(cached)):
+            moved = torch.cat((q[heads, :, :nope] @ w_k, q[heads, :, nope:]), dim=-1)  # [heads, T, rank + rope]
+            if self._sinks is not None:
+                own = self._sinks[heads]
+                mixed = softmax.attend_with_sinks(moved, cached[None], values[None], seen, spec.scale, own)
+                yield mixed @ w_v.transpose(1, 2)
+                continue
+            scores = moved @ cached.T * spec.scale
+            if seen is not None:
+                scores = scores.masked_fill(~seen, -torch.inf)
+            yield scores.softmax(dim=-1) @ values @ w_v.transpose(1, 2)
+
+    def _expanded(self, q: Tensor, cached: Tensor, seen: Tensor | None) -> Iterator[Tensor]:
+        """Yields the same with expanded keys and values."""
+        spec = self._spec
+        latent, rope = torch.split(cached, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+        width = spec.qk_nope_head_dim + spec.qk_rope_head_dim + spec.v_head_dim
+        for heads, w_k, w_v in self._up_projections(4 * len(cached) * width):
+            nope = latent @ w_k.transpose(1, 2)  # [heads, S, nope]
+            keys = torch.cat((nope, rope.expand(len(nope), -1, -1)), dim=-1)
+            values = latent @ w_v.transpose(1, 2)
+            if self._sinks is not None:
+                pieces = []
+                for first, last in softmax.query_blocks(q.shape[1], len(keys) * len(cached)):
+                    own, rows = None if seen is None else seen[first:last], q[heads, first:last]
+                    pieces.append(softmax.attend_with_sinks(rows, keys, values, own, spec.scale, self._sinks[heads]))
+                yield torch.cat(pieces, dim=1)
+            elif q.device.type == "cpu":
+                yield torch.nn.functional.scaled_dot_product_attention(
+                    q[heads], keys, values, attn_mask=seen, scale=spec.scale
+                )
+            else:
+                yield softmax.fused_attention(q[heads], keys, values, seen, False, spec.scale)
 
 
-def _index_keys(x: Tensor, weights: Weights, spec: parts.IndexerSpec, role: str, angles: ropes.Angles) -> Tensor:
-    """Returns the indexer's keys of tokens x, float32 [T, head_dim]."""
-    norm = weights.vector(f"{role}.index_k_norm"), weights.vector(f"{role}.index_k_norm_bias")
-    k = matrices.linear(x, weights.matrix(f"{role}.index_k"))
-    k = torch.nn.functional.layer_norm(k, (spec.head_dim,), *norm, spec.norm_eps)
-    return _rotated_index(k[None], spec, angles)[0]
-
-
-def _rotated_index(x: Tensor, spec: parts.IndexerSpec, angles: ropes.Angles) -> Tensor:
+def _rotated(x: Tensor, spec: parts.IndexerSpec, angles: ropes.Angles) -> Tensor:
     """Returns an indexer's queries or keys x [heads, T, head_dim], rotated."""
     return (ropes.rotate_last if spec.rotates_last else ropes.rotate)(x, angles, spec.interleaved)
-
-
-def _indexed(
-    x: Tensor,
-    q_latent: Tensor,
-    weights: Weights,
-    spec: parts.IndexerSpec,
-    role: str,
-    angles: ropes.Angles,
-    keys: Callable[[], Iterator[Tensor]],
-    mask: Tensor | None,
-) -> Tensor:
-    """Returns which positions each token attends to: those with the `top_k` largest scores among those it sees.
-
-    Args:    keys: of `shared.largest_scores`, the indexer's.   mask: bool [T, S], which positions are seen; None: all.
-    Returns: bool [T, S]; among equal scores, the first positions.
-    """
-    q = matrices.linear(q_latent, weights.matrix(f"{role}.index_q")).view(len(x), spec.num_heads, -1).transpose(0, 1)
-    q = _rotated_index(q, spec, angles)
-    head_weights = (
-        matrices.linear(x, weights.matrix(f"{role}.index_weights")) * (spec.num_heads * spec.head_dim) ** -0.5
-    )
-    return shared.largest_scores(q, keys, head_weights, spec.top_k, mask)
-
-
-def _up_projections(
-    weights: Weights, spec: parts.LatentSpec, role: str, head_bytes: int
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields some heads at a time: which heads, W_k [heads, nope, rank] and W_v [heads, v, rank], float32.
-
-    The rows of `kv_b` of these heads, and `head_bytes` of workspace for each, stay within `MAX_DECODED_BYTES`; there
-    is one head at least.
-    """
-    nope, rank = spec.qk_nope_head_dim, spec.kv_lora_rank
-    width = nope + spec.v_head_dim
-    step = max(1, softmax.MAX_DECODED_BYTES // max(4 * width * rank, head_bytes))
-    matrix = weights.matrix(f"{role}.kv_b")
-    for first in range(0, spec.num_heads, step):
-        last = min(first + step, spec.num_heads)
-        rows = matrix.rows(first * width, last * width).view(last - first, width, rank)
-        yield slice(first, last), rows[:, :nope], rows[:, nope:]
-
-
-def _absorbed(
-    q: Tensor,
-    weights: Weights,
-    spec: parts.LatentSpec,
-    role: str,
-    cached: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-) -> Iterator[Tensor]:
-    """Yields outputs of some heads, [heads, T, v], in the latent's space.
-
-    Args:    cached: float32 [S, rank + rope].   mask: bool [T, S]; None: all are seen.   sinks: float32 [num_heads],
-             logits without a value; None: none.
-    """
-    nope = spec.qk_nope_head_dim
-    for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * q.shape[1] * len(cached)):
-        moved = torch.cat((q[heads, :, :nope] @ w_k, q[heads, :, nope:]), dim=-1)  # [heads, T, rank + rope]
-        if sinks is not None:
-            keys, values = cached[None], cached[None, :, : spec.kv_lora_rank]
-            yield softmax.attend_with_sinks(moved, keys, values, mask, spec.scale, sinks[heads]) @ w_v.transpose(1, 2)
-            continue
-        scores = moved @ cached.T * spec.scale
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        yield scores.softmax(dim=-1) @ cached[:, : spec.kv_lora_rank] @ w_v.transpose(1, 2)
-
-
-def _expanded(
-    q: Tensor,
-    weights: Weights,
-    spec: parts.LatentSpec,
-    role: str,
-    cached: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-) -> Iterator[Tensor]:
-    """Yields the same with expanded keys and values."""
-    latent, rope = torch.split(cached, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
-    width = spec.qk_nope_head_dim + spec.qk_rope_head_dim + spec.v_head_dim
-    for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * len(cached) * width):
-        nope = latent @ w_k.transpose(1, 2)  # [heads, S, nope]
-        keys = torch.cat((nope, rope.expand(len(nope), -1, -1)), dim=-1)
-        values = latent @ w_v.transpose(1, 2)
-        if sinks is not None:
-            pieces = []
-            for first, last in softmax.query_blocks(q.shape[1], len(keys) * len(cached)):
-                seen = None if mask is None else mask[first:last]
-                rows = q[heads, first:last]
-                pieces.append(softmax.attend_with_sinks(rows, keys, values, seen, spec.scale, sinks[heads]))
-            yield torch.cat(pieces, dim=1)
-        elif q.device.type == "cpu":
-            yield torch.nn.functional.scaled_dot_product_attention(
-                q[heads], keys, values, attn_mask=mask, scale=spec.scale
-            )
-        else:
-            yield softmax.fused_attention(q[heads], keys, values, mask, False, spec.scale)

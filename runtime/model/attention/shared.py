@@ -12,18 +12,40 @@ from moe_pack.runtime.model.caches import layer_cache
 from moe_pack.runtime.model.weights import Weights
 
 
-def gated(
-    mixed: Tensor, x: Tensor, weights: Weights, spec: parts.OutputGateSpec | None, head_dim: int, role: str
-) -> Tensor:
-    """Returns what heads give, float32 [T, heads * head_dim], behind its gates, from the layer's input x [T, d]."""
-    if spec is None:
-        return mixed
-    gates = matrices.linear(x, weights.matrix(f"{role}.gate"))
-    if spec.bias:
-        bias = weights.vector(f"{role}.gate_bias")
-        gates = gates + (bias if spec.each == "head" else bias.repeat_interleave(head_dim))
-    gates = gates.sigmoid() if spec.function == "sigmoid" else torch.nn.functional.softplus(gates)
-    return mixed * (gates.repeat_interleave(head_dim, dim=1) if spec.each == "head" else gates)
+class LayerAttention:
+    """The attention of a layer; weights go by the ends of their roles (`layers.{i}.attention.q`)."""
+
+    def __init__(self, weights: Weights, layer: int) -> None:
+        self.weights, self.layer = weights, layer
+        self.role = f"layers.{layer}.attention"
+        self.interleaved = is_interleaved(weights.spec, layer)
+
+    def matrix(self, name: str) -> matrices.Matrix:
+        """Returns a matrix."""
+        return self.weights.matrix(f"{self.role}.{name}")
+
+    def vector(self, name: str) -> Tensor:
+        """Returns a vector, float32 [n]."""
+        return self.weights.vector(f"{self.role}.{name}")
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """Returns `x @ matrix.T`, float32 [T, out]."""
+        return matrices.linear(x, self.matrix(name))
+
+    def norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        """Returns the rms norm of x float32 [..., n] with a vector."""
+        return self.weights.operations.rms_norm(x, self.vector(name), eps)
+
+    def gated(self, mixed: Tensor, x: Tensor, spec: parts.OutputGateSpec | None, head_dim: int) -> Tensor:
+        """Returns what heads give, float32 [T, heads * head_dim], behind its gates, from the layer's input x [T, d]."""
+        if spec is None:
+            return mixed
+        gates = self.linear(x, "gate")
+        if spec.bias:
+            bias = self.vector("gate_bias")
+            gates = gates + (bias if spec.each == "head" else bias.repeat_interleave(head_dim))
+        gates = gates.sigmoid() if spec.function == "sigmoid" else torch.nn.functional.softplus(gates)
+        return mixed * (gates.repeat_interleave(head_dim, dim=1) if spec.each == "head" else gates)
 
 
 def is_interleaved(spec: ModelSpec, layer: int) -> bool:
