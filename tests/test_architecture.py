@@ -29,6 +29,7 @@ FLOORS = (
     "runtime.cpu",
     "runtime.model.mixers",
     "runtime.model.caches",
+    "runtime.model.attention",
     "runtime.model",
     "runtime.offload",
     "runtime.drafts",
@@ -53,6 +54,9 @@ FLOORS = (
     "convert.export",
     "convert.cli",
 )
+# The folders in this one are its chapters, on one floor with it: kinds of attention compute with its weights, and its
+# layers with them. They import modules of each other, not the faces, and never in a circle.
+ONE_FLOOR = "runtime.model"
 EXTENSION = "moe_pack.runtime.cpu._native"  # no Python: it imports nothing of ours
 COMMAND_HELPERS = "moe_pack.formats.base.cli"  # what commands share; only folders and modules called cli may import it
 
@@ -73,7 +77,7 @@ FOR_USERS = {
     "moe_pack.convert": {"convert", "keep_source", "layout_for"},
 }  # names that a face offers to those who write Python
 MAX_FOLDER_FILES = 14  # the families' folder aside
-MAX_FILE_LINES = 820
+MAX_FILE_LINES = 800
 MIN_FILE_LINES = 100  # a shorter file is a family, an entry point, or imported by three others
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
@@ -185,6 +189,10 @@ def folder_of(module: str) -> str:
     return name if name in FLOORS else name.rpartition(".")[0]
 
 
+def floor_of(folder: str) -> int:
+    return FLOORS.index(ONE_FLOOR if folder.startswith(f"{ONE_FLOOR}.") else folder)
+
+
 def test_every_folder_has_its_floor() -> None:
     assert {source.folder for source in sources()} == set(FLOORS)
 
@@ -194,7 +202,7 @@ def test_imports_of_folders_go_down_only() -> None:
         (source.module, name)
         for source in sources()
         for name in ours(source)
-        if name != EXTENSION and FLOORS.index(folder_of(name)) > FLOORS.index(source.folder)
+        if name != EXTENSION and floor_of(folder_of(name)) > floor_of(source.folder)
     ]
     assert wrong == []
 
@@ -236,7 +244,7 @@ def test_what_a_face_offers_is_imported_from_the_face() -> None:
         for source in sources()
         for name in imported_names(source)
         if name.count(".") > 1 and name.startswith("moe_pack.")
-        if folder_of(name.rpartition(".")[0]) != source.folder
+        if floor_of(folder_of(name.rpartition(".")[0])) != floor_of(source.folder)
         for face in [f"moe_pack.{folder_of(name.rpartition('.')[0])}"]
         if name.rpartition(".")[0] != face and name.rpartition(".")[2] in faces[face]
     ]
@@ -396,8 +404,8 @@ def chapters_of_faces() -> dict[str, str]:
 
 
 def defined_in(name: str) -> str:
-    """The module that defines an imported name, which may come through a face."""
-    return chapters_of_faces().get(name, name.rpartition(".")[0])
+    """The module that an imported name is, or that defines it; the name may come through a face."""
+    return name if name in submodules() else chapters_of_faces().get(name, name.rpartition(".")[0])
 
 
 def test_a_file_is_a_chapter() -> None:

@@ -41,7 +41,9 @@ from moe_pack import formats
 from moe_pack.calib.forward import shared
 from moe_pack.runtime import model
 from moe_pack.runtime.model import caches, encoder_decoder, mixers
-from moe_pack.runtime.model.layers import add_ngrams, enter_second, experts_norm, run_unrouted, with_returned
+from moe_pack.runtime.model.attention import relative
+from moe_pack.runtime.model.layers import add_ngrams, enter_second, run_unrouted, with_returned
+from moe_pack.runtime.model.residuals import residual_of
 from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import norm
 
@@ -215,7 +217,7 @@ class SequenceAttention:
             self._angles = caches.LayerRopes(weights.spec, device)(positions, sequence_length)
         else:
             self._biases = tuple(
-                encoder_decoder.position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False)
+                relative.position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False)
             )
 
     def added(
@@ -238,10 +240,10 @@ class SequenceAttention:
             assert ids is not None, f"layer {layer} needs the tokens"
             rows = mixers.NgramRows(ngrams, weights.ngram_table, ids, len(ids), (layer,))
             x = add_ngrams(
-                x, rows, weights, layer, mixers.LayerState.of_ngrams(ngrams, spec.stream_width, self._device)
+                x, rows, weights, layer, caches.LayerState.of_ngrams(ngrams, spec.stream_width, self._device)
             )
         if mixer is not None:
-            return model.add_attention(x, weights, layer, mixers.LayerState.empty(mixer, self._device), self._angles[0])
+            return model.add_attention(x, weights, layer, caches.LayerState.empty(mixer, self._device), self._angles[0])
         cache = caches.KVCache.of_layer(spec, layer, self._sequence_length, self._device)
         if spec.encoder is None:
             cache = replace(cache, chosen=chosen)
@@ -443,7 +445,7 @@ class LayerStates:
         d, width = self.spec.hidden_size, self.spec.stream_width
         adds_apart = self.spec.residual is not None and self.spec.has_second(layer)
         mapped = 4 * num_tokens * (width + d + d * adds_apart) > self._memory_bytes
-        own_norm = experts_norm(self._weights, layer) if k else None
+        own_norm = residual_of(self.spec.residual).experts_norm(self._weights, layer) if k else None
         tokens = LayerTokens(
             x=self.allocate("x", num_tokens, mapped, width),
             inputs=self.allocate("inputs", num_tokens, mapped),

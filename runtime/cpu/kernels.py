@@ -149,6 +149,15 @@ class ExpertWork(NamedTuple):
     selected: SelectedNeurons | None = None
 
 
+class CachedRows(NamedTuple):
+    """The keys and values that a layer has cached, as `runtime.model.caches.storage` describes rows."""
+
+    keys: Tensor  # [heads, places, n], position p in place `p % places`
+    values: Tensor
+    dtype: Literal["f32", "bf16", "q8", "q4"]
+    num_tokens: int  # before the new ones
+
+
 class Kernels:
     """The kernels with their threads: `threads` including the caller's. Owns the threads: `close` it.
 
@@ -246,13 +255,10 @@ class Kernels:
     def attend(
         self,
         projected: tuple[Tensor, Tensor, Tensor],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
+        norms: tuple[Tensor, Tensor, float] | None,
         angles: tuple[Tensor, Tensor],
         interleaved: bool,
-        cached: tuple[Tensor, Tensor],
-        kv_dtype: Literal["f32", "bf16", "q8", "q4"],
-        num_cached: int,
+        cached: CachedRows,
         spec: GroupedQuerySpec,
         window: int | None,
         sinks: Tensor | None,
@@ -260,32 +266,29 @@ class Kernels:
         """Computes attention of new tokens: norms and rotates queries and keys, writes keys and values to the cache.
 
         Args:    projected: queries, keys and values, float32 [T, heads * head_dim], before norms of heads and rotation.
-                 norms: weights float32 [head_dim] of the rms norms of each head's query and key, with `eps`.   angles:
-                 cosine and sine, float32 [T, rotary_dim / 2] each.   cached: keys and values [heads, places, n] after
-                 `num_cached` positions, position p in place `p % places`; rows of `kv_dtype`, as
-                 `runtime.model.caches.storage` describes them.
-                 window: how many positions a token sees at most; None for all.   sinks: float32 [num_heads], logits
-                 without values.
+                 norms: weights float32 [head_dim] of the rms norms of each head's query and key, and eps.   angles:
+                 cosine and sine, float32 [T, rotary_dim / 2] each.   window: the most positions that a token sees;
+                 None: all.   sinks: float32 [num_heads], logits without values.
         Returns: float32 [T, num_heads * head_dim].
         """
         y, out = _empty(*projected[0].shape)
         self._call(
             "attend",
             *(_array(each) for each in projected),
-            *((None, None) if norms is None else (each.numpy() for each in norms)),
+            *((None, None) if norms is None else (each.numpy() for each in norms[:2])),
             *(_array(each) for each in angles),
-            *((each if kv_dtype == "f32" else each.view(torch.uint8)).numpy() for each in cached),
+            *((each if cached.dtype == "f32" else each.view(torch.uint8)).numpy() for each in cached[:2]),
             None if sinks is None else sinks.numpy(),
             out,
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
-            num_cached,
+            cached.num_tokens,
             window or 0,
             spec.scale,
-            0.0 if norms is None else eps,
+            0.0 if norms is None else norms[2],
             interleaved,
-            CACHE_KINDS.index(kv_dtype),
+            CACHE_KINDS.index(cached.dtype),
         )
         return y
 

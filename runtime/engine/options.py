@@ -46,9 +46,9 @@ def _uncoded_on_gpu(spec: "formats.ModelSpec", kv_dtype: KvDtype | None) -> str 
         return None
     if (lacked := next(spec.lacks("gpu codes"), None)) is not None:
         return lacked
-    from moe_pack.runtime.model.caches import row_storages
+    from moe_pack.runtime.model.attention import kinds
 
-    _, rows = row_storages(spec.attention, kv_dtype)
+    rows = kinds.cache_shape(spec.attention, kv_dtype).rows
     if any(each.row_bytes % 2 for each in rows):  # scales would not lie at whole multiples of 2 bytes
         return f"heads of {sum(rows[0].parts)} values"
     return None

@@ -363,8 +363,8 @@ class GpuDecoder(Decoder):
             return self._one(ids[0])[None].clone()
         return torch.cat(
             [
-                self._head(some).cpu()
-                for hidden in self._forward(self.sequences[0], ids)
+                self.logits_of(some).cpu()
+                for hidden in self.append(self.sequences[0], ids)
                 for some in torch.split(hidden, fit.LOGITS_AT_ONCE)
             ]
         )
@@ -468,10 +468,11 @@ class GpuDecoder(Decoder):
         before = self.cache.num_tokens
         return len(ids) == 1 and not self._ropes.outgrows(before, before + 1)
 
-    def _forward(self, sequence: caches.CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
+    def append(self, sequence: caches.CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
+        """Returns the hidden states of new tokens; experts stream through the GPU."""
         self._empty_slots()
         self._gpu_weights.stream.begin_pass()
-        hidden = super()._forward(sequence, ids, last_only)
+        hidden = super().append(sequence, ids, last_only)
         self._gpu_weights.stream.end_pass()
         return hidden
 

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.formats.parts import RelativeSpec
-from moe_pack.runtime.model import attention, caches, layers
+from moe_pack.runtime.model import caches, layers
+from moe_pack.runtime.model.attention import relative
+from moe_pack.runtime.model.attention.softmax import joined
 from moe_pack.runtime.model.operations import row_blocks
+from moe_pack.runtime.model.residuals import scaled
 from moe_pack.runtime.model.weights import Weights, norm
 
 
@@ -27,59 +29,40 @@ def add_own_attention(
     weights: Weights,
     layer: int,
     cache: caches.LayerCache,
-    bias: attention.PositionBias,
+    bias: relative.PositionBias,
     chunk_tokens: int = layers.PREFILL_TOKENS,
 ) -> Tensor:
     """Returns hidden states float32 [T, d] with a layer's attention to its own stack added; keys enter the cache.
 
     Args:    cache: has the keys and values of the tokens before.   chunk_tokens: queries that are computed at a time.
     """
-    spec, role, start = _attention(weights), f"layers.{layer}.attention", cache.num_tokens
+    spec, role, start = relative.spec_of(weights), f"layers.{layer}.attention", cache.num_tokens
     normed = torch.split(norm(x, weights, f"layers.{layer}.attention_norm"), chunk_tokens)
     firsts = range(start, start + len(x), chunk_tokens)
     for piece, first in zip(normed, firsts, strict=True):
-        attention.enter_keys(piece, weights, spec, role, cache, first)
+        relative.enter_keys(piece, weights, spec, role, cache, first)
     seen = replace(cache, num_tokens=start + len(x))
     pieces = [
-        attention.attend_keys(p, weights, spec, role, seen, bias, first)
-        for p, first in zip(normed, firsts, strict=True)
+        relative.attend_keys(p, weights, spec, role, seen, bias, first) for p, first in zip(normed, firsts, strict=True)
     ]
-    return x + layers.scaled(_joined(pieces), weights.spec.residual_multiplier)
+    return x + scaled(joined(pieces), weights.spec.residual_multiplier)
 
 
 def add_cross_attention(
     x: Tensor, weights: Weights, layer: int, read: caches.LayerCache, chunk_tokens: int = layers.PREFILL_TOKENS
 ) -> Tensor:
     """Returns hidden states float32 [T, d] with a decoder layer's attention to the text added; `read` has its keys."""
-    spec, role = _attention(weights), f"layers.{layer}.cross"
+    spec, role = relative.spec_of(weights), f"layers.{layer}.cross"
     normed = torch.split(norm(x, weights, f"layers.{layer}.cross_norm"), chunk_tokens)
-    pieces = [attention.attend_keys(piece, weights, spec, role, read, None) for piece in normed]
-    return x + layers.scaled(_joined(pieces), weights.spec.residual_multiplier)
+    pieces = [relative.attend_keys(piece, weights, spec, role, read, None) for piece in normed]
+    return x + scaled(joined(pieces), weights.spec.residual_multiplier)
 
 
 def enter_text(encoded: Tensor, weights: Weights, layer: int, read: caches.LayerCache, chunk_tokens: int) -> None:
     """Writes a decoder layer's keys and values of the text into `read`; `encoded` is float32 [S, d]."""
     for first in range(0, len(encoded), chunk_tokens):
         piece = encoded[first : first + chunk_tokens]
-        attention.enter_keys(piece, weights, _attention(weights), f"layers.{layer}.cross", read, first)
-
-
-def position_bias(weights: Weights, context_tokens: int, is_encoder: bool) -> attention.PositionBias:
-    """Returns the position biases of the encoder, or of the decoder."""
-    table = weights.matrix("encoder_position_bias" if is_encoder else "position_bias")
-    return attention.PositionBias(
-        _attention(weights), table.rows(0, table.num_rows), context_tokens, is_mutual=is_encoder
-    )
-
-
-def _attention(weights: Weights) -> RelativeSpec:
-    spec = weights.spec.attention
-    assert isinstance(spec, RelativeSpec), "a checked spec: with an encoder attention is relative"
-    return spec
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        relative.enter_keys(piece, weights, relative.spec_of(weights), f"layers.{layer}.cross", read, first)
 
 
 class EncoderDecoder:
@@ -109,9 +92,8 @@ class EncoderDecoder:
         self.read = caches.KVCache(spec, context_tokens, self.device, num_decoder_layers)
         self._weights = weights
         self._chunk_tokens = chunk_tokens
-        self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}
-        self._encoder_bias = position_bias(weights, context_tokens, is_encoder=True)
-        self._decoder_bias = position_bias(weights, context_tokens, is_encoder=False)
+        self._encoder_bias = relative.position_bias(weights, context_tokens, is_encoder=True)
+        self._decoder_bias = relative.position_bias(weights, context_tokens, is_encoder=False)
 
     def reset(self) -> None:
         """Forgets the text and its answer; the caches stay allocated."""
@@ -134,11 +116,10 @@ class EncoderDecoder:
         layers.check_vocabulary(text_ids, self.spec)
         x = layers.embed(torch.tensor(text_ids), self._weights)
         # The encoder's layers need keys for a moment only: they take the place of decoder layer 0's, which come last.
-        scratch = replace(self.read.layer(0), num_tokens=0)
+        attend = partial(self._attend_text, scratch=replace(self.read.layer(0), num_tokens=0))
         for layer in range(self._num_encoder_layers):
-            x = self._attend_text(x, layer, scratch)
-            attend = partial(self._attend_text, scratch=scratch)
-            x = self._add_mlp(x, layer, self._partial_state(x, layer, self._num_encoder_layers, attend))
+            x = attend(x, layer)
+            x = self._add_mlp(x, layer, self._num_encoder_layers, attend)
         encoded = norm(x, self._weights, "encoder_norm")
         for idx in range(self.spec.num_hidden_layers - self._num_encoder_layers):
             layer = self._num_encoder_layers + idx
@@ -169,8 +150,7 @@ class EncoderDecoder:
         x = layers.embed(torch.tensor(ids), self._weights)
         for layer in range(self._num_encoder_layers, self.spec.num_hidden_layers):
             x = self._attend_answer(x, layer)
-            last = self.spec.num_hidden_layers
-            x = self._add_mlp(x, layer, self._partial_state(x, layer, last, self._attend_answer))
+            x = self._add_mlp(x, layer, self.spec.num_hidden_layers, self._attend_answer)
         self.cache.num_tokens += len(ids)
         return x
 
@@ -182,40 +162,15 @@ class EncoderDecoder:
         x = add_own_attention(x, weights, layer, self.cache.layer(idx), self._decoder_bias, chunk)
         return add_cross_attention(x, weights, layer, self.read.layer(idx), chunk)
 
-    def _partial_state(
-        self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]
-    ) -> layers.PartialState | None:
-        """Returns the `PartialState` of the next layer; None if it has no experts, or `layer` is the stack's last.
+    def _add_mlp(self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Returns hidden states float32 [T, d] with the output of the layer's experts added, or of its dense expert.
 
         Args:    end: the stack's layers are those before it.   attend: adds a layer's attention.
         """
-        weights, after = self._weights, layer + 1
-        if after == end or after not in self._layer_idx:
-            return None
-
-        def partial_state(y: Tensor) -> Tensor:
-            normed = layers.mlp_input(x, weights, layer)
-            unrouted = self._in_pieces(normed, lambda piece: layers.run_unrouted(piece, weights, layer))
-            partial_x = x + layers.scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
-            return attend(partial_x, after)
-
-        return partial_state
-
-    def _add_mlp(self, x: Tensor, layer: int, partial_state: layers.PartialState | None) -> Tensor:
-        """Returns hidden states float32 [T, d] with the output of the layer's experts added, or of its dense expert."""
-        weights, normed = self._weights, layers.mlp_input(x, self._weights, layer)
-        y = self._in_pieces(normed, lambda piece: layers.run_unrouted(piece, weights, layer))
-        if layer in self._layer_idx:
-            experts, router_weights = layers.route_tokens(normed, weights, layer)
-            routed = layers.run_experts(normed, experts, router_weights, weights, self._layer_idx[layer], partial_state)
-            y = routed if y is None else routed + y
-        assert y is not None, "a layer without experts is dense"
-        return x + layers.scaled(y, self.spec.residual_multiplier)
-
-    def _in_pieces(self, x: Tensor, operation: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-        outputs = [operation(piece) for piece in torch.split(x, self._chunk_tokens)]
-        pieces = [output for output in outputs if output is not None]
-        return _joined(pieces) if pieces else None
+        weights, most, after, partial = self._weights, self._chunk_tokens, layer + 1, None
+        if after < end:
+            partial = layers.partial_state(x, weights, layer, lambda y: attend(y, after), most)
+        return layers.add_mlp(x, weights, layer, None, partial, most)
 
     @torch.inference_mode()
     def _head(self, hidden: Tensor) -> Tensor:
@@ -223,4 +178,4 @@ class EncoderDecoder:
         pieces = [
             layers.head(hidden[first:last], self._weights) for first, last in row_blocks(len(hidden), spec.vocab_size)
         ]
-        return _joined(pieces)
+        return joined(pieces)

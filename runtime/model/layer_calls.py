@@ -7,7 +7,6 @@ computed by `layer` alone, which is the reference; a call gives the same bits.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,103 +15,98 @@ from torch import Tensor
 
 from moe_pack.formats import parts
 from moe_pack.runtime import cpu
-from moe_pack.runtime.model import operations
-from moe_pack.runtime.model.attention import is_interleaved
-from moe_pack.runtime.model.caches import kv_cache
-from moe_pack.runtime.model.layers import RowsInMemory
+from moe_pack.runtime.model import layers, passes
+from moe_pack.runtime.model.attention import shared
+from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
 from moe_pack.runtime.model.matrices import DivisibleMatrix
+from moe_pack.runtime.model.operations import NativeOperations, hartley_array
 from moe_pack.runtime.model.router import least_sum
 from moe_pack.runtime.model.weights import Weights
 
 _Step = tuple[cpu.Floats, cpu.Floats, cpu.SequenceCaches]  # angles and caches of a layer
-MAX_CALL_TOKENS = 16  # of a sequence in a pass: for more, what lies between operations does not matter
 
 
 @dataclass(frozen=True, slots=True)
 class BegunLayer:
-    """The last `layer` of a call: hidden states x float32 [T, d], and what the call has computed of its second half.
+    """The last layer of a call, and what the call has computed of it."""
 
-    `is_complete`: x are the hidden states after the layer; else after its first half, and what follows is there.
-    `inputs`: float32 [T, d], the `mlp_input`.   `route`: experts int64 and weights float32 [T, k]; None if the call
-    does not route.   `unrouted`: float32 [T, d], where `has_unrouted`; None if nothing runs for every token.
-    """
-
-    x: Tensor
+    x: Tensor  # hidden states float32 [T, d]: after the layer if it is complete, else after its first half
     layer: int
     is_complete: bool
-    inputs: Tensor
-    route: tuple[Tensor, Tensor] | None
+    # What follows is there unless the layer is complete.
+    inputs: Tensor  # float32 [T, d], the `mlp_input`
+    route: tuple[Tensor, Tensor] | None  # experts int64 and weights float32 [T, k]; None if the call does not route
     has_unrouted: bool
-    unrouted: Tensor | None
-
-
-class PassOfLayers(Protocol):
-    """What a pass brings to its layers: rotary angles, and of each sequence its rows and its cache."""
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences, with equally many tokens each."""
-        ...
-
-    def caches(self, layer: int) -> kv_cache.Batch[kv_cache.LayerCache]:
-        """Returns the caches of a layer with attention."""
-        ...
-
-    def angles(self, layer: int) -> kv_cache.Angles:
-        """Returns the rotary angles of all tokens in a layer."""
-        ...
+    unrouted: Tensor | None  # float32 [T, d], where `has_unrouted`; None if nothing runs for every token
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a layer's call computes.
-
-    `routes`: the router's choice.   `has_unrouted`: all that runs for every token, which may be nothing;
-    `runs_neurons`: something does.   `completes`: the layer to its end, if the chosen experts are set.
-    """
+    """What a layer's call computes."""
 
     spec: parts.GroupedQuerySpec
     is_rotated: bool
     num_chosen: int
-    routes: bool
-    has_unrouted: bool
-    runs_neurons: bool
-    completes: bool
+    routes: bool  # the router's choice
+    has_unrouted: bool  # all that runs for every token, which may be nothing
+    runs_neurons: bool  # something does
+    completes: bool  # the layer to its end, if the chosen experts are set
 
 
 class LayerCalls:
     """The calls of a decoder's layers; they are prepared when a layer first runs, and experts when they are chosen."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, operations: NativeOperations) -> None:
         self._weights = weights
         self._layer_idx = {layer: idx for idx, layer in enumerate(weights.spec.moe_layers)}
         self._kinds: dict[int, _Kind | None] = {}
         self._set_experts: set[tuple[int, int]] = set()
         self._bytes = _CacheBytes()
-        self._native: cpu.NativeLayers | None = None
-        if isinstance(weights.operations, operations.NativeOperations):
-            self._native = cpu.NativeLayers(weights.operations.kernels, weights.spec.num_hidden_layers)
+        self._native = cpu.NativeLayers(operations.kernels, weights.spec.num_hidden_layers)
 
-    def has(self, layer: int) -> bool:
-        """Returns whether a layer has a call, at least for its first half."""
-        return self._native is not None and self._kind(layer) is not None
+    def run_layers(self, x: Tensor, batch: passes.Pass, ids: Tensor, ends_early: bool) -> Tensor:
+        """Does what `Decoder.run_layers` does, by calls where layers have them."""
+        spec, layer = self._weights.spec, 0
+        while layer < spec.num_hidden_layers:
+            x = batch.add_ngrams(x, layer)
+            begun = self.begin(x, layer, batch)
+            if begun is not None:
+                x, layer = begun.x, begun.layer
+                if not begun.is_complete:
+                    x = self._add_mlp(begun, ids, batch.partial_state(x, layer))
+            else:
+                x = batch.add_attention(x, layer)
+                if ends_early and layer == spec.num_hidden_layers - 1:
+                    x, ids = x[-1:], ids[-1:]
+                x = layers.add_mlp(x, self._weights, layer, ids, batch.partial_state(x, layer))
+            layer += 1
+        return x
 
-    def begin(self, x: Tensor, layer: int, of_pass: PassOfLayers) -> BegunLayer | None:
+    def _add_mlp(self, begun: BegunLayer, ids: Tensor, partial_state: layers.PartialState | None) -> Tensor:
+        """Returns hidden states after a layer of which a call has computed the beginning."""
+        weights, layer, inputs, route = self._weights, begun.layer, begun.inputs, begun.route
+        unrouted = begun.unrouted if begun.has_unrouted else layers.run_unrouted(inputs, weights, layer)
+        if route is None and layer in self._layer_idx:
+            route = layers.route_tokens(inputs, weights, layer, ids)
+        return layers.run_mlp(begun.x, inputs, unrouted, route, weights, layer, partial_state)
+
+    def begin(self, x: Tensor, layer: int, batch: passes.Pass) -> BegunLayer | None:
         """Runs a layer, and those after it as far as calls complete them, for hidden states x float32 [T, d].
 
         New tokens have entered the caches of these layers.
         Returns: None if this pass needs `layer` instead.
         Raises:  PackError if an expert is damaged or its file is truncated.
         """
-        if self._native is None or len(x) > MAX_CALL_TOKENS * of_pass.num_sequences:
+        kind = self._kind(layer)
+        if kind is None or len(x) > passes.MAX_CALL_TOKENS * batch.num_sequences:
             return None
-        kind, caches = self._kind(layer), of_pass.caches(layer)
-        if kind is None or not _fits(kind.spec, caches, len(x)):
+        caches = batch.caches(layer)
+        if not _fits(kind.spec, caches, len(x)):
             return None
         if kind.completes:
-            return self._run_span(x, layer, of_pass)
+            return self._run_span(x, layer, batch)
         arrays = _arrays(x, kind)
-        self._native.begin(layer, arrays, *_given(kind, caches, of_pass.angles(layer), self._bytes))
+        self._native.begin(layer, arrays, *_given(kind, caches, batch.angles(layer), self._bytes))
         route = None
         if arrays.experts is not None and arrays.weights is not None:
             route = torch.from_numpy(arrays.experts), torch.from_numpy(arrays.weights)
@@ -120,24 +114,23 @@ class LayerCalls:
         hidden, inputs = torch.from_numpy(arrays.x), torch.from_numpy(arrays.inputs)
         return BegunLayer(hidden, layer, False, inputs, route, kind.has_unrouted, unrouted)
 
-    def _span(self, first: int, of_pass: PassOfLayers, num_tokens: int) -> list[tuple[_Kind, _Step]]:
+    def _span(self, first: int, batch: passes.Pass, num_tokens: int) -> list[tuple[_Kind, _Step]]:
         """Returns consecutive layers, from this one on, that one call completes: what it computes and gets."""
         span, spec = list[tuple[_Kind, _Step]](), self._weights.spec
         for layer in range(first, spec.num_hidden_layers):
             kind = self._kind(layer)
             if kind is None or not kind.completes or (span and spec.ngrams_of(layer) is not None):
                 break
-            caches = of_pass.caches(layer)
+            caches = batch.caches(layer)
             if not _fits(kind.spec, caches, num_tokens):
                 break
-            angles, kept = _given(kind, caches, of_pass.angles(layer), self._bytes)
+            angles, kept = _given(kind, caches, batch.angles(layer), self._bytes)
             span.append((kind, (*angles, kept)))
         return span
 
-    def _run_span(self, x: Tensor, first: int, of_pass: PassOfLayers) -> BegunLayer:
+    def _run_span(self, x: Tensor, first: int, batch: passes.Pass) -> BegunLayer:
         """Runs consecutive layers to their end, in one call if all experts that they choose are set."""
-        assert self._native is not None, "calls are native"
-        span = self._span(first, of_pass, len(x))
+        span = self._span(first, batch, len(x))
         kinds, steps = [kind for kind, _ in span], [step for _, step in span]
         num_routes = sum(kind.routes for kind in kinds)
         chosen = num_routes, len(x), self._weights.spec.router.num_experts_per_tok
@@ -158,10 +151,10 @@ class LayerCalls:
                     route_idx += 1
                     done += 1
         except cpu.LayerCutError as fault:
-            assert isinstance(self._weights, RowsInMemory), "only experts in memory are mapped"
+            assert isinstance(self._weights, layers.RowsInMemory), "only experts in memory are mapped"
             raise self._weights.cut_error(self._layer_idx[fault.layer]) from fault
         routing = [first + number for number, kind in enumerate(kinds) if kind.routes]
-        if isinstance(self._weights, RowsInMemory):
+        if isinstance(self._weights, layers.RowsInMemory):
             for layer, own_experts, own_weights in zip(routing, experts, router_weights, strict=True):
                 self._weights.note_run(self._layer_idx[layer], own_experts, own_weights)
         last = first + len(kinds) - 1
@@ -169,13 +162,12 @@ class LayerCalls:
 
     def _end(self, layer: int, arrays: cpu.LayerPass) -> None:
         """Runs the rest of a layer that chose experts which are not all set."""
-        assert self._native is not None, "calls are native"
         self._set_chosen(layer, arrays)
         self._native.end(layer, arrays)
 
     def _set_chosen(self, layer: int, arrays: cpu.LayerPass) -> None:
         """Sets the chosen experts that have not been set."""
-        assert isinstance(self._weights, RowsInMemory) and arrays.experts is not None and self._native is not None
+        assert isinstance(self._weights, layers.RowsInMemory) and arrays.experts is not None
         for expert in np.unique(arrays.experts).tolist():
             if (layer, expert) not in self._set_experts:
                 self._native.set_expert(layer, expert, self._weights.expert_rows(self._layer_idx[layer], expert))
@@ -211,7 +203,6 @@ class LayerCalls:
             neurons[0] is not None,
             has_unrouted and (not has_experts or (router is not None and self._runs_experts(layer))),
         )
-        assert self._native is not None, "calls are native"
         vectors = _vectors(weights, layer, attention, self._layer_idx.get(layer) if kind.completes else None)
         self._native.set(
             layer, _facts(weights, layer, attention), vectors, cpu.LayerMatrices(q, k, v, o, router, *neurons)
@@ -221,10 +212,10 @@ class LayerCalls:
     def _runs_experts(self, layer: int) -> bool:
         """Whether the rows of a layer's routed experts are in memory and get the `mlp_input`, rotated or not."""
         weights = self._weights
-        if not isinstance(weights, RowsInMemory) or not weights.runs_in_place or weights.spec.router.on_input:
+        if not isinstance(weights, layers.RowsInMemory) or not weights.runs_in_place or weights.spec.router.on_input:
             return False
         rotation = weights.rotation(self._layer_idx[layer])
-        return rotation is None or operations.hartley_array(weights.spec.hidden_size) is not None
+        return rotation is None or hartley_array(weights.spec.hidden_size) is not None
 
 
 # ---- what is standard -----------------------------------------------------------------------------------------------
@@ -252,7 +243,7 @@ def _routes(weights: Weights, layer: int) -> bool:
     return is_plain and router.capacity is None and layer not in router.table_layers
 
 
-def _fits(spec: parts.GroupedQuerySpec, caches: kv_cache.Batch[kv_cache.LayerCache], num_tokens: int) -> bool:
+def _fits(spec: parts.GroupedQuerySpec, caches: Batch[LayerCache], num_tokens: int) -> bool:
     """Whether a call takes these tokens: those of chunks one of a sequence at a time."""
     return not spec.chunked or num_tokens == len(caches)
 
@@ -275,7 +266,7 @@ class _CacheBytes:
 
 
 def _given(
-    kind: _Kind, caches: kv_cache.Batch[kv_cache.LayerCache], angles: kv_cache.Angles, stored: _CacheBytes
+    kind: _Kind, caches: Batch[LayerCache], angles: Angles, stored: _CacheBytes
 ) -> tuple[cpu.FloatAngles, cpu.SequenceCaches]:
     """Returns the angles and caches of a layer as its call takes them."""
     cosines, sines = angles
@@ -347,7 +338,7 @@ def _facts(weights: Weights, layer: int, attention: parts.GroupedQuerySpec) -> c
         spec.hidden_size,
         attention,
         attention.window(layer),
-        is_interleaved(spec, layer),
+        shared.is_interleaved(spec, layer),
         spec.norm.eps,
         spec.residual_multiplier,
         spec.router,
@@ -373,5 +364,5 @@ def _vectors(
         weights.vector(f"{role}.router_bias").numpy() if has_bias else None,
         None if rotation is None else rotation.input.numpy(),
         None if rotation is None else rotation.output.numpy(),
-        None if rotation is None else operations.hartley_array(spec.hidden_size),
+        None if rotation is None else hartley_array(spec.hidden_size),
     )

@@ -3,12 +3,10 @@
     x = embed(ids);  each layer: x += attention(norm(x)),  x += mlp(norm(x));  logits = head(norm(x))
     mlp(x) = sum over the token's experts of weight * expert(x),  + shared(x);  or one dense expert
 
-Between layers, hidden states are float32 [T, w], where w is d, or with a residual of several streams (`spec.residual`)
-a multiple of it. Halves of layers read them and change them through `first_input`, `enter_first`, `mlp_input` and
-`enter_second` alone. What a half gets and returns is float32 [T, d].
+Between layers, hidden states are float32 [T, w]; halves of layers read and change them as `residuals` says. A half gets
+and returns float32 [T, d].
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -19,14 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.formats import parts
-from moe_pack.formats.parts.residual import Half, has_input_gates, has_input_norm, has_output_norm
 from moe_pack.runtime.cpu import ExpertRows
 from moe_pack.runtime.model import caches, matrices, mixers
-from moe_pack.runtime.model.attention import attend
+from moe_pack.runtime.model.attention import kinds
 from moe_pack.runtime.model.expert import run_expert
+from moe_pack.runtime.model.residuals import residual_of, scaled
 from moe_pack.runtime.model.router import expert_scores, identity_share, router_weights
-from moe_pack.runtime.model.weights import Weights, from_experts, norm, to_experts
+from moe_pack.runtime.model.weights import Weights, from_experts, to_experts
 
 PREFILL_TOKENS = 512  # of a forward pass, where memory allows
 
@@ -46,225 +43,17 @@ def check_vocabulary(ids: list[int], spec: formats.ModelSpec) -> None:
         raise formats.RunError(f"token {max(ids)} is not in the model's vocabulary of {spec.vocab_size} tokens")
 
 
-# ---- how the halves of a layer read and change hidden states --------------------------------------------------------
-
-
-def first_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns what a layer's attention or mixer gets, float32 [T, d], of hidden states [T, w]."""
-    return _half_input(x, weights, layer, "attention")
-
-
-def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns what a layer's router and experts get, float32 [T, d], of hidden states [T, w]."""
-    return _half_input(x, weights, layer, "mlp")
-
-
-def _half_input(x: Tensor, weights: Weights, layer: int, half: Half) -> Tensor:
-    spec, role = weights.spec, f"layers.{layer}.{half}"
-    residual, d = spec.residual, spec.hidden_size
-    if residual is None or isinstance(residual, parts.ShortcutResidualSpec):
-        return norm(x[:, :d], weights, f"{role}_norm")
-    if isinstance(residual, parts.ParallelResidualSpec):
-        return norm(x[:, :d], weights, f"layers.{layer}.attention_norm")
-    if isinstance(residual, parts.GatedStreamsSpec):
-        return _gated_average(x, weights, residual, f"{role}_streams")
-    if isinstance(residual, parts.MixedStreamsSpec):
-        read, _, _ = _stream_weights(x, weights, residual, f"{role}_streams")
-        return norm(_weighted(x, read), weights, f"{role}_norm")
-    if has_input_norm(residual, half, layer in spec.moe_layers):
-        normed = norm(x, weights, f"{role}_norm")
-        return (
-            _gated(normed, weights, f"{role}_gates")
-            if has_input_gates(residual, half, layer in spec.moe_layers)
-            else normed
-        )
-    is_apart = isinstance(residual, parts.NormedResidualSpec) and residual.apart
-    return _unit(x, weights) if is_apart and half == "mlp" else x
-
-
-def enter_first(x: Tensor, y: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns hidden states [T, w] after a layer's first half, whose output is y float32 [T, d]."""
-    spec, residual, d = weights.spec, weights.spec.residual, weights.spec.hidden_size
-    if isinstance(residual, parts.ShortcutResidualSpec):
-        return torch.cat((x[:, :d] + y, x[:, d:]), dim=1)
-    if isinstance(residual, parts.ParallelResidualSpec):
-        return torch.cat((x[:, :d], y), dim=1)
-    if isinstance(residual, parts.GatedStreamsSpec | parts.MixedStreamsSpec):
-        return _enter_streams(x, y, weights, residual, f"layers.{layer}.attention_streams")
-    if isinstance(residual, parts.NormedStateSpec):
-        factors = residual.attention if spec.mixer_of(layer) is None else residual.mixer
-        assert factors is not None, "a checked spec"
-        return _on_normed(x, y, weights, f"layers.{layer}.attention_norm", factors)
-    if has_output_norm(residual, "attention", False):
-        y = norm(y, weights, f"layers.{layer}.attention_post_norm")
-    if isinstance(residual, parts.NormedResidualSpec) and residual.by_depth:
-        return _by_depth(x, y, 2 * layer + 2)
-    return x + scaled(y, spec.residual_multiplier)
-
-
-def enter_second(x: Tensor, unrouted: Tensor | None, routed: Tensor | None, weights: Weights, layer: int) -> Tensor:
-    """Returns hidden states [T, w] after a layer.
-
-    Args:    x: after its first half.   unrouted: the output of its shared or dense expert, float32 [T, d]; None if
-             there is none.   routed: the weighted sum of its routed experts likewise. One of both is there.
-    """
-    spec, residual, d = weights.spec, weights.spec.residual, weights.spec.hidden_size
-    if isinstance(residual, parts.ShortcutResidualSpec):
-        waiting = routed if layer in residual.layers else None
-        y = _sum(_sum(unrouted, None if waiting is not None else routed), x[:, d:])
-        return torch.cat((x[:, :d] + y, torch.zeros_like(y) if waiting is None else waiting), dim=1)
-    if isinstance(residual, parts.ParallelResidualSpec):
-        y = _sum(unrouted, routed)
-        if residual.averaged and unrouted is not None and routed is not None:
-            y = y / 2
-        x = x[:, :d] + x[:, d:] + y
-        return torch.cat((x, torch.zeros_like(x)), dim=1)
-    if isinstance(residual, parts.GatedStreamsSpec | parts.MixedStreamsSpec):
-        return _enter_streams(x, _sum(unrouted, routed), weights, residual, f"layers.{layer}.mlp_streams")
-    if isinstance(residual, parts.NormedStateSpec):
-        return _on_normed(x, _sum(unrouted, routed), weights, f"layers.{layer}.mlp_norm", residual.mlp)
-    if isinstance(residual, parts.NormedResidualSpec):
-        return _enter_normed(x, unrouted, routed, weights, residual, layer)
-    return x + scaled(_sum(unrouted, routed), spec.residual_multiplier)
-
-
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor:
-    given = [each for each in (second, first) if each is not None]
-    assert given, "a layer with a second half has an output"
-    return given[0] if len(given) == 1 else given[0] + given[1]
-
-
-def _enter_normed(
-    x: Tensor,
-    unrouted: Tensor | None,
-    routed: Tensor | None,
-    weights: Weights,
-    spec: parts.NormedResidualSpec,
-    layer: int,
-) -> Tensor:
-    role = f"layers.{layer}"
-    if spec.apart and unrouted is not None and routed is not None:
-        unrouted = norm(unrouted, weights, f"{role}.shared_post_norm")
-        routed = norm(routed, weights, f"{role}.experts_post_norm")
-    y = _sum(unrouted, routed)
-    if has_output_norm(spec, "mlp", layer in weights.spec.moe_layers):
-        y = norm(y, weights, f"{role}.mlp_post_norm")
-    x = _by_depth(x, y, 2 * layer + 3) if spec.by_depth else x + scaled(y, weights.spec.residual_multiplier)
-    return x * weights.vector(f"{role}.scale") if spec.scaled else x
-
-
-def _by_depth(x: Tensor, y: Tensor, number: int) -> Tensor:
-    """Returns the sum of hidden states and an output, in which all outputs so far, and the embedding, weigh the same.
-
-    Args:    number: of these together.
-    """
-    return x * math.sqrt((number - 1) / number) + y * math.sqrt(1 / number)
-
-
-def _on_normed(x: Tensor, y: Tensor, weights: Weights, role: str, factors: parts.FactorsSpec) -> Tensor:
-    """Returns hidden states after a half that read `norm(x)` and returned y: the sum of both, by their factors."""
-    return scaled(norm(x, weights, role), factors.state) + scaled(y, factors.output)
-
-
-def _gated(x: Tensor, weights: Weights, role: str) -> Tensor:
-    """Returns x float32 [T, d], each value behind a gate that comes from x: `x * sigmoid(up silu(down x))`."""
-    gates = torch.nn.functional.silu(matrices.linear(x, weights.matrix(f"{role}.down")))
-    return x * matrices.linear(gates, weights.matrix(f"{role}.up")).sigmoid()
-
-
-def _unit(x: Tensor, weights: Weights) -> Tensor:
-    """Returns x float32 [..., n] over the rms of its rows, with the model's eps."""
-    return weights.operations.rms_norm(x, torch.ones(x.shape[-1], device=x.device), weights.spec.norm.eps)
-
-
-# ---- several residual streams ---------------------------------------------------------------------------------------
-
-
-def _gated_average(x: Tensor, weights: Weights, spec: parts.GatedStreamsSpec, role: str) -> Tensor:
-    """Returns the average of the normed streams, each value behind a gate: float32 [T, d]."""
-    normed = _normed_streams(x, weights, spec, role)
-    gates = torch.nn.functional.silu(matrices.linear(normed, weights.matrix(f"{role}.down")) / spec.streams)
-    gates = matrices.linear(gates, weights.matrix(f"{role}.up")).sigmoid()
-    return (gates * normed).view(len(x), spec.streams, -1).mean(dim=1)
-
-
-def _normed_streams(x: Tensor, weights: Weights, spec: parts.GatedStreamsSpec, role: str) -> Tensor:
-    return _unit(x.view(len(x), spec.streams, -1), weights).flatten(1) * weights.vector(f"{role}.norm")
-
-
-def _stream_weights(
-    x: Tensor, weights: Weights, spec: parts.MixedStreamsSpec, role: str
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns with what weights streams are read, float32 [T, n], an output enters them, [T, n], and they are mixed.
-
-    The last, float32 [T, n, n], is of stream j in stream k; None if streams are not mixed.
-    """
-    n, scale = spec.streams, weights.vector(f"{role}.scale")
-    found = matrices.linear(_unit(x, weights), weights.matrix(f"{role}.weights"))
-    base = weights.vector(f"{role}.base")
-    read = (found[:, :n] * scale[0] + base[:n]).sigmoid() + spec.eps
-    enter = spec.magnitude * (found[:, n : 2 * n] * scale[1] + base[n : 2 * n]).sigmoid()
-    if not spec.mixing:
-        return read, enter + spec.eps, None
-    mix = (found[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(dim=-1) + spec.eps
-    mix = mix / (mix.sum(dim=-2, keepdim=True) + spec.eps)
-    for _ in range(spec.mixing - 1):
-        mix = mix / (mix.sum(dim=-1, keepdim=True) + spec.eps)
-        mix = mix / (mix.sum(dim=-2, keepdim=True) + spec.eps)
-    return read, enter, mix
-
-
-def _weighted(x: Tensor, shares: Tensor) -> Tensor:
-    """Returns the sum of streams [T, n d] by shares [T, n]: float32 [T, d]."""
-    return (x.view(*shares.shape, -1) * shares[:, :, None]).sum(dim=1)
-
-
-def _enter_streams(
-    x: Tensor, y: Tensor, weights: Weights, spec: parts.GatedStreamsSpec | parts.MixedStreamsSpec, role: str
-) -> Tensor:
-    """Returns streams [T, n d] after an output y float32 [T, d] entered them."""
-    if isinstance(spec, parts.GatedStreamsSpec):
-        normed, mix = _normed_streams(x, weights, spec, role), None
-        enter = 2 * (matrices.linear(normed, weights.matrix(f"{role}.inject")) / spec.streams).sigmoid()
-    else:
-        _, enter, mix = _stream_weights(x, weights, spec, role)
-    if mix is not None:
-        x = (mix.transpose(1, 2) @ x.view(len(x), spec.streams, -1)).flatten(1)
-    return x + (enter[:, :, None] * y[:, None]).flatten(1)
-
-
-def _final_stream(x: Tensor, weights: Weights) -> Tensor:
-    """Returns one stream of those after the last layer, float32 [T, d], normed."""
-    residual = weights.spec.residual
-    if isinstance(residual, parts.GatedStreamsSpec):
-        return _gated_average(x, weights, residual, "streams")
-    if isinstance(residual, parts.MixedStreamsSpec):
-        found = matrices.linear(_unit(x, weights), weights.matrix("streams.weights")) * weights.vector("streams.scale")
-        x = _weighted(x, (found + weights.vector("streams.base")).sigmoid() + residual.eps)
-    return norm(x[:, : weights.spec.hidden_size], weights, "norm")
-
-
 # ---- before the layers, and the first half of a layer ---------------------------------------------------------------
-
-
-def scaled(x: Tensor, factor: float) -> Tensor:
-    """Returns `x * factor`; x itself if the factor is 1, as in most families."""
-    return x if factor == 1.0 else x * factor
 
 
 def embed(ids: Tensor, weights: Weights) -> Tensor:
     """Returns the hidden states before the first layer, for tokens int64 [T]."""
-    x, residual = (
-        scaled(matrices.gather_rows(weights.matrix("embed"), ids), weights.spec.embedding_multiplier),
-        weights.spec.residual,
-    )
-    if isinstance(residual, parts.GatedStreamsSpec | parts.MixedStreamsSpec):
-        return x.repeat(1, residual.streams)
-    return x if residual is None or residual.streams == 1 else torch.cat((x, torch.zeros_like(x)), dim=1)
+    x = scaled(matrices.gather_rows(weights.matrix("embed"), ids), weights.spec.embedding_multiplier)
+    return residual_of(weights.spec.residual).begin(x)
 
 
 def add_ngrams(
-    x: Tensor, rows: "mixers.NgramRows | None", weights: Weights, layer: int, state: mixers.LayerState | None
+    x: Tensor, rows: "mixers.NgramRows | None", weights: Weights, layer: int, state: caches.LayerState | None
 ) -> Tensor:
     """Returns hidden states with a layer's n-grams added; x itself in a layer without. New tokens enter the state.
 
@@ -273,16 +62,14 @@ def add_ngrams(
     """
     if rows is None or state is None:
         return x
-    from moe_pack.runtime.model.mixer import ngram_output
-
-    return x + ngram_output(x, rows.of(layer), weights, layer, state)
+    return x + mixers.ngram_output(x, rows.of(layer), weights, layer, state)
 
 
 def add_attention(
     x: Tensor,
     weights: Weights,
     layer: int,
-    cache: caches.LayerCache | mixers.LayerState | caches.Batch[caches.LayerCache] | caches.Batch[mixers.LayerState],
+    cache: caches.LayerCache | caches.LayerState | caches.Batch[caches.LayerCache] | caches.Batch[caches.LayerState],
     angles: caches.Angles,
 ) -> Tensor:
     """Returns hidden states with a layer's attention, or its mixer, added; new tokens enter the cache.
@@ -292,18 +79,24 @@ def add_attention(
     """
     if not weights.spec.has_first(layer):
         return x
-    normed = first_input(x, weights, layer)
+    residual = residual_of(weights.spec.residual)
+    normed = residual.half_input(x, weights, layer, "attention")
     mixer = weights.spec.mixer_of(layer)
     if mixer is None:
-        y = attend(normed, weights, layer, cast(caches.LayerCache | caches.Batch[caches.LayerCache], cache), angles)
+        y = kinds.attend(
+            normed, weights, layer, cast(caches.LayerCache | caches.Batch[caches.LayerCache], cache), angles
+        )
     else:
-        from moe_pack.runtime.model.mixer import mix
-
-        y = mix(normed, weights, layer, mixer, cast(mixers.LayerState | caches.Batch[mixers.LayerState], cache))
-    return enter_first(x, y, weights, layer)
+        y = mixers.mix(normed, weights, layer, mixer, cast(caches.LayerState | caches.Batch[caches.LayerState], cache))
+    return residual.enter(x, y, weights, layer, "attention")
 
 
 # ---- the second half of a layer: routing ----------------------------------------------------------------------------
+
+
+def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """Returns what a layer's router and experts get, float32 [T, d], of hidden states [T, w]."""
+    return residual_of(weights.spec.residual).half_input(x, weights, layer, "mlp")
 
 
 def router_logits(x: Tensor, weights: Weights, layer: int) -> Tensor:
@@ -490,19 +283,12 @@ def run_experts(
 
 def expert_inputs(x: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> tuple[Tensor, Tensor]:
     """Returns what a layer's experts get for `mlp_input` x float32 [T, d], and the weights of their outputs [T, k]."""
-    own = experts_norm(weights, weights.spec.moe_layers[layer_idx])
+    own = residual_of(weights.spec.residual).experts_norm(weights, weights.spec.moe_layers[layer_idx])
     if own is not None:
         x = x * own
     if not weights.spec.router.on_input:
         return x, router_weights
     return x * router_weights, torch.ones_like(router_weights)  # there is one expert a token
-
-
-def experts_norm(weights: Weights, layer: int) -> Tensor | None:
-    """Returns the weights of the norm that a layer's routed experts have of their own, float32 [d]; None if none."""
-    residual = weights.spec.residual
-    is_apart = isinstance(residual, parts.NormedResidualSpec) and residual.apart
-    return weights.vector(f"layers.{layer}.experts_norm") if is_apart else None
 
 
 def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> Tensor:
@@ -534,19 +320,24 @@ def with_returned(routed: Tensor | None, x: Tensor, weights: Weights, layer: int
     return returned if routed is None else routed + returned
 
 
-def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:
+def run_unrouted(x: Tensor, weights: Weights, layer: int, most_tokens: int | None = None) -> Tensor | None:
     """Returns what every token gets without a router: the shared expert, or the dense expert of a layer without others.
 
+    Args:    most_tokens: for which it runs at once; None: all.
     Returns: float32 [T, d]; None where the family has no shared expert.
     """
+    if most_tokens is not None and len(x) > most_tokens:
+        each = [run_unrouted(piece, weights, layer) for piece in torch.split(x, most_tokens)]
+        pieces = [piece for piece in each if piece is not None]
+        return torch.cat(pieces) if pieces else None
     spec, role = weights.spec, f"layers.{layer}"
     function = spec.expert.unrouted_function(layer)
     if layer not in spec.moe_layers:
         return run_dense_expert(x, weights, f"{role}.mlp", function)
     if spec.shared_expert is None:
         return None
-    if isinstance(spec.residual, parts.NormedResidualSpec) and spec.residual.apart:
-        x = x * weights.vector(f"{role}.shared_norm")
+    own = residual_of(spec.residual).shared_norm(weights, layer)
+    x = x if own is None else x * own
     output = run_dense_expert(x, weights, f"{role}.shared", function)
     if spec.shared_expert.gated:
         output = output * torch.sigmoid(matrices.linear(x, weights.matrix(f"{role}.shared_router")))
@@ -564,6 +355,71 @@ def run_dense_expert(x: Tensor, weights: Weights, role: str, function: formats.N
     return matrices.linear(weights.operations.activate(gate, up, function), weights.matrix(f"{role}.down"))
 
 
+def enter_second(x: Tensor, unrouted: Tensor | None, routed: Tensor | None, weights: Weights, layer: int) -> Tensor:
+    """Returns hidden states [T, w] after a layer, from those after its first half and the outputs of its experts."""
+    return residual_of(weights.spec.residual).enter_second(x, unrouted, routed, weights, layer)
+
+
+def run_mlp(
+    x: Tensor,
+    inputs: Tensor,
+    unrouted: Tensor | None,
+    route: tuple[Tensor, Tensor] | None,
+    weights: Weights,
+    layer: int,
+    partial_state: PartialState | None,
+) -> Tensor:
+    """Returns hidden states after a layer, from x after its first half and the output of what runs for every token.
+
+    Args:    inputs: the `mlp_input`.   route: as from `route_tokens`; None in a layer without routed experts.
+    """
+    routed = None
+    if route is not None:
+        layer_idx = weights.spec.moe_layers.index(layer)
+        routed = run_experts(inputs, *route, weights, layer_idx, partial_state)
+        routed = with_returned(routed, inputs, weights, layer)
+    return enter_second(x, unrouted, routed, weights, layer)
+
+
+def add_mlp(
+    x: Tensor,
+    weights: Weights,
+    layer: int,
+    ids: Tensor | None,
+    partial_state: PartialState | None = None,
+    most_tokens: int | None = None,
+) -> Tensor:
+    """Returns hidden states [T, w] after a layer's second half, from those after its first.
+
+    Args:    ids: the tokens, int64 [T]; needed in a layer in which a table names experts.   most_tokens: for which the
+             shared or dense expert runs at once; None: all.
+    """
+    if not weights.spec.has_second(layer):
+        return x
+    inputs = mlp_input(x, weights, layer)
+    unrouted = run_unrouted(inputs, weights, layer, most_tokens)
+    route = route_tokens(inputs, weights, layer, ids) if layer in weights.spec.moe_layers else None
+    return run_mlp(x, inputs, unrouted, route, weights, layer, partial_state)
+
+
+def partial_state(
+    x: Tensor, weights: Weights, layer: int, then: Callable[[Tensor], Tensor], most_tokens: int | None = None
+) -> PartialState | None:
+    """Returns the `PartialState` of the next layer, from x after this layer's first half; None if it has no experts.
+
+    Args:    then: runs the next layer's first half, on trial.   most_tokens: as for `add_mlp`.
+    """
+    if layer + 1 not in weights.spec.moe_layers:
+        return None
+
+    def state(y: Tensor) -> Tensor:
+        inputs = mlp_input(x, weights, layer)
+        routed = with_returned(y, inputs, weights, layer)
+        return then(enter_second(x, run_unrouted(inputs, weights, layer, most_tokens), routed, weights, layer))
+
+    return state
+
+
 # ---- after the layers -----------------------------------------------------------------------------------------------
 
 
@@ -572,7 +428,7 @@ def head(x: Tensor, weights: Weights) -> Tensor:
     spec = weights.spec
     matrix = weights.matrix("embed" if spec.tied_head else "head")
     bias = weights.vector("head_bias") if spec.head_bias else None
-    logits = matrices.linear(_final_stream(x, weights), matrix, bias)
+    logits = matrices.linear(residual_of(spec.residual).end(x, weights), matrix, bias)
     if spec.logits_scaling != 1.0:
         logits = logits / spec.logits_scaling
     cap = spec.logits_softcap

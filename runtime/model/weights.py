@@ -3,17 +3,19 @@
 Weights also bring the operations that compute with them. `norm` stands here because its parameters are weights.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.runtime.model import mixers
 from moe_pack.runtime.model.expert import Expert
 from moe_pack.runtime.model.matrices import Matrix
 from moe_pack.runtime.model.operations import Operations
 from moe_pack.runtime.model.rotation import Rotation
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.model.mixers import ngrams
 
 
 class Weights(Protocol):
@@ -47,7 +49,7 @@ class Weights(Protocol):
         """Returns the rotated coordinates of the `layer_idx`-th MoE layer's experts; None if it is not rotated."""
         ...
 
-    def ngram_table(self, layer: int) -> "mixers.RowTable":
+    def ngram_table(self, layer: int) -> "ngrams.RowTable":
         """Returns the n-gram table of a decoder layer that has one."""
         ...
 

@@ -21,6 +21,7 @@ from moe_pack import formats
 from moe_pack.formats.pack import layouts
 from moe_pack.formats.parts import heads, specs
 from moe_pack.runtime.model import PREFILL_TOKENS, caches, mixers, operations
+from moe_pack.runtime.model.attention import kinds, softmax
 from moe_pack.runtime.offload.presets import ROUTING_FILE
 
 LEAST_PREFILL_TOKENS = 16  # with shorter passes a prompt would read every expert again and again
@@ -53,7 +54,7 @@ class Sequences:
     draft_bytes: int = 0
 
 
-ONE_SEQUENCE = Sequences()
+ONE_SEQUENCE: Sequences = Sequences()
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,9 +459,8 @@ def checkpoint_bytes(
     for layer in range(spec.num_hidden_layers):
         attention, places = spec.attention_of(layer), specs.cached_tokens(spec, layer, context_tokens, chunk_tokens)
         if 0 < places < context_tokens:
-            heads, rows = caches.row_storages(attention, kv_dtype)
             window = specs.cached_tokens(spec, layer, context_tokens, 0)
-            num_bytes += window * heads * sum(each.row_bytes for each in rows)
+            num_bytes += window * kinds.cache_shape(attention, kv_dtype).row_bytes
         if places:
             values = attention.checkpoint_values(context_tokens, chunk_tokens)
             num_bytes += values * caches.plain_dtype(kv_dtype).itemsize
@@ -481,8 +481,7 @@ def decoded_cache_bytes(
     for attention, _ in spec.attention_kinds:
         if has_kernels and attention.kernels_attend:
             continue
-        heads, rows = caches.row_storages(attention, "f32")
-        positions = 2 * context_tokens * heads * sum(each.row_bytes for each in rows)
+        positions = 2 * context_tokens * kinds.cache_shape(attention, "f32").row_bytes
         scores = 2 * 4 * attention.num_heads * chunk_tokens * context_tokens
         width = 2 * 4 * chunk_tokens * attention.num_heads * attention.mixed_width
         most = max(
@@ -517,7 +516,7 @@ def workspace_bytes(spec: formats.ModelSpec, chunk_tokens: int, num_sequences: i
 
 
 def _piece_bytes() -> heads.PieceBytes:
-    return heads.PieceBytes(operations.MAX_SCORE_BYTES, operations.MAX_DECODED_BYTES)
+    return heads.PieceBytes(softmax.MAX_SCORE_BYTES, operations.MAX_DECODED_BYTES)
 
 
 def most_verified_tokens(spec: formats.ModelSpec, chunk_tokens: int, most: int) -> int:

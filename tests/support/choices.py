@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime.model import attention, router
+from moe_pack.runtime.model import router
+from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.router import choose, router_weights
 
 
@@ -31,7 +32,7 @@ class Choices:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Takes note of all choices of the block."""
-        largest = attention.largest
+        largest = shared.largest
 
         def noted_largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
             chosen = largest(scores, number, allowed)
@@ -45,7 +46,7 @@ class Choices:
             return experts, weights
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "largest", noted_largest)
+            patch.setattr(shared, "largest", noted_largest)
             patch.setattr(router, "choose", noted_choose)
             yield
 
@@ -69,7 +70,7 @@ class Choices:
             return experts, router_weights(logits, experts, spec).masked_fill(weights == 0, 0.0)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "largest", forced_largest)
+            patch.setattr(shared, "largest", forced_largest)
             patch.setattr(router, "choose", forced_choose)
             yield
         assert not self._seen and not self._routes, "the first run chose more often"

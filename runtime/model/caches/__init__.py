@@ -6,27 +6,11 @@ from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.runtime.model.caches.dtypes import KvDtype
-    from moe_pack.runtime.model.caches.kv_cache import (
-        Angles,
-        Batch,
-        Checkpoint,
-        Chosen,
-        EntryCache,
-        KVCache,
-        LayerCache,
-        LayerRopes,
-        Rope,
-        each_sequence,
-        rotate,
-    )
+    from moe_pack.runtime.model.caches.kv_cache import Checkpoint, KVCache, layer_cache_bytes
+    from moe_pack.runtime.model.caches.layer_cache import Batch, Chosen, LayerCache
+    from moe_pack.runtime.model.caches.ropes import Angles, LayerRopes
     from moe_pack.runtime.model.caches.sequence import CachedSequence, Follower, joined_angles
-    from moe_pack.runtime.model.caches.storage import (
-        RowStorage,
-        RunningSoftmax,
-        block_sizes,
-        layer_cache_bytes,
-        plain_dtype,
-        row_storages,
-    )
+    from moe_pack.runtime.model.caches.states import LayerState
+    from moe_pack.runtime.model.caches.storage import RowStorage, block_sizes, plain_dtype
 else:
     __getattr__ = face(__name__)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec
-from moe_pack.runtime.model.caches import kv_cache
+from moe_pack.runtime.model.caches.kv_cache import Checkpoint, KVCache
+from moe_pack.runtime.model.caches.ropes import Angles, LayerRopes
 
 LEAST_KEPT = 16  # tokens of a beginning; fewer are not worth the other rounding
 _ANGLES_AT_ONCE = 256  # positions; the angles of a single position take as long to compute
@@ -42,9 +43,7 @@ class CachedSequence:
     Args:    num_checkpoints: room for so many, apart from the cache's own copy of states.
     """
 
-    def __init__(
-        self, spec: ModelSpec, cache: kv_cache.KVCache, ropes: kv_cache.LayerRopes, num_checkpoints: int = 0
-    ) -> None:
+    def __init__(self, spec: ModelSpec, cache: KVCache, ropes: LayerRopes, num_checkpoints: int = 0) -> None:
         self.spec, self.cache = spec, cache
         self.ids: list[int] = []
         self.hidden: Tensor | None = None
@@ -52,7 +51,7 @@ class CachedSequence:
         number = 0 if cache.is_cut_anywhere else num_checkpoints
         self._checkpoints = [cache.new_checkpoint() for _ in range(number)]  # the one used last comes last
         self._ropes = ropes
-        self._angle_run: tuple[kv_cache.Angles, ...] = ((torch.empty(0), torch.empty(0)),)  # of consecutive positions
+        self._angle_run: tuple[Angles, ...] = ((torch.empty(0), torch.empty(0)),)  # of consecutive positions
         self._first_angle, self._angle_length = 0, 0  # the length of the sequence that has these angles
 
     @property
@@ -131,7 +130,7 @@ class CachedSequence:
             self._use(checkpoint)
         self.ids = other.ids[:num_tokens]
 
-    def copy_checkpoint(self, num_tokens: int, room: kv_cache.Checkpoint) -> None:
+    def copy_checkpoint(self, num_tokens: int, room: Checkpoint) -> None:
         """Fills a checkpoint of another sequence with what this sequence keeps at a position that is `reachable`."""
         for checkpoint in self._checkpoints:
             if checkpoint.num_tokens == num_tokens:
@@ -152,15 +151,15 @@ class CachedSequence:
         self._use(checkpoint)
 
     @property
-    def checkpoints(self) -> tuple[kv_cache.Checkpoint, ...]:
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
         """The checkpoints that are not empty, the one used last comes last."""
         return tuple(each for each in self._checkpoints if each.num_tokens)
 
-    def room_for(self, num_checkpoints: int) -> list[kv_cache.Checkpoint]:
+    def room_for(self, num_checkpoints: int) -> list[Checkpoint]:
         """Returns so many checkpoints to write to, or all if there are fewer; the last ones are kept longest."""
         return self._checkpoints[len(self._checkpoints) - min(num_checkpoints, len(self._checkpoints)) :]
 
-    def _use(self, checkpoint: kv_cache.Checkpoint) -> None:
+    def _use(self, checkpoint: Checkpoint) -> None:
         self._checkpoints.remove(checkpoint)
         self._checkpoints.append(checkpoint)
 
@@ -174,7 +173,7 @@ class CachedSequence:
         """Returns whether all positions must be computed again when so many tokens are appended."""
         return self._ropes.outgrows(self.num_tokens, self.num_tokens + num_new)
 
-    def angles_at(self, start: int, stop: int, num_tokens: int) -> tuple[kv_cache.Angles, ...]:
+    def angles_at(self, start: int, stop: int, num_tokens: int) -> tuple[Angles, ...]:
         """Returns the angles at positions `start` to `stop` for each kind of attention; many are computed at once.
 
         Args:    num_tokens: of the sequence when its new tokens have run.
@@ -190,7 +189,7 @@ class CachedSequence:
         return tuple((cosines[rows], sines[rows]) for cosines, sines in self._angle_run)
 
 
-def joined_angles(each: Sequence[tuple[kv_cache.Angles, ...]]) -> tuple[kv_cache.Angles, ...]:
+def joined_angles(each: Sequence[tuple[Angles, ...]]) -> tuple[Angles, ...]:
     """Returns the angles of several sequences' tokens, one after the other, for each kind of attention."""
     if len(each) == 1:
         return each[0]

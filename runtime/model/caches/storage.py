@@ -19,15 +19,12 @@ A row of codes is bytes, for each of its parts (a latent and its rotated key are
 Sources: QuaRot (2404.00456), section 4, for the rotation; KIVI (2402.02750), section 3.1, for scales and minima.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from moe_pack.formats.parts import AttentionSpec, CompressedSpec, GroupedQuerySpec, LatentSpec, specs
-from moe_pack.formats.parts.compressed import raw_places
 from moe_pack.runtime.model.caches.dtypes import KvDtype
 
 BLOCK_VALUES = 32  # the most of a block
@@ -192,97 +189,3 @@ def _decode(stored: Tensor, dtype: KvDtype, width: int) -> Tensor:
     else:
         values = torch.cat((packed & 15, packed >> 4), dim=-1).float() * scales + minima
     return values.flatten(-2)[..., :width]
-
-
-# ---- layers ---------------------------------------------------------------------------------------------------------
-
-
-def row_storages(attention: AttentionSpec, dtype: KvDtype) -> tuple[int, tuple[RowStorage, ...]]:
-    """Returns the heads of a layer's cache, and how their keys are stored, and their values if they are other rows."""
-    if isinstance(attention, CompressedSpec):
-        return 1, (RowStorage(dtype, (attention.head_dim,)),)
-    if isinstance(attention, LatentSpec):
-        indexer = attention.own_indexer
-        parts = (attention.kv_lora_rank, attention.qk_rope_head_dim)
-        return 1, (RowStorage(dtype, parts if indexer is None else (*parts, indexer.head_dim)),)
-    heads, dims = attention.num_heads, (attention.head_dim, attention.head_dim)
-    if isinstance(attention, GroupedQuerySpec):
-        heads, dims = attention.num_kv_heads, (attention.head_dim, attention.value_dim)
-    return heads, tuple(RowStorage(dtype, (dim,)) for dim in dims)
-
-
-def entry_storage(attention: CompressedSpec, dtype: KvDtype) -> RowStorage | None:
-    """Returns how the entries of compressed attention are stored; None if it has none."""
-    compression = attention.compression
-    return None if compression is None else RowStorage(dtype, compression.dims(attention.head_dim))
-
-
-def layer_cache_bytes(spec: specs.ModelSpec, layer: int, context_tokens: int, chunk_tokens: int, dtype: KvDtype) -> int:
-    """Returns the bytes of a decoder layer's keys and values, and of all else that it caches of positions."""
-    places = specs.cached_tokens(spec, layer, context_tokens, chunk_tokens)
-    return attention_cache_bytes(spec.attention_of(layer), places, context_tokens, chunk_tokens, dtype)
-
-
-def attention_cache_bytes(
-    attention: AttentionSpec, places: int, context_tokens: int, chunk_tokens: int, dtype: KvDtype
-) -> int:
-    """Returns the bytes of a cache of one layer with places for so many positions."""
-    if not places:
-        return 0
-    heads, rows = row_storages(attention, dtype)
-    num_bytes, itemsize = places * heads * sum(each.row_bytes for each in rows), plain_dtype(dtype).itemsize
-    if isinstance(attention, GroupedQuerySpec) and attention.indexer is not None:
-        num_bytes += places * attention.indexer.head_dim * itemsize
-    if isinstance(attention, CompressedSpec) and (compression := attention.compression) is not None:
-        raw = raw_places(compression, context_tokens, chunk_tokens) * compression.raw_width(attention.head_dim)
-        entries = entry_storage(attention, dtype)
-        assert entries is not None, "attention with entries"
-        num_bytes += raw * itemsize + context_tokens // compression.window_tokens * entries.row_bytes
-    return num_bytes
-
-
-# ---- attention ------------------------------------------------------------------------------------------------------
-
-
-def position_blocks(first: int, stop: int, position_bytes: int, most_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields (begin, end) of consecutive positions; those of a block take at most so many bytes, or are one."""
-    step = max(1, most_bytes // max(position_bytes, 1))
-    for begin in range(first, stop, step):
-        yield begin, min(begin + step, stop)
-
-
-class RunningSoftmax:
-    """The softmax of scores that come block by block of positions, and the sums of values that it weights.
-
-    `mixed`: float32 [heads, T, v], relative to the largest score so far.
-    Args:    sinks: float32 [heads], logits without a value; None: none.
-    Source:  2112.05682, section 3.
-    """
-
-    def __init__(self, num_heads: int, num_tokens: int, width: int, device: torch.device, sinks: Tensor | None) -> None:
-        self._largest = torch.full((num_heads, num_tokens), -torch.inf, device=device)
-        self._sums = torch.zeros((num_heads, num_tokens), device=device)
-        self.mixed = torch.zeros((num_heads, num_tokens, width), device=device)
-        if sinks is not None:
-            self._largest[:] = sinks[:, None]
-            self._sums[:] = 1.0
-
-    def add(self, scores: Tensor, values: Tensor, heads: slice = _ALL, rows: slice = _ALL) -> None:
-        """Adds positions for some heads and rows.
-
-        Args:    scores: float32 [heads, T, n], minus infinity where a position is not seen; are overwritten.
-                 values: float32 [kv heads, n, v], each for as many heads.
-        """
-        before = self._largest[heads, rows]
-        largest = torch.maximum(before, scores.amax(dim=-1))
-        shift = largest.masked_fill(largest == -torch.inf, 0.0)
-        factors = (before - shift).exp_()
-        weights = scores.sub_(shift[..., None]).exp_()
-        self._largest[heads, rows] = largest
-        self._sums[heads, rows] = self._sums[heads, rows] * factors + weights.sum(dim=-1)
-        added = (weights.reshape(len(values), -1, weights.shape[-1]) @ values).view(*scores.shape[:2], -1)
-        self.mixed[heads, rows] = self.mixed[heads, rows] * factors[..., None] + added
-
-    def result(self) -> Tensor:
-        """Returns the weighted means of values, float32 [heads, T, v]."""
-        return self.mixed / self._sums[..., None]

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats.parts import mixers
-from moe_pack.runtime.model.mixers.states import LayerState
+from moe_pack.runtime.model.caches import states
 
 
-def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState, dilation: int = 1) -> Tensor:
+def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.LayerState, dilation: int = 1) -> Tensor:
     """Returns a causal convolution of each channel over the tokens; the state keeps the last inputs.
 
     Args:    x: float32 [T, channels].   kernel: float32 [channels * taps], a channel's taps together, the newest last.
@@ -41,7 +41,7 @@ def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, state: LayerState, 
     return y if bias is None else y + bias
 
 
-def recur(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: LayerState) -> Tensor:
+def recur(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: states.LayerState) -> Tensor:
     """Returns what each token reads from the recurrent state, which all tokens update in turn.
 
     Args:    q, k: float32 [T, key heads, keys]; a key head serves consecutive value heads.   v: float32 [T, heads,

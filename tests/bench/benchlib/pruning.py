@@ -30,7 +30,8 @@ from moe_pack.runtime.model import (
     route_tokens,
     running,
 )
-from moe_pack.runtime.model.caches import Angles, Rope
+from moe_pack.runtime.model.caches import Angles
+from moe_pack.runtime.model.caches.ropes import Rope
 from moe_pack.runtime.model.matrices import linear
 from moe_pack.runtime.model.weights import from_experts, norm, to_experts
 

@@ -88,8 +88,9 @@ from moe_pack.runtime.model import (
     neuron_of,
     run_expert,
 )
-from moe_pack.runtime.model.attention import attend_latent
+from moe_pack.runtime.model.attention import latent
 from moe_pack.runtime.model.caches import KvDtype, LayerCache, RowStorage
+from moe_pack.runtime.model.caches.layer_cache import each_sequence
 from moe_pack.runtime.model.operations import HeadNorms
 from moe_pack.runtime.model.rotation import Rotation
 
@@ -588,7 +589,8 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
         operations=TORCH,
     )
     cache = LayerCache(keys.clone(), keys[..., :rank], at)
-    expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, (cos[at:], sin[at:]))[0]
+    sequences = each_sequence(cache, 1)
+    expected = latent.attend(x, cast(Weights, weights), spec, 0, sequences, (cos[at:], sin[at:]))[0]
     given = [each.to(device) for each in (linear(x, matrices["q"])[0], linear(x, matrices["kv_a"])[0], norm_weight)]
     there, angles = keys.to(device), (cos.to(device), sin.to(device))
     position = torch.tensor([at], dtype=torch.int32, device=device)

@@ -20,7 +20,8 @@ from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cpu import Kernels, is_available
 from moe_pack.runtime.model import Decoder, NativeOperations, Operations, open_weights
-from moe_pack.runtime.model.layer_calls import BegunLayer, LayerCalls, PassOfLayers
+from moe_pack.runtime.model.layer_calls import BegunLayer, LayerCalls
+from moe_pack.runtime.model.passes import Pass
 from moe_pack.runtime.offload import least_budget
 
 CPU = torch.device("cpu")
@@ -51,8 +52,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What calls have done: layers whole, or in half."""
     counted, begin = Counter[str](), LayerCalls.begin
 
-    def counting(calls: LayerCalls, x: Tensor, layer: int, of_pass: PassOfLayers) -> BegunLayer | None:
-        begun = begin(calls, x, layer, of_pass)
+    def counting(calls: LayerCalls, x: Tensor, layer: int, batch: Pass) -> BegunLayer | None:
+        begun = begin(calls, x, layer, batch)
         if begun is not None:
             counted["whole" if begun.is_complete else "half"] += begun.layer - layer + 1
         return begun
@@ -65,7 +66,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def separately() -> Iterator[None]:
     """Computes all layers by their operations."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerCalls, "has", lambda calls, layer: False)
+        patch.setattr(LayerCalls, "begin", lambda *given: None)
         yield
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_pack.formats import BF16, RunError, Selector, part_format
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.formats.parts.specs import SELECTORS
-from moe_pack.runtime.cpu import ExpertWork, Kernels, num_cpus, open_kernels, row_numbers
+from moe_pack.runtime.cpu import CachedRows, ExpertWork, Kernels, num_cpus, open_kernels, row_numbers
 from moe_pack.runtime.cpu.kernels import InstructionSet
 from moe_pack.runtime.model import activations
 from moe_pack.runtime.model.caches import KvDtype
@@ -84,9 +84,9 @@ def of_attend(num_tokens: int, start: int, kernels: Kernels, kv_dtype: KvDtype =
     turns = random_tokens(num_tokens, 32)
     spec = GroupedQuerySpec("grouped_query", 8, 2, 64, None, 0.2, (), "none")
     storage, angles = RowStorage(kv_dtype, (64,)), (turns.cos(), turns.sin())
-    cached = storage.encode(keys), storage.encode(keys.flip(1))
-    y = kernels.attend((q, k, v[:, :128]), None, 0.0, angles, False, cached, kv_dtype, start, spec, None, None)
-    return torch.cat([y.flatten(), *(each.flatten() for each in cached)])
+    cached = CachedRows(storage.encode(keys), storage.encode(keys.flip(1)), kv_dtype, start)
+    y = kernels.attend((q, k, v[:, :128]), None, angles, False, cached, spec, None, None)
+    return torch.cat([y.flatten(), cached.keys.flatten(), cached.values.flatten()])
 
 
 def of_coded_attend(kv_dtype: KvDtype, num_tokens: int, kernels: Kernels) -> Tensor:

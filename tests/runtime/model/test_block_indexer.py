@@ -14,9 +14,11 @@ from torch import Tensor
 from moe_pack.formats import ModelSpec, NormSpec
 from moe_pack.formats.parts import BlockIndexerSpec, GroupedQuerySpec, RopeSpec
 from moe_pack.formats.parts.specs import cache_values, cached_values, spec_fault
-from moe_pack.runtime.model import TORCH, Matrix, Operations, StoredMatrix, operations
-from moe_pack.runtime.model import attention as block_attention
-from moe_pack.runtime.model.attention import attend, choose_blocks, largest
+from moe_pack.runtime.model import TORCH, Matrix, Operations, StoredMatrix
+from moe_pack.runtime.model.attention import softmax
+from moe_pack.runtime.model.attention.grouped import choose_blocks
+from moe_pack.runtime.model.attention.kinds import attend
+from moe_pack.runtime.model.attention.shared import largest
 from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerRopes
 
 D, HEADS, KV_HEADS, HEAD_DIM, NUM_TOKENS = 64, 4, 2, 32, 50
@@ -192,8 +194,8 @@ def test_attention_is_that_of_transformers_however_the_text_comes(
 def test_pieces_of_the_work_change_nothing(indexer: BlockIndexerSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     _, weights = made(indexer)
     whole = attended(weights, text(), [NUM_TOKENS])
-    monkeypatch.setattr(block_attention, "MAX_DECODED_BYTES", 1)
-    monkeypatch.setattr(operations, "MAX_SCORE_BYTES", 4 * HEADS * NUM_TOKENS * 3)
+    monkeypatch.setattr(softmax, "MAX_DECODED_BYTES", 1)
+    monkeypatch.setattr(softmax, "MAX_SCORE_BYTES", 4 * HEADS * NUM_TOKENS * 3)
     torch.testing.assert_close(attended(weights, text(), [NUM_TOKENS]), whole)
 
 

@@ -22,8 +22,9 @@ from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, attention, operations
-from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache, kv_cache
+from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, operations
+from moe_pack.runtime.model.attention import softmax
+from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache, layer_cache
 from moe_pack.runtime.model.caches.storage import RowStorage, rotation
 from moe_pack.runtime.model.operations import HeadNorms
 from moe_pack.runtime.model.weights import Weights
@@ -243,12 +244,12 @@ def test_attention_to_codes_is_attention_to_what_they_stand_for(
             for dtype in ROUNDED if tiny.family in THOROUGH else ROUNDED[-1:]:
                 stored, choices = Stored(), Choices()
                 with case(tiny.family, dtype), monkeypatch.context() as patch:
-                    for module in (operations, attention):
+                    for module in (operations, softmax):
                         patch.setattr(module, "MAX_DECODED_BYTES", 1 << 15)  # several blocks
                     with stored.recorded(), choices.recorded():
                         found = run(weights, dtype, ids)
                     patch.undo()
-                    patch.setattr(kv_cache, "plain_dtype", lambda _: torch.bfloat16)
+                    patch.setattr(layer_cache, "plain_dtype", lambda _: torch.bfloat16)
                     # What both have in bfloat16, as an indexer's keys, may be rounded either way.
                     with stored.given_back(dtype, 0.1), choices.forced(0.1):
                         twin = run(weights, "f32", ids)

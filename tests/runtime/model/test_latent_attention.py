@@ -11,7 +11,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.formats.parts.specs import cached_values
 from moe_pack.runtime.model import CheckpointWeights, Decoder, ExpertRunner, PartialState, mlp_input
-from moe_pack.runtime.model import attention as latent_attention
+from moe_pack.runtime.model.attention import latent, softmax
 from moe_pack.runtime.model.caches import KVCache
 from moe_pack.runtime.model.layers import run_one_by_one
 
@@ -38,7 +38,7 @@ def test_absorbed_and_expanded_give_the_same_logits(
 ) -> None:
     ids = token_ids()
     expected = Decoder(CheckpointWeights(model), NUM_TOKENS).logits(ids)
-    monkeypatch.setattr(latent_attention, "absorbs", lambda *sizes: absorbed)
+    monkeypatch.setattr(latent, "absorbs", lambda *sizes: absorbed)
     decoder, found = Decoder(CheckpointWeights(model), NUM_TOKENS), []
     for size in pieces:
         start = decoder.cache.num_tokens
@@ -50,14 +50,14 @@ def test_absorbed_and_expanded_give_the_same_logits(
 def test_heads_may_come_one_at_a_time(absorbed: bool, model: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = token_ids()
     expected = Decoder(CheckpointWeights(model), NUM_TOKENS).logits(ids)
-    monkeypatch.setattr(latent_attention, "absorbs", lambda *sizes: absorbed)
-    monkeypatch.setattr(latent_attention, "MAX_DECODED_BYTES", 1)
+    monkeypatch.setattr(latent, "absorbs", lambda *sizes: absorbed)
+    monkeypatch.setattr(softmax, "MAX_DECODED_BYTES", 1)
     assert (Decoder(CheckpointWeights(model), NUM_TOKENS).logits(ids) - expected).abs().max() < 1e-4
 
 
 def test_a_token_alone_is_absorbed_and_a_prompt_is_expanded() -> None:
-    assert all(latent_attention.absorbs(1, seen, LITE) for seen in (2, 100, 32_000))
-    assert not any(latent_attention.absorbs(num_new, num_new, LITE) for num_new in (2, 100, 512))
+    assert all(latent.absorbs(1, seen, LITE) for seen in (2, 100, 32_000))
+    assert not any(latent.absorbs(num_new, num_new, LITE) for num_new in (2, 100, 512))
 
 
 def product(left: tuple[int, int], right: tuple[int, int]) -> int:
@@ -77,7 +77,7 @@ def test_the_choice_is_the_way_with_fewer_multiplications_product_by_product() -
         expanded = product((seen, rank), (rank, nope)) + product((seen, rank), (rank, v))
         expanded += product((new, nope + rope), (nope + rope, seen)) + product((new, seen), (seen, v))
         spec = replace(LITE, kv_lora_rank=rank, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v)
-        chosen.append(latent_attention.absorbs(new, seen, spec))
+        chosen.append(latent.absorbs(new, seen, spec))
         assert chosen[-1] == (absorbed <= expanded)
     assert 20 < sum(chosen) < 280, "both ways are chosen"
 

@@ -44,9 +44,8 @@ from moe_pack.runtime.model import (
     open_weights,
     operations_for,
 )
-from moe_pack.runtime.model.caches import KVCache
-from moe_pack.runtime.model.mixer import ngram_output
-from moe_pack.runtime.model.mixers import LaterRows, LayerState, NgramRows
+from moe_pack.runtime.model.caches import KVCache, LayerState
+from moe_pack.runtime.model.mixers import LaterRows, NgramRows, ngram_output
 from moe_pack.runtime.model.mixers.ngrams import row_numbers
 from moe_pack.runtime.offload.budgets import cache_bytes, ngram_bytes
 
@@ -286,9 +285,9 @@ def test_the_cache_has_a_state_for_each_layer_with_ngrams(made: Path) -> None:
     assert state_values(spec) == 2 * 9 * 64
     cache = KVCache(spec, 32, CPU)
     assert cache.num_bytes == cache_bytes(spec, 32, 32)
-    state, trial = cache.of_ngrams(2), cache.trial_of_ngrams(2)
-    assert state is not None and trial is not None and cache.of_ngrams(1) is None is cache.trial_of_ngrams(1)
-    trial.conv.fill_(1)
+    state = cache.states.of_ngrams(2)
+    assert state is not None and cache.states.of_ngrams(1) is None
+    state.copied().conv.fill_(1)
     assert state.conv.shape == (9, 64) and not state.conv.any()
 
 

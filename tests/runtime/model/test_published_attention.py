@@ -21,7 +21,7 @@ from moe_pack.formats import ModelSpec
 from moe_pack.formats.parts import GroupedQuerySpec, IndexerSpec, LatentSpec, OutputGateSpec, RopeSpec
 from moe_pack.formats.parts.positions import ProportionalSpec
 from moe_pack.runtime.model import TORCH, Operations, StoredMatrix, head
-from moe_pack.runtime.model.attention import attend
+from moe_pack.runtime.model.attention.kinds import attend
 from moe_pack.runtime.model.caches import KVCache, LayerRopes
 
 D, T, CPU = 64, 12, torch.device("cpu")

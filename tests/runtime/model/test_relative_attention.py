@@ -7,7 +7,7 @@ from support.cases import case
 from torch import Tensor
 
 from moe_pack.formats.parts import RelativeSpec
-from moe_pack.runtime.model.attention import PositionBias, distance_buckets
+from moe_pack.runtime.model.attention.relative import PositionBias, distance_buckets
 
 
 def reference_buckets(distances: Tensor, is_mutual: bool, spec: RelativeSpec) -> Tensor:

@@ -14,7 +14,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import RopeSpec
 from moe_pack.formats.parts.positions import DynamicSpec, LongRopeSpec, ProportionalSpec, YarnSpec
 from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert
-from moe_pack.runtime.model.caches import Rope, rotate
+from moe_pack.runtime.model.caches.ropes import Rope, rotate
 
 CPU = torch.device("cpu")
 POSITIONS = torch.tensor([0, 1, 17, 4095, 100_000])

@@ -16,8 +16,9 @@ from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, attend, e
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.model import TORCH, Matrix, RowMatrix, StoredMatrix, Weights, linear
-from moe_pack.runtime.model.attention import attend_latent
+from moe_pack.runtime.model.attention import latent
 from moe_pack.runtime.model.caches import LayerCache
+from moe_pack.runtime.model.caches.layer_cache import each_sequence
 
 TOLERANCE = 1e-5  # float32 sums in another order, one after the other: four products and a softmax
 GPU_TOLERANCE = 3e-5  # and on a GPU, whose tensor cores cut sums off; see test_attend
@@ -98,7 +99,7 @@ def test_a_token_attends_as_in_torch(case: Case, kernel_device: torch.device) ->
     )
     cache = LayerCache(keys.clone(), keys[..., : case.rank], at)
     angles = (cos[at:], sin[at:])
-    expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, angles)
+    expected = latent.attend(x, cast(Weights, weights), spec, 0, each_sequence(cache, 1), angles)
 
     there = StoredRows(kv_b.rows.to(kernel_device), kv_b.part)
     q, kv, norm, cos, sin, keys = (

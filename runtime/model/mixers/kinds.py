@@ -1,7 +1,7 @@
 """Mixers: what some layers have in place of attention, one function for each kind; and what n-grams add to a layer.
 
 Projections come from the weights. Short convolutions and recurrences are operations, because kernels compute them;
-their torch twins are in `mixers`. docs/model.md says what each kind computes.
+their torch twins are in `recurrence`. docs/model.md says what each kind computes.
 """
 
 import math
@@ -18,8 +18,10 @@ from moe_pack.formats.parts import (
     MixerSpec,
     ShortConvSpec,
 )
-from moe_pack.runtime.model import caches, mixers
+from moe_pack.runtime.model.attention.softmax import joined
+from moe_pack.runtime.model.caches import layer_cache, states
 from moe_pack.runtime.model.matrices import linear
+from moe_pack.runtime.model.mixers import recurrence
 from moe_pack.runtime.model.operations import Operations
 from moe_pack.runtime.model.weights import Weights
 
@@ -32,14 +34,14 @@ def mix(
     weights: Weights,
     layer: int,
     mixer: MixerSpec,
-    state: mixers.LayerState | caches.Batch[mixers.LayerState],
+    state: states.LayerState | layer_cache.Batch[states.LayerState],
 ) -> Tensor:
     """Returns a layer's mixer for new tokens, which update the layer's state.
 
     Args:    x: float32 [T, d], normed.   state: of one sequence, or of several with their tokens.
     Returns: float32 [T, d].
     """
-    role, states = f"layers.{layer}.mixer", caches.each_sequence(state, len(x))
+    role, states = f"layers.{layer}.mixer", layer_cache.each_sequence(state, len(x))
     if isinstance(mixer, GatedDeltaSpec):
         return _gated_delta(x, weights, role, mixer, states)
     if isinstance(mixer, KimiDeltaSpec):
@@ -54,11 +56,11 @@ def mix(
 
 
 def _convolve(
-    operations: Operations, x: Tensor, kernel: Tensor, bias: Tensor | None, states: caches.Batch[mixers.LayerState]
+    operations: Operations, x: Tensor, kernel: Tensor, bias: Tensor | None, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
-    """Returns the convolution of each sequence's tokens, as `mixers.convolve` says."""
+    """Returns the convolution of each sequence's tokens, as `recurrence.convolve` says."""
     each = [operations.convolve(x[own.rows], kernel, bias, own.cache) for own in states]
-    return each[0] if len(each) == 1 else torch.cat(each)
+    return joined(each)
 
 
 def _recur(
@@ -68,18 +70,18 @@ def _recur(
     v: Tensor,
     log_decay: Tensor,
     rate: Tensor | None,
-    states: caches.Batch[mixers.LayerState],
+    states: layer_cache.Batch[states.LayerState],
 ) -> Tensor:
-    """Returns what each sequence's tokens read from its state, as `mixers.recur` says."""
+    """Returns what each sequence's tokens read from its state, as `recurrence.recur` says."""
     each = []
     for own in states:
         rows, own_rate = own.rows, None if rate is None else rate[own.rows]
         each.append(operations.recur(q[rows], k[rows], v[rows], log_decay[rows], own_rate, own.cache))
-    return each[0] if len(each) == 1 else torch.cat(each)
+    return joined(each)
 
 
 def _gated_delta(
-    x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec, states: caches.Batch[mixers.LayerState]
+    x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns Gated DeltaNet of tokens x."""
     operations, num_tokens = weights.operations, len(x)
@@ -122,7 +124,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _kimi_delta(
-    x: Tensor, weights: Weights, role: str, spec: KimiDeltaSpec, states: caches.Batch[mixers.LayerState]
+    x: Tensor, weights: Weights, role: str, spec: KimiDeltaSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns Kimi delta attention of tokens x."""
     operations, shape = weights.operations, (len(x), spec.num_heads, spec.head_dim)
@@ -152,7 +154,7 @@ def _through(x: Tensor, weights: Weights, role: str) -> Tensor:
 
 
 def _mamba2(
-    x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, states: caches.Batch[mixers.LayerState]
+    x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns Mamba-2 of tokens x."""
     operations, silu, num_tokens = weights.operations, torch.nn.functional.silu, len(x)
@@ -176,7 +178,9 @@ def _mamba2(
     return linear(y, weights.matrix(f"{role}.o"), bias)
 
 
-def _mamba(x: Tensor, weights: Weights, role: str, spec: MambaSpec, states: caches.Batch[mixers.LayerState]) -> Tensor:
+def _mamba(
+    x: Tensor, weights: Weights, role: str, spec: MambaSpec, states: layer_cache.Batch[states.LayerState]
+) -> Tensor:
     """Returns Mamba of tokens x."""
     operations, silu, eps = weights.operations, torch.nn.functional.silu, weights.spec.norm.eps
     bias = weights.vector(f"{role}.in_bias") if spec.proj_bias else None
@@ -195,7 +199,7 @@ def _mamba(x: Tensor, weights: Weights, role: str, spec: MambaSpec, states: cach
 
 
 def _short_conv(
-    x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, states: caches.Batch[mixers.LayerState]
+    x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns a short convolution of tokens x, between a gate before it and one after it."""
     bias = {name: weights.vector(f"{role}.{name}_bias") if spec.bias else None for name in ("in", "conv", "o")}
@@ -205,7 +209,7 @@ def _short_conv(
 
 
 def _lightning(
-    x: Tensor, weights: Weights, layer: int, spec: LightningSpec, states: caches.Batch[mixers.LayerState]
+    x: Tensor, weights: Weights, layer: int, spec: LightningSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns lightning attention of tokens x."""
     operations, role = weights.operations, f"layers.{layer}.mixer"
@@ -217,7 +221,7 @@ def _lightning(
     return linear(y * linear(x, weights.matrix(f"{role}.gate")).sigmoid(), weights.matrix(f"{role}.o"))
 
 
-def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, state: mixers.LayerState) -> Tensor:
+def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, state: states.LayerState) -> Tensor:
     """Returns what a layer's n-grams add to the hidden states of new tokens, which update the layer's state.
 
     Args:    x: float32 [T, streams * d].   embedded: float32 [T, embed_dim], the tokens' rows of the layer's table.
@@ -238,5 +242,5 @@ def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, stat
     gate = gate.abs().clamp_min(_LEAST_GATE).sqrt() * gate.sign()
     value = gate.sigmoid() * linear(embedded, weights.matrix(f"{role}.value"))[:, None]
     inputs = normed(value, "conv").flatten(1)
-    convolved = mixers.convolve(inputs, weights.vector(f"{role}.conv"), None, state, ngrams.dilation)
+    convolved = recurrence.convolve(inputs, weights.vector(f"{role}.conv"), None, state, ngrams.dilation)
     return value.flatten(1) + torch.nn.functional.silu(convolved)

@@ -1,0 +1,1 @@
+"""Kinds of attention, a module each: the forward pass of new tokens, and what a layer caches."""

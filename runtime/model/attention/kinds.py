@@ -1,0 +1,54 @@
+"""The one place that tells kinds of attention apart. A kind's module is loaded when a layer has it."""
+
+from torch import Tensor
+
+from moe_pack.formats import parts
+from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes
+from moe_pack.runtime.model.weights import Weights
+
+
+def attend(
+    x: Tensor,
+    weights: Weights,
+    layer: int,
+    cache: layer_cache.LayerCache | layer_cache.Batch[layer_cache.LayerCache],
+    angles: ropes.Angles,
+) -> Tensor:
+    """Returns a layer's attention for new tokens; their keys and values are appended to the cache.
+
+    Args:    x: float32 [T, d], normed.   cache: of one sequence, or of several with their tokens.   angles: of the T
+             positions, from `Rope`.
+    Returns: float32 [T, d].
+    """
+    spec, sequences = weights.spec.attention_of(layer), layer_cache.each_sequence(cache, len(x))
+    if isinstance(spec, parts.GroupedQuerySpec):
+        from moe_pack.runtime.model.attention import grouped
+
+        return grouped.attend(x, weights, spec, layer, sequences, angles)
+    if isinstance(spec, parts.CompressedSpec):
+        from moe_pack.runtime.model.attention import compressed
+
+        return compressed.attend(x, weights, spec, layer, sequences, angles)
+    assert isinstance(spec, parts.LatentSpec), "models with relative positions are run by encoder_decoder"
+    from moe_pack.runtime.model.attention import latent
+
+    return latent.attend(x, weights, spec, layer, sequences, angles)
+
+
+def cache_shape(spec: parts.AttentionSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
+    """Returns what a layer with this attention caches of each position."""
+    if isinstance(spec, parts.GroupedQuerySpec):
+        from moe_pack.runtime.model.attention import grouped
+
+        return grouped.cache_shape(spec, dtype)
+    if isinstance(spec, parts.LatentSpec):
+        from moe_pack.runtime.model.attention import latent
+
+        return latent.cache_shape(spec, dtype)
+    if isinstance(spec, parts.CompressedSpec):
+        from moe_pack.runtime.model.attention import compressed
+
+        return compressed.cache_shape(spec, dtype)
+    from moe_pack.runtime.model.attention import relative
+
+    return relative.cache_shape(spec, dtype)

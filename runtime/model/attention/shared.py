@@ -1,0 +1,104 @@
+"""Steps that several kinds of attention share: temperatures, output gates, and the choice of an indexer."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import ModelSpec, parts
+from moe_pack.runtime.model import matrices
+from moe_pack.runtime.model.attention import softmax
+from moe_pack.runtime.model.caches import layer_cache
+from moe_pack.runtime.model.weights import Weights
+
+
+class LayerAttention:
+    """The attention of a layer; weights go by the ends of their roles (`layers.{i}.attention.q`)."""
+
+    def __init__(self, weights: Weights, layer: int) -> None:
+        self.weights, self.layer = weights, layer
+        self.role = f"layers.{layer}.attention"
+        self.interleaved = is_interleaved(weights.spec, layer)
+
+    def matrix(self, name: str) -> matrices.Matrix:
+        """Returns a matrix."""
+        return self.weights.matrix(f"{self.role}.{name}")
+
+    def vector(self, name: str) -> Tensor:
+        """Returns a vector, float32 [n]."""
+        return self.weights.vector(f"{self.role}.{name}")
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """Returns `x @ matrix.T`, float32 [T, out]."""
+        return matrices.linear(x, self.matrix(name))
+
+    def norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        """Returns the rms norm of x float32 [..., n] with a vector."""
+        return self.weights.operations.rms_norm(x, self.vector(name), eps)
+
+    def gated(self, mixed: Tensor, x: Tensor, spec: parts.OutputGateSpec | None, head_dim: int) -> Tensor:
+        """Returns what heads give, float32 [T, heads * head_dim], behind its gates, from the layer's input x [T, d]."""
+        if spec is None:
+            return mixed
+        gates = self.linear(x, "gate")
+        if spec.bias:
+            bias = self.vector("gate_bias")
+            gates = gates + (bias if spec.each == "head" else bias.repeat_interleave(head_dim))
+        gates = gates.sigmoid() if spec.function == "sigmoid" else torch.nn.functional.softplus(gates)
+        return mixed * (gates.repeat_interleave(head_dim, dim=1) if spec.each == "head" else gates)
+
+
+def is_interleaved(spec: ModelSpec, layer: int) -> bool:
+    """Returns whether a layer rotates neighbours, and not halves."""
+    rope = spec.rope_of(layer)
+    return rope is not None and rope.interleaved
+
+
+def temperatures(
+    spec: parts.TemperatureSpec, sequences: layer_cache.Batch[layer_cache.LayerCache], device: torch.device
+) -> Tensor:
+    """Returns the factor of each token's queries, float32 [T, 1]."""
+    numbers = [(own.cache.num_tokens, own.rows.stop - own.rows.start) for own in sequences]
+    return softmax.joined([_temperature(spec, start, num_tokens, device) for start, num_tokens in numbers])
+
+
+def _temperature(spec: parts.TemperatureSpec, start: int, num_tokens: int, device: torch.device) -> Tensor:
+    """Returns the factor of each token's queries, float32 [T, 1], for tokens from position `start` on."""
+    positions = torch.arange(start, start + num_tokens, device=device)[:, None]
+    if spec.is_power:
+        return torch.exp(spec.slope * torch.log1p((positions + int(spec.is_from_one)).float() / spec.length))
+    return 1 + spec.slope * torch.log1p(torch.floor((positions + int(spec.is_from_one)) / spec.length))
+
+
+def largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
+    """Returns which of the allowed scores are the `number` largest of their row; among equal ones, the first.
+
+    Args:    scores: float32 [..., n].   allowed: bool, of a shape that becomes theirs.
+    Returns: bool [..., n]; all that are allowed, if they are fewer.
+    """
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    least = scores.topk(min(number, scores.shape[-1]), dim=-1).values[..., -1:]
+    above, equal = scores > least, scores == least
+    missing = number - above.sum(dim=-1, keepdim=True)
+    return (above | (equal & (equal.cumsum(dim=-1) <= missing))) & allowed
+
+
+def largest_scores(
+    q: Tensor, keys: Callable[[], Iterator[Tensor]], head_weights: Tensor, top_k: int, seen: Tensor | None
+) -> Tensor:
+    """Returns the `top_k` of the keys that each query sees whose products, not below 0, have the largest weighted sums.
+
+    Args:    q: float32 [heads, T, head_dim].   keys: yields float32 [n, head_dim] in blocks.   head_weights: float32
+             [T, heads].   seen: bool [T, n]; None: all.
+    Returns: bool [T, n]; among equal scores, the first.
+    """
+    chosen, first, num_keys = list[Tensor](), 0, sum(map(len, keys()))
+    step = max(1, softmax.MAX_DECODED_BYTES // (4 * len(q) * num_keys))
+    while first < q.shape[1]:
+        rows = slice(first, first + step)
+        blocks = [torch.einsum("hts,th->ts", torch.relu(q[:, rows] @ each.T), head_weights[rows]) for each in keys()]
+        scores = torch.cat(blocks, dim=1)
+        allowed = torch.ones_like(scores, dtype=torch.bool) if seen is None else seen[rows]
+        chosen.append(largest(scores, top_k, allowed))
+        first += step
+    return torch.cat(chosen)
