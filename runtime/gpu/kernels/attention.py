@@ -271,6 +271,7 @@ def _attend_kernel(q_ptr, cache, position_ptr, sinks_ptr, workspace, out_ptr, ne
     # A program takes a split of the positions that a tile of heads sees.
     CODING: tl.constexpr = SHAPE.coding
     BLOCK_H: tl.constexpr = SHAPE.block_h
+    BLOCK_S: tl.constexpr = SHAPE.block_s
     BLOCK_V: tl.constexpr = _block_v(SHAPE.value_width)
     kv_head, tile, split = tl.program_id(0) // SHAPE.tiles, tl.program_id(0) % SHAPE.tiles, tl.program_id(1)
     in_group = tile * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -284,20 +285,20 @@ def _attend_kernel(q_ptr, cache, position_ptr, sinks_ptr, workspace, out_ptr, ne
     cv = tl.arange(0, BLOCK_V)
     first = kv_head.to(tl.int64) * cache.num_places
     # The split with the last position also enters the token's key and value.
-    if new is not None:
+    if SHAPE.form is not None:
         _enter(q_ptr, cache, new, heads, is_head, kv_head, stop - 1, end == stop, SHAPE)
         tl.debug_barrier()  # other threads wrote what is read below
     before = begin - begin % cache.num_places  # the positions cross the ring's end once at most
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
-    for tile_begin in _range(begin, end, SHAPE.block_s):
+    for tile_begin in _range(begin, end, BLOCK_S):
         # Multiplies a tile's keys, a piece of their columns at a time.
-        s = tile_begin + tl.arange(0, SHAPE.block_s)
+        s = tile_begin + tl.arange(0, BLOCK_S)
         is_seen = s < end
         place = s - before
         place = first + tl.where(place < cache.num_places, place, place - cache.num_places)
-        scores = tl.zeros([BLOCK_H, SHAPE.block_s], tl.float32)
+        scores = tl.zeros([BLOCK_H, BLOCK_S], tl.float32)
         for c_begin in range(0, SHAPE.width, SHAPE.block_c):
             c = c_begin + tl.arange(0, SHAPE.block_c)
             is_q = is_head[:, None] & (c < SHAPE.width)[None, :]

@@ -90,12 +90,14 @@ def _gemm(
     TILE: tl.constexpr,
 ):
     D: tl.constexpr = PART.num_cols
-    r = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
-    t = tl.program_id(1) * TILE.tokens + tl.arange(0, TILE.tokens)
+    ROWS: tl.constexpr = TILE.rows
+    TOKENS: tl.constexpr = TILE.tokens
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     live, is_token = r < num_rows, t < num_tokens
     units = r.to(tl.int64) * rows.units
     # Rows are the larger dimension of a tensor core's product, so that a few tokens fill it too.
-    sums = tl.zeros([TILE.rows, TILE.tokens], tl.float32)
+    sums = tl.zeros([ROWS, TOKENS], tl.float32)
     for tile in range(tl.cdiv(D, TILE.cols)):
         x = load_tokens(x_ptr, t, is_token, tile, D, TILE.cols)
         sums = add_product(sums, rows.bytes, units, live, tile, x, lookup_ptr, PART, TILE.cols)
@@ -183,7 +185,7 @@ def _launch_gemv(
     assert norm is None or part.bias < 0, "a norm's factor multiplies the products, and no bias"
     targets = tuple(_Target(matrix.raw, out, bias) for matrix, out, bias in products)
     nums = tuple(len(out) for _, out, _ in products)
-    blocks = _Blocks(tile.rows, blocks_of_program(sum(nums), tile.rows))
+    blocks = _Blocks(tile.rows, blocks_of_program(sum(nums), tile.rows), norm is not None)
     programs = sum(triton.cdiv(n, blocks.rows * blocks.number) for n in nums)
     _gemv[(programs,)](
         x, norm, targets, nums, residual, lookup_for(x.device, part), products[0].matrix.row_units, scale, part, blocks,
@@ -200,10 +202,11 @@ class _Target(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """The rows of a program: `number` blocks of so many `rows`."""
+    """The rows of a program: `number` blocks of so many `rows`; and whether it norms x first."""
 
     rows: int
     number: int
+    has_norm: bool
 
 
 def blocks_of_program(num_rows: int, block_rows: int) -> int:
@@ -232,7 +235,7 @@ def gated(
     # Both matrices' codes are loaded at once: with as many rows of a trellis or of two planes, registers spill.
     has_much = lookup is not None or any(part.num_planes > 1 for part in parts)
     block_rows = max(1, tile.rows // len(parts)) if has_much else tile.rows
-    blocks = _Blocks(block_rows, blocks_of_program(f, block_rows))
+    blocks = _Blocks(block_rows, blocks_of_program(f, block_rows), norm is not None)
     how = _Gated(None if gate is None else gate.part, up.part, FUNCTIONS[function], blocks)
     _gated[(triton.cdiv(f, blocks.rows * blocks.number),)](
         x, norm, None if gate is None else gate.in_memory, up.in_memory, weight, out, lookup, f, how,
@@ -269,9 +272,9 @@ def loads_ahead(part: RowPart) -> bool:
 
 
 @triton.jit
-def _load_input(x_ptr, norm, PART: tl.constexpr):
+def _load_input(x_ptr, norm, PART: tl.constexpr, HAS_NORM: tl.constexpr):
     """Loads x as `dot_part` takes it, normalized if there is a norm, and the factor for its products."""
-    if norm is not None:
+    if HAS_NORM:
         x, factor = load_normed_part(x_ptr, norm, PART)
     else:
         x = load_x_part(x_ptr, PART)
@@ -305,7 +308,7 @@ def _gemv(
     live = row < n
     if loads_ahead(PART):
         codes = load_part(rows_ptr, row.to(tl.int64) * row_units, live, PART)
-    x, x_factor = _load_input(x_ptr, norm, PART)
+    x, x_factor = _load_input(x_ptr, norm, PART, BLOCKS.has_norm)
     for block in range(BLOCKS.number):
         # Loads the next block's codes before this one's are multiplied.
         at, is_row, units = row, live, row.to(tl.int64) * row_units
@@ -318,7 +321,7 @@ def _gemv(
             current = load_part(rows_ptr, units, is_row, PART)
         total = dot_part(rows_ptr, units, is_row, current, x, lookup_ptr, PART)
         # Ends the product: the norm's factor, the bias, and the hidden state to which it is added.
-        if norm is not None:
+        if BLOCKS.has_norm:
             total *= x_factor
         if bias_ptr is not None:
             total += tl.load(bias_ptr + at, mask=is_row, other=0.0)
@@ -342,10 +345,11 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
         up_codes = load_part(up_rows.bytes, row.to(tl.int64) * up_rows.units, live, UP)
         if GATE is not None:
             gate_codes = load_part(gate_rows.bytes, row.to(tl.int64) * gate_rows.units, live, GATE)
-    x, x_factor = _load_input(x_ptr, norm, UP)
+    HAS_NORM: tl.constexpr = HOW.blocks.has_norm
+    x, x_factor = _load_input(x_ptr, norm, UP, HAS_NORM)
     gate_x = x
     if GATE is not None and GATE != UP:
-        gate_x, _ = _load_input(x_ptr, norm, GATE)
+        gate_x, _ = _load_input(x_ptr, norm, GATE, HAS_NORM)
     for block in range(BLOCKS):
         # Loads the next block's codes before this one's are multiplied.
         at, is_row = row, live
@@ -361,7 +365,7 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
         else:
             up_now = load_part(up_rows.bytes, units, is_row, UP)
         u = dot_part(up_rows.bytes, units, is_row, up_now, x, lookup_ptr, UP)
-        if norm is not None:
+        if HAS_NORM:
             u *= x_factor
         # Makes the neurons: up's product alone, or times the activation of the gate's.
         if GATE is None:
@@ -371,7 +375,7 @@ def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, 
             if not LOADS_AHEAD:
                 gate_now = load_part(gate_rows.bytes, units, is_row, GATE)
             g = dot_part(gate_rows.bytes, units, is_row, gate_now, gate_x, lookup_ptr, GATE)
-            if norm is not None:
+            if HAS_NORM:
                 g *= x_factor
             h = act(g, HOW.function) * factor(u, HOW.function)
         if weight_ptr is not None:

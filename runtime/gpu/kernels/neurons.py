@@ -405,7 +405,8 @@ def _num_pulled(
         is_whole = tl.load(tables.selector_at + others * SPLIT.f, mask=is_place, other=0) < 0
     if SPLIT.by_expert:
         # Splits the experts one by one: all programs go through the same steps.
-        row_units = of_kind(tl.load(tables.kind + others, mask=is_place, other=0), SPLIT.record_units)
+        RECORD_UNITS: tl.constexpr = SPLIT.record_units
+        row_units = of_kind(tl.load(tables.kind + others, mask=is_place, other=0), RECORD_UNITS)
         blocks = tl.arange(0, triton.next_power_of_2(SPLIT.num_blocks))
         of_place = places[:, None] * SPLIT.num_blocks + blocks[None, :]
         is_there = is_place[:, None] & (blocks < SPLIT.num_blocks)[None, :]

@@ -110,6 +110,7 @@ class _Choice(NamedTuple):
     scaling: float
     least_sum: float
     far: float  # of SparseMixer's jitter: logits farther from the chosen one, relative to it, do not count
+    is_changed: bool
 
 
 def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: ChangedChoice | None = None) -> None:
@@ -128,7 +129,7 @@ def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: Chan
     )
     choice = _Choice(
         _KINDS[spec.kind], spec.num_experts_per_tok, spec.n_group, spec.topk_group, spec.num_experts // spec.n_group,
-        spec.normalize, spec.scaling_factor, least_sum(spec), 2 * spec.jitter,
+        spec.normalize, spec.scaling_factor, least_sum(spec), 2 * spec.jitter, changed is not None,
     )  # fmt: skip
     programs = triton.cdiv(spec.num_experts, _BLOCK_ROWS) + (1 if shared is None else 2)
     _route_kernel[(programs,)](
@@ -191,7 +192,7 @@ def _choose(bias_ptr, experts_ptr, out, changed, CHOICE: tl.constexpr):
     mask = (g < NUM_GROUPS) & (e < SIZE)
     logits = tl.load(out.logits + index, mask=mask, other=-float("inf"))
     top, total = 0.0, 1.0
-    if KIND == _SOFTMAX_TOPK or (changed is not None and changed.is_resident is not None):
+    if KIND == _SOFTMAX_TOPK or (CHOICE.is_changed and changed.is_resident is not None):
         top = tl.max(logits)
         total = tl.sum(tl.exp(logits - top))
     # Biases and groups change which experts are chosen, and not their weights.
@@ -203,7 +204,7 @@ def _choose(bias_ptr, experts_ptr, out, changed, CHOICE: tl.constexpr):
         choice = _in_best_groups(choice, index, mask, CHOICE.top_groups, SIZE, best)
     keys = keys_of(choice, index, mask)
     experts = largest(keys, index, K)
-    if changed is not None:
+    if CHOICE.is_changed:
         others = _changed(experts, changed, keys, (logits, top, total), index, mask, CHOICE)
         tl.store(changed.num_changed, K - _num_common(experts, others, K))
         experts = others
