@@ -81,22 +81,18 @@ class RowPart(NamedTuple):
     """A part of a row as kernels take it: all fields are constants when a kernel is compiled.
 
     Triton passes a named tuple to `constexpr_function`s as a plain one; they begin with `RowPart(*part)`.
-
-    `kind`: codes with scales, or 16- or 32-bit values.   `bits`: of a code or value; of two codes of a trellis.
-    `group`: columns that share a scale, 0 where there are no scales.   `scale_bits`: for affine codes and a trellis 16
-    (float16) or 8 (bytes times one float16 a row), for others 32 (float32) or 8 (E8M0).   `offset`, `scales`, `bias`:
-    of the codes, of the scales and of a float32 bias in the row, in bytes; `offset` is a multiple of 16, and `bias` is
-    -1 where there is none.   `num_cols`: d.
     """
 
-    kind: int
-    bits: int
-    group: int
+    kind: int  # codes with scales, or 16- or 32-bit values
+    bits: int  # of a code or value; of two codes of a trellis
+    group: int  # columns that share a scale, 0 where there are no scales
+    # For affine codes and a trellis 16 (float16) or 8 (bytes times one float16 a row), for others 32 (float32) or 8
+    # (E8M0).
     scale_bits: int
-    offset: int
-    scales: int
-    num_cols: int
-    bias: int
+    offset: int  # of the codes in the row, in bytes, a multiple of 16
+    scales: int  # where the scales begin, in bytes
+    num_cols: int  # d
+    bias: int  # where a float32 bias begins, -1 where there is none
 
     @property
     def num_planes(self) -> int:
@@ -148,6 +144,12 @@ def plane_bits(part: RowPart, plane: int) -> int:
 
 
 @triton.constexpr_function
+def plane_words(part: RowPart, plane: int) -> int:
+    """Returns NW of a tile of whole rows: words of this plane, rounded up to a power of two."""
+    return RowPart(*part).num_words // (2 if plane else 1)
+
+
+@triton.constexpr_function
 def places(part: RowPart, plane: int) -> int:
     """Returns SQ: how many codes or values of this plane a word contains."""
     return int(32 // plane_bits(RowPart(*part), plane))
@@ -168,12 +170,12 @@ def has_scales(part: RowPart) -> bool:
 
 
 @triton.jit
-def columns(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def columns(PART: tl.constexpr, PLANE: tl.constexpr):
     """Returns the column of each code of each word, int32 [SQ, NW]; past the row for words past the row."""
     BITS: tl.constexpr = plane_bits(PART, PLANE)
     SQ: tl.constexpr = places(PART, PLANE)
     sq = tl.arange(0, SQ)[:, None]
-    w = tl.arange(0, NW)[None, :]
+    w = tl.arange(0, plane_words(PART, PLANE))[None, :]
     if has_scales(PART):
         # A block of 64 codes is 2 BITS words; byte j holds codes j, j + 8 BITS, ...
         WORDS: tl.constexpr = 2 * BITS
@@ -184,9 +186,9 @@ def columns(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
-def word_places(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def word_places(PART: tl.constexpr, PLANE: tl.constexpr):
     """Returns where each word lies, in words from the part's first: int32 [NW]."""
-    w = tl.arange(0, NW)
+    w = tl.arange(0, plane_words(PART, PLANE))
     if PART.kind == AFFINE and PART.bits == 3:
         WORDS: tl.constexpr = 2 if PLANE else 4
         FIRST: tl.constexpr = 4 if PLANE else 0
@@ -199,20 +201,20 @@ def word_places(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
-def is_word(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def is_word(PART: tl.constexpr, PLANE: tl.constexpr):
     """Returns which words are in the row: bool [NW]."""
-    return tl.arange(0, NW) < PART.num_cols // places(PART, PLANE)
+    return tl.arange(0, plane_words(PART, PLANE)) < PART.num_cols // places(PART, PLANE)
 
 
 @triton.jit
-def load_words(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def load_words(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr):
     """Loads the words of some rows: uint32 [R, 1, NW], zeros for rows that are not live.
 
     The dimension of 1 is that of a word's codes: they are then made in the registers of the thread that loads the word.
     Args:    units: int64 [R], offsets of the rows in units of 16 bytes.
     """
-    mask = live[:, None, None] & is_word(PART, PLANE, NW)[None, None, :]
-    at = PART.offset // 4 + word_places(PART, PLANE, NW)
+    mask = live[:, None, None] & is_word(PART, PLANE)[None, None, :]
+    at = PART.offset // 4 + word_places(PART, PLANE)
     words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
     return tl.load(words_ptr + (units * 4)[:, None, None] + at[None, None, :], mask=mask, other=0)
 
@@ -422,15 +424,15 @@ def load_bias(arena_ptr, units, live, PART: tl.constexpr):
 
 
 @triton.jit
-def load_x(x_ptr, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def load_x(x_ptr, PART: tl.constexpr, PLANE: tl.constexpr):
     """Loads a hidden state in the order of a part's codes: float32 [SQ, NW], zeros past the row."""
-    return tl.load(x_ptr + columns(PART, PLANE, NW), mask=is_word(PART, PLANE, NW)[None, :], other=0.0)
+    return tl.load(x_ptr + columns(PART, PLANE), mask=is_word(PART, PLANE)[None, :], other=0.0)
 
 
 @triton.jit
-def store_y(y_ptr, y, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def store_y(y_ptr, y, PART: tl.constexpr, PLANE: tl.constexpr):
     """Writes y [SQ, NW] to y_ptr [d], each value to its column."""
-    tl.store(y_ptr + columns(PART, PLANE, NW), y, mask=is_word(PART, PLANE, NW)[None, :])
+    tl.store(y_ptr + columns(PART, PLANE), y, mask=is_word(PART, PLANE)[None, :])
 
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in numpy, one program after the other

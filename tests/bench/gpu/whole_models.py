@@ -36,10 +36,10 @@ from moe_pack.formats import ExpertFormat, ModelSpec, Pack, Plan, part_format, u
 from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, Text
 from moe_pack.runtime.engine.options import MissesOption
+from moe_pack.runtime.gpu.decoder import GpuDecoder
 from moe_pack.runtime.gpu.devices import host_bytes
 from moe_pack.runtime.gpu.fit import GpuCounts
 from moe_pack.runtime.gpu.placements import NUM_TURNS
-from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.model.caches import KvDtype
 
 _PROMPT, _FORCED, _GREEDY = 48, 80, 48  # tokens
