@@ -78,19 +78,8 @@ class ModelPass:
         self._store = store
         self._name = name
         self._device = device
-        first, answer = given.begun(embedded)
         number, folder = self.num_sequences + with_twin, store.work / name
-        ids = given.ids
-        self._states = forward.LayerStates(
-            weights,
-            first,
-            number,
-            self.sequence_length,
-            folder,
-            device,
-            answer=answer,
-            ids=lambda place: ids[place % len(ids)],  # the twin is of the first
-        )
+        self._states = forward.LayerStates(weights, given.begun(embedded), number, self.sequence_length, folder, device)
 
     @torch.inference_mode()
     def run(self, stage: str, progress: commands.Progress) -> None:
@@ -135,18 +124,10 @@ class ModelPass:
     def _cost(self, layers: range) -> sensitivity.Cost:
         if not layers:
             return sensitivity.Cost()
-        spec, trial, number = self._spec, sensitivity.Trial(self._weights, self._states), self._states.num_sequences
-        router = spec.router
+        trial, number = sensitivity.Trial(self._weights, self._states), self._states.num_sequences
+        router = self._spec.router
         tokens_an_expert = number * self.sequence_length * router.num_experts_per_tok / router.num_experts
-        halves = {kind: trial.half(kind) * number for kind in sensitivity.kinds_of_layers(spec)}
-        plain = trial.plain(tokens_an_expert) * router.num_experts
-        return sum(
-            (
-                halves[sensitivity.kind_of(spec, l)] + (plain if l in spec.moe_layers else sensitivity.Cost())
-                for l in layers
-            ),
-            start=sensitivity.Cost(),
-        )
+        return sensitivity.layers_cost(trial, layers, number, trial.plain(tokens_an_expert) * router.num_experts)
 
     def _file(self, layer: int) -> str:
         return f"{self._name}-{layer:03d}.safetensors"

@@ -195,12 +195,8 @@ class _Run:
     def measure(self) -> list[dict[str, NDArray[np.generic]]]:
         """Returns for each MoE layer `thresholds` f32 [E]; `dropped` and `tokens` i64 [E, 2], learned and held out."""
         spec, (num_sequences, S) = self._spec, self._given.ids.shape
-        first, answer = self._given.begun(lambda ids, number: model.embed(ids[number], self._weights))
-        folder = self._store.work / "pass"
-        ids = self._given.ids
-        states = forward.LayerStates(
-            self._weights, first, num_sequences, S, folder, self._device, answer=answer, ids=lambda number: ids[number]
-        )
+        beginning, folder = self._given.embedded(self._weights), self._store.work / "pass"
+        states = forward.LayerStates(self._weights, beginning, num_sequences, S, folder, self._device)
         layers = range(states.next_layer, spec.num_hidden_layers)
         with stage_of(self._progress, "timing thresholds"):
             cost = self._cost(sensitivity.Trial(self._weights, states), layers)
@@ -217,17 +213,9 @@ class _Run:
 
     def _cost(self, trial: sensitivity.Trial, layers: range) -> sensitivity.Cost:
         """Returns the cost of the remaining layers: each expert runs twice, for its threshold and for its outputs."""
-        spec, (num_sequences, S) = self._spec, self._given.ids.shape
-        router, num_tokens = spec.router, num_sequences * S
-        halves = {kind: trial.half(kind) * num_sequences for kind in sensitivity.kinds_of_layers(spec)}
+        router, num_tokens, num_sequences = self._spec.router, self._given.ids.numel(), len(self._given.ids)
         plain = trial.plain(num_tokens * router.num_experts_per_tok / router.num_experts) * (2 * router.num_experts)
-        return sum(
-            (
-                halves[sensitivity.kind_of(spec, l)] + (plain if l in spec.moe_layers else sensitivity.Cost())
-                for l in layers
-            ),
-            start=sensitivity.Cost(),
-        )
+        return sensitivity.layers_cost(trial, layers, num_sequences, plain)
 
     def summary(self, layers: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:
         """Returns the content of the sidecar."""

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from moe_pack.calib.forward.layers import (
         LayerStates,
         LayerTokens,
-        LayerwiseWeights,
         Sequences,
         check_length,
         num_workers,
@@ -47,5 +46,6 @@ if TYPE_CHECKING:
         tidy,
     )
     from moe_pack.calib.forward.text import Tokens, num_held_out, read_tokens, unseen_tokens
+    from moe_pack.calib.forward.weights import DerivedWeights, LayerwiseWeights
 else:
     __getattr__ = face(__name__)

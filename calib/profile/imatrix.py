@@ -161,16 +161,10 @@ def dense_entries(
     """
     profiles.check_same_source(profile, checkpoint)
     spec = _decoder_alone(profile)
-    ids = torch.from_numpy(profile.tokens().sequences.astype(np.int64))
-    weights, device = _ObservedWeights(checkpoint, len(ids)), torch.device("cpu")
+    given = forward.Sequences.of(spec, torch.from_numpy(profile.tokens().sequences.astype(np.int64)))
+    weights = _ObservedWeights(checkpoint, len(given.ids))
     states = forward.LayerStates(
-        weights,
-        lambda number: model.embed(ids[number], weights),
-        len(ids),
-        ids.shape[1],
-        work,
-        device,
-        ids=lambda i: ids[i],
+        weights, given.embedded(weights), len(given.ids), given.length, work, torch.device("cpu")
     )
     progress.begin(Stage("inputs of dense matrices", spec.num_hidden_layers, "layers"))
     for layer in range(spec.num_hidden_layers):

@@ -196,19 +196,9 @@ class _Run:
         if all(self._store.has(profiles.layer_file("statistics", layer)) for layer in self._spec.moe_layers):
             return
         num_sequences, S = self._given.ids.shape
-        first, answer = self._given.begun(lambda ids, number: model.embed(ids[number], self._weights))
-        folder = self._store.work / "statistics"
-        ids = self._given.ids
+        beginning, folder = self._given.embedded(self._weights), self._store.work / "statistics"
         states = forward.LayerStates(
-            self._weights,
-            first,
-            num_sequences,
-            S,
-            folder,
-            self._device,
-            answer=answer,
-            ids=lambda number: ids[number],
-            results=self._results,
+            self._weights, beginning, num_sequences, S, folder, self._device, results=self._results
         )
         layers = range(states.next_layer, self._spec.num_hidden_layers)
         with commands.stage_of(self._progress, "timing statistics"):
@@ -249,7 +239,6 @@ class _Run:
             on_expert,
             on_output,
             self._options.chunk_tokens or forward.CHUNK_TOKENS,
-            self._device,
             self._results,
         )
         self._partial.end(layer, states, self._weights)
@@ -439,14 +428,7 @@ class _Run:
         counted = trial.counted(tokens_an_expert) * router.num_experts
         if len(self._kept):
             counted += costs.Cost(kept_bytes=forward.input_bytes(self._spec, len(self._kept) * self._given.length))
-        halves = {kind: trial.half(kind) * len(self._ids) for kind in costs.kinds_of_layers(self._spec)}
-        return sum(
-            (
-                halves[costs.kind_of(self._spec, l)] + (counted if l in self._spec.moe_layers else costs.Cost())
-                for l in layers
-            ),
-            start=costs.Cost(),
-        )
+        return costs.layers_cost(trial, layers, len(self._ids), counted)
 
     def _read(self, name: str) -> dict[str, forward.Array]:
         return forward.read_all_arrays(self._store.folder / name)

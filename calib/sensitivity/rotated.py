@@ -8,16 +8,15 @@ coordinates up to rounding, and so are thresholds and sparsity.
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from moe_pack.calib import quantize
+from moe_pack.calib.forward import DerivedWeights
 from moe_pack.calib.sensitivity.errors import calibrated_anchor, calibrated_formats, first_neurons, on_cpu
 from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.formats.parts import specs
 from moe_pack.runtime import model
-from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.rotation import Rotation
 
 _JUDGED_NEURONS = 128  # of an expert a layer
@@ -26,42 +25,23 @@ _JUDGED_NEURONS = 128  # of an expert a layer
 _MOST_EXCESS = 1.05
 
 
-class RotatedExperts:
+class RotatedExperts(DerivedWeights):
     """The weights of `source` with experts in the coordinates of these vectors; None: in the source's.
 
     Args:    device: of the weights.
     """
 
     def __init__(self, source: model.Weights, vectors: RotationVectors | None, device: torch.device) -> None:
-        self.spec: specs.ModelSpec = source.spec
-        self.selector: specs.Selector = source.selector
-        self.operations: model.Operations = source.operations
-        self._source = source
+        super().__init__(source)
         self._layers = [quantize.LayerRotation.of(vectors, idx, device) for idx in range(len(source.spec.moe_layers))]
-
-    def vector(self, role: str) -> Tensor:
-        """Returns a norm's weight or a bias, float32 [n]."""
-        return self._source.vector(role)
-
-    def matrix(self, role: str) -> model.Matrix:
-        """Returns a dense matrix of `source`."""
-        return self._source.matrix(role)
 
     def expert(self, layer_idx: int, expert: int) -> model.Expert:
         """Returns an expert, in rotated coordinates if its layer is rotated."""
-        return self._layers[layer_idx].expert(self._source.expert(layer_idx, expert))
-
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
-        return self._source.threshold(layer_idx, expert)
+        return self._layers[layer_idx].expert(super().expert(layer_idx, expert))
 
     def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
+        """Returns the coordinates of a layer; None if it is not rotated."""
         return self._layers[layer_idx].vectors
-
-    def ngram_table(self, layer: int) -> RowTable:
-        """Returns the n-gram table of a decoder layer of `source`."""
-        return self._source.ngram_table(layer)
 
 
 def is_rotated_better(

@@ -322,7 +322,6 @@ def measure_layer(
     on_expert: Callable[[int, int], None] = lambda expert, num_tokens: None,
     on_output: OnOutput = lambda expert, token_idx, weights, output: None,
     chunk_tokens: int = forward.CHUNK_TOKENS,
-    device: torch.device | None = None,
     results: shared.Results = shared.ONE_PROCESS,
 ) -> LayerStatistics:
     """Runs the routed experts of a layer, adds their outputs to `tokens`, and counts.
@@ -356,7 +355,9 @@ def measure_layer(
         # Outputs of parallel experts wait for their turn, so that sums are taken in one order.
         waits, function = workers > 1 or results.is_shared, spec.expert_function(layer_idx)
         on_output = keep if waits else add
-        measured = forward.measure_expert(model_expert, function, inputs, token_idx, f, on_output, chunk_tokens, device)
+        measured = forward.measure_expert(
+            model_expert, function, inputs, token_idx, f, on_output, chunk_tokens, states.device
+        )
         return token_idx, router_weights, *measured.tensors(), *outputs
 
     workers = forward.num_workers(spec)

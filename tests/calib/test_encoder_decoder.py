@@ -27,7 +27,7 @@ from moe_pack.calib.sensitivity.effects import Copy, Divergences
 from moe_pack.calib.sensitivity.errors import RoundedDense, Rounder, Rounding, plainly_rounded
 from moe_pack.formats import ROW_GROUP, Pack
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, Expert, NeuronBlock, PackWeights, Weights, embed
+from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, Expert, NeuronBlock, PackWeights, Weights
 from moe_pack.runtime.offload import Routing
 from moe_pack.runtime.offload.prefetch import make_prediction
 
@@ -123,8 +123,7 @@ def test_a_16_bit_pack_loses_nothing_against_source_and_reference(
 def states_of(checkpoint: Checkpoint, folder: Path) -> LayerStates:
     weights = LayerwiseWeights(CheckpointWeights(checkpoint))
     given = Sequences.of(checkpoint.spec, torch.from_numpy(TOKENS.sequences.astype(np.int64)))
-    first, answer = given.begun(lambda ids, number: embed(ids[number], weights))
-    return LayerStates(weights, first, len(TOKENS.sequences), given.length, folder, CPU, answer=answer)
+    return LayerStates(weights, given.embedded(weights), len(TOKENS.sequences), given.length, folder, CPU)
 
 
 def test_what_was_read_stays_beside_the_hidden_states_and_damaged_all_begins_anew(
