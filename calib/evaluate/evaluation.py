@@ -43,13 +43,13 @@ Sums = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceLosses:
-    """Sums over blocks for the figures of `SourceQuality`, float64 [B] each. `nll`: of the source, in nats."""
+    """Sums over blocks for the figures of `SourceQuality`, float64 [B] each."""
 
     source: str
     is_exact: bool
     num_outcomes: int
     noise_floor: float
-    nll: Sums
+    nll: Sums  # of the source, in nats
     kl: Sums
     kl_bound: Sums
     agreeing: Sums
@@ -59,13 +59,13 @@ class SourceLosses:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLosses:
-    """Sums over blocks of consecutive predicted tokens (`estimate`): `num_tokens` int64, `nll` float64 [B], in nats.
+    """Sums over blocks of consecutive predicted tokens.
 
     Two packs on the same text have the same blocks, so that their differences can be resampled.
     """
 
-    num_tokens: NDArray[np.int64]
-    nll: Sums
+    num_tokens: NDArray[np.int64]  # of each block
+    nll: Sums  # float64 [B], in nats
     sparsity: float | None
     against: SourceLosses | None
 

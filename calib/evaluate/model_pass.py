@@ -18,14 +18,11 @@ from moe_pack.runtime.model import embed
 
 @dataclass(frozen=True, slots=True)
 class RealizedSparsity:
-    """The share of neurons that did not run, over all experts' tokens and by MoE layer and expert; None without tokens.
+    """The share of neurons that did not run; None without tokens."""
 
-    `tokens`: the number of tokens of each expert.
-    """
-
-    overall: json_files.Share | None
-    experts: tuple[tuple[json_files.Share | None, ...], ...]
-    tokens: tuple[tuple[json_files.Count, ...], ...]
+    overall: json_files.Share | None  # over all experts' tokens
+    experts: tuple[tuple[json_files.Share | None, ...], ...]  # by MoE layer and expert
+    tokens: tuple[tuple[json_files.Count, ...], ...]  # of each expert
 
 
 def realized(counts: Iterable[tuple[forward.Array, forward.Array]], num_neurons: int) -> RealizedSparsity:

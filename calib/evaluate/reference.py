@@ -107,27 +107,22 @@ _ROWS_AT_ONCE = 32  # each as long as the vocabulary: limits the memory for temp
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The kept part of n predictions.
+    """The kept part of n predictions."""
 
-    `ids` int64, `log_probs` float32 [n, K]: the likeliest tokens, in descending order.   `log_tail` float32 [n]: of the
-    mass of all other tokens, -inf if there are none.   `drawn_ids` int64, `drawn_log_probs` float32 [n, m]: tokens
-    drawn from the others.
-    """
-
-    ids: Tensor
-    log_probs: Tensor
-    log_tail: Tensor
-    drawn_ids: Tensor
-    drawn_log_probs: Tensor
+    ids: Tensor  # int64 [n, K]: the likeliest tokens, in descending order
+    log_probs: Tensor  # float32 [n, K]
+    log_tail: Tensor  # float32 [n]: of the mass of all other tokens, -inf if there are none
+    drawn_ids: Tensor  # int64 [n, m]: tokens drawn from the others
+    drawn_log_probs: Tensor  # float32 [n, m]
 
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """The KL divergences of n predictions, float64 [n] each. `tail`: their own mass outside the K outcomes."""
+    """The KL divergences of n predictions, float64 [n] each."""
 
     bound: Tensor
     estimate: Tensor
-    tail: Tensor
+    tail: Tensor  # the predictions' own mass outside the K outcomes
 
 
 def num_kept(vocab_size: int) -> tuple[int, int]:
@@ -215,25 +210,21 @@ _NUMPY = {"U32": "<u4", "F32": "<f4"}
 
 @dataclass(frozen=True, slots=True)
 class ReferenceFacts:
-    """The model and the text of a reference.
-
-    `source`: the checkpoint's digest.   `text_sha256`: of the tokens as little-endian int32.   `num_outcomes`,
-    `num_drawn`: K and m of `Outcomes`.   `noise_floor`: the mean KL in nats between two runs of the first sequence, one
-    with each embedding value changed by one bit.   `start_token`: of a model with an encoder, which reads half of each
-    sequence (`Sequences`); null without one.
-    """
+    """The model and the text of a reference."""
 
     format: Literal["moe-pack reference"]
     version: int
-    source: str
+    source: str  # the checkpoint's digest
     text: str
-    text_sha256: str
+    text_sha256: str  # of the tokens as little-endian int32
     num_sequences: json_files.Positive
     sequence_length: json_files.Positive
     vocab_size: json_files.Positive
-    num_outcomes: json_files.Count
-    num_drawn: json_files.Count
+    num_outcomes: json_files.Count  # K of `Outcomes`
+    num_drawn: json_files.Count  # m of `Outcomes`
+    # The mean KL in nats between two runs of the first sequence, one with each embedding value changed by one bit.
     noise_floor: json_files.Amount
+    # Of a model with an encoder, which reads half of each sequence (`Sequences`); null without one
     start_token: int | None = json_files.added(None)  # a field, whose default is None
 
     @property
@@ -247,20 +238,16 @@ class ReferenceFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """A model's predictions on a text of N sequences of S tokens, p of each (`ReferenceFacts.num_predicted`).
-
-    `sequences` u32 [N, S]; of each prediction, [N, p, ...]: `ids` u32, `log_probs` f32 [K], `log_tail` f32,
-    `drawn_ids` u32, `drawn_log_probs` f32 [m] as `Outcomes` has them; `next_log_probs` f32: of the token that followed.
-    """
+    """A model's predictions on a text of N sequences of S tokens, p of each (`ReferenceFacts.num_predicted`)."""
 
     facts: ReferenceFacts
-    sequences: forward.Array
-    ids: forward.Array
-    log_probs: forward.Array
-    log_tail: forward.Array
-    drawn_ids: forward.Array
-    drawn_log_probs: forward.Array
-    next_log_probs: forward.Array
+    sequences: forward.Array  # u32 [N, S]
+    ids: forward.Array  # u32 [N, p, K], as the next four in `Outcomes`
+    log_probs: forward.Array  # f32 [N, p, K]
+    log_tail: forward.Array  # f32 [N, p]
+    drawn_ids: forward.Array  # u32 [N, p, m]
+    drawn_log_probs: forward.Array  # f32 [N, p, m]
+    next_log_probs: forward.Array  # f32 [N, p]: of the token that followed
 
     def tokens(self) -> forward.Tokens:
         """Returns the reference's text."""

@@ -29,21 +29,21 @@ _MAX_LINE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A line of a file of tasks; `answer` counts the choices from 0."""
+    """A line of a file of tasks."""
 
     prompt: str
     choices: tuple[str, ...]
-    answer: int
+    answer: int  # counts the choices from 0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The place of a choice's tokens in its sequence: from `start` up to `stop`. `num_bytes`: of its UTF-8."""
+    """The place of a choice's tokens in its sequence: from `start` up to `stop`."""
 
     task_idx: int
     start: int
     stop: int
-    num_bytes: int
+    num_bytes: int  # of its UTF-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,11 @@ class TaskTokens:
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """The share of correct answers, with the half-widths of Wilson's 95% intervals.
-
-    `accuracy`: by the choices' log-likelihood.   `normalized_accuracy`: by log-likelihood for each byte.
-    """
+    """The share of correct answers, with the half-widths of Wilson's 95% intervals."""
 
     num_tasks: int
-    accuracy: Estimate
-    normalized_accuracy: Estimate
+    accuracy: Estimate  # by the choices' log-likelihood
+    normalized_accuracy: Estimate  # by log-likelihood for each byte
 
 
 def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:

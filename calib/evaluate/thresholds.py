@@ -30,15 +30,11 @@ _WORK_FOLDER = "thresholds.work"
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule:
-    """The rule by which thresholds are found; exactly one of the three is given.
+    """The rule by which thresholds are found; exactly one of the three is given."""
 
-    `sparsity`: each expert's quantile of abs(a) at this share (FloE Eq. 6).   `theta`: one threshold for all experts
-    (CORM).   `planned`: a sparsity for each expert, by MoE layer.
-    """
-
-    sparsity: float | None = None
-    theta: float | None = None
-    planned: tuple[tuple[float, ...], ...] | None = None
+    sparsity: float | None = None  # each expert's quantile of abs(a) at this share (FloE Eq. 6)
+    theta: float | None = None  # one threshold for all experts (CORM)
+    planned: tuple[tuple[float, ...], ...] | None = None  # a sparsity for each expert, by MoE layer
 
     def fault(self) -> str | None:
         """Returns what is wrong with the rule, or None."""
@@ -59,10 +55,7 @@ class ThresholdRule:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredThresholds:
-    """The sidecar `thresholds.json`: the rule, the text, and the sparsity that the thresholds give.
-
-    `learned`: on the tokens from which thresholds were taken.   `held_out`: on the others.
-    """
+    """The sidecar `thresholds.json`: the rule, the text, and the sparsity that the thresholds give."""
 
     rule: ThresholdRule
     text: str
@@ -70,8 +63,8 @@ class MeasuredThresholds:
     num_sequences: json_files.Positive
     sequence_length: json_files.Positive
     num_held_out: json_files.Count
-    learned: model_pass.RealizedSparsity
-    held_out: model_pass.RealizedSparsity
+    learned: model_pass.RealizedSparsity  # on the tokens from which thresholds were taken
+    held_out: model_pass.RealizedSparsity  # on the others
 
 
 def measure_thresholds(

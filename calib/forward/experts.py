@@ -90,19 +90,13 @@ HOT_SPARSITIES = (0.5, 0.7, 0.8, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class ExpertActivity:
-    """The activations of an expert's neurons, counted over its tokens.
+    """The activations of an expert's neurons, counted over its tokens."""
 
-    `histograms`: of abs(a), by kind.   `hot_thresholds` float32 [kinds, sparsities]: quantiles of abs(a) over
-    `HOT_SAMPLE_TOKENS` tokens.   `hot` int64 [kinds, sparsities, f]: tokens on which a neuron reached them.
-    `input_squares` float64 [d], `hidden_squares` float64 [f]: the sums over tokens of the squares of the expert's
-    inputs and of `h`, the inputs of down.
-    """
-
-    histograms: tuple[Histogram, ...]
-    hot_thresholds: NDArray[np.float32]
-    hot: Tensor
-    input_squares: Tensor
-    hidden_squares: Tensor
+    histograms: tuple[Histogram, ...]  # of abs(a), by kind
+    hot_thresholds: NDArray[np.float32]  # [kinds, sparsities]: quantiles of abs(a) over `HOT_SAMPLE_TOKENS` tokens
+    hot: Tensor  # int64 [kinds, sparsities, f]: tokens on which a neuron reached them
+    input_squares: Tensor  # float64 [d]: sums over tokens of the squares of the expert's inputs
+    hidden_squares: Tensor  # float64 [f]: the same of `h`, the inputs of down
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Returns the same as tensors; of each histogram the bins that have counts, and these."""
@@ -354,14 +348,11 @@ def _file_pieces(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptInputs:
-    """The inputs of experts that a profile keeps of some sequences of `sequence_length` tokens a layer.
+    """The inputs of experts that a profile keeps of some sequences."""
 
-    `sequences`: their numbers, rising int64 [n].   `open`: opens the file of a MoE layer; the caller closes it.
-    """
-
-    sequences: Tensor
-    sequence_length: int
-    open: Callable[[int], "ExpertInputs"]
+    sequences: Tensor  # their numbers, rising int64 [n]
+    sequence_length: int  # tokens of each in a layer
+    open: Callable[[int], "ExpertInputs"]  # opens the file of a MoE layer; the caller closes it
 
     def split(self, num_judged: int) -> tuple[int, int]:
         """Divides the tokens into some to judge on and others to calibrate on.

@@ -278,24 +278,19 @@ MAX_MEMORY_BYTES = 1 << 29  # that a pass may use for the arrays of its tokens
 
 @dataclass(frozen=True, slots=True)
 class LayerTokens:
-    """All tokens inside a layer, T = sequences times their length, in order.
+    """All tokens inside a layer, T = sequences times their length, in order."""
 
-    `x` float32 [T, w]: hidden states after attention, with the outputs of shared and dense experts, and of experts that
-    return their input.   `inputs` float32 [T, d]: the input of the router and the experts.   `experts` int64 [T, k],
-    `weights` float32 [T, k]: routes; [T, 0] in a layer without a router. An expert with the weight 0, as beyond its
-    capacity, does not run for that token.
-    `scales` float32 [T]: the router's weights, where they multiply the input of experts; `weights` are ones then.
-    `own_norm` float32 [d]: what multiplies the input of routed experts alone.
-    `outputs` float32 [T, d]: the weighted sum of routed experts, where it does not simply add to `x`; `x` is then
-    without the outputs of shared and dense experts too, until `LayerStates.summed`.
-    """
-
+    # float32 [T, w]: hidden states after attention, with the outputs of shared and dense experts, and of experts that
+    # return their input.
     x: Tensor
-    inputs: Tensor
-    experts: Tensor
-    weights: Tensor
+    inputs: Tensor  # float32 [T, d]: of the router and the experts
+    experts: Tensor  # int64 [T, k]: routes; [T, 0] in a layer without a router
+    weights: Tensor  # float32 [T, k]. With the weight 0, as beyond its capacity, an expert does not run for that token
+    # float32 [T]: the router's weights, where they multiply the input of experts; `weights` are ones then
     scales: Tensor | None = None
-    own_norm: Tensor | None = None
+    own_norm: Tensor | None = None  # float32 [d]: multiplies the input of routed experts alone
+    # float32 [T, d]: the weighted sum of routed experts, where it does not simply add to `x`. `x` is then without the
+    # outputs of shared and dense experts too, until `LayerStates.summed`.
     outputs: Tensor | None = None
 
     def expert_inputs(self, token_idx: Tensor | slice) -> Tensor:

@@ -74,16 +74,13 @@ def read_all_arrays(path: Path) -> dict[str, Array]:
 
 @dataclass(frozen=True, slots=True)
 class ArrayRule:
-    """What an array of a file must be: its dtype and shape, and from `least` to `most`; None: any finite number.
-
-    `has_nan`: whether some values may be NaN, which stands for a figure that nothing measured.
-    """
+    """The dtype and shape that an array of a file must have, and the range of its values."""
 
     dtype: str
     shape: tuple[int, ...]
-    least: float | None = None
+    least: float | None = None  # None: any finite number; `most` likewise
     most: float | None = None
-    has_nan: bool = False
+    has_nan: bool = False  # whether some values may be NaN, which stands for a figure that nothing measured
 
     def fault(self, array: Array) -> str | None:
         """Returns what is wrong with an array, or None."""

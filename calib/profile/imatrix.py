@@ -43,27 +43,23 @@ _MAX_ENTRIES, _MAX_NAME_BYTES = 1 << 20, 1 << 12  # of the older format
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A matrix of an importance file: `sums` float32 [n, columns], `counts` float32 [n]; n is 1 or counts experts."""
+    """A matrix of an importance file."""
 
-    sums: forward.Array
-    counts: forward.Array
+    sums: forward.Array  # float32 [n, columns]; n is 1 or counts experts
+    counts: forward.Array  # float32 [n]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imatrix:
-    """An importance file. Its arrays are mapped from the file.
-
-    `datasets`: the names of its texts.   `num_chunks`, `chunk_tokens`: of the text; 0 if the file does not say.
-    `has_counts`: whether it counts the tokens of each expert; the older format does not.   `sha256`: of the file.
-    """
+    """An importance file. Its arrays are mapped from the file."""
 
     path: Path
     entries: Mapping[str, Entry]
-    datasets: tuple[str, ...]
-    num_chunks: int
-    chunk_tokens: int
-    has_counts: bool
-    sha256: str = ""
+    datasets: tuple[str, ...]  # the names of its texts
+    num_chunks: int  # of the text; 0 if the file does not say
+    chunk_tokens: int  # 0 if the file does not say
+    has_counts: bool  # whether it counts the tokens of each expert; the older format does not
+    sha256: str = ""  # of the file
 
 
 def expert_tensor(layer: int, name: str) -> str:

@@ -29,41 +29,26 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Losses:
-    """The loss of each choice in nats of KL divergence, for E experts in each of L MoE layers.
+    """The loss of each choice in nats of KL divergence, for E experts in each of L MoE layers."""
 
-    `quantizer`: the one that plans made from these losses use for experts.
-    `formats`: F formats of expert matrices that the model's rows allow; bfloat16 is the last, and its loss is 0.
-    `quantized`: [L, E, 3, F], of gate, up and down with hqq; 0 for a gate that the family does not have.
-    `calibrated_formats`, `calibrated`: [L, E, 3, C], the same with calibrated quantization; only bfloat16 if it was not
-    measured.
-    `absmax`: [L, E, 3, 4], the same with absmax and one scale a row, at 2, 4 and 8 bits and in bfloat16.
-    `importance`: [L, E], the loss of an expert at 2 bits, by which EdgeMoE orders experts.
-    `kinds`: the selectors of `sparse` (`none` drops the neurons that `both` does).
-    `sparsities`: 0 is the first, and its loss is 0.   `sparse`: [L, E, kinds, sparsities].
-    `dense_widths`: 16 is the first, and its loss is 0.   `dense`: [roles, widths] in the order of `dense_roles`, with
-    groups of 64; infinite for matrices that cannot be quantized.
-    `popularity`: [L, E], the share of tokens that choose the expert; a layer's sum is k.
-    `nll_per_kl`: the growth of ln(perplexity) for each nat.
-    `quantiles`: float32 [L, E, kinds, 103], of abs(a) at `QUANTILE_LEVELS`; None without a profile.
-    `origin`: the source of all these figures.
-    """
-
-    quantizer: plans.Quantizer
+    quantizer: plans.Quantizer  # the one that plans made from these losses use for experts
+    # F formats of expert matrices that the model's rows allow; bfloat16 is the last, and its loss is 0
     formats: tuple[plans.PartFormat, ...]
-    quantized: Floats
-    calibrated_formats: tuple[plans.PartFormat, ...]
-    calibrated: Floats
-    absmax: Floats
-    importance: Floats
-    kinds: tuple[specs.Selector, ...]
-    sparsities: tuple[float, ...]
-    sparse: Floats
-    dense_widths: tuple[int, ...]
-    dense: Floats
-    popularity: Floats
-    nll_per_kl: float
+    quantized: Floats  # [L, E, 3, F], of gate, up and down with hqq; 0 for a gate that the family does not have
+    calibrated_formats: tuple[plans.PartFormat, ...]  # only bfloat16 if calibrated quantization was not measured
+    calibrated: Floats  # [L, E, 3, C], the same with calibrated quantization
+    absmax: Floats  # [L, E, 3, 4], with absmax and one scale a row, at 2, 4 and 8 bits and in bfloat16
+    importance: Floats  # [L, E], the loss of an expert at 2 bits, by which EdgeMoE orders experts
+    kinds: tuple[specs.Selector, ...]  # the selectors of `sparse` (`none` drops the neurons that `both` does)
+    sparsities: tuple[float, ...]  # 0 is the first, and its loss is 0
+    sparse: Floats  # [L, E, kinds, sparsities]
+    dense_widths: tuple[int, ...]  # 16 is the first, and its loss is 0
+    dense: Floats  # [roles, widths] in the order of `dense_roles`, in groups of 64; infinite where not quantizable
+    popularity: Floats  # [L, E], the share of tokens that choose the expert; a layer's sum is k
+    nll_per_kl: float  # the growth of ln(perplexity) for each nat
+    # float32 [L, E, kinds, 103], of abs(a) at `QUANTILE_LEVELS`; None without a profile
     quantiles: forward.Array | None
-    origin: str
+    origin: str  # the source of all these figures
 
     def of(self, quantizer: plans.Quantizer) -> tuple[tuple[plans.PartFormat, ...], Floats]:
         """Returns the formats of a quantizer and their losses, float64 [L, E, 3, formats]; bfloat16 is the last."""
@@ -276,17 +261,13 @@ class KindLoss:
 
 @dataclass(frozen=True, slots=True)
 class AssumedLosses:
-    """The content of `assumed_losses.json`: the loss of a whole model in nats.
-
-    `formats`: with hqq.   `absmax`: with absmax and a scale for each 128 weights.   `layers`, `embed`, `head`: of dense
-    matrices, at 8 and 4 bits.
-    """
+    """The content of `assumed_losses.json`: the loss of a whole model in nats."""
 
     origin: str
-    formats: tuple[FormatLoss, ...]
-    absmax: tuple[FormatLoss, ...]
+    formats: tuple[FormatLoss, ...]  # with hqq
+    absmax: tuple[FormatLoss, ...]  # with absmax and a scale for each 128 weights
     sparse: tuple[KindLoss, ...]
-    layers: tuple[float, ...]
+    layers: tuple[float, ...]  # of dense matrices, at 8 and 4 bits; the next two too
     embed: tuple[float, ...]
     head: tuple[float, ...]
     nll_per_kl: float

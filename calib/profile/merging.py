@@ -110,15 +110,11 @@ def texts_of(facts: ProfileFacts) -> tuple[TextFacts, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    """The part of a profile in the merged one.
-
-    `learned`: its sequences that are not held out, in their new order.   `kept`: which of the sequences in its files of
-    inputs stay, rising.
-    """
+    """The part of a profile in the merged one."""
 
     profile: Profile
-    learned: forward.Array
-    kept: forward.Array
+    learned: forward.Array  # its sequences that are not held out, in their new order
+    kept: forward.Array  # the sequences in its files of inputs that stay, rising
 
     def sequences(self, values: forward.Array) -> tuple[forward.Array, forward.Array]:
         """Returns values of all tokens or sequences [N, ...] in the new order, and those that are held out."""

@@ -50,64 +50,50 @@ def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """The text of a profile: `num_sequences` sequences of `sequence_length` tokens, of which the last are held out.
-
-    `num_kept`: the number of sequences whose expert inputs are kept, evenly spread over those not held out.
-    `sha256`: of the tokens as little-endian int32.
-    """
+    """The text of a profile."""
 
     name: str
-    sha256: str
+    sha256: str  # of the tokens as little-endian int32
     num_sequences: _TextCount
-    sequence_length: _TextCount
-    num_held_out: json_files.Count
-    num_kept: json_files.Count
+    sequence_length: _TextCount  # tokens of each
+    num_held_out: json_files.Count  # sequences, the last ones
+    num_kept: json_files.Count  # sequences whose expert inputs are kept, evenly spread over those not held out
 
 
 @dataclass(frozen=True, slots=True)
 class ImatrixFacts:
-    """The importance file that a profile was made from.
-
-    `has_counts`: whether it counts the tokens of each expert; otherwise all experts of a layer have the same number.
-    """
+    """The importance file that a profile was made from."""
 
     sha256: str
-    has_counts: bool
+    has_counts: bool  # whether it counts the tokens of each expert; otherwise all of a layer have the same number
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileFacts:
-    """The content of `profile.json`.
-
-    `source`: the digest of the checkpoint's files and tensors.   `texts`: the texts of the profiles that were merged;
-    none in a profile that was not. A text's `num_kept` is that of its own profile.   `imatrix`: None if the profile was
-    measured on text.
-    """
+    """The content of `profile.json`."""
 
     format: Literal["moe-pack profile"]
     version: int
     model: formats.ModelSpec
-    source: str
+    source: str  # the digest of the checkpoint's files and tensors
     text: TextFacts
+    # Those of the profiles that were merged, with their own `num_kept`; none in one that was not
     texts: tuple[TextFacts, ...]
     rotate: quantize.RotateChoice
     sensitivity: Sensitivity
     made_with: tuple[manifests.PackageVersion, ...]
     files: tuple[manifests.ContentFile, ...]
     sha256: str
-    imatrix: ImatrixFacts | None = None
+    imatrix: ImatrixFacts | None = None  # None if the profile was measured on text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerMoments:
-    """Sums of squares over the tokens of each expert of a layer.
+    """Sums of squares over the tokens of each expert of a layer, as in `LayerStatistics`."""
 
-    `tokens` u32 [E].   `input_squares` f32 [E, d], `hidden_squares` f32 [E, f]: as in `LayerStatistics`.
-    """
-
-    tokens: forward.Array
-    input_squares: forward.Array
-    hidden_squares: forward.Array
+    tokens: forward.Array  # u32 [E]
+    input_squares: forward.Array  # f32 [E, d]
+    hidden_squares: forward.Array  # f32 [E, f]
 
     def arrays(self) -> dict[str, forward.Array]:
         """Returns all arrays by name, as stored."""

@@ -45,16 +45,12 @@ INPUT_STEP = 0.25  # the share of what other inputs miss that rows make up for. 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTokens:
-    """The n tokens that an expert is calibrated on.
+    """The n tokens that an expert is calibrated on."""
 
-    `inputs` float32 [n, d].   `weights` float32 [n]: how much a squared error of the expert's output counts at each.
-    `num_others`: how many of them, the last ones, the expert did not run for.   `stored` float32 [n, d]: the inputs
-    behind the stored layers before; None if they are not known.
-    """
-
-    inputs: Tensor
-    weights: Tensor
-    num_others: int = 0
+    inputs: Tensor  # float32 [n, d]
+    weights: Tensor  # float32 [n]: how much a squared error of the expert's output counts at each
+    num_others: int = 0  # how many of them, the last ones, the expert did not run for
+    # float32 [n, d]: the inputs behind the stored layers before; None if they are not known
     stored: Tensor | None = None
 
     @property
@@ -250,15 +246,11 @@ class MomentCalibration(Calibration):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DownRows:
-    """The rows of down to round in a block of n neurons.
+    """The rows of down to round in a block of n neurons."""
 
-    `weights` float32 [n, d].   `hessian` float32 [n, n], of their activations.   `damping`: its share, for
-    `gptq_factor`.
-    """
-
-    weights: Tensor
-    hessian: Tensor
-    damping: float
+    weights: Tensor  # float32 [n, d]
+    hessian: Tensor  # float32 [n, n], of their activations
+    damping: float  # its share, for `gptq_factor`
 
     def repeated(self, number: int) -> list[int]:
         """Returns the neurons whose rounded rows would lose most, rising: errors are in proportion to rows."""

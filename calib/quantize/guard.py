@@ -42,21 +42,16 @@ _PIECE_ROWS = 256  # at once: bounds half a dozen copies of them
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoss:
-    """What an expert loses on the tokens that judge.
+    """An expert's loss on the tokens that judge."""
 
-    `relative_error`: `sum s |y - y'|^2 / sum s |y|^2` of its outputs y, with all matrices as stored.
-    `median_error`: the median over tokens of `|y - y'|^2 / |y|^2`.   `num_tokens`: that judge.
-    `plain_gate`, `plain_up`: rows taken from the plain rounding.   `plain_down`: blocks of rows.
-    `inherited_error`: the relative error that the source's weights would have, with inputs behind stored layers; 0 if
-    all layers are calibrated with the source's inputs.
-    """
-
-    relative_error: json_files.Amount
-    median_error: json_files.Amount
-    num_tokens: json_files.Count
-    plain_gate: json_files.Count = 0
+    relative_error: json_files.Amount  # `sum s |y - y'|^2 / sum s |y|^2` of its outputs y, with all matrices as stored
+    median_error: json_files.Amount  # the median over tokens of `|y - y'|^2 / |y|^2`
+    num_tokens: json_files.Count  # that judge
+    plain_gate: json_files.Count = 0  # rows taken from the plain rounding; `plain_up` too
     plain_up: json_files.Count = 0
-    plain_down: json_files.Count = 0
+    plain_down: json_files.Count = 0  # blocks of rows taken from it
+    # The relative error of the source's weights with inputs behind stored layers; 0 if all layers are calibrated with
+    # the source's inputs.
     inherited_error: json_files.Amount = 0.0
 
     @property

@@ -55,14 +55,10 @@ _PIECE_ROWS = 32  # that `plain_search` takes at once: 2 MiB of errors
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrellisCodes:
-    """The codes of R rows, by step.
+    """The codes of R rows, by step."""
 
-    `codes` u8 [R, S], as `Trellis.encode` takes them.   `values` float32 [R, 2 S]: the levels of the weights of each
-    step, not scaled.
-    """
-
-    codes: Tensor
-    values: Tensor
+    codes: Tensor  # u8 [R, S], as `Trellis.encode` takes them
+    values: Tensor  # float32 [R, 2 S]: the levels of the weights of each step, not scaled
 
 
 @torch.no_grad()

@@ -29,35 +29,31 @@ _SELECTOR: specs.Selector = "up"  # the layout whose bytes are counts; those of 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPack:
-    """What was measured of a pack. `bits_per_weight`: all bytes of its experts for each of their weights."""
+    """The measurements of a pack."""
 
     name: str
     selector: specs.Selector
-    bits_per_weight: float
+    bits_per_weight: float  # all bytes of its experts for each of their weights
     quality: Quality
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of a curve.
+    """A point of a curve."""
 
-    `x`: bits a weight, or a share.   `kl`: nats.   `half_width`: of its 95% interval in nats; None if it is not known.
-    `note`: what `x` does not say.
-    """
-
-    x: float
-    kl: float
-    note: str
-    half_width: float | None = None
+    x: float  # bits a weight, or a share
+    kl: float  # in nats
+    note: str  # what `x` does not say
+    half_width: float | None = None  # of its 95% interval in nats; None if it is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points by rising `x`. `is_measured`: whether they were measured of a pack; otherwise they are estimates."""
+    """Points by rising `x`."""
 
     name: str
     points: tuple[Point, ...]
-    is_measured: bool = False
+    is_measured: bool = False  # of a pack; other curves are estimates
 
 
 @dataclass(frozen=True, slots=True)

@@ -416,17 +416,13 @@ class _BlockCalibration(quantize.Calibration):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Judged:
-    """The part of an expert that formats are judged on, with its activations on tokens x float32 [n, d].
-
-    `few`: some neurons, for gate and up.   `narrow`: all neurons that are quantized together, with some columns of
-    down.
-    """
+    """The part of an expert that formats are judged on, with its activations on tokens x float32 [n, d]."""
 
     x: Tensor
     function: specs.NeuronFunction
-    few: model.NeuronBlock
+    few: model.NeuronBlock  # some neurons, for gate and up
     few_values: model.Activations
-    narrow: model.NeuronBlock
+    narrow: model.NeuronBlock  # all neurons that are quantized together, with some columns of down
     narrow_values: model.Activations
 
     @classmethod

@@ -171,21 +171,16 @@ def router_gradient(tokens: LayerTokens, above: Tensor, weights: Tracked, layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertGradients:
-    """An expert's n tokens on the way back.
+    """An expert's n tokens on the way back."""
 
-    `inputs` float32 [n, d]: the gradient with respect to its input.   `weights` float32 [n]: with respect to its router
-    weight.   `quantized` float32 [3, widths]: the divergence by plain rounding, summed over tokens.   `repeated`
-    float32 [widths]: that of down if the neurons that lose most lose nothing, as many as conversion repeats.   `sparse`
-    float32 [kinds, sparsities]: by neurons that do not run, likewise.   `moments`: of gate, up and down,
-    what a squared error of a weight costs, summed over tokens, float32 [neurons, groups], for the first neurons; None
-    for a matrix that the expert lacks.
-    """
-
-    inputs: Tensor
-    weights: Tensor
-    quantized: Tensor
+    inputs: Tensor  # float32 [n, d]: the gradient with respect to its input
+    weights: Tensor  # float32 [n]: with respect to its router weight
+    quantized: Tensor  # float32 [3, widths]: the divergence by plain rounding, summed over tokens
+    # float32 [widths]: that of down if the neurons that lose most lose nothing, as many as conversion repeats.
     repeated: Tensor
-    sparse: Tensor
+    sparse: Tensor  # float32 [kinds, sparsities]: the divergence by neurons that do not run, likewise
+    # Of gate, up and down float32 [neurons, groups]: what a squared error of a weight costs, summed over tokens, for
+    # the first neurons; None for a matrix that the expert lacks.
     moments: tuple[Tensor | None, ...]
 
 

@@ -30,14 +30,11 @@ _CHUNK_TOKENS = 4096  # predicted at once in `evaluate`: bounds its memory to so
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The exact keys of a layer and the experts that followed each.
+    """The exact keys of a layer and the experts that followed each."""
 
-    `keys` [K, w]; `seen` [K]: how often; `lengths` [K]: how many entries of `experts` and `counts` belong to each key,
-    one key's after the other's.
-    """
-
-    keys: NDArray[np.uint16]
-    seen: NDArray[np.int64]
+    keys: NDArray[np.uint16]  # [K, w]
+    seen: NDArray[np.int64]  # [K]: how often
+    # [K]: how many entries of `experts` and `counts` belong to each key, one key's after the other's
     lengths: NDArray[np.int64]
     experts: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -153,17 +150,12 @@ def _joined(parts: list[NDArray[np.int64]], dtype: np.dtype[Any]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecall:
-    """How well one layer's experts were predicted.
+    """How well one layer's experts were predicted."""
 
-    `recall`: share of the chosen experts that is among the n ranked first; `recall_doubled`: among the first 2n.
-    `stage_share`: share of the tokens that each `BackoffLevel` predicted; `stage_recall`: recall among those, None if
-    there are none.
-    """
-
-    recall: float
-    recall_doubled: float
-    stage_share: tuple[float, float, float]
-    stage_recall: tuple[float | None, float | None, float | None]
+    recall: float  # share of the chosen experts that is among the n ranked first
+    recall_doubled: float  # among the first 2n
+    stage_share: tuple[float, float, float]  # of the tokens that each `BackoffLevel` predicted
+    stage_recall: tuple[float | None, float | None, float | None]  # recall among those, None if there are none
 
 
 def evaluate(
@@ -240,15 +232,13 @@ def accumulated_frequency(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PathCoverage:
-    """How unevenly tokens spread over the paths through `num_layers` MoE layers from `first_layer` on.
-
-    `frequencies`: tokens of each distinct path, most frequent first. `covered`: share of all tokens on the most
-    frequent 1, 5, 10, 20 and 50% of the distinct paths (COVERED_PERCENTS; rounded up to whole paths).
-    """
+    """How unevenly tokens spread over the paths through `num_layers` MoE layers from `first_layer` on."""
 
     first_layer: int
     num_layers: int
-    frequencies: NDArray[np.uint32]
+    frequencies: NDArray[np.uint32]  # tokens of each distinct path, most frequent first
+    # Share of all tokens on the most frequent 1, 5, 10, 20 and 50% of the distinct paths (COVERED_PERCENTS; rounded up
+    # to whole paths).
     covered: tuple[float, ...]
 
     @property

@@ -76,18 +76,15 @@ def coactivation(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coverage:
-    """How many calibration tokens each expert had: arrays `[L, E]`, and the experts with too few, as (l, e).
-
-    `share` of the tokens chose the expert; `low` to `high` is its 95% interval. `unreached` had no token; `scarce` had
-    some, but fewer than MIN_TOKENS, which is too few to trust their quantiles.
-    """
+    """How many calibration tokens each expert had, [L, E], and the experts (l, e) with too few."""
 
     num_tokens: int
     tokens: NDArray[np.uint32]
-    share: NDArray[np.float64]
-    low: NDArray[np.float64]
+    share: NDArray[np.float64]  # of the tokens chose the expert
+    low: NDArray[np.float64]  # of its 95% interval, to `high`
     high: NDArray[np.float64]
-    unreached: tuple[tuple[int, int], ...]
+    unreached: tuple[tuple[int, int], ...]  # without a token
+    # With some tokens, but fewer than MIN_TOKENS, which is too few to trust their quantiles
     scarce: tuple[tuple[int, int], ...]
 
 
@@ -122,22 +119,15 @@ def wilson_interval(tokens: NDArray[np.uint32], num_tokens: int) -> tuple[NDArra
 
 @dataclass(frozen=True, slots=True)
 class PopularityTest:
-    """How much a layer's popularity on calibration text says about held-out text, compared with chance.
+    """How much a layer's popularity on calibration text says about held-out text, compared with chance."""
 
-    `chi_square` (E - 1 degrees of freedom) and `p_value`: held-out counts against uniform ones. `calibrated_nats` and
-    `uniform_nats`: log-likelihood of a held-out choice under calibration popularity and under uniform popularity.
-    `quarter_share`: share of the held-out choices on the quarter of experts most popular in calibration, of which
-    uniform popularity gives `quarter_uniform`. `spearman`: rank correlation of the two popularities, None if one is
-    constant.
-    """
-
-    chi_square: float
+    chi_square: float  # of held-out counts against uniform ones, E - 1 degrees of freedom
     p_value: float
-    calibrated_nats: float
-    uniform_nats: float
-    quarter_share: float
-    quarter_uniform: float
-    spearman: float | None
+    calibrated_nats: float  # log-likelihood of a held-out choice under calibration popularity
+    uniform_nats: float  # the same under uniform popularity
+    quarter_share: float  # of the held-out choices on the quarter of experts most popular in calibration
+    quarter_uniform: float  # their share under uniform popularity
+    spearman: float | None  # rank correlation of the two popularities, None if one is constant
 
 
 def compare_popularity(calibration: Routes, held_out: Routes, num_experts: int) -> tuple[PopularityTest, ...]:
@@ -221,31 +211,25 @@ _HOT_UNIT = 65535  # shares of tokens are stored as whole numbers of this
 class LayerStatistics:
     """The statistics of a MoE layer: E experts of f neurons, T tokens, 3 selector kinds (up, gate, both).
 
-    `tokens` u32 [E]: tokens that chose the expert; `held_out_tokens` u32 [E]: those of them in the held-out part.
-    `mass` f32 [E]: the sum of its router weights.   `routes` u16 [T, k]: the experts of every token, best first.
-    `coactivation` u32 [E, E]: tokens that chose both experts, with `tokens` on the diagonal.   If experts have a
-    capacity, or some return their input, all but `routes` count only the tokens that they run for; `routes` then
-    also has the best experts that do not run.
-    `quantiles` f32 [E, 3, 103]: of abs(a) at `QUANTILE_LEVELS`; an expert without tokens has those of its layer.
-    `hot_thresholds` f32 [E, 3, 4]: on abs(a), for `HOT_SPARSITIES`, from a sample of the expert's tokens.
-    `hot` u16 [E, 3, 4, f]: share of the expert's tokens on which the neuron reached them, in 65,535ths.
-    `cosine` f32 [2]: mean and deviation, over tokens, of the cosine between the inputs of this MoE layer and of the one
-    before; NaN in the first of a stack.
-    `input_squares` f32 [E, d], `hidden_squares` f32 [E, f]: sums over the expert's tokens of the squares of its inputs
-    and of `h`, the inputs of down.
+    If experts have a capacity, or some return their input, all but `routes` count only the tokens that they run for;
+    `routes` then also has the best experts that do not run.
     """
 
-    tokens: forward.Array
-    held_out_tokens: forward.Array
-    mass: forward.Array
-    routes: forward.Array
-    coactivation: forward.Array
+    tokens: forward.Array  # u32 [E]: tokens that chose the expert
+    held_out_tokens: forward.Array  # u32 [E]: those of them in the held-out part
+    mass: forward.Array  # f32 [E]: the sum of its router weights
+    routes: forward.Array  # u16 [T, k]: the experts of every token, best first
+    coactivation: forward.Array  # u32 [E, E]: tokens that chose both experts, with `tokens` on the diagonal
+    # f32 [E, 3, 103]: of abs(a) at `QUANTILE_LEVELS`; an expert without tokens has those of its layer
     quantiles: forward.Array
+    # f32 [E, 3, 4]: on abs(a), for `HOT_SPARSITIES`, from a sample of the expert's tokens
     hot_thresholds: forward.Array
-    hot: forward.Array
+    hot: forward.Array  # u16 [E, 3, 4, f]: share of the expert's tokens on which the neuron reached them, in 65,535ths
+    # f32 [2]: mean and deviation, over tokens, of the cosine between the inputs of this MoE layer and of the one
+    # before; NaN in the first of a stack.
     cosine: forward.Array
-    input_squares: forward.Array
-    hidden_squares: forward.Array
+    input_squares: forward.Array  # f32 [E, d]: sums over the expert's tokens of the squares of its inputs
+    hidden_squares: forward.Array  # f32 [E, f]: the same of `h`, the inputs of down
 
     def arrays(self) -> dict[str, forward.Array]:
         """Returns all arrays by name, as stored."""
@@ -403,17 +387,14 @@ def _statistics(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerActivity:
-    """The figures of each expert, and histograms of the whole layer: an expert's own would take megabytes each.
-
-    `pooled`: counts by selector kind.   The others: as in `LayerStatistics`, by expert.
-    """
+    """The figures of each expert as in `LayerStatistics`, and histograms of the whole layer."""
 
     quantiles: list[forward.Array]
     hot_thresholds: list[forward.Array]
     hot: list[forward.Array]
     input_squares: list[forward.Array]
     hidden_squares: list[forward.Array]
-    pooled: list[Tensor]
+    pooled: list[Tensor]  # counts by selector kind: an expert's own would take megabytes each
 
     def add(self, measured: forward.ExpertActivity, num_tokens: int, place: str) -> None:
         for counts, histogram in zip(self.pooled, measured.histograms, strict=True):

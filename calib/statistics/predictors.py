@@ -101,10 +101,10 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class MLPShape:
-    """One layer, or two with `hidden` units between; `hidden` is 0 where there is one."""
+    """The shape of a network."""
 
     num_layers: Literal[1, 2]
-    hidden: int
+    hidden: int  # units between two layers; 0 where there is one
 
     def __post_init__(self) -> None:
         assert (self.hidden > 0) == (self.num_layers == 2), "one layer has no hidden units, two have some"
@@ -130,14 +130,11 @@ def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The options of training: at most `max_epochs`, fewer after `patience` epochs without a better one.
-
-    A step takes a 32nd of the tokens, at least 16 (so that even few tokens give many steps), at most `batch_tokens`.
-    """
+    """The options of training."""
 
     max_epochs: int = 20
-    patience: int = 5
-    batch_tokens: int = 256
+    patience: int = 5  # epochs without a better one, after which training ends
+    batch_tokens: int = 256  # at most. A step takes a 32nd of the tokens, at least 16: even few tokens give many steps
 
 
 USUAL_TRAINING = Training()
@@ -363,19 +360,16 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPredictors:
-    """How well the experts and neurons of one MoE layer can be predicted, on held-out tokens.
+    """How well the experts and neurons of one MoE layer can be predicted, on held-out tokens."""
 
-    `experts` f32 [6, 3]: for each of `PREDICTORS`, the recall of k predicted experts (which is their precision, too),
-    then recall and precision of 2k; NaN for a partial state of a layer that does not follow a MoE layer.   `neurons`
-    f32 [3, 4, 2]: recall and precision of the neurons that run, by selector kind (up, gate, both) and sparsity; NaN if
-    no held-out token reached an expert.   `best` u8 [1]: number of the best of PREDICTORS.   `network`: the better of
-    the two networks, whose weights are stored with the others.
-    """
-
+    # f32 [6, 3]: for each of `PREDICTORS`, the recall of k predicted experts (which is their precision, too), then
+    # recall and precision of 2k; NaN for a partial state of a layer that does not follow a MoE layer.
     experts: forward.Array
+    # f32 [3, 4, 2]: recall and precision of the neurons that run, by selector kind (up, gate, both) and sparsity; NaN
+    # if no held-out token reached an expert.
     neurons: forward.Array
-    best: forward.Array
-    network: offload.Predictor
+    best: forward.Array  # u8 [1]: number of the best of PREDICTORS
+    network: offload.Predictor  # the better of the two networks, whose weights are stored with the others
 
     def arrays(self) -> dict[str, forward.Array]:
         """Returns all arrays by name, as stored."""
