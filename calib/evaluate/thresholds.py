@@ -135,30 +135,6 @@ def _measured(
     return np.stack([layer["thresholds"] for layer in layers]), run.summary(layers)
 
 
-def realized_sparsity(
-    pack: formats.Pack,
-    tokens: forward.Tokens,
-    progress: formats.Progress = formats.NO_PROGRESS,
-    device: torch.device | None = None,
-    operations: model.Operations = model.TORCH,
-) -> model_pass.RealizedSparsity:
-    """Measures the share of neurons that do not run on a text with the pack's own thresholds."""
-    folder = pack.folder / _WORK_FOLDER
-    facts = {"root": pack.manifest.root, "text": tokens.sha256}
-    store = forward.ProfileStore(folder, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
-    where = device or torch.device("cpu")
-    try:
-        run = model_pass.ModelPass(
-            forward.LayerwiseWeights(model.StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where
-        )
-        run.run("sparsity", progress)
-        sparsity = run.sparsity()
-    finally:
-        store.close()
-    shutil.rmtree(folder)
-    return sparsity
-
-
 class _Run:
     """The measurement of one pack on one text."""
 

@@ -36,7 +36,6 @@ _MANTISSA_BITS = 10
 _SHIFT = 23 - _MANTISSA_BITS
 NUM_BINS = 1 << (31 - _SHIFT)
 _INFINITY = 0x7F800000 >> _SHIFT  # the bin of infinity; NaNs are in the bins after it
-RESOLUTION = 2.0**-_MANTISSA_BITS  # relative
 
 
 class Histogram:

@@ -273,38 +273,6 @@ class AssumedLosses:
     nll_per_kl: float
 
 
-def assumed_figures(losses: Losses, spec: specs.ModelSpec, name: str) -> AssumedLosses:
-    """Returns the losses of a whole model with three digits each, for a model whose head is not its embedding.
-
-    The model's hidden size is 128, so that it has all group sizes, and a row is one group of 128.
-    """
-    totals = losses.quantized.sum(axis=(0, 1))  # [3, F]
-    formats = [
-        FormatLoss(part.width, part.group, part.scale_bits, *_digits(column))
-        for part, column in zip(losses.formats, totals.T, strict=True)
-        if part != plans.BF16 and part.group != plans.ROW_GROUP
-    ]
-    absmax = [
-        FormatLoss(part.width, spec.hidden_size, part.scale_bits, *_digits(column))
-        for part, column in zip(sensitivity.ABSMAX_FORMATS, losses.absmax[..., :-1].sum(axis=(0, 1)).T, strict=True)
-    ]
-    sparse = losses.sparse.sum(axis=(0, 1))[:, 1:]  # [kinds, sparsities]
-    dense = {role.name: losses.dense[idx, 1:] for idx, role in enumerate(specs.dense_roles(spec))}
-    layers = sum(
-        (dense[n] for l in range(spec.num_hidden_layers) for n in sensitivity.roundable_roles(spec, l)), np.zeros(2)
-    )
-    return AssumedLosses(
-        origin=f"{name}: {losses.origin}",
-        formats=tuple(formats),
-        absmax=tuple(absmax),
-        sparse=tuple(KindLoss(kind, _digits(row)) for kind, row in zip(losses.kinds, sparse, strict=True)),
-        layers=_digits(layers),
-        embed=_digits(dense["embed"]),
-        head=_digits(dense["head"]),
-        nll_per_kl=_digits(np.asarray([losses.nll_per_kl]))[0],
-    )
-
-
 def assumed_losses(spec: specs.ModelSpec) -> Losses:
     """Returns the losses of a model of this shape if it loses as much as a trained model, evenly over all experts.
 
@@ -390,8 +358,3 @@ def _assumed_dense(assumed: AssumedLosses, spec: specs.ModelSpec) -> Floats:
         elif role.name in sensitivity.roundable_roles(spec, None):
             losses[idx, 1:] = ends[role.name]
     return losses
-
-
-def _digits(values: Floats) -> tuple[float, ...]:
-    """Returns each value rounded to three digits."""
-    return tuple(float(f"{value:.3g}") for value in values.tolist())

@@ -21,7 +21,7 @@ from moe_pack.calib import forward, quantize
 from moe_pack.calib.forward import kept_sequences, store
 from moe_pack.calib.forward.experts import OTHERS_COUNT
 from moe_pack.calib.profile.options import Sensitivity
-from moe_pack.calib.sensitivity import DENSE_WIDTHS, MOST_COPIES, MOST_GROWTH, Effects, LayerLosses, Level, errors
+from moe_pack.calib.sensitivity import DENSE_WIDTHS, MOST_COPIES, MOST_GROWTH, Effects, LayerLosses, errors
 from moe_pack.calib.statistics import LayerPredictors, LayerStatistics
 from moe_pack.formats.base import commands, json_files
 from moe_pack.formats.families import Checkpoint
@@ -174,10 +174,6 @@ class Profile:
     def num_held_out_tokens(self) -> int:
         """Returns the number of the last of these tokens, from which predictors did not learn."""
         return self.facts.text.num_held_out * self.layer_tokens
-
-    @property
-    def _level(self) -> Level:
-        return "fast" if self.facts.sensitivity == "fast" else "full"
 
     def check_source_of(self, pack: formats.Pack) -> None:
         """Checks that a pack was made from the checkpoint of this profile, whatever neurons the pack repeats.

@@ -15,10 +15,11 @@ from support.cases import case
 from support.families import Tiny, original, write
 from support.models import pack
 from support.profiles import QUICK, Recorder, StoppedError, folder_bytes, profiled, random_tokens
+from support.sparsities import realized_sparsity
 from torch import Tensor
 
 from moe_pack.calib.evaluate import ThresholdRule, evaluate, make_reference, read_reference
-from moe_pack.calib.evaluate.thresholds import measure_thresholds, realized_sparsity
+from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.forward import Array, LayerStates, LayerwiseWeights, Sequences
 from moe_pack.calib.profile import ProfileOptions, attach, losses_of
 from moe_pack.calib.report import report_html
@@ -441,7 +442,7 @@ def test_the_sparsity_asked_for_holds_on_text_unseen(source: Path, tmp_path: Pat
     with Pack(tmp_path) as opened:
         measure_thresholds(opened, random_tokens(40, 48, V, seed=1), ThresholdRule(sparsity=0.8), Recorder())
     with Pack(tmp_path) as opened:
-        found = realized_sparsity(opened, random_tokens(40, 48, V, seed=2), Recorder())
+        found = realized_sparsity(opened, random_tokens(40, 48, V, seed=2))
     assert found.overall == pytest.approx(0.8, abs=0.01)
 
 

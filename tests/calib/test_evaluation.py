@@ -10,10 +10,11 @@ import torch
 from support.cases import case
 from support.models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 from support.profiles import Recorder, StoppedError, random_tokens, tokens_of
+from support.sparsities import realized_sparsity
 
 from moe_pack.calib.evaluate import Reference, ThresholdRule, evaluate, make_reference
 from moe_pack.calib.evaluate.evaluation import block_losses, quality_of
-from moe_pack.calib.evaluate.thresholds import measure_thresholds, realized_sparsity
+from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.forward import Tokens, read_tokens
 from moe_pack.formats import ConversionError, Pack, PlanError
 from moe_pack.formats.base.commands import Stage
@@ -132,7 +133,7 @@ def test_the_compact_reference_tells_the_same_but_for_the_tail(
 def test_sparsity_is_that_of_the_packs_thresholds_and_bytes_are_its_contents(packed: Path) -> None:
     with Pack(packed) as opened:
         found = evaluate(opened, TOKENS, Recorder())
-        assert found.sparsity == realized_sparsity(opened, TOKENS, Recorder()).overall
+        assert found.sparsity == realized_sparsity(opened, TOKENS).overall
         assert found.content_bytes == opened.manifest.totals.content
     assert found.sparsity is not None and 0.45 < found.sparsity < 0.55 and found.against is None
 

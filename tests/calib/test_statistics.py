@@ -14,13 +14,13 @@ from support.cases import case
 from support.models import Tensors, TinyMixtral
 
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights
-from moe_pack.calib.forward.experts import RESOLUTION
 from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.statistics import QUANTILE_LEVELS, LayerStatistics, measure_layer
 from moe_pack.formats import CheckpointError, ModelSpec, PackError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import CheckpointWeights, activations, run_expert
 
+RESOLUTION = 1 / 1024  # of a histogram, relative
 Array = NDArray[Any]
 S, F = 40, 24
 MODEL = TinyMixtral(num_experts=4, intermediate_size=F)
