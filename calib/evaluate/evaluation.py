@@ -58,11 +58,8 @@ class SourceLosses:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockLosses:
-    """Sums over blocks of consecutive predicted tokens.
-
-    Two packs on the same text have the same blocks, so that their differences can be resampled.
-    """
+class _BlockLosses:
+    """Sums over blocks of consecutive predicted tokens."""
 
     num_tokens: NDArray[np.int64]  # of each block
     nll: Sums  # float64 [B], in nats
@@ -79,37 +76,7 @@ def evaluate(
     operations: model.Operations = model.TORCH,
     folder: Path | None = None,
 ) -> quality.Quality:
-    """Evaluates a pack on a text without writing `quality.json`; arguments and errors as `block_losses`."""
-    losses = block_losses(pack, tokens, progress, reference, device, operations, folder)
-    return quality_of(pack, tokens, losses)
-
-
-def quality_of(pack: formats.Pack, tokens: forward.Tokens, losses: BlockLosses) -> quality.Quality:
-    """Summarizes a pack's losses on a text."""
-    num_sequences, S = tokens.sequences.shape
-    return quality.Quality(
-        tokens.name,
-        tokens.sha256,
-        num_sequences,
-        S,
-        int(losses.num_tokens.sum()),
-        pack.manifest.totals.content,
-        losses.sparsity,
-        exponential(mean(losses.nll, losses.num_tokens)),
-        None if losses.against is None else _source_quality(losses, losses.against),
-    )
-
-
-def block_losses(
-    pack: formats.Pack,
-    tokens: forward.Tokens,
-    progress: formats.Progress = formats.NO_PROGRESS,
-    reference: Reference | Checkpoint | None = None,
-    device: torch.device | None = None,
-    operations: model.Operations = model.TORCH,
-    folder: Path | None = None,
-) -> BlockLosses:
-    """Measures a pack's losses on a text by blocks of tokens. A killed call continues after the last complete layer.
+    """Evaluates a pack on a text, without writing `quality.json`. A killed call continues after the last whole layer.
 
     Args:    reference: to compare with; a checkpoint runs on the same text, and KL is over the whole vocabulary.
              operations: decode rows and multiply large dense matrices.   folder: for work files, removed at the end;
@@ -138,11 +105,22 @@ def block_losses(
     finally:
         store.close()
     shutil.rmtree(work)
-    return losses
+    num_sequences, S = tokens.sequences.shape
+    return quality.Quality(
+        tokens.name,
+        tokens.sha256,
+        num_sequences,
+        S,
+        int(losses.num_tokens.sum()),
+        pack.manifest.totals.content,
+        losses.sparsity,
+        exponential(mean(losses.nll, losses.num_tokens)),
+        None if losses.against is None else _source_quality(losses, losses.against),
+    )
 
 
 def check_source(pack: formats.Pack, checkpoint: Checkpoint) -> str:
-    """Returns the digest of the checkpoint, after checking that the pack was made from it.
+    """Returns the digest of the checkpoint.
 
     Raises:  PlanError if the pack was made from another checkpoint: its tensors or routers differ.
     """
@@ -245,7 +223,7 @@ def _stack(*losses: Tensor) -> Tensor:
 @torch.inference_mode()
 def _losses(
     packed: ModelPass, tokens: forward.Tokens, comparison: _Comparison | None, source: str, progress: formats.Progress
-) -> BlockLosses:
+) -> _BlockLosses:
     """Computes the losses after all layers are done."""
     cost = packed.prediction_cost() * (2 if comparison is not None and comparison.is_exact else 1)
     progress.begin(cost.stage("predictions"))
@@ -264,10 +242,10 @@ def _losses(
     progress.end()
     likelihood_losses = torch.cat(nll).cpu().numpy()
     num_tokens = block_sums(np.ones(len(likelihood_losses))).astype(np.int64)
-    return BlockLosses(num_tokens, block_sums(likelihood_losses), packed.sparsity().overall, against)
+    return _BlockLosses(num_tokens, block_sums(likelihood_losses), packed.sparsity().overall, against)
 
 
-def _source_quality(losses: BlockLosses, against: SourceLosses) -> quality.SourceQuality:
+def _source_quality(losses: _BlockLosses, against: SourceLosses) -> quality.SourceQuality:
     number = losses.num_tokens
     total = int(number.sum())
     return quality.SourceQuality(

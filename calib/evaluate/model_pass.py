@@ -50,6 +50,8 @@ class ModelPass:
     Raises:  RunError for sequences longer than the model's positions.
     """
 
+    _runs_of_expert = 1
+
     def __init__(
         self,
         weights: forward.LayerwiseWeights,
@@ -97,12 +99,14 @@ class ModelPass:
             del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         progress.end()
 
+    def counts(self) -> list[dict[str, forward.Array]]:
+        """Reads what was counted of each MoE layer, after all layers are done."""
+        return [forward.read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
+
     def sparsity(self) -> RealizedSparsity:
         """Returns the share of neurons that did not run, with a twin's tokens, after all layers are done."""
-        layers = [forward.read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
-        return realized(
-            ((counts["dropped"], counts["tokens"]) for counts in layers), self._spec.expert.intermediate_size
-        )
+        counts = ((layer["dropped"], layer["tokens"]) for layer in self.counts())
+        return realized(counts, self._spec.expert.intermediate_size)
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[slice]:
         """Yields slices of a sequence for one call of `predictions` each; by default all tokens but the last."""
@@ -124,7 +128,8 @@ class ModelPass:
         trial, number = sensitivity.Trial(self._weights, self._states), self._states.num_sequences
         router = self._spec.router
         tokens_an_expert = number * self.sequence_length * router.num_experts_per_tok / router.num_experts
-        return sensitivity.layers_cost(trial, layers, number, trial.plain(tokens_an_expert) * router.num_experts)
+        experts = trial.plain(tokens_an_expert) * (self._runs_of_expert * router.num_experts)
+        return sensitivity.layers_cost(trial, layers, number, experts)
 
     def _file(self, layer: int) -> str:
         return f"{self._name}-{layer:03d}.safetensors"

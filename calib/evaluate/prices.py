@@ -46,7 +46,6 @@ def sparsity_prices(
     """Measures the price of each of `SPARSITIES`. A killed call continues after the last complete layer.
 
     Args:    tokens: to judge on.   calibration: to find thresholds on.   folder: for work files; the caller removes it.
-    Raises:  ConversionError if the folder is in use or cannot be written; PackError if the pack is damaged.
     """
     where = device or torch.device("cpu")
     every = [np.zeros(pack.thresholds.shape, np.float32)]
@@ -227,10 +226,7 @@ def fed_singly(engine: runtime.Engine, ids: list[int], text: list[int] | None = 
 
 
 def budget_with_room(pack: formats.Pack, share: float, context_tokens: int) -> int:
-    """Returns the smallest budget for this share of the pack's experts, each as large as the largest, at least for one.
-
-    It does not check whether the machine has so much memory.
-    """
+    """Returns the smallest budget for this share of experts, each as large as the largest; at least for one expert."""
     page_bytes, head_bytes = page_sizes(pack.layout)
     pages, predictors = offload.expert_pages(pack.layout, page_bytes), offload.routing_bytes(pack.folder)
     wanted = int(pages.max()) * max(round(share * pages.size), 1)
@@ -263,11 +259,7 @@ _NUMERICS_LENGTH = 512  # of their sequences, at most
 def measure_numerics(
     pack: formats.Pack, tokens: forward.Tokens, progress: formats.Progress = formats.NO_PROGRESS
 ) -> numerics.NumericsLoss | None:
-    """Measures the loss of each numeric mode of the CPU, compared with `exact`, on the first tokens of a text.
-
-    Returns: None if these kernels do not round, there are none, or the model has an encoder.
-    Raises:  RunError if the machine has too little memory; PackError if the pack is damaged.
-    """
+    """Measures the loss of each numeric mode of the CPU, compared with `exact`; None if kernels do not round."""
     if pack.spec.encoder is not None or not cpu.is_available():
         return None
     sequences = first_tokens(tokens, NUMERICS_TOKENS).sequences[:, :_NUMERICS_LENGTH]
@@ -351,10 +343,8 @@ def measure_prices(
 ) -> quality.Prices:
     """Measures the prices of a pack on the first `NUM_TOKENS` of a text, in whole sequences.
 
-    A killed call continues after the last complete layer; decode begins again.
-    Args:    device: for sparsity; decode runs on the CPU.
-    Raises:  ConversionError if its folder cannot be written; RunError if there is too little memory for decode;
-             PackError if the pack is damaged.
+    A killed call continues after the last complete layer; decode begins again. `device` is for sparsity: decode runs on
+    the CPU.
     """
     judged, folder = first_tokens(tokens, NUM_TOKENS), pack.folder / _WORK_FOLDER
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}

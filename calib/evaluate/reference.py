@@ -55,7 +55,7 @@ def block_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def mean(sums: NDArray[np.float64], num_tokens: NDArray[np.int64]) -> Estimate:
-    """Returns the mean over tokens from sums over B blocks: a ratio of two sums, with a half-width by Student's t.
+    """Returns the mean over tokens from sums over B blocks, with a half-width by Student's t.
 
     Meaning: m = sum s / sum n;  variance B / (B - 1) * sum (s - m n)^2 / (sum n)^2;  t of B - 1 degrees of freedom.
     """
@@ -229,10 +229,7 @@ class ReferenceFacts:
 
     @property
     def num_predicted(self) -> int:
-        """Returns the predictions of a sequence: of every token but the first.
-
-        With an encoder, only of the half of the sequence that the encoder does not read (`Sequences.ids`).
-        """
+        """Returns the predictions of a sequence: of all tokens of the decoder (`Sequences.ids`) but the first."""
         return (self.sequence_length if self.start_token is None else self.sequence_length // 2) - 1
 
 
@@ -306,10 +303,9 @@ def make_reference(
 
 
 def check_reference(reference: Reference, tokens: forward.Tokens, source: str, place: str) -> None:
-    """Refuses a reference of another model or another text.
+    """Refuses a reference of another model or another text, by PlanError.
 
     Args:    source: the digest of the checkpoint that the pack was made from.   place: its name in messages.
-    Raises:  PlanError if the model or the text is another one.
     """
     if reference.facts.source != source:
         raise formats.PlanError(
@@ -385,9 +381,8 @@ def _stored(reference: Reference) -> Iterator[tuple[str, str, forward.Array]]:
 
 
 def read_reference(path: Path) -> Reference:
-    """Reads a reference and checks all of it.
+    """Reads a reference, the file or a folder with it, and checks all of it.
 
-    Args:    path: the file, or a folder with `reference.safetensors`.
     Raises:  PackError if it is missing, damaged or foreign.
     """
     file = path / REFERENCE_FILE if path.is_dir() else path

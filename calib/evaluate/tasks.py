@@ -119,11 +119,9 @@ def task_score(
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> TaskScore:
-    """Measures how many tasks a model answers correctly, layer by layer in bounded memory.
+    """Measures how many tasks a model answers correctly. A killed call continues after the last complete layer.
 
-    A killed call continues after the last complete layer.
     Args:    folder: for work files, removed at the end.   operations: for a pack, on the CPU.
-    Raises:  ConversionError if the folder is in use or cannot be written; RunError for a model with an encoder.
     """
     check_continues(model.spec)
     where = device or torch.device("cpu")

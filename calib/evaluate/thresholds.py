@@ -19,7 +19,6 @@ from moe_pack.calib import forward, sensitivity
 from moe_pack.calib.evaluate import model_pass
 from moe_pack.calib.forward import num_held_out
 from moe_pack.formats.base import json_files
-from moe_pack.formats.base.commands import stage_of
 from moe_pack.formats.pack import sidecar
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import model
@@ -107,11 +106,7 @@ def find_thresholds(
     device: torch.device | None = None,
     operations: model.Operations = model.TORCH,
 ) -> NDArray[np.float32]:
-    """Returns the thresholds [L, E] that `measure_thresholds` would give a pack, without changing the pack.
-
-    A killed call continues after the last complete layer.
-    Args:    folder: for work files; the caller removes it.
-    """
+    """Returns the thresholds [L, E] that `measure_thresholds` would give a pack; the caller removes `folder`."""
     return _measured(pack, tokens, rule, progress, folder, device, operations)[0]
 
 
@@ -129,14 +124,16 @@ def _measured(
     store = forward.ProfileStore(folder, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
     try:
         run = _Run(pack, tokens, rule, store, progress, device or torch.device("cpu"), operations)
-        layers = run.measure()
+        run.run("thresholds", progress)
+        return np.stack([layer["thresholds"] for layer in run.counts()]), run.summary()
     finally:
         store.close()
-    return np.stack([layer["thresholds"] for layer in layers]), run.summary(layers)
 
 
-class _Run:
+class _Run(model_pass.ModelPass):
     """The measurement of one pack on one text."""
+
+    _runs_of_expert = 2  # for its threshold and for its outputs
 
     def __init__(
         self,
@@ -148,47 +145,17 @@ class _Run:
         device: torch.device,
         operations: model.Operations,
     ) -> None:
-        self._spec = pack.spec
+        weights = forward.LayerwiseWeights(model.StreamedPackWeights(pack, device, operations))
+        super().__init__(weights, tokens, store, "thresholds", device)
         self._tokens = tokens
         self._rule = rule
-        self._store = store
         self._progress = progress
-        self._device = device
-        self._weights = forward.LayerwiseWeights(model.StreamedPackWeights(pack, device, operations))
-        self._given = forward.Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
-        num_sequences, S = self._given.ids.shape
-        self._num_held_out = num_held_out(num_sequences)
-        self._num_learned_tokens = (num_sequences - self._num_held_out) * S
+        self._num_held_out = num_held_out(self.num_sequences)
+        self._num_learned_tokens = (self.num_sequences - self._num_held_out) * self.sequence_length
 
-    @torch.inference_mode()
-    def measure(self) -> list[dict[str, NDArray[np.generic]]]:
-        """Returns for each MoE layer `thresholds` f32 [E]; `dropped` and `tokens` i64 [E, 2], learned and held out."""
-        spec, (num_sequences, S) = self._spec, self._given.ids.shape
-        beginning, folder = self._given.embedded(self._weights), self._store.work / "pass"
-        states = forward.LayerStates(self._weights, beginning, num_sequences, S, folder, self._device)
-        layers = range(states.next_layer, spec.num_hidden_layers)
-        with stage_of(self._progress, "timing thresholds"):
-            cost = self._cost(sensitivity.Trial(self._weights, states), layers)
-        self._progress.begin(cost.stage("thresholds"))
-        for layer in layers:
-            tokens = states.enter(layer)
-            self._progress.advance(sensitivity.half_multiplications(spec, layer, S) * len(tokens.x), f"layer {layer}")
-            if layer in spec.moe_layers:
-                self._store.write(self._file(layer), self._layer(states, tokens, layer))
-            states.leave(layer, tokens)
-            del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
-        self._progress.end()
-        return [forward.read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
-
-    def _cost(self, trial: sensitivity.Trial, layers: range) -> sensitivity.Cost:
-        """Returns the cost of the remaining layers: each expert runs twice, for its threshold and for its outputs."""
-        router, num_tokens, num_sequences = self._spec.router, self._given.ids.numel(), len(self._given.ids)
-        plain = trial.plain(num_tokens * router.num_experts_per_tok / router.num_experts) * (2 * router.num_experts)
-        return sensitivity.layers_cost(trial, layers, num_sequences, plain)
-
-    def summary(self, layers: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:
+    def summary(self) -> MeasuredThresholds:
         """Returns the content of the sidecar."""
-        f = self._spec.expert.intermediate_size
+        layers, f = self.counts(), self._spec.expert.intermediate_size
         learned, held_out = (
             model_pass.realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in layers], f)
             for part in (0, 1)
@@ -198,15 +165,10 @@ class _Run:
             self._rule, self._tokens.name, self._tokens.sha256, num_sequences, S, self._num_held_out, learned, held_out
         )
 
-    def _file(self, layer: int) -> str:
-        return f"thresholds-{layer:03d}.safetensors"
-
-    def _layer(
-        self, states: forward.LayerStates, tokens: forward.LayerTokens, layer: int
-    ) -> dict[str, NDArray[np.generic]]:
+    def _layer(self, tokens: forward.LayerTokens, layer: int, progress: formats.Progress) -> dict[str, forward.Array]:
         layer_idx, E = self._spec.moe_layers.index(layer), self._spec.router.num_experts
         thresholds = self._thresholds(tokens, layer_idx)
-        counts = [self._run_expert(states, tokens, layer_idx, expert, float(thresholds[expert])) for expert in range(E)]
+        counts = [self._run_expert(tokens, layer_idx, expert, float(thresholds[expert])) for expert in range(E)]
         return {
             "thresholds": thresholds,
             "dropped": np.asarray([dropped for dropped, _ in counts], np.int64),
@@ -248,12 +210,12 @@ class _Run:
         return histogram
 
     def _run_expert(
-        self, states: forward.LayerStates, tokens: forward.LayerTokens, layer_idx: int, expert: int, threshold: float
+        self, tokens: forward.LayerTokens, layer_idx: int, expert: int, threshold: float
     ) -> tuple[list[int], list[int]]:
         """Adds an expert's outputs; returns dropped neurons and tokens, each for learned and held-out tokens."""
         one, place = sensitivity.expert_multiplications(self._spec), self._place(layer_idx, expert)
         token_idx, left = forward.run_counted(
-            states,
+            self._states,
             tokens,
             self._weights,
             (layer_idx, expert),

@@ -46,8 +46,8 @@ _PARALLEL_BYTES = 64 << 20  # of experts in float32 at once
 def num_workers(spec: formats.ModelSpec) -> int:
     """Returns how many experts of a model run in parallel: one for each of torch's threads, while their weights fit.
 
-    Products of small matrices gain nothing from torch's threads, which only wait for each other; whole experts and
-    whole sequences in parallel do. Large experts use torch's threads: in parallel they would take too much memory.
+    Products of small matrices gain nothing from torch's threads; whole experts in parallel do. Large experts use them:
+    in parallel they would take too much memory.
     """
     expert_bytes = 4 * len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
     return max(1, min(torch.get_num_threads(), _PARALLEL_BYTES // expert_bytes))
@@ -58,7 +58,7 @@ OfSequence = Callable[[int], Tensor]  # a tensor of a sequence, by the sequence'
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beginning:
-    """What each sequence of a pass begins with."""
+    """The beginning of each sequence of a pass."""
 
     first: OfSequence  # hidden states float32 [S, w] before layer 0
     answer: OfSequence | None = None  # with an encoder: hidden states before the decoder's first layer
@@ -122,10 +122,7 @@ def stack_of(spec: formats.ModelSpec, layer: int) -> int:
 
 
 def check_length(spec: formats.ModelSpec, sequence_length: int) -> None:
-    """Checks that a model can read sequences of this length.
-
-    Raises:  RunError if they are longer than the model's positions, or too short for a prediction in each half.
-    """
+    """Refuses sequences longer than the model's positions, or too short for a prediction in each half: RunError."""
     if sequence_length > spec.max_position_embeddings:
         raise formats.RunError(
             f"--sequence-length: found {sequence_length}, expected at most the "
@@ -139,10 +136,7 @@ def check_length(spec: formats.ModelSpec, sequence_length: int) -> None:
 
 
 class SequenceAttention:
-    """The attention of layers for whole sequences of one length, each from an empty context.
-
-    Args:    sequence_length: tokens of a sequence in a stack, n.
-    """
+    """The attention of layers for whole sequences of one length, each from an empty context."""
 
     def __init__(self, weights: model.Weights, sequence_length: int, device: torch.device) -> None:
         self._spec = weights.spec
@@ -537,10 +531,7 @@ class LayerStates:
         return bool(shared_choosers(self.spec, self.sequence_length))
 
     def chosen(self, layer: int, number: int) -> caches.Chosen:
-        """Returns the positions that a sequence's tokens attend to in a layer that shares an earlier layer's choice.
-
-        In other layers they are all positions.
-        """
+        """Returns the positions to attend to: those that an earlier layer chose, if the layer shares them, or all."""
         num_read = self._choices.num_read(layer)
         found = self._choices.read(layer, self._root_of(number, num_read) if num_read else number)
         return replace(found, positions=None if found.positions is None else found.positions.to(self.device))
@@ -561,8 +552,7 @@ class LayerStates:
     def allocate(self, name: str, num_tokens: int, mapped: bool, width: int | None = None) -> Tensor:
         """Returns an uninitialized float32 [num_tokens, width], in a mapped file of this name or in memory.
 
-        The next call with the same name takes the file's name away, not the memory of an earlier result. The width is d
-        by default.
+        The next call with the same name takes the file's name away, not the memory of an earlier result.
         """
         shape = (num_tokens, self.spec.hidden_size if width is None else width)
         if not mapped:
@@ -603,8 +593,7 @@ def store_states(
 ) -> tuple[Path, int]:
     """Writes float32 [n, d] in pieces to a file that is whole or not there; returns its path and the sum of n.
 
-    Args:    name: ends in a number; the checksum that is added to it tells whether the file is whole.
-             results: of the pass; several parts write the same file.
+    The name ends in a number. The checksum that is added to it tells whether the file is whole.
     """
     crc32 = num_tokens = 0
     unfinished = folder / results.own_name(f"{name.split('-')[0]}.tmp")
@@ -626,15 +615,11 @@ def whole_states(folder: Path, name: str) -> dict[int, Path]:
 
 def _is_whole(path: Path) -> bool:
     """Returns whether a file of hidden states has the checksum that its name gives."""
+    crc32 = 0
     try:
-        return _crc32(path) == int(path.stem.split("-")[2], 16)
+        with path.open("rb") as file:
+            while piece := file.read(1 << 22):
+                crc32 = zlib.crc32(piece, crc32)
     except FileNotFoundError:  # another part is further on, and has removed it
         return False
-
-
-def _crc32(path: Path) -> int:
-    crc32 = 0
-    with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            crc32 = zlib.crc32(piece, crc32)
-    return crc32
+    return crc32 == int(path.stem.split("-")[2], 16)

@@ -42,13 +42,14 @@ _NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
 def write_arrays(arrays: Mapping[str, Array]) -> bytes:
     """Returns the safetensors file of some arrays; uint16 under a name that ends in `_weight` is bfloat16."""
     return safetensors.assemble(
-        (name, _dtype_name(name, array), array.shape, np.ascontiguousarray(array).tobytes())
+        (
+            name,
+            "BF16" if name.endswith(_BF16_SUFFIX) and array.dtype == np.uint16 else _NAMES[array.dtype],
+            array.shape,
+            np.ascontiguousarray(array).tobytes(),
+        )
         for name, array in arrays.items()
     )
-
-
-def _dtype_name(name: str, array: Array) -> str:
-    return "BF16" if name.endswith(_BF16_SUFFIX) and array.dtype == np.uint16 else _NAMES[array.dtype]
 
 
 def read_all_arrays(path: Path) -> dict[str, Array]:
@@ -130,7 +131,7 @@ def tidy(folder: Path) -> None:
 class ProfileStore:
     """The writer of a profile folder. Owns the folder's lock; `close` it.
 
-    Args:    folder: created if missing.   identity: digest of everything that decides the profile.
+    Args:    identity: digest of everything that decides the profile.
              replaces_other: remove an unfinished profile of another identity instead of refusing it.
              part: which of several writers this is, all of which write the same files; None: the only one.
     Raises:  ConversionError if the folder contains something else, or another process is writing there.

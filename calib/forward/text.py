@@ -262,20 +262,12 @@ def _plain_pieces(path: Path, column: _Column) -> Iterator[Piece]:
     return _pieces(_decoded(path))
 
 
-def _json_pieces(path: Path, column: _Column) -> Iterator[Piece]:
-    return _all_pieces(_json_documents(path, column))
-
-
-def _parquet_pieces(path: Path, column: _Column) -> Iterator[Piece]:
-    return _all_pieces(_parquet_documents(path, column))
-
-
 _FileReader = Callable[[Path, _Column], Iterator[Piece]]
 _FILE_READERS: dict[str, _FileReader] = {
     ".txt": _plain_pieces,
-    ".jsonl": _json_pieces,
-    ".json": _json_pieces,
-    ".parquet": _parquet_pieces,
+    ".jsonl": lambda path, column: _all_pieces(_json_documents(path, column)),
+    ".json": lambda path, column: _all_pieces(_json_documents(path, column)),
+    ".parquet": lambda path, column: _all_pieces(_parquet_documents(path, column)),
 }
 
 

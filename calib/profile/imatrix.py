@@ -152,8 +152,7 @@ def dense_entries(
     """Returns the entries of dense matrices, from a pass of the profile's text through its checkpoint.
 
     Args:    work: a folder for hidden states; the caller removes it.
-    Raises:  PlanError if the profile is of another checkpoint, or the model has an encoder; PackError if the profile
-             has no text.
+    Raises:  PlanError if the profile is of another checkpoint, or the model has an encoder.
     """
     profiles.check_same_source(profile, checkpoint)
     spec = _decoder_alone(profile)
@@ -186,12 +185,12 @@ def _decoder_alone(profile: profiles.Profile) -> formats.ModelSpec:
 def write_imatrix(
     profile: profiles.Profile, path: Path, dense: Mapping[str, Entry] | None = None
 ) -> list[tuple[int, int]]:
-    """Writes an importance file from a profile: gate, up and down of all experts, and the entries of dense matrices.
+    """Writes an importance file from a profile: all experts, and the entries of dense matrices.
 
     Returns: the experts, as decoder layer and number, that no token reached. Their sums and counts are 0, which
              llama-quantize takes as equal importance of all columns.
-    Raises:  PlanError for a model with an encoder, which llama.cpp has no experts of, or for a profile whose counts are
-             not known; ConversionError if the file cannot be written; PackError if sums are not finite.
+    Raises:  PlanError for a model with an encoder, or a profile whose counts are not known; ConversionError if the file
+             cannot be written; PackError if sums are not finite.
     """
     spec, text = _decoder_alone(profile), profile.facts.text
     if profile.facts.imatrix is not None and not profile.facts.imatrix.has_counts:
@@ -359,8 +358,8 @@ def _read_legacy(path: Path) -> Imatrix:
 def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -> profiles.Profile:
     """Writes a profile with what an importance file says of a checkpoint's experts: their moments, and nothing else.
 
-    Raises:  PlanError if the file has no entry of an expert matrix, or one of another shape, or values that are no
-             sums; ConversionError if the folder holds something else.
+    Raises:  PlanError if the file lacks an expert matrix or has other shapes or values; ConversionError if the folder
+             holds something else.
     """
     spec = checkpoint.spec
     name = ", ".join(imatrix.datasets) or imatrix.path.name

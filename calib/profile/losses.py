@@ -22,7 +22,7 @@ from moe_pack.calib.sensitivity import calibrated_formats
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats.base import errors, json_files
 from moe_pack.formats.pack import plans
-from moe_pack.formats.parts import DenseRole, specs
+from moe_pack.formats.parts import specs
 
 Floats = NDArray[np.float64]
 
@@ -193,7 +193,7 @@ def _sparse(layers: list[sensitivity.LayerLosses], tokens: forward.Array) -> Flo
     """Returns losses [L, E, kinds, sparsities] with sparsity 0's."""
     losses = np.stack([layer.sparse for layer in layers]).astype(np.float64)
     losses = np.maximum.accumulate(_reached(losses, tokens), axis=3)
-    return np.concatenate([np.zeros_like(losses[..., :1]), losses], axis=3)
+    return np.pad(losses, ((0, 0), (0, 0), (0, 0), (1, 0)))
 
 
 def _dense(layers: list[sensitivity.LayerLosses], effects: sensitivity.Effects, spec: specs.ModelSpec) -> Floats:
@@ -203,12 +203,9 @@ def _dense(layers: list[sensitivity.LayerLosses], effects: sensitivity.Effects, 
         known |= zip(sensitivity.roundable_roles(spec, layer), losses.dense, strict=True)
     for name in sensitivity.roundable_roles(spec, None):
         known[name] = effects.head if name == "head" else effects.embedding + effects.head * spec.tied_head
-    return np.stack([_dense_role(role, known) for role in specs.dense_roles(spec)])
-
-
-def _dense_role(role: DenseRole, known: dict[str, forward.Array]) -> Floats:
-    losses = known.get(role.name, np.full(len(sensitivity.DENSE_WIDTHS), np.inf))
-    return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(losses.astype(np.float64), 0.0))])
+    unknown = np.full(len(sensitivity.DENSE_WIDTHS), np.inf)
+    table = np.stack([known.get(role.name, unknown).astype(np.float64) for role in specs.dense_roles(spec)])
+    return np.pad(np.maximum.accumulate(np.maximum(table, 0.0), axis=1), ((0, 0), (1, 0)))
 
 
 def _reached(losses: Floats, tokens: forward.Array) -> Floats:

@@ -78,8 +78,7 @@ def make_profile(
 
     Args:    part: which of several processes this is that make the profile together, all in `folder`; None: the only
              one.
-    Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers;
-             RunError for sequences longer than the model's positions.
+    Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers.
     """
     forward.check_length(checkpoint.spec, tokens.sequences.shape[1])
     facts = _facts(checkpoint, tokens, options)
@@ -99,10 +98,7 @@ def make_profile(
 
 
 def finished(folder: Path, facts: profiles.ProfileFacts) -> profiles.Profile | None:
-    """Returns the profile with these facts if it is in a folder; None if there is none yet.
-
-    Raises:  ConversionError if there is another profile.
-    """
+    """Returns the profile with these facts if it is in a folder, else None; ConversionError if another one is there."""
     if not (folder / forward.PROFILE_FILE).exists():
         return None
     profile = profiles.Profile(folder)
@@ -491,10 +487,7 @@ def attach(pack: formats.Pack, profile: profiles.Profile) -> offload.Routing:
 
 
 def routing_of(profile: profiles.Profile, most_tokens: int = routing_file.MAX_ROUTED_TOKENS) -> offload.Routing:
-    """Returns what the runtime uses of a profile; networks are read from the profile on demand.
-
-    Args:    most_tokens: the most tokens whose routes are kept.
-    """
+    """Returns what the runtime uses of a profile, with the routes of `most_tokens`; networks are read on demand."""
     layers = range(len(profile.spec.moe_layers))
     popularity, mass, routes = [], [], []
     length = min(profile.layer_tokens, most_tokens)

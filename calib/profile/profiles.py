@@ -176,9 +176,9 @@ class Profile:
         return self.facts.text.num_held_out * self.layer_tokens
 
     def check_source_of(self, pack: formats.Pack) -> None:
-        """Checks that a pack was made from the checkpoint of this profile, whatever neurons the pack repeats.
+        """Refuses a pack that was made from another checkpoint, whatever neurons the pack repeats.
 
-        Raises:  PlanError if it was made from another one; PackError if the pack's account of its source is damaged.
+        Raises:  PlanError if it was; PackError if the pack's account of its source is damaged.
         """
         spec = specs.with_repeats(pack.spec, 0)
         if (self.spec, self.facts.source) != (spec, forward.packed_source_digest(pack)):
@@ -366,10 +366,7 @@ class Profile:
 
 
 def check_same_source(profile: Profile, checkpoint: Checkpoint) -> None:
-    """Checks that a profile was made from this checkpoint.
-
-    Raises:  PlanError if it was made from another one.
-    """
+    """Refuses a profile that was made from another checkpoint, by PlanError."""
     if (profile.spec, profile.facts.source) != (checkpoint.spec, forward.source_digest(checkpoint)):
         raise formats.PlanError(f"--profile {profile.folder}: the profile is of another checkpoint; profile this one")
 

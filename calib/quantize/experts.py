@@ -130,8 +130,6 @@ class Calibration:
     """The tokens of an expert and the factors computed from them, once for any number of quantizers.
 
     One thread at a time may use it.
-
-    Args:    tokens: of the expert (`ExpertInputs.of_expert`).   function: of its neurons.
     """
 
     def __init__(self, tokens: ExpertTokens, function: specs.NeuronFunction) -> None:
@@ -149,11 +147,7 @@ class Calibration:
         return self._runs
 
     def addition(self, rows: Tensor) -> Tensor | None:
-        """Returns what, added to rows of gate or up, makes up for what the stored layers before miss: float32 [n, d].
-
-        Args:    rows: float32 [n, d].
-        Returns: None if the inputs are the source's.
-        """
+        """Returns what makes up, in rows of gate or up float32 [n, d], for stored layers before; None without any."""
         tokens = self._tokens
         if tokens.stored is None:
             return None
@@ -198,12 +192,9 @@ class Calibration:
         d = self._tokens.given.shape[1]
         order = gptq.column_order(d)
         for columns in column_runs(d):
-            run = self._gptq_factor(self._tokens.given[:, order[columns]])
+            hessian = gptq.weighted_hessian(self._tokens.given[:, order[columns]], self._tokens.weights)
+            run = gptq.gptq_factor(hessian, damping(self._tokens.weights, len(hessian)))
             yield gptq.ColumnRun(columns.start, run.importance, run.factor)
-
-    def _gptq_factor(self, values: Tensor) -> gptq.GptqFactor:
-        weights = self._tokens.weights
-        return gptq.gptq_factor(gptq.weighted_hessian(values, weights), damping(weights, values.shape[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,7 +207,7 @@ class ExpertMoments:
 
 
 class MomentCalibration(Calibration):
-    """What is known of an expert without its tokens: the diagonals of its Hessians.
+    """The calibration of an expert without its tokens, by the diagonals of its Hessians.
 
     Columns of gate and up, and rows of down, weigh by their mean squares. Errors are not made up for: neither by other
     columns or rows, nor those of gate and up by down. Blocks of down come in their order, each once.

@@ -17,6 +17,7 @@ from moe_pack.calib.statistics import (
     COVERED_PERCENTS,
     MIN_TOKENS,
     QUANTILE_LEVELS,
+    LayerPredictors,
     LayerRecall,
     PathCoverage,
     PopularityTest,
@@ -207,10 +208,7 @@ class LayerCounts:
 
 
 def read_counts(profile: Profile, levels: tuple[float, ...]) -> LayerCounts:
-    """Reads the statistics of all layers, with the quantiles at these levels only; one layer's file is open at a time.
-
-    Raises:  PackError if a file is damaged, or its routes are impossible.
-    """
+    """Reads the statistics of all layers, with the quantiles at these levels only; one file is open at a time."""
     layers = []
     for l in range(len(profile.spec.moe_layers)):
         layer = profile.statistics(l)
@@ -311,13 +309,12 @@ def prediction(profile: Profile, counts: LayerCounts) -> Prediction:
         predictors=PREDICTORS,
         kinds=forward.KINDS,
         sparsities=errors.SPARSITIES,
-        layers=tuple(_layer_prediction(profile, l) for l in later) if measured else (),
+        layers=tuple(map(_layer_prediction, map(profile.predictors, later))) if measured else (),
         cosine=tuple(_known(counts.cosine[l]) for l in later),
     )
 
 
-def _layer_prediction(profile: Profile, layer_idx: int) -> LayerPrediction:
-    outcomes = profile.predictors(layer_idx)
+def _layer_prediction(outcomes: LayerPredictors) -> LayerPrediction:
     return LayerPrediction(
         experts=tuple(_known(row) for row in outcomes.experts),
         best=int(outcomes.best[0]),

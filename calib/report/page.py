@@ -67,9 +67,9 @@ class PriceCurves:
 
 
 def measured_pack(pack: Pack, profile: Profile, bits_per_weight: float) -> MeasuredPack:
-    """Reads what was measured of a pack that was made from the profile's checkpoint.
+    """Reads what was measured of a pack.
 
-    Raises:  PlanError if it was made from another one, or nothing was measured; PackError if its files are damaged.
+    Raises:  PlanError if it was made from another checkpoint than the profile, or nothing was measured.
     """
     profile.check_source_of(pack)
     quality = read_quality(pack)
@@ -228,10 +228,7 @@ class Report:
 
 
 def report_html(profile: Profile, measured: MeasuredPack | None = None) -> str:
-    """Returns the page of a profile, with what was measured of a pack of the same checkpoint.
-
-    Raises:  PackError if the profile is damaged.
-    """
+    """Returns the page of a profile, with what was measured of a pack of the same checkpoint."""
     return fill(make_report(profile, measured))
 
 
@@ -244,10 +241,7 @@ def fill(report: Report) -> str:
 
 
 def make_report(profile: Profile, measured: MeasuredPack | None = None) -> Report:
-    """Returns everything that the page shows.
-
-    Raises:  PackError if the profile is damaged.
-    """
+    """Returns everything that the page shows."""
     levels = figures.levels_for(profile)
     counts = figures.read_counts(profile, levels)
     head = figures.head(profile)

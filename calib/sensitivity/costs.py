@@ -88,8 +88,7 @@ def expert_multiplications(spec: specs.ModelSpec) -> int:
 def prediction_cost(spec: specs.ModelSpec, num_tokens: int) -> Cost:
     """Returns the most that training one layer's predictors on this many tokens costs.
 
-    Training may end earlier, when it stops gaining. The networks are nearly all of it; an epoch of each is measured on
-    random tokens.
+    Training may end earlier. The networks are nearly all of it; an epoch of each is measured on random tokens.
     """
     d, E, k = spec.hidden_size, spec.router.num_experts, spec.router.num_experts_per_tok
     tried = min(num_tokens, _TRIED_TOKENS)

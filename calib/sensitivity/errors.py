@@ -96,10 +96,7 @@ def add_change(
     function: specs.NeuronFunction,
     output: Tensor,
 ) -> None:
-    """Adds to `output` float32 [n, d] the change of an expert's output if a matrix of a block becomes `rounded`.
-
-    Args:    values: of the block, for `x`.
-    """
+    """Adds to `output` float32 [n, d] the change of an expert's output if a matrix of a block becomes `rounded`."""
     if matrix == "down":
         output.addmm_(values.h, rounded - block.down)
         return

@@ -30,8 +30,7 @@ class ExactPass:
     """Runs the measurement layer by layer; a killed pass goes on in `folder`.
 
     Args:    ids: int64 [N, S]; the first of these sequences are used.   rotation: of the layers whose experts are
-             rounded in rotated coordinates; None if there are none.   results: of experts and sequences; shared, if
-             several parts run the pass in `folder`.
+             rounded in rotated coordinates; None if there are none.   results: of experts and sequences.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ gradients in rotated coordinates, in which a row with an outlier loses far less.
 coordinates up to rounding, and so are thresholds and sparsity.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -54,47 +54,38 @@ def is_rotated_better(
 
     Meaning: the first neurons are quantized both ways to a trellis of 2 bits on every second token; the others judge.
     """
-    judged = _JudgedExpert.of(expert, function, tokens)
-    errors = [judged.error(coordinates) for coordinates in (quantize.UNROTATED, rotation)]
-    return errors[1] < _MOST_EXCESS * errors[0]
+    calibrating, judging = (
+        quantize.ExpertTokens(tokens.inputs[first::2], tokens.weights[first::2]) for first in range(2)
+    )
+    blocks = [on_cpu(block) for block in first_neurons(expert, _JUDGED_NEURONS)]
+    own, rotated = (
+        _error(blocks, function, calibrating, judging, coordinates) for coordinates in (quantize.UNROTATED, rotation)
+    )
+    return rotated < _MOST_EXCESS * own
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _JudgedExpert:
-    """Neurons of an expert, the tokens that calibrate them, and those that judge them, in the source's coordinates."""
+def _error(
+    blocks: list[model.NeuronBlock],
+    function: specs.NeuronFunction,
+    calibrating: quantize.ExpertTokens,
+    judging: quantize.ExpertTokens,
+    rotation: quantize.LayerRotation,
+) -> float:
+    """Returns the squared error of the outputs of quantized neurons, in the source's coordinates.
 
-    blocks: list[model.NeuronBlock]
-    function: specs.NeuronFunction
-    calibrating: quantize.ExpertTokens
-    judging: quantize.ExpertTokens
-    part: plans.PartFormat
-
-    @classmethod
-    def of(cls, expert: model.Expert, function: specs.NeuronFunction, tokens: quantize.ExpertTokens) -> "_JudgedExpert":
-        calibrating, judging = (
-            quantize.ExpertTokens(tokens.inputs[first::2], tokens.weights[first::2]) for first in range(2)
-        )
-        part = calibrated_anchor(calibrated_formats(tokens.inputs.shape[1]))
-        blocks = [on_cpu(block) for block in first_neurons(expert, _JUDGED_NEURONS)]
-        return cls(blocks, function, calibrating, judging, part)
-
-    def error(self, rotation: quantize.LayerRotation) -> float:
-        """Returns the squared error of the outputs of quantized neurons, in the source's coordinates."""
-        num_cols, x = self.calibrating.inputs.shape[1], self.judging.inputs
-        calibration = quantize.Calibration(
-            replace(self.calibrating, inputs=rotation.inputs(self.calibrating.inputs)), self.function
-        )
-        part, has_gate = self.part, self.blocks[0].gate is not None
-        formats = plans.ExpertFormat(part if has_gate else None, part, part)
-        quantizer = quantize.ExpertQuantizer(formats, calibration, num_cols)
-        error, stored_x = torch.zeros_like(x), rotation.inputs(x)
-        for block in self.blocks:
-            stored = rotation.block(block)
-            matrices = [matrix for matrix in specs.MATRICES if formats.of(matrix) is not None]
-            decoded = {m: decode_part(part, num_cols, quantizer.rows(m, stored)) for m in matrices}
-            rounded = model.NeuronBlock(
-                decoded.get("gate"), decoded["up"], decoded["down"], block.gate_bias, block.up_bias
-            )
-            y = model.activations(stored_x, rounded, self.function).h @ rounded.down
-            error += rotation.outputs(y) - model.activations(x, block, self.function).h @ block.down
-        return float((error.square().sum(dim=1) * self.judging.weights).sum(dtype=torch.float64))
+    Args:    blocks, calibrating, judging: in the source's coordinates.   rotation: the coordinates to quantize in.
+    """
+    num_cols, x = calibrating.inputs.shape[1], judging.inputs
+    calibration = quantize.Calibration(replace(calibrating, inputs=rotation.inputs(calibrating.inputs)), function)
+    part = calibrated_anchor(calibrated_formats(num_cols))
+    formats = plans.ExpertFormat(part if blocks[0].gate is not None else None, part, part)
+    quantizer = quantize.ExpertQuantizer(formats, calibration, num_cols)
+    error, stored_x = torch.zeros_like(x), rotation.inputs(x)
+    for block in blocks:
+        stored = rotation.block(block)
+        matrices = [matrix for matrix in specs.MATRICES if formats.of(matrix) is not None]
+        decoded = {m: decode_part(part, num_cols, quantizer.rows(m, stored)) for m in matrices}
+        rounded = model.NeuronBlock(decoded.get("gate"), decoded["up"], decoded["down"], block.gate_bias, block.up_bias)
+        y = model.activations(stored_x, rounded, function).h @ rounded.down
+        error += rotation.outputs(y) - model.activations(x, block, function).h @ block.down
+    return float((error.square().sum(dim=1) * judging.weights).sum(dtype=torch.float64))

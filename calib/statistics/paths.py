@@ -100,9 +100,9 @@ def _learn_table(
 
 
 def _learn_keys(ordered: NDArray[np.uint16], l: int, num_experts: int, is_whole: bool) -> _Keys:
-    """Returns the choices of layer `l` after each key that was seen PATH_MIN_SEEN times or more, keys ascending.
+    """Returns the choices of layer `l` after each frequent key, keys ascending; none without `is_whole`.
 
-    Args:    is_whole: whether all layers of a key are of its stack; if not, there are no keys.
+    Args:    is_whole: whether all layers of a key are of its stack.
     """
     T = len(ordered)
     rows = ordered[:, max(l - PATH_MEMORY, 0) : l].reshape(T, -1)  # [T, p, k] -> [T, p k]
@@ -126,18 +126,15 @@ def _prune(layers: list[_Keys], free_bytes: int, count_bytes: int) -> list[_Keys
     if not layers:
         return []
     seen = np.concatenate([layer.seen for layer in layers])
-    costs = np.concatenate([_key_bytes(layer, count_bytes) for layer in layers])
+    # The stored bytes of a key: its experts, count and start, then its successors and their counts.
+    costs = np.concatenate(
+        [2 * layer.keys.shape[1] + count_bytes + 4 + layer.lengths * (2 + count_bytes) for layer in layers]
+    )
     order = np.argsort(-seen, kind="stable")
     kept = np.zeros(len(seen), bool)
     kept[order[np.cumsum(costs[order]) <= free_bytes]] = True
     ends = np.cumsum([0, *(len(layer.keys) for layer in layers)])
     return [layer.only(kept[a:b]) for layer, (a, b) in zip(layers, pairwise(ends), strict=True)]
-
-
-def _key_bytes(layer: _Keys, count_bytes: int) -> NDArray[np.int64]:
-    """Returns the stored bytes of each key: its experts, count and start, then its successors and their counts."""
-    costs: NDArray[np.int64] = 2 * layer.keys.shape[1] + count_bytes + 4 + layer.lengths * (2 + count_bytes)
-    return costs
 
 
 def _starts(lengths: Any) -> Array:
@@ -194,9 +191,7 @@ def _hits(
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """Returns how many of each token's experts are among the first 1, 2, ..., n predicted, and the `BackoffLevel`.
 
-    The prediction knows the experts of `num_known` layers before `l`, or of as many as there are.
-
-    Returns: int64 [T, n], n at most E; u8 [T].
+    The prediction knows `num_known` layers before. Returns int64 [T, n], n at most E; u8 [T].
     """
     hits, levels = [], []
     for start in range(0, len(ordered), _CHUNK_TOKENS):
@@ -215,9 +210,7 @@ def accumulated_frequency(
     """Returns the share of each layer's choices that is among the n likeliest experts, knowing 0, 1 or 2 layers before.
 
     Args:    routes: [T, L, k]; of the calibration text as EdgeMoE shows it, of held-out text for its true value.
-             first_layers: those that begin a stack.
-    Returns: [3, L, n] by the number of known layers (all before, if they are fewer), n up to E, at most 16.
-    Source:  EdgeMoE Fig. 8 (right).
+    Returns: [3, L, n] by the number of known layers, n up to E, at most 16 (EdgeMoE Fig. 8, right).
     """
     ordered = as_sets(routes, statistics.popularity.shape[1])
     _, L, k = ordered.shape

@@ -31,11 +31,7 @@ MAX_EXPERTS = 2**16 - 1  # expert indices and their number are kept in 16 bits
 
 
 def as_sets(routes: Routes, num_experts: int) -> NDArray[np.uint16]:
-    """Returns the routes with every token's experts in ascending order, so that equal sets are equal arrays.
-
-    Args:    routes: [T, L, k], T, L and k at least 1; a token's k experts are distinct.
-    Returns: [T, L, k].
-    """
+    """Returns routes [T, L, k] with every token's experts in ascending order, so that equal sets are equal arrays."""
     assert routes.ndim == 3 and routes.size > 0, f"routes are [T, L, k] and not empty, not {routes.shape}"
     assert num_experts <= MAX_EXPERTS, f"{num_experts} experts, at most {MAX_EXPERTS} have an index of 16 bits"
     assert routes.min() >= 0 and routes.max() < num_experts, f"routes name an expert that is none of {num_experts}"
@@ -65,11 +61,7 @@ def count_pairs(
 
 
 def coactivation(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
-    """Returns how many tokens chose both of two experts of a layer; on the diagonal, how many chose the expert.
-
-    Args:    routes: [T, L, k].
-    Returns: [L, E, E], symmetric.
-    """
+    """Returns how many tokens chose both of two experts of a layer, [L, E, E], or the expert (on the diagonal)."""
     ordered = as_sets(routes, num_experts)
     return np.stack([count_pairs(ordered[:, l], ordered[:, l], num_experts) for l in range(ordered.shape[1])])
 
@@ -91,8 +83,7 @@ class Coverage:
 def measure_coverage(routes: Routes, num_experts: int) -> Coverage:
     """Returns the coverage of every expert by the tokens of `routes` `[T, L, k]`.
 
-    Source:  Wilson, JASA 22 (1927). The interval takes tokens as independent. Those of one text are not quite, so it is
-             a little too narrow.
+    The interval is Wilson's (JASA 22, 1927). It takes tokens as independent, so it is a little too narrow.
     """
     ordered = as_sets(routes, num_experts)
     T = len(ordered)
@@ -241,8 +232,8 @@ class LayerStatistics:
     ) -> "LayerStatistics":
         """Returns the statistics in a layer's file.
 
-        Raises:  PackError if an array is missing, unknown, or of another dtype or shape, or if a token's route does not
-                 name k different experts of the model.
+        Raises:  PackError if an array is missing, unknown, or of another dtype, shape or range, or if a token's route
+                 does not name k different experts.
         """
         E, f, k = spec.router.num_experts, spec.expert.intermediate_size, spec.router.num_experts_per_tok
         rules = {
