@@ -5,9 +5,7 @@ evaluation continues after its last complete layer. The source is either a compa
 the checkpoint itself, which then runs on the same text and is compared over the whole vocabulary.
 """
 
-import shutil
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
@@ -88,10 +86,8 @@ def evaluate(
     source = _source_of(pack, tokens, reference)
     kind = "exact" if isinstance(reference, Checkpoint) else "compact"
     facts = {"root": pack.manifest.root, "text": tokens.sha256, "source": source, "kind": kind}
-    work = folder or pack.folder / _WORK_FOLDER
-    store = forward.ProfileStore(work, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
     where = device or torch.device("cpu")
-    try:
+    with forward.work_store(folder or pack.folder / _WORK_FOLDER, facts) as store:
         packed = ModelPass(
             forward.LayerwiseWeights(model.StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where
         )
@@ -102,9 +98,6 @@ def evaluate(
         elif reference is not None:
             comparison = _KeptReference(reference, where)
         losses = _losses(packed, tokens, comparison, source, progress)
-    finally:
-        store.close()
-    shutil.rmtree(work)
     num_sequences, S = tokens.sequences.shape
     return quality.Quality(
         tokens.name,

@@ -13,7 +13,6 @@ same figures.
 Rounded inputs (`moe-run --numerics`): a text runs through the native kernels, exactly and with each mode.
 """
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,16 +52,13 @@ def sparsity_prices(
         work = folder / f"thresholds-{sparsity:g}"
         every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), progress, work, where, operations))
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": tokens.sha256}
-    store = forward.ProfileStore(folder / "passes", sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
-    try:
+    with forward.work_store(folder / "passes", facts, removes=False) as store:
         passes = []
         for sparsity, thresholds in zip((0.0, *sensitivity.SPARSITIES), every, strict=True):
             weights = forward.LayerwiseWeights(_Rethresholded(pack, thresholds, where, operations))
             passes.append(ModelPass(weights, tokens, store, f"at-{sparsity:g}", where))
             passes[-1].run(f"predictions at {sparsity:.0%} sparsity", progress)
         return _judged(passes, tokens, progress)
-    finally:
-        store.close()
 
 
 class _Rethresholded(model.StreamedPackWeights):
@@ -346,15 +342,11 @@ def measure_prices(
     A killed call continues after the last complete layer; decode begins again. `device` is for sparsity: decode runs on
     the CPU.
     """
-    judged, folder = first_tokens(tokens, NUM_TOKENS), pack.folder / _WORK_FOLDER
+    judged = first_tokens(tokens, NUM_TOKENS)
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}
-    store = forward.ProfileStore(folder, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
-    try:
+    with forward.work_store(pack.folder / _WORK_FOLDER, facts) as store:
         sparsity = sparsity_prices(pack, judged, calibration, progress, store.work, device, operations)
         replaced = substitution(pack, judged, progress, store.work)
-    finally:
-        store.close()
-    shutil.rmtree(folder)
     N, S = judged.sequences.shape
     return quality.Prices(N * (forward.stack_tokens(pack.spec, S) - 1), calibration.name, sparsity, replaced)
 

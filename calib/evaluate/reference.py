@@ -20,7 +20,6 @@ takes 2.3 kB a token. docs/moe-pack.md specifies it.
 """
 
 import math
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -287,18 +286,14 @@ def make_reference(
             raise formats.ConversionError(
                 f"{folder}: this folder has a reference of another model or text; give another one, or remove it"
             )
-    identity = sha256(formats.canonical({"source": source, "text": tokens.sha256})).hexdigest()
-    store = forward.ProfileStore(folder / _WORK_FOLDER, identity, replaces_other=True)
+    facts = {"source": source, "text": tokens.sha256}
     where = device or torch.device("cpu")
-    try:
+    with forward.work_store(folder / _WORK_FOLDER, facts) as store:
         weights = forward.LayerwiseWeights(CheckpointWeights(checkpoint, where))
         source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
         source_pass.run("predictions of the source", progress)
         reference = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec), progress)
-    finally:
-        store.close()
-    write_tensor_sidecar(folder, REFERENCE_FILE, _stored(reference), source)
-    shutil.rmtree(store.folder)
+        write_tensor_sidecar(folder, REFERENCE_FILE, _stored(reference), source)
     return reference
 
 

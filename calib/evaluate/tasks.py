@@ -5,7 +5,6 @@ choice are encoded together; the choice's tokens are those after the prompt's ow
 to the choice, because tokenizers join them with the next word. EleutherAI's lm-evaluation-harness has the same rule.
 """
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -125,22 +124,17 @@ def task_score(
     """
     check_continues(model.spec)
     where = device or torch.device("cpu")
-    packed = isinstance(model, formats.Pack)
-    facts = {"model": model.manifest.root if isinstance(model, formats.Pack) else forward.source_digest(model)}
-    identity = sha256(formats.canonical({**facts, "tasks": tasks.tokens.sha256})).hexdigest()
-    store = forward.ProfileStore(folder, identity, replaces_other=True)
-    try:
+    root = model.manifest.root if isinstance(model, formats.Pack) else forward.source_digest(model)
+    facts = {"model": root, "tasks": tasks.tokens.sha256}
+    with forward.work_store(folder, facts) as store:
         weights = (
             StreamedPackWeights(model, where, operations)
             if isinstance(model, formats.Pack)
             else CheckpointWeights(model, where)
         )
         model_pass = ModelPass(forward.LayerwiseWeights(weights), tasks.tokens, store, "tasks", where)
-        model_pass.run(f"tasks by the {'pack' if packed else 'source'}", progress)
+        model_pass.run(f"tasks by the {'pack' if isinstance(model, formats.Pack) else 'source'}", progress)
         sums = _log_likelihoods(model_pass, tasks, progress)
-    finally:
-        store.close()
-    shutil.rmtree(folder)
     return score(tasks, sums)
 
 

@@ -6,7 +6,6 @@ are computed with it. The last fifth of the text is held out: it shows which spa
 
 import shutil
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -121,13 +120,10 @@ def _measured(
 ) -> tuple[NDArray[np.float32], MeasuredThresholds]:
     """Returns thresholds [L, E] and the sparsity that they give."""
     facts = {"conversion": pack.manifest.conversion, "rule": formats.dump(rule), "text": tokens.sha256}
-    store = forward.ProfileStore(folder, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
-    try:
+    with forward.work_store(folder, facts, removes=False) as store:
         run = _Run(pack, tokens, rule, store, progress, device or torch.device("cpu"), operations)
         run.run("thresholds", progress)
         return np.stack([layer["thresholds"] for layer in run.counts()]), run.summary()
-    finally:
-        store.close()
 
 
 class _Run(model_pass.ModelPass):

@@ -14,7 +14,8 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -246,6 +247,29 @@ class ProfileStore:
                 f"{self.folder}: contains an unfinished profile of another model, text or options; "
                 "repeat that command, or remove the folder"
             )
+
+
+@contextmanager
+def work_store(folder: Path, facts: Mapping[str, object], removes: bool = True) -> Iterator[ProfileStore]:
+    """Opens a folder for work files; a killed call with the same facts goes on in it.
+
+    Args:    removes: whether the folder is removed when the work is done.
+    """
+    store = ProfileStore(folder, hashlib.sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
+    try:
+        yield store
+    finally:
+        store.close()
+    if removes:
+        shutil.rmtree(folder)
+
+
+class NamedArrays:
+    """A dataclass whose fields are the arrays of a file."""
+
+    def arrays(self) -> dict[str, Array]:
+        """Returns all arrays by name, as stored."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]  # it is one
 
 
 _PACKAGES = ("hqq", "moe-pack", "numpy", "torch")

@@ -88,16 +88,12 @@ class ProfileFacts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerMoments:
+class LayerMoments(forward.NamedArrays):
     """Sums of squares over the tokens of each expert of a layer, as in `LayerStatistics`."""
 
     tokens: forward.Array  # u32 [E]
     input_squares: forward.Array  # f32 [E, d]
     hidden_squares: forward.Array  # f32 [E, f]
-
-    def arrays(self) -> dict[str, forward.Array]:
-        """Returns all arrays by name, as stored."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def of_expert(self, expert: int) -> quantize.ExpertMoments:
         """Returns the mean squares of an expert, drawn to those of its layer as by `OTHERS_COUNT` more tokens."""

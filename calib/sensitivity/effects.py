@@ -6,7 +6,7 @@ model with all experts of some layers rounded. A copy's KL divergence over its e
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import Array
+from moe_pack.calib.forward import Array, NamedArrays
 from moe_pack.calib.sensitivity import errors
 from moe_pack.runtime.model import Weights, head
 
@@ -73,7 +73,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLosses:
+class LayerLosses(NamedArrays):
     """KL divergences in nats, estimated to second order, by changes in one layer.
 
     Without experts in the layer all but the first are [0].
@@ -89,10 +89,6 @@ class LayerLosses:
     # f32 [3, C]: the same for the calibrated quantizer (`calibrated_formats`), over plain rounding at its `base_width`,
     # of down without the repeated neurons if the format repeats them; [0] if no inputs are kept.
     calibrated: Array
-
-    def arrays(self) -> dict[str, Array]:
-        """Returns all arrays by name, as stored."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def plain(self, num_cols: int) -> Array:
         """Returns the loss of all experts by plain rounding at `WIDTHS`: float64 [4]."""
@@ -158,7 +154,7 @@ def _nll_per_kl(measured: Divergences) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Effects:
+class Effects(NamedArrays):
     """The factors of a model's losses, and the losses that are not in a layer."""
 
     growth: Array  # f32 [layers]: multiplies the losses of a layer, because real errors are not small
@@ -166,7 +162,3 @@ class Effects:
     head: Array  # f32 [2]: likewise
     copies: Array  # f32 [C, 2]: the KL of each copy, and the log-likelihood that the true next tokens lost
     nll_per_kl: Array  # f32 [1]: the ratio of the two over all copies
-
-    def arrays(self) -> dict[str, Array]:
-        """Returns all arrays by name, as stored."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}

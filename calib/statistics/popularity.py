@@ -11,7 +11,7 @@ has T k of them.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -199,7 +199,7 @@ _HOT_UNIT = 65535  # shares of tokens are stored as whole numbers of this
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerStatistics:
+class LayerStatistics(forward.NamedArrays):
     """The statistics of a MoE layer: E experts of f neurons, T tokens, 3 selector kinds (up, gate, both).
 
     If experts have a capacity, or some return their input, all but `routes` count only the tokens that they run for;
@@ -221,10 +221,6 @@ class LayerStatistics:
     cosine: forward.Array
     input_squares: forward.Array  # f32 [E, d]: sums over the expert's tokens of the squares of its inputs
     hidden_squares: forward.Array  # f32 [E, f]: the same of `h`, the inputs of down
-
-    def arrays(self) -> dict[str, forward.Array]:
-        """Returns all arrays by name, as stored."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_arrays(
