@@ -1,9 +1,9 @@
 """Merges profiles of one checkpoint on different texts, as if their texts had been profiled together.
 
 Routes, counts and kept inputs are those that a profile of all texts has, and path statistics are learned from the
-routes again. Figures that are means over tokens are averaged by tokens. What a profile does not keep cannot be computed
-again: quantiles are those of the mixed distributions, and the networks are those of one profile. docs/profile.md says
-how far each figure is off.
+routes again. Figures that are means over tokens are averaged by tokens. A merge cannot compute again what a profile
+does not keep: quantiles are those of the mixed distributions, and the networks are those of one profile.
+docs/profile.md says how far each figure is off.
 """
 
 import dataclasses

@@ -169,8 +169,8 @@ class Calibration:
     def down(self, block: model.NeuronBlock, stored: model.NeuronBlock | None = None) -> "DownRows":
         """Returns the rows of down to round in a block of n neurons.
 
-        Meaning: the rows are fitted (`DampedFit`) to the activations g of the stored gate and up. What is missing are
-                 the errors of gate and up, and a share of what the inputs miss.
+        Meaning: the rows are fitted (`DampedFit`) to the activations g of the stored gate and up. The errors of gate
+                 and up are missing, and a share of what the inputs miss.
         Args:    block: the source's.   stored: gate and up as a reader finds them; down is not read. None: the
                  source's.
         """

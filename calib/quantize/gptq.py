@@ -12,8 +12,8 @@ errors of the columns before it as far as it can. `U` and `D` are `GptqFactor.fa
 `gptq_columns` quantizes rows of gate and up in this way; `v` is the input of the expert.
 `gptq_rows` quantizes rows of down. These are summed, not multiplied with the input: `v` is `h` of all neurons, each row
 is a column of the formula, and errors go from row to row, the largest activations first: the others make up for the
-errors of a neuron that decides an output. Within a row all columns weigh the same. Where neurons are repeated, their
-second rows begin as zeros and follow directly: they take nearly all of the first rows' errors.
+errors of a neuron that decides an output. Within a row all columns weigh the same. The second rows of
+repeated neurons begin as zeros and follow directly: they take nearly all of the first rows' errors.
 Scales are found before codes: for gate and up from the row itself, for down from the targets of some rows together.
 
 Source: GPTQ (arXiv 2210.17323) and LDLQ of QuIP (arXiv 2307.13304) for gate and up. The form for down and the gain are

@@ -1,6 +1,6 @@
 """The guard: what calibration makes of an expert is judged on tokens that it was not made from.
 
-A calibrated rounding trusts the second moments of the tokens that it was made from. Where an expert later gets other
+A calibrated rounding trusts the second moments of the tokens that it was made from. If an expert later gets other
 tokens, with directions that were rare, it can lose more than a plain rounding: the one that minimizes the squared error
 of each row alone, in the same format. So both are compared over the tokens that judge, with inputs x_t, weights s_t and
 the source's activations h_t:
@@ -14,7 +14,7 @@ the squared error of a row times the mean of `s_t x_t^2` over columns, or times 
 calibrated rounding loses more than a share of that. The loss of a single row may turn out as far from its expectation
 as its inputs have few directions; that of a block is within some percent.
 
-Where the inputs behind stored layers are known, the stored weights are judged with them. A step of gate or up towards
+The stored weights are judged with the inputs behind stored layers, if these are known. A step of gate or up towards
 what other inputs miss is judged first: it is made only as far as it helps there.
 
 `GuardedQuantizer.loss` is the error of the expert's outputs on the same tokens, with all matrices as they are stored.

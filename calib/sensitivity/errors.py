@@ -369,7 +369,7 @@ def calibrated_ratios(
     )
 
 
-_STEPS = WIDTHS[:-1]  # of which a mean is taken: errors of 8 bits are small beside float32's
+_STEPS = WIDTHS[:-1]  # of which a mean is taken: errors of 8 bits are small next to float32's
 
 
 def _step_error(errors: Sequence[Tensor]) -> Tensor:

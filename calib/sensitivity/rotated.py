@@ -1,7 +1,7 @@
 """Experts in the coordinates in which they are stored: the decision, and weights in which errors are measured.
 
-A plan's losses are those of stored rows. Where a layer is rotated, the sensitivity stage takes its rows, inputs and
-gradients in rotated coordinates, in which a row with an outlier loses far less. Activations are the same in both
+A plan's losses are those of stored rows. The sensitivity stage takes the rows, inputs and gradients of a rotated layer
+in rotated coordinates, in which a row with an outlier loses far less. Activations are the same in both
 coordinates up to rounding, and so are thresholds and sparsity.
 """
 

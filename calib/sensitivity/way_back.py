@@ -111,8 +111,8 @@ class WayBack:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns the gradients with respect to `x` and `inputs` of a layer's tokens, and to its experts' outputs.
 
-        That of `inputs` is through shared and dense experts, None where they are in `x`. Where outputs do not simply
-        add to `x`, the layer's experts run again.
+        That of `inputs` is through shared and dense experts, None if they are in `x`. The layer's experts run again if
+        their outputs do not simply add to `x`.
         """
         run, above = self._run, self.above
         if tokens.outputs is None:

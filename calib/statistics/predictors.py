@@ -146,7 +146,7 @@ def train(
              entropy of the experts' logits, minibatch by minibatch. The last eighth of the tokens validates: the epoch
              with the best recall of k experts there is kept, of equals the one with the least loss. Epoch 0 is
              popularity: biases start at each expert's log-odds, the last layer's weights at 0. In the end mean and
-             scale are folded into the first layer. Of fewer than 8 tokens, all are learned from and all validate.
+             scale are folded into the first layer. If there are fewer than 8 tokens, all are learned from and validate.
              The same arguments, machine and number of threads give the same bits; the global random state is not used.
     Args:    x: float32 [T, d]; may be mapped from a file: only minibatches and blocks of it are copied.
              previous: int64 [T, P, k'], P 1 or 2, as for `Predictor.scores`.   targets: int64 [T, k].
