@@ -90,21 +90,11 @@ class StoredInputs:
     def _begun(self, last: int) -> forward.LayerStates:
         """Returns the sequences between layers, where an earlier run has left them."""
         given = forward.Sequences.of(self._spec, torch.from_numpy(self._profile.kept_sequences().astype(np.int64)))
-        first, answer = given.begun(lambda ids, number: model.embed(ids[number], self._weights))
+        beginning = given.embedded(self._weights)
 
         def states() -> forward.LayerStates:
-            num_sequences, length = given.ids.shape
-            workers = self._workers
             return forward.LayerStates(
-                self._weights,
-                first,
-                num_sequences,
-                length,
-                self._folder,
-                _CPU,
-                answer=answer,
-                workers=workers,
-                ids=lambda number: given.ids[number],
+                self._weights, beginning, len(given.ids), given.length, self._folder, _CPU, workers=self._workers
             )
 
         found = states()

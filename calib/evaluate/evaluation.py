@@ -5,9 +5,7 @@ evaluation continues after its last complete layer. The source is either a compa
 the checkpoint itself, which then runs on the same text and is compared over the whole vocabulary.
 """
 
-import shutil
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
@@ -43,13 +41,13 @@ Sums = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceLosses:
-    """Sums over blocks for the figures of `SourceQuality`, float64 [B] each. `nll`: of the source, in nats."""
+    """Sums over blocks for the figures of `SourceQuality`, float64 [B] each."""
 
     source: str
     is_exact: bool
     num_outcomes: int
     noise_floor: float
-    nll: Sums
+    nll: Sums  # of the source, in nats
     kl: Sums
     kl_bound: Sums
     agreeing: Sums
@@ -58,14 +56,11 @@ class SourceLosses:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockLosses:
-    """Sums over blocks of consecutive predicted tokens (`estimate`): `num_tokens` int64, `nll` float64 [B], in nats.
+class _BlockLosses:
+    """Sums over blocks of consecutive predicted tokens."""
 
-    Two packs on the same text have the same blocks, so that their differences can be resampled.
-    """
-
-    num_tokens: NDArray[np.int64]
-    nll: Sums
+    num_tokens: NDArray[np.int64]  # of each block
+    nll: Sums  # float64 [B], in nats
     sparsity: float | None
     against: SourceLosses | None
 
@@ -79,13 +74,30 @@ def evaluate(
     operations: model.Operations = model.TORCH,
     folder: Path | None = None,
 ) -> quality.Quality:
-    """Evaluates a pack on a text without writing `quality.json`; arguments and errors as `block_losses`."""
-    losses = block_losses(pack, tokens, progress, reference, device, operations, folder)
-    return quality_of(pack, tokens, losses)
+    """Evaluates a pack on a text, without writing `quality.json`. A killed call continues after the last whole layer.
 
-
-def quality_of(pack: formats.Pack, tokens: forward.Tokens, losses: BlockLosses) -> quality.Quality:
-    """Summarizes a pack's losses on a text."""
+    Args:    reference: to compare with; a checkpoint runs on the same text, and KL is over the whole vocabulary.
+             operations: decode rows and multiply large dense matrices.   folder: for work files, removed at the end;
+             None takes one in the pack's folder.
+    Raises:  PlanError if the reference is of another model or text; ConversionError if the folder is in use or cannot
+             be written; RunError for sequences longer than the model's positions.
+    """
+    forward.check_length(pack.spec, tokens.sequences.shape[1])
+    source = _source_of(pack, tokens, reference)
+    kind = "exact" if isinstance(reference, Checkpoint) else "compact"
+    facts = {"root": pack.manifest.root, "text": tokens.sha256, "source": source, "kind": kind}
+    where = device or torch.device("cpu")
+    with forward.work_store(folder or pack.folder / _WORK_FOLDER, facts) as store:
+        packed = ModelPass(
+            forward.LayerwiseWeights(model.StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where
+        )
+        packed.run("predictions of the pack", progress)
+        comparison: _Comparison | None = None
+        if isinstance(reference, Checkpoint):
+            comparison = _Source(reference, tokens, store, progress, where)
+        elif reference is not None:
+            comparison = _KeptReference(reference, where)
+        losses = _losses(packed, tokens, comparison, source, progress)
     num_sequences, S = tokens.sequences.shape
     return quality.Quality(
         tokens.name,
@@ -100,49 +112,8 @@ def quality_of(pack: formats.Pack, tokens: forward.Tokens, losses: BlockLosses) 
     )
 
 
-def block_losses(
-    pack: formats.Pack,
-    tokens: forward.Tokens,
-    progress: formats.Progress = formats.NO_PROGRESS,
-    reference: Reference | Checkpoint | None = None,
-    device: torch.device | None = None,
-    operations: model.Operations = model.TORCH,
-    folder: Path | None = None,
-) -> BlockLosses:
-    """Measures a pack's losses on a text by blocks of tokens. A killed call continues after the last complete layer.
-
-    Args:    reference: to compare with; a checkpoint runs on the same text, and KL is over the whole vocabulary.
-             operations: decode rows and multiply large dense matrices.   folder: for work files, removed at the end;
-             None takes one in the pack's folder.
-    Raises:  PlanError if the reference is of another model or text; ConversionError if the folder is in use or cannot
-             be written; RunError for sequences longer than the model's positions.
-    """
-    forward.check_length(pack.spec, tokens.sequences.shape[1])
-    source = _source_of(pack, tokens, reference)
-    kind = "exact" if isinstance(reference, Checkpoint) else "compact"
-    facts = {"root": pack.manifest.root, "text": tokens.sha256, "source": source, "kind": kind}
-    work = folder or pack.folder / _WORK_FOLDER
-    store = forward.ProfileStore(work, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
-    where = device or torch.device("cpu")
-    try:
-        packed = ModelPass(
-            forward.LayerwiseWeights(model.StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where
-        )
-        packed.run("predictions of the pack", progress)
-        comparison: _Comparison | None = None
-        if isinstance(reference, Checkpoint):
-            comparison = _Source(reference, tokens, store, progress, where)
-        elif reference is not None:
-            comparison = _KeptReference(reference, where)
-        losses = _losses(packed, tokens, comparison, source, progress)
-    finally:
-        store.close()
-    shutil.rmtree(work)
-    return losses
-
-
 def check_source(pack: formats.Pack, checkpoint: Checkpoint) -> str:
-    """Returns the digest of the checkpoint, after checking that the pack was made from it.
+    """Returns the digest of the checkpoint.
 
     Raises:  PlanError if the pack was made from another checkpoint: its tensors or routers differ.
     """
@@ -245,7 +216,7 @@ def _stack(*losses: Tensor) -> Tensor:
 @torch.inference_mode()
 def _losses(
     packed: ModelPass, tokens: forward.Tokens, comparison: _Comparison | None, source: str, progress: formats.Progress
-) -> BlockLosses:
+) -> _BlockLosses:
     """Computes the losses after all layers are done."""
     cost = packed.prediction_cost() * (2 if comparison is not None and comparison.is_exact else 1)
     progress.begin(cost.stage("predictions"))
@@ -264,10 +235,10 @@ def _losses(
     progress.end()
     likelihood_losses = torch.cat(nll).cpu().numpy()
     num_tokens = block_sums(np.ones(len(likelihood_losses))).astype(np.int64)
-    return BlockLosses(num_tokens, block_sums(likelihood_losses), packed.sparsity().overall, against)
+    return _BlockLosses(num_tokens, block_sums(likelihood_losses), packed.sparsity().overall, against)
 
 
-def _source_quality(losses: BlockLosses, against: SourceLosses) -> quality.SourceQuality:
+def _source_quality(losses: _BlockLosses, against: SourceLosses) -> quality.SourceQuality:
     number = losses.num_tokens
     total = int(number.sum())
     return quality.SourceQuality(

@@ -18,14 +18,11 @@ from moe_pack.runtime.model import embed
 
 @dataclass(frozen=True, slots=True)
 class RealizedSparsity:
-    """The share of neurons that did not run, over all experts' tokens and by MoE layer and expert; None without tokens.
+    """The share of neurons that did not run; None without tokens."""
 
-    `tokens`: the number of tokens of each expert.
-    """
-
-    overall: json_files.Share | None
-    experts: tuple[tuple[json_files.Share | None, ...], ...]
-    tokens: tuple[tuple[json_files.Count, ...], ...]
+    overall: json_files.Share | None  # over all experts' tokens
+    experts: tuple[tuple[json_files.Share | None, ...], ...]  # by MoE layer and expert
+    tokens: tuple[tuple[json_files.Count, ...], ...]  # of each expert
 
 
 def realized(counts: Iterable[tuple[forward.Array, forward.Array]], num_neurons: int) -> RealizedSparsity:
@@ -53,6 +50,8 @@ class ModelPass:
     Raises:  RunError for sequences longer than the model's positions.
     """
 
+    _runs_of_expert = 1
+
     def __init__(
         self,
         weights: forward.LayerwiseWeights,
@@ -78,19 +77,8 @@ class ModelPass:
         self._store = store
         self._name = name
         self._device = device
-        first, answer = given.begun(embedded)
         number, folder = self.num_sequences + with_twin, store.work / name
-        ids = given.ids
-        self._states = forward.LayerStates(
-            weights,
-            first,
-            number,
-            self.sequence_length,
-            folder,
-            device,
-            answer=answer,
-            ids=lambda place: ids[place % len(ids)],  # the twin is of the first
-        )
+        self._states = forward.LayerStates(weights, given.begun(embedded), number, self.sequence_length, folder, device)
 
     @torch.inference_mode()
     def run(self, stage: str, progress: commands.Progress) -> None:
@@ -111,12 +99,14 @@ class ModelPass:
             del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         progress.end()
 
+    def counts(self) -> list[dict[str, forward.Array]]:
+        """Reads what was counted of each MoE layer, after all layers are done."""
+        return [forward.read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
+
     def sparsity(self) -> RealizedSparsity:
         """Returns the share of neurons that did not run, with a twin's tokens, after all layers are done."""
-        layers = [forward.read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
-        return realized(
-            ((counts["dropped"], counts["tokens"]) for counts in layers), self._spec.expert.intermediate_size
-        )
+        counts = ((layer["dropped"], layer["tokens"]) for layer in self.counts())
+        return realized(counts, self._spec.expert.intermediate_size)
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[slice]:
         """Yields slices of a sequence for one call of `predictions` each; by default all tokens but the last."""
@@ -135,18 +125,11 @@ class ModelPass:
     def _cost(self, layers: range) -> sensitivity.Cost:
         if not layers:
             return sensitivity.Cost()
-        spec, trial, number = self._spec, sensitivity.Trial(self._weights, self._states), self._states.num_sequences
-        router = spec.router
+        trial, number = sensitivity.Trial(self._weights, self._states), self._states.num_sequences
+        router = self._spec.router
         tokens_an_expert = number * self.sequence_length * router.num_experts_per_tok / router.num_experts
-        halves = {kind: trial.half(kind) * number for kind in sensitivity.kinds_of_layers(spec)}
-        plain = trial.plain(tokens_an_expert) * router.num_experts
-        return sum(
-            (
-                halves[sensitivity.kind_of(spec, l)] + (plain if l in spec.moe_layers else sensitivity.Cost())
-                for l in layers
-            ),
-            start=sensitivity.Cost(),
-        )
+        experts = trial.plain(tokens_an_expert) * (self._runs_of_expert * router.num_experts)
+        return sensitivity.layers_cost(trial, layers, number, experts)
 
     def _file(self, layer: int) -> str:
         return f"{self._name}-{layer:03d}.safetensors"

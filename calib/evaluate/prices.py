@@ -13,7 +13,6 @@ same figures.
 Rounded inputs (`moe-run --numerics`): a text runs through the native kernels, exactly and with each mode.
 """
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,7 +46,6 @@ def sparsity_prices(
     """Measures the price of each of `SPARSITIES`. A killed call continues after the last complete layer.
 
     Args:    tokens: to judge on.   calibration: to find thresholds on.   folder: for work files; the caller removes it.
-    Raises:  ConversionError if the folder is in use or cannot be written; PackError if the pack is damaged.
     """
     where = device or torch.device("cpu")
     every = [np.zeros(pack.thresholds.shape, np.float32)]
@@ -55,16 +53,13 @@ def sparsity_prices(
         work = folder / f"thresholds-{sparsity:g}"
         every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), progress, work, where, operations))
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": tokens.sha256}
-    store = forward.ProfileStore(folder / "passes", sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
-    try:
+    with forward.work_store(folder / "passes", facts, removes=False) as store:
         passes = []
         for sparsity, thresholds in zip((0.0, *sensitivity.SPARSITIES), every, strict=True):
             weights = forward.LayerwiseWeights(_Rethresholded(pack, thresholds, where, operations))
             passes.append(ModelPass(weights, tokens, store, f"at-{sparsity:g}", where))
             passes[-1].run(f"predictions at {sparsity:.0%} sparsity", progress)
         return _judged(passes, tokens, progress)
-    finally:
-        store.close()
 
 
 class _Rethresholded(model.StreamedPackWeights):
@@ -228,10 +223,7 @@ def fed_singly(engine: runtime.Engine, ids: list[int], text: list[int] | None = 
 
 
 def budget_with_room(pack: formats.Pack, share: float, context_tokens: int) -> int:
-    """Returns the smallest budget for this share of the pack's experts, each as large as the largest, at least for one.
-
-    It does not check whether the machine has so much memory.
-    """
+    """Returns the smallest budget for this share of experts, each as large as the largest; at least for one expert."""
     page_bytes, head_bytes = page_sizes(pack.layout)
     pages, predictors = offload.expert_pages(pack.layout, page_bytes), offload.routing_bytes(pack.folder)
     wanted = int(pages.max()) * max(round(share * pages.size), 1)
@@ -264,11 +256,7 @@ _NUMERICS_LENGTH = 512  # of their sequences, at most
 def measure_numerics(
     pack: formats.Pack, tokens: forward.Tokens, progress: formats.Progress = formats.NO_PROGRESS
 ) -> numerics.NumericsLoss | None:
-    """Measures the loss of each numeric mode of the CPU, compared with `exact`, on the first tokens of a text.
-
-    Returns: None if these kernels do not round, there are none, or the model has an encoder.
-    Raises:  RunError if the machine has too little memory; PackError if the pack is damaged.
-    """
+    """Measures the loss of each numeric mode of the CPU, compared with `exact`; None if kernels do not round."""
     if pack.spec.encoder is not None or not cpu.is_available():
         return None
     sequences = first_tokens(tokens, NUMERICS_TOKENS).sequences[:, :_NUMERICS_LENGTH]
@@ -352,20 +340,14 @@ def measure_prices(
 ) -> quality.Prices:
     """Measures the prices of a pack on the first `NUM_TOKENS` of a text, in whole sequences.
 
-    A killed call continues after the last complete layer; decode begins again.
-    Args:    device: for sparsity; decode runs on the CPU.
-    Raises:  ConversionError if its folder cannot be written; RunError if there is too little memory for decode;
-             PackError if the pack is damaged.
+    A killed call continues after the last complete layer; decode begins again. `device` is for sparsity: decode runs on
+    the CPU.
     """
-    judged, folder = first_tokens(tokens, NUM_TOKENS), pack.folder / _WORK_FOLDER
+    judged = first_tokens(tokens, NUM_TOKENS)
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}
-    store = forward.ProfileStore(folder, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
-    try:
+    with forward.work_store(pack.folder / _WORK_FOLDER, facts) as store:
         sparsity = sparsity_prices(pack, judged, calibration, progress, store.work, device, operations)
         replaced = substitution(pack, judged, progress, store.work)
-    finally:
-        store.close()
-    shutil.rmtree(folder)
     N, S = judged.sequences.shape
     return quality.Prices(N * (forward.stack_tokens(pack.spec, S) - 1), calibration.name, sparsity, replaced)
 

@@ -20,7 +20,6 @@ takes 2.3 kB a token. docs/moe-pack.md specifies it.
 """
 
 import math
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -55,7 +54,7 @@ def block_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def mean(sums: NDArray[np.float64], num_tokens: NDArray[np.int64]) -> Estimate:
-    """Returns the mean over tokens from sums over B blocks: a ratio of two sums, with a half-width by Student's t.
+    """Returns the mean over tokens from sums over B blocks, with a half-width by Student's t.
 
     Meaning: m = sum s / sum n;  variance B / (B - 1) * sum (s - m n)^2 / (sum n)^2;  t of B - 1 degrees of freedom.
     """
@@ -107,27 +106,22 @@ _ROWS_AT_ONCE = 32  # each as long as the vocabulary: limits the memory for temp
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The kept part of n predictions.
+    """The kept part of n predictions."""
 
-    `ids` int64, `log_probs` float32 [n, K]: the likeliest tokens, in descending order.   `log_tail` float32 [n]: of the
-    mass of all other tokens, -inf if there are none.   `drawn_ids` int64, `drawn_log_probs` float32 [n, m]: tokens
-    drawn from the others.
-    """
-
-    ids: Tensor
-    log_probs: Tensor
-    log_tail: Tensor
-    drawn_ids: Tensor
-    drawn_log_probs: Tensor
+    ids: Tensor  # int64 [n, K]: the likeliest tokens, in descending order
+    log_probs: Tensor  # float32 [n, K]
+    log_tail: Tensor  # float32 [n]: of the mass of all other tokens, -inf if there are none
+    drawn_ids: Tensor  # int64 [n, m]: tokens drawn from the others
+    drawn_log_probs: Tensor  # float32 [n, m]
 
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """The KL divergences of n predictions, float64 [n] each. `tail`: their own mass outside the K outcomes."""
+    """The KL divergences of n predictions, float64 [n] each."""
 
     bound: Tensor
     estimate: Tensor
-    tail: Tensor
+    tail: Tensor  # the predictions' own mass outside the K outcomes
 
 
 def num_kept(vocab_size: int) -> tuple[int, int]:
@@ -215,52 +209,41 @@ _NUMPY = {"U32": "<u4", "F32": "<f4"}
 
 @dataclass(frozen=True, slots=True)
 class ReferenceFacts:
-    """The model and the text of a reference.
-
-    `source`: the checkpoint's digest.   `text_sha256`: of the tokens as little-endian int32.   `num_outcomes`,
-    `num_drawn`: K and m of `Outcomes`.   `noise_floor`: the mean KL in nats between two runs of the first sequence, one
-    with each embedding value changed by one bit.   `start_token`: of a model with an encoder, which reads half of each
-    sequence (`Sequences`); null without one.
-    """
+    """The model and the text of a reference."""
 
     format: Literal["moe-pack reference"]
     version: int
-    source: str
+    source: str  # the checkpoint's digest
     text: str
-    text_sha256: str
+    text_sha256: str  # of the tokens as little-endian int32
     num_sequences: json_files.Positive
     sequence_length: json_files.Positive
     vocab_size: json_files.Positive
-    num_outcomes: json_files.Count
-    num_drawn: json_files.Count
+    num_outcomes: json_files.Count  # K of `Outcomes`
+    num_drawn: json_files.Count  # m of `Outcomes`
+    # The mean KL in nats between two runs of the first sequence, one with each embedding value changed by one bit.
     noise_floor: json_files.Amount
+    # Of a model with an encoder, which reads half of each sequence (`Sequences`); null without one
     start_token: int | None = json_files.added(None)  # a field, whose default is None
 
     @property
     def num_predicted(self) -> int:
-        """Returns the predictions of a sequence: of every token but the first.
-
-        With an encoder, only of the half of the sequence that the encoder does not read (`Sequences.ids`).
-        """
+        """Returns the predictions of a sequence: of all tokens of the decoder (`Sequences.ids`) but the first."""
         return (self.sequence_length if self.start_token is None else self.sequence_length // 2) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """A model's predictions on a text of N sequences of S tokens, p of each (`ReferenceFacts.num_predicted`).
-
-    `sequences` u32 [N, S]; of each prediction, [N, p, ...]: `ids` u32, `log_probs` f32 [K], `log_tail` f32,
-    `drawn_ids` u32, `drawn_log_probs` f32 [m] as `Outcomes` has them; `next_log_probs` f32: of the token that followed.
-    """
+    """A model's predictions on a text of N sequences of S tokens, p of each (`ReferenceFacts.num_predicted`)."""
 
     facts: ReferenceFacts
-    sequences: forward.Array
-    ids: forward.Array
-    log_probs: forward.Array
-    log_tail: forward.Array
-    drawn_ids: forward.Array
-    drawn_log_probs: forward.Array
-    next_log_probs: forward.Array
+    sequences: forward.Array  # u32 [N, S]
+    ids: forward.Array  # u32 [N, p, K], as the next four in `Outcomes`
+    log_probs: forward.Array  # f32 [N, p, K]
+    log_tail: forward.Array  # f32 [N, p]
+    drawn_ids: forward.Array  # u32 [N, p, m]
+    drawn_log_probs: forward.Array  # f32 [N, p, m]
+    next_log_probs: forward.Array  # f32 [N, p]: of the token that followed
 
     def tokens(self) -> forward.Tokens:
         """Returns the reference's text."""
@@ -303,26 +286,21 @@ def make_reference(
             raise formats.ConversionError(
                 f"{folder}: this folder has a reference of another model or text; give another one, or remove it"
             )
-    identity = sha256(formats.canonical({"source": source, "text": tokens.sha256})).hexdigest()
-    store = forward.ProfileStore(folder / _WORK_FOLDER, identity, replaces_other=True)
+    facts = {"source": source, "text": tokens.sha256}
     where = device or torch.device("cpu")
-    try:
+    with forward.work_store(folder / _WORK_FOLDER, facts) as store:
         weights = forward.LayerwiseWeights(CheckpointWeights(checkpoint, where))
         source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
         source_pass.run("predictions of the source", progress)
         reference = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec), progress)
-    finally:
-        store.close()
-    write_tensor_sidecar(folder, REFERENCE_FILE, _stored(reference), source)
-    shutil.rmtree(store.folder)
+        write_tensor_sidecar(folder, REFERENCE_FILE, _stored(reference), source)
     return reference
 
 
 def check_reference(reference: Reference, tokens: forward.Tokens, source: str, place: str) -> None:
-    """Refuses a reference of another model or another text.
+    """Refuses a reference of another model or another text, by PlanError.
 
     Args:    source: the digest of the checkpoint that the pack was made from.   place: its name in messages.
-    Raises:  PlanError if the model or the text is another one.
     """
     if reference.facts.source != source:
         raise formats.PlanError(
@@ -398,9 +376,8 @@ def _stored(reference: Reference) -> Iterator[tuple[str, str, forward.Array]]:
 
 
 def read_reference(path: Path) -> Reference:
-    """Reads a reference and checks all of it.
+    """Reads a reference, the file or a folder with it, and checks all of it.
 
-    Args:    path: the file, or a folder with `reference.safetensors`.
     Raises:  PackError if it is missing, damaged or foreign.
     """
     file = path / REFERENCE_FILE if path.is_dir() else path

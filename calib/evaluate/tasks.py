@@ -5,7 +5,6 @@ choice are encoded together; the choice's tokens are those after the prompt's ow
 to the choice, because tokenizers join them with the next word. EleutherAI's lm-evaluation-harness has the same rule.
 """
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -29,21 +28,21 @@ _MAX_LINE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A line of a file of tasks; `answer` counts the choices from 0."""
+    """A line of a file of tasks."""
 
     prompt: str
     choices: tuple[str, ...]
-    answer: int
+    answer: int  # counts the choices from 0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The place of a choice's tokens in its sequence: from `start` up to `stop`. `num_bytes`: of its UTF-8."""
+    """The place of a choice's tokens in its sequence: from `start` up to `stop`."""
 
     task_idx: int
     start: int
     stop: int
-    num_bytes: int
+    num_bytes: int  # of its UTF-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +56,11 @@ class TaskTokens:
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """The share of correct answers, with the half-widths of Wilson's 95% intervals.
-
-    `accuracy`: by the choices' log-likelihood.   `normalized_accuracy`: by log-likelihood for each byte.
-    """
+    """The share of correct answers, with the half-widths of Wilson's 95% intervals."""
 
     num_tasks: int
-    accuracy: Estimate
-    normalized_accuracy: Estimate
+    accuracy: Estimate  # by the choices' log-likelihood
+    normalized_accuracy: Estimate  # by log-likelihood for each byte
 
 
 def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
@@ -122,30 +118,23 @@ def task_score(
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> TaskScore:
-    """Measures how many tasks a model answers correctly, layer by layer in bounded memory.
+    """Measures how many tasks a model answers correctly. A killed call continues after the last complete layer.
 
-    A killed call continues after the last complete layer.
     Args:    folder: for work files, removed at the end.   operations: for a pack, on the CPU.
-    Raises:  ConversionError if the folder is in use or cannot be written; RunError for a model with an encoder.
     """
     check_continues(model.spec)
     where = device or torch.device("cpu")
-    packed = isinstance(model, formats.Pack)
-    facts = {"model": model.manifest.root if isinstance(model, formats.Pack) else forward.source_digest(model)}
-    identity = sha256(formats.canonical({**facts, "tasks": tasks.tokens.sha256})).hexdigest()
-    store = forward.ProfileStore(folder, identity, replaces_other=True)
-    try:
+    root = model.manifest.root if isinstance(model, formats.Pack) else forward.source_digest(model)
+    facts = {"model": root, "tasks": tasks.tokens.sha256}
+    with forward.work_store(folder, facts) as store:
         weights = (
             StreamedPackWeights(model, where, operations)
             if isinstance(model, formats.Pack)
             else CheckpointWeights(model, where)
         )
         model_pass = ModelPass(forward.LayerwiseWeights(weights), tasks.tokens, store, "tasks", where)
-        model_pass.run(f"tasks by the {'pack' if packed else 'source'}", progress)
+        model_pass.run(f"tasks by the {'pack' if isinstance(model, formats.Pack) else 'source'}", progress)
         sums = _log_likelihoods(model_pass, tasks, progress)
-    finally:
-        store.close()
-    shutil.rmtree(folder)
     return score(tasks, sums)
 
 

@@ -6,7 +6,6 @@ are computed with it. The last fifth of the text is held out: it shows which spa
 
 import shutil
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from moe_pack.calib import forward, sensitivity
 from moe_pack.calib.evaluate import model_pass
 from moe_pack.calib.forward import num_held_out
 from moe_pack.formats.base import json_files
-from moe_pack.formats.base.commands import stage_of
 from moe_pack.formats.pack import sidecar
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import model
@@ -30,15 +28,11 @@ _WORK_FOLDER = "thresholds.work"
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule:
-    """The rule by which thresholds are found; exactly one of the three is given.
+    """The rule by which thresholds are found; exactly one of the three is given."""
 
-    `sparsity`: each expert's quantile of abs(a) at this share (FloE Eq. 6).   `theta`: one threshold for all experts
-    (CORM).   `planned`: a sparsity for each expert, by MoE layer.
-    """
-
-    sparsity: float | None = None
-    theta: float | None = None
-    planned: tuple[tuple[float, ...], ...] | None = None
+    sparsity: float | None = None  # each expert's quantile of abs(a) at this share (FloE Eq. 6)
+    theta: float | None = None  # one threshold for all experts (CORM)
+    planned: tuple[tuple[float, ...], ...] | None = None  # a sparsity for each expert, by MoE layer
 
     def fault(self) -> str | None:
         """Returns what is wrong with the rule, or None."""
@@ -59,10 +53,7 @@ class ThresholdRule:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredThresholds:
-    """The sidecar `thresholds.json`: the rule, the text, and the sparsity that the thresholds give.
-
-    `learned`: on the tokens from which thresholds were taken.   `held_out`: on the others.
-    """
+    """The sidecar `thresholds.json`: the rule, the text, and the sparsity that the thresholds give."""
 
     rule: ThresholdRule
     text: str
@@ -70,8 +61,8 @@ class MeasuredThresholds:
     num_sequences: json_files.Positive
     sequence_length: json_files.Positive
     num_held_out: json_files.Count
-    learned: model_pass.RealizedSparsity
-    held_out: model_pass.RealizedSparsity
+    learned: model_pass.RealizedSparsity  # on the tokens from which thresholds were taken
+    held_out: model_pass.RealizedSparsity  # on the others
 
 
 def measure_thresholds(
@@ -114,11 +105,7 @@ def find_thresholds(
     device: torch.device | None = None,
     operations: model.Operations = model.TORCH,
 ) -> NDArray[np.float32]:
-    """Returns the thresholds [L, E] that `measure_thresholds` would give a pack, without changing the pack.
-
-    A killed call continues after the last complete layer.
-    Args:    folder: for work files; the caller removes it.
-    """
+    """Returns the thresholds [L, E] that `measure_thresholds` would give a pack; the caller removes `folder`."""
     return _measured(pack, tokens, rule, progress, folder, device, operations)[0]
 
 
@@ -133,41 +120,16 @@ def _measured(
 ) -> tuple[NDArray[np.float32], MeasuredThresholds]:
     """Returns thresholds [L, E] and the sparsity that they give."""
     facts = {"conversion": pack.manifest.conversion, "rule": formats.dump(rule), "text": tokens.sha256}
-    store = forward.ProfileStore(folder, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
-    try:
+    with forward.work_store(folder, facts, removes=False) as store:
         run = _Run(pack, tokens, rule, store, progress, device or torch.device("cpu"), operations)
-        layers = run.measure()
-    finally:
-        store.close()
-    return np.stack([layer["thresholds"] for layer in layers]), run.summary(layers)
+        run.run("thresholds", progress)
+        return np.stack([layer["thresholds"] for layer in run.counts()]), run.summary()
 
 
-def realized_sparsity(
-    pack: formats.Pack,
-    tokens: forward.Tokens,
-    progress: formats.Progress = formats.NO_PROGRESS,
-    device: torch.device | None = None,
-    operations: model.Operations = model.TORCH,
-) -> model_pass.RealizedSparsity:
-    """Measures the share of neurons that do not run on a text with the pack's own thresholds."""
-    folder = pack.folder / _WORK_FOLDER
-    facts = {"root": pack.manifest.root, "text": tokens.sha256}
-    store = forward.ProfileStore(folder, sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
-    where = device or torch.device("cpu")
-    try:
-        run = model_pass.ModelPass(
-            forward.LayerwiseWeights(model.StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where
-        )
-        run.run("sparsity", progress)
-        sparsity = run.sparsity()
-    finally:
-        store.close()
-    shutil.rmtree(folder)
-    return sparsity
-
-
-class _Run:
+class _Run(model_pass.ModelPass):
     """The measurement of one pack on one text."""
+
+    _runs_of_expert = 2  # for its threshold and for its outputs
 
     def __init__(
         self,
@@ -179,59 +141,17 @@ class _Run:
         device: torch.device,
         operations: model.Operations,
     ) -> None:
-        self._spec = pack.spec
+        weights = forward.LayerwiseWeights(model.StreamedPackWeights(pack, device, operations))
+        super().__init__(weights, tokens, store, "thresholds", device)
         self._tokens = tokens
         self._rule = rule
-        self._store = store
         self._progress = progress
-        self._device = device
-        self._weights = forward.LayerwiseWeights(model.StreamedPackWeights(pack, device, operations))
-        self._given = forward.Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
-        num_sequences, S = self._given.ids.shape
-        self._num_held_out = num_held_out(num_sequences)
-        self._num_learned_tokens = (num_sequences - self._num_held_out) * S
+        self._num_held_out = num_held_out(self.num_sequences)
+        self._num_learned_tokens = (self.num_sequences - self._num_held_out) * self.sequence_length
 
-    @torch.inference_mode()
-    def measure(self) -> list[dict[str, NDArray[np.generic]]]:
-        """Returns for each MoE layer `thresholds` f32 [E]; `dropped` and `tokens` i64 [E, 2], learned and held out."""
-        spec, (num_sequences, S) = self._spec, self._given.ids.shape
-        first, answer = self._given.begun(lambda ids, number: model.embed(ids[number], self._weights))
-        folder = self._store.work / "pass"
-        ids = self._given.ids
-        states = forward.LayerStates(
-            self._weights, first, num_sequences, S, folder, self._device, answer=answer, ids=lambda number: ids[number]
-        )
-        layers = range(states.next_layer, spec.num_hidden_layers)
-        with stage_of(self._progress, "timing thresholds"):
-            cost = self._cost(sensitivity.Trial(self._weights, states), layers)
-        self._progress.begin(cost.stage("thresholds"))
-        for layer in layers:
-            tokens = states.enter(layer)
-            self._progress.advance(sensitivity.half_multiplications(spec, layer, S) * len(tokens.x), f"layer {layer}")
-            if layer in spec.moe_layers:
-                self._store.write(self._file(layer), self._layer(states, tokens, layer))
-            states.leave(layer, tokens)
-            del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
-        self._progress.end()
-        return [forward.read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
-
-    def _cost(self, trial: sensitivity.Trial, layers: range) -> sensitivity.Cost:
-        """Returns the cost of the remaining layers: each expert runs twice, for its threshold and for its outputs."""
-        spec, (num_sequences, S) = self._spec, self._given.ids.shape
-        router, num_tokens = spec.router, num_sequences * S
-        halves = {kind: trial.half(kind) * num_sequences for kind in sensitivity.kinds_of_layers(spec)}
-        plain = trial.plain(num_tokens * router.num_experts_per_tok / router.num_experts) * (2 * router.num_experts)
-        return sum(
-            (
-                halves[sensitivity.kind_of(spec, l)] + (plain if l in spec.moe_layers else sensitivity.Cost())
-                for l in layers
-            ),
-            start=sensitivity.Cost(),
-        )
-
-    def summary(self, layers: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:
+    def summary(self) -> MeasuredThresholds:
         """Returns the content of the sidecar."""
-        f = self._spec.expert.intermediate_size
+        layers, f = self.counts(), self._spec.expert.intermediate_size
         learned, held_out = (
             model_pass.realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in layers], f)
             for part in (0, 1)
@@ -241,15 +161,10 @@ class _Run:
             self._rule, self._tokens.name, self._tokens.sha256, num_sequences, S, self._num_held_out, learned, held_out
         )
 
-    def _file(self, layer: int) -> str:
-        return f"thresholds-{layer:03d}.safetensors"
-
-    def _layer(
-        self, states: forward.LayerStates, tokens: forward.LayerTokens, layer: int
-    ) -> dict[str, NDArray[np.generic]]:
+    def _layer(self, tokens: forward.LayerTokens, layer: int, progress: formats.Progress) -> dict[str, forward.Array]:
         layer_idx, E = self._spec.moe_layers.index(layer), self._spec.router.num_experts
         thresholds = self._thresholds(tokens, layer_idx)
-        counts = [self._run_expert(states, tokens, layer_idx, expert, float(thresholds[expert])) for expert in range(E)]
+        counts = [self._run_expert(tokens, layer_idx, expert, float(thresholds[expert])) for expert in range(E)]
         return {
             "thresholds": thresholds,
             "dropped": np.asarray([dropped for dropped, _ in counts], np.int64),
@@ -291,12 +206,12 @@ class _Run:
         return histogram
 
     def _run_expert(
-        self, states: forward.LayerStates, tokens: forward.LayerTokens, layer_idx: int, expert: int, threshold: float
+        self, tokens: forward.LayerTokens, layer_idx: int, expert: int, threshold: float
     ) -> tuple[list[int], list[int]]:
         """Adds an expert's outputs; returns dropped neurons and tokens, each for learned and held-out tokens."""
         one, place = sensitivity.expert_multiplications(self._spec), self._place(layer_idx, expert)
         token_idx, left = forward.run_counted(
-            states,
+            self._states,
             tokens,
             self._weights,
             (layer_idx, expert),

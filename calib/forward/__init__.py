@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from moe_pack.calib.forward.layers import (
         LayerStates,
         LayerTokens,
-        LayerwiseWeights,
         Sequences,
         check_length,
         num_workers,
@@ -39,13 +38,16 @@ if TYPE_CHECKING:
     from moe_pack.calib.forward.store import (
         PROFILE_FILE,
         Array,
+        NamedArrays,
         ProfileStore,
         made_with,
         packed_source_digest,
         read_all_arrays,
         source_digest,
         tidy,
+        work_store,
     )
     from moe_pack.calib.forward.text import Tokens, num_held_out, read_tokens, unseen_tokens
+    from moe_pack.calib.forward.weights import DerivedWeights, LayerwiseWeights
 else:
     __getattr__ = face(__name__)

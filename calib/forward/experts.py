@@ -36,7 +36,6 @@ _MANTISSA_BITS = 10
 _SHIFT = 23 - _MANTISSA_BITS
 NUM_BINS = 1 << (31 - _SHIFT)
 _INFINITY = 0x7F800000 >> _SHIFT  # the bin of infinity; NaNs are in the bins after it
-RESOLUTION = 2.0**-_MANTISSA_BITS  # relative
 
 
 class Histogram:
@@ -62,8 +61,7 @@ class Histogram:
     def quantiles(self, levels: Sequence[float]) -> NDArray[np.float32]:
         """Returns, for each level, the least magnitude that this share of the values does not exceed: float32 [levels].
 
-        Within a bin it is interpolated by rank. Without values it is 0.
-        Source: FloE Eq. 6.
+        Within a bin it is interpolated by rank; without values it is 0 (FloE Eq. 6).
         """
         by_exponent = self.counts.numpy().reshape(-1, 1 << _MANTISSA_BITS)
         used = np.flatnonzero(by_exponent.sum(axis=1))  # some twenty of 256: the bins of the others are skipped
@@ -90,19 +88,13 @@ HOT_SPARSITIES: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class ExpertActivity:
-    """The activations of an expert's neurons, counted over its tokens.
+    """The activations of an expert's neurons, counted over its tokens."""
 
-    `histograms`: of abs(a), by kind.   `hot_thresholds` float32 [kinds, sparsities]: quantiles of abs(a) over
-    `HOT_SAMPLE_TOKENS` tokens.   `hot` int64 [kinds, sparsities, f]: tokens on which a neuron reached them.
-    `input_squares` float64 [d], `hidden_squares` float64 [f]: the sums over tokens of the squares of the expert's
-    inputs and of `h`, the inputs of down.
-    """
-
-    histograms: tuple[Histogram, ...]
-    hot_thresholds: NDArray[np.float32]
-    hot: Tensor
-    input_squares: Tensor
-    hidden_squares: Tensor
+    histograms: tuple[Histogram, ...]  # of abs(a), by kind
+    hot_thresholds: NDArray[np.float32]  # [kinds, sparsities]: quantiles of abs(a) over `HOT_SAMPLE_TOKENS` tokens
+    hot: Tensor  # int64 [kinds, sparsities, f]: tokens on which a neuron reached them
+    input_squares: Tensor  # float64 [d]: sums over tokens of the squares of the expert's inputs
+    hidden_squares: Tensor  # float64 [f]: the same of `h`, the inputs of down
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Returns the same as tensors; of each histogram the bins that have counts, and these."""
@@ -134,8 +126,8 @@ def measure_expert(
     """Runs an expert with all its neurons on its tokens and counts their activations.
 
     Args:    inputs: float32 [T, d], of the layer.   token_idx: int64 [n], rising: the expert's tokens among them.
-             num_neurons: of the expert.   add: is called with positions in `token_idx`, int64 [m], and the expert's
-             output there, float32 [m, d].   device: where to compute; where the inputs are by default.
+             add: takes positions in `token_idx`, int64 [m], and the expert's output there, float32 [m, d].
+             device: where to compute; where the inputs are by default.
     """
     counts = _Counts(inputs.shape[1], num_neurons)
     for number, places in enumerate(_chunks(len(token_idx), chunk_tokens)):
@@ -230,10 +222,7 @@ def _copy_magnitudes(values: model.Activations, sample: Tensor) -> None:
 def input_chunks(
     tokens: layers.LayerTokens, weights: model.Weights, layer_idx: int, token_idx: Tensor, device: torch.device
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Yields what a MoE layer's experts get for these tokens, and the slice of `token_idx`, in chunks.
-
-    Yields:  float32 [n, d] on the device, rotated if the layer is.
-    """
+    """Yields experts' inputs float32 [n, d] on the device, rotated if the layer is, and the slice of `token_idx`."""
     for start in range(0, len(token_idx), CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
         yield to_experts(tokens.expert_inputs(token_idx[rows]).to(device), weights, layer_idx), rows
@@ -249,8 +238,7 @@ def run_counted(
 ) -> tuple[Tensor, Tensor]:
     """Adds an expert's outputs, weighted, to the hidden states of its tokens, by the reference semantics.
 
-    Args:    number: MoE layer index and expert.   threshold: on `abs(a)`.   on_tokens: is called with the number of
-             tokens of each chunk, when it is done.
+    Args:    number: MoE layer index and expert.   on_tokens: takes the number of tokens of each chunk when it is done.
     Returns: its tokens, rising int64 [n], and how many of its neurons did not run for each, int64 [n].
     """
     spec = weights.spec
@@ -277,10 +265,7 @@ _ALIGN_BYTES = 64
 
 
 def num_kept_sequences(spec: formats.ModelSpec, num_learned: int, sequence_length: int) -> int:
-    """Returns how many sequences a profile keeps: `MAX_OWN_TOKENS` tokens an expert on average, if there are so many.
-
-    Args:    num_learned: sequences that are not held out.   sequence_length: tokens of each in a layer.
-    """
+    """Returns how many sequences a profile keeps: `MAX_OWN_TOKENS` tokens an expert on average, if it has them."""
     router = spec.router
     num_tokens = -(-quantize.MAX_OWN_TOKENS * router.num_experts // router.num_experts_per_tok)
     return min(num_learned, -(-num_tokens // sequence_length))
@@ -299,11 +284,7 @@ def input_bytes(spec: formats.ModelSpec, num_tokens: int) -> int:
 def input_pieces(
     spec: formats.ModelSpec, tokens: layers.LayerTokens, sequence_length: int, kept: Tensor
 ) -> Iterator[bytes]:
-    """Yields a layer's file in pieces, so that it is never whole in memory.
-
-    Args:    tokens: all tokens of the layer, with its outputs added to `x`.   kept: the sequences to keep, rising int64
-             [n].
-    """
+    """Yields a layer's file in pieces, from all tokens of the layer with its outputs added to `x`; `kept` is rising."""
     token_idx = (kept[:, None] * sequence_length + torch.arange(sequence_length)).flatten()  # [n S]
     split = torch.split(token_idx, _PIECE_TOKENS)
     return _file_pieces(
@@ -317,10 +298,7 @@ def input_pieces(
 
 
 def joined_input_pieces(spec: formats.ModelSpec, kept: Sequence[tuple["ExpertInputs", Tensor]]) -> Iterator[bytes]:
-    """Yields a layer's file in pieces, of tokens in other files of the same layer.
-
-    Args:    kept: for each of the files the places of its tokens to keep, int64 [n].
-    """
+    """Yields a layer's file in pieces, of the tokens at some places, int64 [n], of other files of the same layer."""
     return _file_pieces(
         spec,
         sum(len(token_idx) for _, token_idx in kept),
@@ -354,21 +332,16 @@ def _file_pieces(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptInputs:
-    """The inputs of experts that a profile keeps of some sequences of `sequence_length` tokens a layer.
+    """The inputs of experts that a profile keeps of some sequences."""
 
-    `sequences`: their numbers, rising int64 [n].   `open`: opens the file of a MoE layer; the caller closes it.
-    """
-
-    sequences: Tensor
-    sequence_length: int
-    open: Callable[[int], "ExpertInputs"]
+    sequences: Tensor  # their numbers, rising int64 [n]
+    sequence_length: int  # tokens of each in a layer
+    open: Callable[[int], "ExpertInputs"]  # opens the file of a MoE layer; the caller closes it
 
     def split(self, num_judged: int) -> tuple[int, int]:
-        """Divides the tokens into some to judge on and others to calibrate on.
+        """Returns how many of the first `num_judged` tokens to judge on, and the first token of a file after these.
 
-        Args:    num_judged: how many of all tokens, from the first on, may be used to judge.
-        Returns: how many of them to use, and the first token of a file that is not among them. At least half of the
-                 tokens in the files is left to calibrate on.
+        At least half of the tokens in the files is left to calibrate on.
         """
         S = self.sequence_length
         middle, place = divmod(len(self.sequences) * S // 2, S)

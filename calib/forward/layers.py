@@ -18,9 +18,6 @@ A model of one stack sees all S tokens of a sequence. With an encoder, each stac
 
 So every layer sees n tokens of a sequence, and the decoder predicts, from half a text, the n - 1 tokens that follow.
 docs/profile.md specifies this.
-
-`LayerwiseWeights` keeps the dense matrices of one layer in memory and no other's. The embedding and the head, unless
-they are small, and the experts are read as they are used.
 """
 
 import math
@@ -28,10 +25,9 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from threading import Lock
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -44,7 +40,6 @@ from moe_pack.runtime.model import caches, encoder_decoder, mixers
 from moe_pack.runtime.model.attention import relative
 from moe_pack.runtime.model.layers import add_ngrams, enter_second, run_unrouted, with_returned
 from moe_pack.runtime.model.residuals import residual_of
-from moe_pack.runtime.model.rotation import Rotation
 from moe_pack.runtime.model.weights import norm
 
 _PARALLEL_BYTES = 64 << 20  # of experts in float32 at once
@@ -53,24 +48,33 @@ _PARALLEL_BYTES = 64 << 20  # of experts in float32 at once
 def num_workers(spec: formats.ModelSpec) -> int:
     """Returns how many experts of a model run in parallel: one for each of torch's threads, while their weights fit.
 
-    Products of small matrices gain nothing from torch's threads, which only wait for each other; whole experts and
-    whole sequences in parallel do. Large experts use torch's threads: in parallel they would take too much memory.
+    Products of small matrices gain nothing from torch's threads; whole experts in parallel do. Large experts use them:
+    in parallel they would take too much memory.
     """
     expert_bytes = 4 * len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
     return max(1, min(torch.get_num_threads(), _PARALLEL_BYTES // expert_bytes))
 
 
-Beginning = Callable[[int], Tensor]  # a sequence's hidden states before a stack's first layer, by its number
+OfSequence = Callable[[int], Tensor]  # a tensor of a sequence, by the sequence's number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """The beginning of each sequence of a pass."""
+
+    first: OfSequence  # hidden states float32 [S, w] before layer 0
+    answer: OfSequence | None = None  # with an encoder: hidden states before the decoder's first layer
+    ids: OfSequence | None = None  # tokens int64 [S]; for n-grams and tables from tokens to experts
+    # The number of the sequence from which a later one branched off. Both read the same text of an encoder, and share
+    # what a layer before chose.
+    origin: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """The tokens that a model is given of N sequences.
+    """The tokens that a model is given of N sequences."""
 
-    `stacks`: int64 [N, n] for each stack, the encoder first if there is one.
-    """
-
-    stacks: tuple[Tensor, ...]
+    stacks: tuple[Tensor, ...]  # int64 [N, n] for each stack, the encoder first if there is one
 
     @classmethod
     def of(cls, spec: formats.ModelSpec, tokens: Tensor) -> "Sequences":
@@ -91,16 +95,22 @@ class Sequences:
         """The number of tokens of a sequence in each stack, n."""
         return self.ids.shape[1]
 
-    def begun(self, embedded: Callable[[Tensor, int], Tensor]) -> tuple[Beginning, Beginning | None]:
-        """Returns the functions that give a sequence's hidden states before the first stack, and before the second.
-
-        The second is None without an encoder.
+    def begun(self, embedded: Callable[[Tensor, int], Tensor]) -> Beginning:
+        """Returns the beginning of a pass over the sequences, or over several copies of them.
 
         Args:    embedded: returns the hidden states float32 [n, d] of a sequence from the tokens of a stack, int64
                  [N, n], and the sequence's number.
         """
-        first, *others = (lambda number, ids=ids: embedded(ids, number) for ids in self.stacks)
-        return first, others[0] if others else None
+        first, *others = (partial(embedded, ids) for ids in self.stacks)
+        return Beginning(first, others[0] if others else None, lambda number: self.ids[number % len(self.ids)])
+
+    def embedded(self, weights: model.Weights) -> Beginning:
+        """Returns the beginning of a pass over the sequences, or over several copies of them, by their embeddings."""
+        return self.begun(lambda ids, number: model.embed(ids[number % len(ids)], weights))
+
+    def first(self, number: int) -> "Sequences":
+        """Returns the first sequences."""
+        return Sequences(tuple(ids[:number] for ids in self.stacks))
 
 
 def stack_tokens(spec: formats.ModelSpec, sequence_length: int) -> int:
@@ -114,10 +124,7 @@ def stack_of(spec: formats.ModelSpec, layer: int) -> int:
 
 
 def check_length(spec: formats.ModelSpec, sequence_length: int) -> None:
-    """Checks that a model can read sequences of this length.
-
-    Raises:  RunError if they are longer than the model's positions, or too short for a prediction in each half.
-    """
+    """Refuses sequences longer than the model's positions, or too short for a prediction in each half: RunError."""
     if sequence_length > spec.max_position_embeddings:
         raise formats.RunError(
             f"--sequence-length: found {sequence_length}, expected at most the "
@@ -130,83 +137,8 @@ def check_length(spec: formats.ModelSpec, sequence_length: int) -> None:
         )
 
 
-_SMALL_BYTES = 16 << 20  # matrices of at most this size stay in memory in float32, the embedding and the head too
-
-
-class Source(model.Weights, Protocol):
-    """Weights whose dense matrices can be read row by row or loaded whole."""
-
-    def load(self, role: str) -> model.Matrix:
-        """Loads a dense matrix, in the bytes in which it is stored."""
-        ...
-
-
-class LayerwiseWeights:
-    """The weights of `source`, with the dense matrices of one layer in memory: the last one used. Thread-safe."""
-
-    def __init__(self, source: Source) -> None:
-        self.spec: formats.ModelSpec = source.spec
-        self.selector: formats.Selector = source.selector
-        self.operations: model.Operations = source.operations
-        self._source = source
-        self._layer = ""
-        self._matrices: dict[str, model.Matrix] = {}
-        self._vectors: dict[str, Tensor] = {}
-        self._lock = Lock()
-
-    def vector(self, role: str) -> Tensor:
-        """Returns a norm's weight or a bias, float32 [n]."""
-        with self._lock:
-            self._enter_layer(role)
-            if role not in self._vectors:
-                self._vectors[role] = self._source.vector(role)
-            return self._vectors[role]
-
-    def matrix(self, role: str) -> model.Matrix:
-        """Returns a dense matrix by its role."""
-        if not role.startswith("layers."):
-            matrix = self._source.matrix(role)
-            if 4 * matrix.num_rows * matrix.num_cols > _SMALL_BYTES:
-                return matrix
-        with self._lock:
-            self._enter_layer(role)
-            if role not in self._matrices:
-                matrix = self._source.load(role)
-                if 4 * matrix.num_rows * matrix.num_cols <= _SMALL_BYTES:
-                    matrix = model.StoredMatrix(matrix.rows(0, matrix.num_rows))  # in float32: converted once
-                self._matrices[role] = matrix
-            return self._matrices[role]
-
-    def expert(self, layer_idx: int, expert: int) -> model.Expert:
-        """Returns an expert, whose blocks are read as they are used."""
-        return self._source.expert(layer_idx, expert)
-
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
-        return self._source.threshold(layer_idx, expert)
-
-    def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
-        return self._source.rotation(layer_idx)
-
-    def ngram_table(self, layer: int) -> mixers.RowTable:
-        """Returns the n-gram table of a decoder layer, which stays on the disk."""
-        return self._source.ngram_table(layer)
-
-    def _enter_layer(self, role: str) -> None:
-        """Drops the matrices of the previous layer if the role is of another layer."""
-        parts = role.split(".")
-        if parts[0] == "layers" and parts[1] != self._layer:
-            self._layer = parts[1]
-            self._matrices.clear()
-            self._vectors.clear()
-
-
 class SequenceAttention:
-    """The attention of layers for whole sequences of one length, each from an empty context.
-
-    Args:    sequence_length: tokens of a sequence in a stack, n.
-    """
+    """The attention of layers for whole sequences of one length, each from an empty context."""
 
     def __init__(self, weights: model.Weights, sequence_length: int, device: torch.device) -> None:
         self._spec = weights.spec
@@ -342,24 +274,19 @@ MAX_MEMORY_BYTES = 1 << 29  # that a pass may use for the arrays of its tokens
 
 @dataclass(frozen=True, slots=True)
 class LayerTokens:
-    """All tokens inside a layer, T = sequences times their length, in order.
+    """All tokens inside a layer, T = sequences times their length, in order."""
 
-    `x` float32 [T, w]: hidden states after attention, with the outputs of shared and dense experts, and of experts that
-    return their input.   `inputs` float32 [T, d]: the input of the router and the experts.   `experts` int64 [T, k],
-    `weights` float32 [T, k]: routes; [T, 0] in a layer without a router. An expert with the weight 0, as beyond its
-    capacity, does not run for that token.
-    `scales` float32 [T]: the router's weights, where they multiply the input of experts; `weights` are ones then.
-    `own_norm` float32 [d]: what multiplies the input of routed experts alone.
-    `outputs` float32 [T, d]: the weighted sum of routed experts, where it does not simply add to `x`; `x` is then
-    without the outputs of shared and dense experts too, until `LayerStates.summed`.
-    """
-
+    # float32 [T, w]: hidden states after attention, with the outputs of shared and dense experts, and of experts that
+    # return their input.
     x: Tensor
-    inputs: Tensor
-    experts: Tensor
-    weights: Tensor
+    inputs: Tensor  # float32 [T, d]: of the router and the experts
+    experts: Tensor  # int64 [T, k]: routes; [T, 0] in a layer without a router
+    weights: Tensor  # float32 [T, k]. With the weight 0, as beyond its capacity, an expert does not run for that token
+    # float32 [T]: the router's weights, where they multiply the input of experts; `weights` are ones then
     scales: Tensor | None = None
-    own_norm: Tensor | None = None
+    own_norm: Tensor | None = None  # float32 [d]: multiplies the input of routed experts alone
+    # float32 [T, d]: the weighted sum of routed experts, where it does not simply add to `x`. `x` is then without the
+    # outputs of shared and dense experts too, until `LayerStates.summed`.
     outputs: Tensor | None = None
 
     def expert_inputs(self, token_idx: Tensor | slice) -> Tensor:
@@ -378,51 +305,38 @@ class LayerTokens:
 class LayerStates:
     """The hidden states of sequences of S tokens between layers. Owns `folder`.
 
-    Args:    first: returns the hidden states float32 [S, w] of a sequence before layer 0, by its number.
-             sequence_length: in each stack; the caller has checked it.
+    Args:    sequence_length: in each stack; the caller has checked it.
              folder: created if missing; if a killed pass left its hidden states there, the pass goes on at
              `next_layer`.
-             memory_bytes: the most for a layer's two arrays in memory; larger arrays are in mapped files.
-             answer: with an encoder, returns the hidden states before the decoder's first layer likewise.
-             origin: returns the number of the sequence from which a later one branched off, because both read the same
-             text of an encoder, or share what a layer before chose; needed if sequences branch off then.
              keeps_all: whether the hidden states before every layer stay on disk, for `inside` and `at`.
              workers: threads that run sequences; None: as many as `num_workers`.
-             ids: returns the tokens int64 [S] of a sequence, by its number; needed in a model with n-grams, or with a
-             table from tokens to experts.
              results: of sequences within a layer; shared, if several parts run the same pass over `folder`.
     """
 
     def __init__(
         self,
         weights: model.Weights,
-        first: Beginning,
+        beginning: Beginning,
         num_sequences: int,
         sequence_length: int,
         folder: Path,
         device: torch.device,
-        memory_bytes: int = MAX_MEMORY_BYTES,
-        answer: Beginning | None = None,
-        origin: Callable[[int], int] | None = None,
         keeps_all: bool = False,
         workers: int | None = None,
-        ids: Beginning | None = None,
         results: shared.Results = shared.ONE_PROCESS,
     ) -> None:
         self.spec = weights.spec
         self.num_sequences = self._num_first = num_sequences
         self.sequence_length = sequence_length
         self._weights = weights
-        self._first = first
+        self._beginning = beginning
         self._folder = folder
-        self._memory_bytes = memory_bytes
-        self._answer = answer
-        self._origin = origin
         self._keeps_all = keeps_all
-        self._workers = workers
-        self._ids = ids
+        self._num_workers = num_workers(self.spec) if workers is None else workers
         self._results = results
-        assert (answer is None) == (self.spec.encoder is None), "a decoder after an encoder has a beginning of its own"
+        assert (beginning.answer is None) == (self.spec.encoder is None), (
+            "a decoder after an encoder has a beginning of its own"
+        )
         self._decoder_start = 0 if self.spec.encoder is None else self.spec.encoder.num_layers  # its first layer
         self.device = device
         folder.mkdir(exist_ok=True)
@@ -444,7 +358,7 @@ class LayerStates:
         num_tokens = num_sequences * self.sequence_length
         d, width = self.spec.hidden_size, self.spec.stream_width
         adds_apart = self.spec.residual is not None and self.spec.has_second(layer)
-        mapped = 4 * num_tokens * (width + d + d * adds_apart) > self._memory_bytes
+        mapped = 4 * num_tokens * (width + d + d * adds_apart) > MAX_MEMORY_BYTES
         own_norm = residual_of(self.spec.residual).experts_norm(self._weights, layer) if k else None
         tokens = LayerTokens(
             x=self.allocate("x", num_tokens, mapped, width),
@@ -473,10 +387,10 @@ class LayerStates:
             tokens = replace(tokens, scales=tokens.weights[:, 0], weights=torch.ones_like(tokens.weights))
         return tokens
 
-    def half(self, layer: int, number: int) -> tuple[Tensor, Tensor]:
+    def half(self, layer: int, number: int, weights: model.Weights) -> tuple[Tensor, Tensor]:
         """Returns a sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, w] and [S, d]."""
         x, text, chosen = self.at(layer, number), self.text(layer, number), self.chosen(layer, number)
-        return self.half_of(layer, x, text, self._weights, chosen, self.ids(number))
+        return self.half_of(layer, x, text, weights, chosen, self.ids(number))
 
     def half_of(
         self,
@@ -596,15 +510,15 @@ class LayerStates:
     def at(self, layer: int, number: int) -> Tensor:
         """Returns a sequence's hidden states before this layer, which is the next one unless all are kept."""
         if layer == 0:
-            return self._first(number)
+            return self._beginning.first(number)
         if layer == self._decoder_start:
-            assert self._answer is not None, "a layer at which a decoder begins"
-            return self._answer(self._root_of(number, self._num_first))
+            assert self._beginning.answer is not None, "a layer at which a decoder begins"
+            return self._beginning.answer(self._root_of(number, self._num_first))
         return self._read_hidden(self._paths[layer], number)
 
     def ids(self, number: int) -> Tensor | None:
         """Returns the tokens of a sequence, int64 [S]; None if the model does not need them."""
-        return self._ids(number) if self._ids is not None and self.spec.needs_ids else None
+        return self._beginning.ids(number) if self._beginning.ids is not None and self.spec.needs_ids else None
 
     def text(self, layer: int, number: int) -> Tensor | None:
         """Returns the encoder's output for a sequence, float32 [S, d], not normed; None outside of its decoder."""
@@ -619,10 +533,7 @@ class LayerStates:
         return bool(shared_choosers(self.spec, self.sequence_length))
 
     def chosen(self, layer: int, number: int) -> caches.Chosen:
-        """Returns the positions that a sequence's tokens attend to in a layer that shares an earlier layer's choice.
-
-        In other layers they are all positions.
-        """
+        """Returns the positions to attend to: those that an earlier layer chose, if the layer shares them, or all."""
         num_read = self._choices.num_read(layer)
         found = self._choices.read(layer, self._root_of(number, num_read) if num_read else number)
         return replace(found, positions=None if found.positions is None else found.positions.to(self.device))
@@ -630,8 +541,8 @@ class LayerStates:
     def _root_of(self, number: int, num_sequences: int) -> int:
         """Returns the sequence, among the first `num_sequences`, from which a sequence branched off, or itself."""
         while number >= num_sequences:
-            assert self._origin is not None, "sequences branch off where the caller says from which"
-            number = self._origin(number)
+            assert self._beginning.origin is not None, "sequences branch off where the caller says from which"
+            number = self._beginning.origin(number)
         return number
 
     def _read_hidden(self, path: Path, number: int) -> Tensor:
@@ -643,8 +554,7 @@ class LayerStates:
     def allocate(self, name: str, num_tokens: int, mapped: bool, width: int | None = None) -> Tensor:
         """Returns an uninitialized float32 [num_tokens, width], in a mapped file of this name or in memory.
 
-        The next call with the same name takes the file's name away, not the memory of an earlier result. The width is d
-        by default.
+        The next call with the same name takes the file's name away, not the memory of an earlier result.
         """
         shape = (num_tokens, self.spec.hidden_size if width is None else width)
         if not mapped:
@@ -657,10 +567,6 @@ class LayerStates:
         """Removes the folder, unless other parts may still read in it."""
         if not self._results.is_shared:
             shutil.rmtree(self._folder)
-
-    @property
-    def _num_workers(self) -> int:
-        return num_workers(self.spec) if self._workers is None else self._workers
 
     @property
     def _sequence_bytes(self) -> int:
@@ -689,8 +595,7 @@ def store_states(
 ) -> tuple[Path, int]:
     """Writes float32 [n, d] in pieces to a file that is whole or not there; returns its path and the sum of n.
 
-    Args:    name: ends in a number; the checksum that is added to it tells whether the file is whole.
-             results: of the pass; several parts write the same file.
+    The name ends in a number. The checksum that is added to it tells whether the file is whole.
     """
     crc32 = num_tokens = 0
     unfinished = folder / results.own_name(f"{name.split('-')[0]}.tmp")
@@ -712,15 +617,11 @@ def whole_states(folder: Path, name: str) -> dict[int, Path]:
 
 def _is_whole(path: Path) -> bool:
     """Returns whether a file of hidden states has the checksum that its name gives."""
+    crc32 = 0
     try:
-        return _crc32(path) == int(path.stem.split("-")[2], 16)
+        with path.open("rb") as file:
+            while piece := file.read(1 << 22):
+                crc32 = zlib.crc32(piece, crc32)
     except FileNotFoundError:  # another part is further on, and has removed it
         return False
-
-
-def _crc32(path: Path) -> int:
-    crc32 = 0
-    with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            crc32 = zlib.crc32(piece, crc32)
-    return crc32
+    return crc32 == int(path.stem.split("-")[2], 16)

@@ -14,7 +14,8 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -42,13 +43,14 @@ _NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
 def write_arrays(arrays: Mapping[str, Array]) -> bytes:
     """Returns the safetensors file of some arrays; uint16 under a name that ends in `_weight` is bfloat16."""
     return safetensors.assemble(
-        (name, _dtype_name(name, array), array.shape, np.ascontiguousarray(array).tobytes())
+        (
+            name,
+            "BF16" if name.endswith(_BF16_SUFFIX) and array.dtype == np.uint16 else _NAMES[array.dtype],
+            array.shape,
+            np.ascontiguousarray(array).tobytes(),
+        )
         for name, array in arrays.items()
     )
-
-
-def _dtype_name(name: str, array: Array) -> str:
-    return "BF16" if name.endswith(_BF16_SUFFIX) and array.dtype == np.uint16 else _NAMES[array.dtype]
 
 
 def read_all_arrays(path: Path) -> dict[str, Array]:
@@ -74,16 +76,13 @@ def read_all_arrays(path: Path) -> dict[str, Array]:
 
 @dataclass(frozen=True, slots=True)
 class ArrayRule:
-    """What an array of a file must be: its dtype and shape, and from `least` to `most`; None: any finite number.
-
-    `has_nan`: whether some values may be NaN, which stands for a figure that nothing measured.
-    """
+    """The dtype and shape that an array of a file must have, and the range of its values."""
 
     dtype: str
     shape: tuple[int, ...]
-    least: float | None = None
+    least: float | None = None  # None: any finite number; `most` likewise
     most: float | None = None
-    has_nan: bool = False
+    has_nan: bool = False  # whether some values may be NaN, which stands for a figure that nothing measured
 
     def fault(self, array: Array) -> str | None:
         """Returns what is wrong with an array, or None."""
@@ -133,7 +132,7 @@ def tidy(folder: Path) -> None:
 class ProfileStore:
     """The writer of a profile folder. Owns the folder's lock; `close` it.
 
-    Args:    folder: created if missing.   identity: digest of everything that decides the profile.
+    Args:    identity: digest of everything that decides the profile.
              replaces_other: remove an unfinished profile of another identity instead of refusing it.
              part: which of several writers this is, all of which write the same files; None: the only one.
     Raises:  ConversionError if the folder contains something else, or another process is writing there.
@@ -248,6 +247,29 @@ class ProfileStore:
                 f"{self.folder}: contains an unfinished profile of another model, text or options; "
                 "repeat that command, or remove the folder"
             )
+
+
+@contextmanager
+def work_store(folder: Path, facts: Mapping[str, object], removes: bool = True) -> Iterator[ProfileStore]:
+    """Opens a folder for work files; a killed call with the same facts goes on in it.
+
+    Args:    removes: whether the folder is removed when the work is done.
+    """
+    store = ProfileStore(folder, hashlib.sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
+    try:
+        yield store
+    finally:
+        store.close()
+    if removes:
+        shutil.rmtree(folder)
+
+
+class NamedArrays:
+    """A dataclass whose fields are the arrays of a file."""
+
+    def arrays(self) -> dict[str, Array]:
+        """Returns all arrays by name, as stored."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]  # it is one
 
 
 _PACKAGES = ("hqq", "moe-pack", "numpy", "torch")

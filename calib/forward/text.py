@@ -49,30 +49,22 @@ _DATE = datetime(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A document or, if it has more than `PIECE_CHARS` characters, a part of it that ends at a line's end if it can.
-
-    `begins`: whether it is the beginning of a document.   `is_chat`: whether a chat template wrote it, which writes
-    the special tokens too.
-    """
+    """A document or, if it has more than `PIECE_CHARS` characters, a part of it that ends at a line's end if it can."""
 
     text: str
-    begins: bool
-    is_chat: bool = False
+    begins: bool  # whether it is the beginning of a document
+    is_chat: bool = False  # whether a chat template wrote it, which writes the special tokens too
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of a source.
+    """The documents of a source."""
 
-    `name`: for people.   `place`: for messages.   `parts`: the documents' pieces in order. The sample has several
-    parts, which are tuples; any other source has one, which can be iterated once.
-    `turns`: the parts that give the sequences of a round, in order.
-    """
-
-    name: str
-    place: str
+    name: str  # for people
+    place: str  # for messages
+    # The documents' pieces in order: several tuples of the sample, or one part that can be iterated once
     parts: tuple[Iterable[Piece], ...]
-    turns: tuple[int, ...] = (0,)
+    turns: tuple[int, ...] = (0,)  # the parts that give the sequences of a round, in order
 
 
 def open_documents(data: str | None, field: str | None, template: runtime.ChatTemplate | None) -> Documents:
@@ -184,13 +176,10 @@ def _all_pieces(documents: Iterable[_Document]) -> Iterator[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The field of a source that has its documents.
+    """The field of a source that has its documents."""
 
-    `field`: its name, None for the first of `DEFAULT_FIELDS` that is there.   `template`: for conversations.
-    """
-
-    field: str | None
-    template: runtime.ChatTemplate | None
+    field: str | None  # its name, None for the first of `DEFAULT_FIELDS` that is there
+    template: runtime.ChatTemplate | None  # for conversations
 
     def name(self, names: Iterable[str], place: str) -> str:
         """Returns the field's name.
@@ -273,20 +262,12 @@ def _plain_pieces(path: Path, column: _Column) -> Iterator[Piece]:
     return _pieces(_decoded(path))
 
 
-def _json_pieces(path: Path, column: _Column) -> Iterator[Piece]:
-    return _all_pieces(_json_documents(path, column))
-
-
-def _parquet_pieces(path: Path, column: _Column) -> Iterator[Piece]:
-    return _all_pieces(_parquet_documents(path, column))
-
-
 _FileReader = Callable[[Path, _Column], Iterator[Piece]]
 _FILE_READERS: dict[str, _FileReader] = {
     ".txt": _plain_pieces,
-    ".jsonl": _json_pieces,
-    ".json": _json_pieces,
-    ".parquet": _parquet_pieces,
+    ".jsonl": lambda path, column: _all_pieces(_json_documents(path, column)),
+    ".json": lambda path, column: _all_pieces(_json_documents(path, column)),
+    ".parquet": lambda path, column: _all_pieces(_parquet_documents(path, column)),
 }
 
 
@@ -458,16 +439,12 @@ HELD_OUT_SHARE = 5
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Sequences of a text's tokens.
+    """Sequences of a text's tokens."""
 
-    `name`: of the source, for people.   `sequences`: int32 [N, S].
-    `sha256`: hex digest of the sequences as little-endian int32.   `notes`: warnings for the user.
-    """
-
-    name: str
-    sequences: NDArray[np.int32]
-    sha256: str
-    notes: tuple[str, ...]
+    name: str  # of the source, for people
+    sequences: NDArray[np.int32]  # [N, S]
+    sha256: str  # hex digest of the sequences as little-endian int32
+    notes: tuple[str, ...]  # warnings for the user
 
 
 def read_tokens(

@@ -43,27 +43,23 @@ _MAX_ENTRIES, _MAX_NAME_BYTES = 1 << 20, 1 << 12  # of the older format
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A matrix of an importance file: `sums` float32 [n, columns], `counts` float32 [n]; n is 1 or counts experts."""
+    """A matrix of an importance file."""
 
-    sums: forward.Array
-    counts: forward.Array
+    sums: forward.Array  # float32 [n, columns]; n is 1 or counts experts
+    counts: forward.Array  # float32 [n]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Imatrix:
-    """An importance file. Its arrays are mapped from the file.
-
-    `datasets`: the names of its texts.   `num_chunks`, `chunk_tokens`: of the text; 0 if the file does not say.
-    `has_counts`: whether it counts the tokens of each expert; the older format does not.   `sha256`: of the file.
-    """
+    """An importance file. Its arrays are mapped from the file."""
 
     path: Path
     entries: Mapping[str, Entry]
-    datasets: tuple[str, ...]
-    num_chunks: int
-    chunk_tokens: int
-    has_counts: bool
-    sha256: str = ""
+    datasets: tuple[str, ...]  # the names of its texts
+    num_chunks: int  # of the text; 0 if the file does not say
+    chunk_tokens: int  # 0 if the file does not say
+    has_counts: bool  # whether it counts the tokens of each expert; the older format does not
+    sha256: str = ""  # of the file
 
 
 def expert_tensor(layer: int, name: str) -> str:
@@ -156,21 +152,14 @@ def dense_entries(
     """Returns the entries of dense matrices, from a pass of the profile's text through its checkpoint.
 
     Args:    work: a folder for hidden states; the caller removes it.
-    Raises:  PlanError if the profile is of another checkpoint, or the model has an encoder; PackError if the profile
-             has no text.
+    Raises:  PlanError if the profile is of another checkpoint, or the model has an encoder.
     """
     profiles.check_same_source(profile, checkpoint)
     spec = _decoder_alone(profile)
-    ids = torch.from_numpy(profile.tokens().sequences.astype(np.int64))
-    weights, device = _ObservedWeights(checkpoint, len(ids)), torch.device("cpu")
+    given = forward.Sequences.of(spec, torch.from_numpy(profile.tokens().sequences.astype(np.int64)))
+    weights = _ObservedWeights(checkpoint, len(given.ids))
     states = forward.LayerStates(
-        weights,
-        lambda number: model.embed(ids[number], weights),
-        len(ids),
-        ids.shape[1],
-        work,
-        device,
-        ids=lambda i: ids[i],
+        weights, given.embedded(weights), len(given.ids), given.length, work, torch.device("cpu")
     )
     progress.begin(Stage("inputs of dense matrices", spec.num_hidden_layers, "layers"))
     for layer in range(spec.num_hidden_layers):
@@ -196,12 +185,12 @@ def _decoder_alone(profile: profiles.Profile) -> formats.ModelSpec:
 def write_imatrix(
     profile: profiles.Profile, path: Path, dense: Mapping[str, Entry] | None = None
 ) -> list[tuple[int, int]]:
-    """Writes an importance file from a profile: gate, up and down of all experts, and the entries of dense matrices.
+    """Writes an importance file from a profile: all experts, and the entries of dense matrices.
 
     Returns: the experts, as decoder layer and number, that no token reached. Their sums and counts are 0, which
              llama-quantize takes as equal importance of all columns.
-    Raises:  PlanError for a model with an encoder, which llama.cpp has no experts of, or for a profile whose counts are
-             not known; ConversionError if the file cannot be written; PackError if sums are not finite.
+    Raises:  PlanError for a model with an encoder, or a profile whose counts are not known; ConversionError if the file
+             cannot be written; PackError if sums are not finite.
     """
     spec, text = _decoder_alone(profile), profile.facts.text
     if profile.facts.imatrix is not None and not profile.facts.imatrix.has_counts:
@@ -369,8 +358,8 @@ def _read_legacy(path: Path) -> Imatrix:
 def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -> profiles.Profile:
     """Writes a profile with what an importance file says of a checkpoint's experts: their moments, and nothing else.
 
-    Raises:  PlanError if the file has no entry of an expert matrix, or one of another shape, or values that are no
-             sums; ConversionError if the folder holds something else.
+    Raises:  PlanError if the file lacks an expert matrix or has other shapes or values; ConversionError if the folder
+             holds something else.
     """
     spec = checkpoint.spec
     name = ", ".join(imatrix.datasets) or imatrix.path.name

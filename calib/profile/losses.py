@@ -22,48 +22,33 @@ from moe_pack.calib.sensitivity import calibrated_formats
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats.base import errors, json_files
 from moe_pack.formats.pack import plans
-from moe_pack.formats.parts import DenseRole, specs
+from moe_pack.formats.parts import specs
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Losses:
-    """The loss of each choice in nats of KL divergence, for E experts in each of L MoE layers.
+    """The loss of each choice in nats of KL divergence, for E experts in each of L MoE layers."""
 
-    `quantizer`: the one that plans made from these losses use for experts.
-    `formats`: F formats of expert matrices that the model's rows allow; bfloat16 is the last, and its loss is 0.
-    `quantized`: [L, E, 3, F], of gate, up and down with hqq; 0 for a gate that the family does not have.
-    `calibrated_formats`, `calibrated`: [L, E, 3, C], the same with calibrated quantization; only bfloat16 if it was not
-    measured.
-    `absmax`: [L, E, 3, 4], the same with absmax and one scale a row, at 2, 4 and 8 bits and in bfloat16.
-    `importance`: [L, E], the loss of an expert at 2 bits, by which EdgeMoE orders experts.
-    `kinds`: the selectors of `sparse` (`none` drops the neurons that `both` does).
-    `sparsities`: 0 is the first, and its loss is 0.   `sparse`: [L, E, kinds, sparsities].
-    `dense_widths`: 16 is the first, and its loss is 0.   `dense`: [roles, widths] in the order of `dense_roles`, with
-    groups of 64; infinite for matrices that cannot be quantized.
-    `popularity`: [L, E], the share of tokens that choose the expert; a layer's sum is k.
-    `nll_per_kl`: the growth of ln(perplexity) for each nat.
-    `quantiles`: float32 [L, E, kinds, 103], of abs(a) at `QUANTILE_LEVELS`; None without a profile.
-    `origin`: the source of all these figures.
-    """
-
-    quantizer: plans.Quantizer
+    quantizer: plans.Quantizer  # the one that plans made from these losses use for experts
+    # F formats of expert matrices that the model's rows allow; bfloat16 is the last, and its loss is 0
     formats: tuple[plans.PartFormat, ...]
-    quantized: Floats
-    calibrated_formats: tuple[plans.PartFormat, ...]
-    calibrated: Floats
-    absmax: Floats
-    importance: Floats
-    kinds: tuple[specs.Selector, ...]
-    sparsities: tuple[float, ...]
-    sparse: Floats
-    dense_widths: tuple[int, ...]
-    dense: Floats
-    popularity: Floats
-    nll_per_kl: float
+    quantized: Floats  # [L, E, 3, F], of gate, up and down with hqq; 0 for a gate that the family does not have
+    calibrated_formats: tuple[plans.PartFormat, ...]  # only bfloat16 if calibrated quantization was not measured
+    calibrated: Floats  # [L, E, 3, C], the same with calibrated quantization
+    absmax: Floats  # [L, E, 3, 4], with absmax and one scale a row, at 2, 4 and 8 bits and in bfloat16
+    importance: Floats  # [L, E], the loss of an expert at 2 bits, by which EdgeMoE orders experts
+    kinds: tuple[specs.Selector, ...]  # the selectors of `sparse` (`none` drops the neurons that `both` does)
+    sparsities: tuple[float, ...]  # 0 is the first, and its loss is 0
+    sparse: Floats  # [L, E, kinds, sparsities]
+    dense_widths: tuple[int, ...]  # 16 is the first, and its loss is 0
+    dense: Floats  # [roles, widths] in the order of `dense_roles`, in groups of 64; infinite where not quantizable
+    popularity: Floats  # [L, E], the share of tokens that choose the expert; a layer's sum is k
+    nll_per_kl: float  # the growth of ln(perplexity) for each nat
+    # float32 [L, E, kinds, 103], of abs(a) at `QUANTILE_LEVELS`; None without a profile
     quantiles: forward.Array | None
-    origin: str
+    origin: str  # the source of all these figures
 
     def of(self, quantizer: plans.Quantizer) -> tuple[tuple[plans.PartFormat, ...], Floats]:
         """Returns the formats of a quantizer and their losses, float64 [L, E, 3, formats]; bfloat16 is the last."""
@@ -208,7 +193,7 @@ def _sparse(layers: list[sensitivity.LayerLosses], tokens: forward.Array) -> Flo
     """Returns losses [L, E, kinds, sparsities] with sparsity 0's."""
     losses = np.stack([layer.sparse for layer in layers]).astype(np.float64)
     losses = np.maximum.accumulate(_reached(losses, tokens), axis=3)
-    return np.concatenate([np.zeros_like(losses[..., :1]), losses], axis=3)
+    return np.pad(losses, ((0, 0), (0, 0), (0, 0), (1, 0)))
 
 
 def _dense(layers: list[sensitivity.LayerLosses], effects: sensitivity.Effects, spec: specs.ModelSpec) -> Floats:
@@ -218,12 +203,9 @@ def _dense(layers: list[sensitivity.LayerLosses], effects: sensitivity.Effects, 
         known |= zip(sensitivity.roundable_roles(spec, layer), losses.dense, strict=True)
     for name in sensitivity.roundable_roles(spec, None):
         known[name] = effects.head if name == "head" else effects.embedding + effects.head * spec.tied_head
-    return np.stack([_dense_role(role, known) for role in specs.dense_roles(spec)])
-
-
-def _dense_role(role: DenseRole, known: dict[str, forward.Array]) -> Floats:
-    losses = known.get(role.name, np.full(len(sensitivity.DENSE_WIDTHS), np.inf))
-    return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(losses.astype(np.float64), 0.0))])
+    unknown = np.full(len(sensitivity.DENSE_WIDTHS), np.inf)
+    table = np.stack([known.get(role.name, unknown).astype(np.float64) for role in specs.dense_roles(spec)])
+    return np.pad(np.maximum.accumulate(np.maximum(table, 0.0), axis=1), ((0, 0), (1, 0)))
 
 
 def _reached(losses: Floats, tokens: forward.Array) -> Floats:
@@ -276,52 +258,16 @@ class KindLoss:
 
 @dataclass(frozen=True, slots=True)
 class AssumedLosses:
-    """The content of `assumed_losses.json`: the loss of a whole model in nats.
-
-    `formats`: with hqq.   `absmax`: with absmax and a scale for each 128 weights.   `layers`, `embed`, `head`: of dense
-    matrices, at 8 and 4 bits.
-    """
+    """The content of `assumed_losses.json`: the loss of a whole model in nats."""
 
     origin: str
-    formats: tuple[FormatLoss, ...]
-    absmax: tuple[FormatLoss, ...]
+    formats: tuple[FormatLoss, ...]  # with hqq
+    absmax: tuple[FormatLoss, ...]  # with absmax and a scale for each 128 weights
     sparse: tuple[KindLoss, ...]
-    layers: tuple[float, ...]
+    layers: tuple[float, ...]  # of dense matrices, at 8 and 4 bits; the next two too
     embed: tuple[float, ...]
     head: tuple[float, ...]
     nll_per_kl: float
-
-
-def assumed_figures(losses: Losses, spec: specs.ModelSpec, name: str) -> AssumedLosses:
-    """Returns the losses of a whole model with three digits each, for a model whose head is not its embedding.
-
-    The model's hidden size is 128, so that it has all group sizes, and a row is one group of 128.
-    """
-    totals = losses.quantized.sum(axis=(0, 1))  # [3, F]
-    formats = [
-        FormatLoss(part.width, part.group, part.scale_bits, *_digits(column))
-        for part, column in zip(losses.formats, totals.T, strict=True)
-        if part != plans.BF16 and part.group != plans.ROW_GROUP
-    ]
-    absmax = [
-        FormatLoss(part.width, spec.hidden_size, part.scale_bits, *_digits(column))
-        for part, column in zip(sensitivity.ABSMAX_FORMATS, losses.absmax[..., :-1].sum(axis=(0, 1)).T, strict=True)
-    ]
-    sparse = losses.sparse.sum(axis=(0, 1))[:, 1:]  # [kinds, sparsities]
-    dense = {role.name: losses.dense[idx, 1:] for idx, role in enumerate(specs.dense_roles(spec))}
-    layers = sum(
-        (dense[n] for l in range(spec.num_hidden_layers) for n in sensitivity.roundable_roles(spec, l)), np.zeros(2)
-    )
-    return AssumedLosses(
-        origin=f"{name}: {losses.origin}",
-        formats=tuple(formats),
-        absmax=tuple(absmax),
-        sparse=tuple(KindLoss(kind, _digits(row)) for kind, row in zip(losses.kinds, sparse, strict=True)),
-        layers=_digits(layers),
-        embed=_digits(dense["embed"]),
-        head=_digits(dense["head"]),
-        nll_per_kl=_digits(np.asarray([losses.nll_per_kl]))[0],
-    )
 
 
 def assumed_losses(spec: specs.ModelSpec) -> Losses:
@@ -409,8 +355,3 @@ def _assumed_dense(assumed: AssumedLosses, spec: specs.ModelSpec) -> Floats:
         elif role.name in sensitivity.roundable_roles(spec, None):
             losses[idx, 1:] = ends[role.name]
     return losses
-
-
-def _digits(values: Floats) -> tuple[float, ...]:
-    """Returns each value rounded to three digits."""
-    return tuple(float(f"{value:.3g}") for value in values.tolist())

@@ -1,9 +1,9 @@
 """Merges profiles of one checkpoint on different texts, as if their texts had been profiled together.
 
 Routes, counts and kept inputs are those that a profile of all texts has, and path statistics are learned from the
-routes again. Figures that are means over tokens are averaged by tokens. What a profile does not keep cannot be computed
-again: quantiles are those of the mixed distributions, and the networks are those of one profile. docs/profile.md says
-how far each figure is off.
+routes again. Figures that are means over tokens are averaged by tokens. A merge cannot compute again what a profile
+does not keep: quantiles are those of the mixed distributions, and the networks are those of one profile.
+docs/profile.md says how far each figure is off.
 """
 
 import dataclasses
@@ -31,7 +31,6 @@ from moe_pack.calib.profile.profiles import (
     facts_bytes,
     layer_file,
 )
-from moe_pack.calib.sensitivity import effects
 from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.pack import manifests
 from moe_pack.formats.parts.specs import first_moe_layers
@@ -63,10 +62,7 @@ def merge_profiles(
 
 
 def _check_alike(first: Profile, other: Profile) -> None:
-    """Refuses profiles that are of another checkpoint or were made with other options.
-
-    Raises:  PlanError.
-    """
+    """Refuses profiles that are of another checkpoint or were made with other options, by PlanError."""
     if (first.spec, first.facts.source) != (other.spec, other.facts.source):
         raise formats.PlanError(
             f"{other.folder}: the profile is of another checkpoint than {first.folder}; "
@@ -90,10 +86,7 @@ def _check_alike(first: Profile, other: Profile) -> None:
 
 
 def _check_new_texts(merged: Sequence[Profile], profile: Profile) -> None:
-    """Refuses a text that an earlier profile has.
-
-    Raises:  PlanError.
-    """
+    """Refuses a text that an earlier profile has, by PlanError."""
     known = {text.sha256: other for other in merged for text in texts_of(other.facts)}
     for text in texts_of(profile.facts):
         if text.sha256 in known:
@@ -110,15 +103,11 @@ def texts_of(facts: ProfileFacts) -> tuple[TextFacts, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    """The part of a profile in the merged one.
-
-    `learned`: its sequences that are not held out, in their new order.   `kept`: which of the sequences in its files of
-    inputs stay, rising.
-    """
+    """The part of a profile in the merged one."""
 
     profile: Profile
-    learned: forward.Array
-    kept: forward.Array
+    learned: forward.Array  # its sequences that are not held out, in their new order
+    kept: forward.Array  # the sequences in its files of inputs that stay, rising
 
     def sequences(self, values: forward.Array) -> tuple[forward.Array, forward.Array]:
         """Returns values of all tokens or sequences [N, ...] in the new order, and those that are held out."""
@@ -192,7 +181,8 @@ class _Merge:
         spec, sensitivity = self._spec, self.facts.sensitivity
         progress.begin(Stage("merge", spec.num_hidden_layers, "layers"))
         store.write(TOKENS_FILE, {"tokens": self._tokens.astype(np.uint32)})
-        self._write_rotation(store)
+        if (vectors := self._most.rotation()) is not None:
+            store.replace(manifests.ROTATION_FILE, (manifests.rotation_bytes(vectors),))
         paths = self._paths()
         store.write(PATHS_FILE, paths.arrays())
         for layer in range(spec.num_hidden_layers):
@@ -200,10 +190,10 @@ class _Merge:
                 self._write_layer(store, spec.moe_layers.index(layer), layer, paths)
             name = layer_file("sensitivity", layer)
             if sensitivity != "none" and not store.has(name):
-                store.write(name, self._losses(layer).arrays())
+                store.write(name, self._losses(layer))
             progress.advance(1, f"layer {layer}")
         if sensitivity != "none":
-            store.write(EFFECTS_FILE, self._effects().arrays())
+            store.write(EFFECTS_FILE, self._mean_arrays(lambda profile: profile.effects().arrays()))
         if sensitivity == "exact":
             store.write(EXACT_FILE, self._mean_arrays(lambda profile: profile.exact()))
         files = tuple(profiler.listed(path) for path in sorted(store.folder.glob("*.safetensors")))
@@ -221,7 +211,8 @@ class _Merge:
         if self.facts.text.num_kept and not store.has(name):
             store.replace(name, self._input_pieces(layer_idx))
         name = layer_file("predictors", layer)
-        if self._judges(layer_idx) and not store.has(name):
+        judges = any(profile.has_predictors(layer_idx) for profile in self._profiles)
+        if judges and not store.has(name):
             store.write(name, self._predictors(layer_idx, paths).arrays())
 
     # --- what a profile of all texts has too
@@ -279,23 +270,16 @@ class _Merge:
             hidden_squares=_sum([each.hidden_squares for each in counted]),
         )
 
-    def _losses(self, layer: int) -> effects.LayerLosses:
+    def _losses(self, layer: int) -> dict[str, forward.Array]:
         """Returns the mean losses of the profiles in which the layer is rotated as in the merged profile."""
         alike = [self._is_rotated(profile, layer) == self._is_rotated(self._most, layer) for profile in self._profiles]
-
-        def read(profile: Profile) -> dict[str, forward.Array]:
-            return profile.second_order_losses(layer).arrays()
-
-        return effects.LayerLosses(**self._mean_arrays(read, np.asarray(alike)))
+        return self._mean_arrays(lambda profile: profile.second_order_losses(layer).arrays(), np.asarray(alike))
 
     def _is_rotated(self, profile: Profile, layer: int) -> bool:
         vectors = profile.rotation()
         if vectors is None or layer not in self._spec.moe_layers:
             return False
         return bool(vectors.input[self._spec.moe_layers.index(layer)].any())
-
-    def _effects(self) -> effects.Effects:
-        return effects.Effects(**self._mean_arrays(lambda profile: profile.effects().arrays()))
 
     def _mean_arrays(
         self, read: Callable[[Profile], dict[str, forward.Array]], counts: forward.Array | None = None
@@ -307,15 +291,6 @@ class _Merge:
             name: np.average(np.stack([each[name] for each in found]), axis=0, weights=weights).astype(np.float32)
             for name in found[0]
         }
-
-    def _write_rotation(self, store: forward.ProfileStore) -> None:
-        """Writes which layers are rotated: those of the profile with the most tokens."""
-        vectors = self._most.rotation()
-        if vectors is not None:
-            store.replace(manifests.ROTATION_FILE, (manifests.rotation_bytes(vectors),))
-
-    def _judges(self, layer_idx: int) -> bool:
-        return any(profile.has_predictors(layer_idx) for profile in self._profiles)
 
     def _predictors(self, layer_idx: int, paths: offload.PathStatistics) -> statistics.LayerPredictors:
         """Returns the recalls, and the network of the profile with the most tokens, with its own recall.

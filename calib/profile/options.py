@@ -11,12 +11,7 @@ Sensitivity = Literal["none", "fast", "full", "exact"]
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """The options of a profile.
-
-    `chunk_tokens`: tokens of an expert that are computed at once; it limits memory and changes only float rounding;
-    None: the usual number.
-    `keeps_inputs`: whether the profile keeps experts' inputs, for calibrated quantization.
-    """
+    """The options of a profile."""
 
     sensitivity: Sensitivity = field(
         default="fast",
@@ -27,6 +22,7 @@ class ProfileOptions:
             "layer. exact: like full, and also with each expert alone at 2 bits, as EdgeMoE does.",
         ),
     )
+    # Of an expert at once: limits memory, changes only float rounding; None: the usual number
     chunk_tokens: int | None = None
     rotate: RotateChoice = field(
         default="auto",

@@ -18,8 +18,8 @@ does.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,6 @@ from moe_pack.calib.profile.options import ProfileOptions
 from moe_pack.calib.sensitivity import (
     ExactPass,
     LayerLosses,
-    Level,
     SensitivityPass,
     copies_of,
     costs,
@@ -78,8 +77,7 @@ def make_profile(
 
     Args:    part: which of several processes this is that make the profile together, all in `folder`; None: the only
              one.
-    Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers;
-             RunError for sequences longer than the model's positions.
+    Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers.
     """
     forward.check_length(checkpoint.spec, tokens.sequences.shape[1])
     facts = _facts(checkpoint, tokens, options)
@@ -99,10 +97,7 @@ def make_profile(
 
 
 def finished(folder: Path, facts: profiles.ProfileFacts) -> profiles.Profile | None:
-    """Returns the profile with these facts if it is in a folder; None if there is none yet.
-
-    Raises:  ConversionError if there is another profile.
-    """
+    """Returns the profile with these facts if it is in a folder, else None; ConversionError if another one is there."""
     if not (folder / forward.PROFILE_FILE).exists():
         return None
     profile = profiles.Profile(folder)
@@ -147,28 +142,33 @@ class _Run:
         self._partial = PartialStates(store.work, self._spec, self._shares, self._num_held_out_tokens, results)
 
     def run(self) -> None:
-        """Runs all stages, and finishes the profile."""
-        sensitivity = self._options.sensitivity
-        self._enter(self.keep_tokens)
-        self._enter(self.statistics)
-        self._enter(self.paths)
-        self._enter(self.rotation)
-        if sensitivity != "none":
-            self._enter(lambda: self.sensitivity("fast" if sensitivity == "fast" else "full"))
-        if sensitivity == "exact":
-            self._enter(self.exact)
-        self._enter(self.predictors)
-        self._enter(self.seal)
+        """Runs all stages, and finishes the profile.
 
-    def _enter(self, stage: Callable[[], None]) -> None:
-        """Runs a stage. Enters it again if other parts are so far ahead that they have removed what it reads."""
-        while True:
+        A stage is entered again if other parts are so far ahead that they have removed what it reads.
+        """
+        stages: list[Callable[[], None]] = [self.keep_tokens, self.statistics, self.paths, self.rotation]
+        if self._options.sensitivity != "none":
+            stages.append(self.sensitivity)
+        if self._options.sensitivity == "exact":
+            stages.append(self.exact)
+        stages += [self.predictors, self.seal]
+        while stages:
             try:
-                return stage()
+                stages[0]()
+                del stages[0]
             except (OSError, shared.PassedError) as fault:
                 if not self._results.missed(fault):
                     raise
                 self._progress.end()
+
+    @contextmanager
+    def _stage(self, name: str, cost: Callable[[], commands.Stage]) -> Iterator[None]:
+        """Surrounds a stage, whose cost is measured first."""
+        with commands.stage_of(self._progress, f"timing {name}"):
+            stage = cost()
+        self._progress.begin(stage)
+        yield
+        self._progress.end()
 
     def seal(self) -> None:
         """Writes the file that makes the folder a profile."""
@@ -196,36 +196,26 @@ class _Run:
         if all(self._store.has(profiles.layer_file("statistics", layer)) for layer in self._spec.moe_layers):
             return
         num_sequences, S = self._given.ids.shape
-        first, answer = self._given.begun(lambda ids, number: model.embed(ids[number], self._weights))
-        folder = self._store.work / "statistics"
-        ids = self._given.ids
+        beginning, folder = self._given.embedded(self._weights), self._store.work / "statistics"
         states = forward.LayerStates(
-            self._weights,
-            first,
-            num_sequences,
-            S,
-            folder,
-            self._device,
-            answer=answer,
-            ids=lambda number: ids[number],
-            results=self._results,
+            self._weights, beginning, num_sequences, S, folder, self._device, results=self._results
         )
         layers = range(states.next_layer, self._spec.num_hidden_layers)
-        with commands.stage_of(self._progress, "timing statistics"):
-            cost = self._statistics_cost(costs.Trial(self._weights, states), layers)
-        self._progress.begin(cost.stage("statistics"))
-        for layer in layers:
-            with self._results.step(f"statistics-{layer:03d}"):
-                tokens = states.enter(layer)
-                half = costs.half_multiplications(self._spec, layer, S) * len(tokens.x)
-                self._progress.advance(half, f"layer {layer}")
-                self._partial.run(layer, states, self._weights)
-                if layer in self._spec.moe_layers:
-                    tokens = self._count_layer(states, tokens, layer)
-                states.leave(layer, tokens)
-            del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
-        states.close()
-        self._progress.end()
+        with self._stage(
+            "statistics",
+            lambda: self._statistics_cost(costs.Trial(self._weights, states), layers).stage("statistics"),
+        ):
+            for layer in layers:
+                with self._results.step(f"statistics-{layer:03d}"):
+                    tokens = states.enter(layer)
+                    half = costs.half_multiplications(self._spec, layer, S) * len(tokens.x)
+                    self._progress.advance(half, f"layer {layer}")
+                    self._partial.run(layer, states, self._weights)
+                    if layer in self._spec.moe_layers:
+                        tokens = self._count_layer(states, tokens, layer)
+                    states.leave(layer, tokens)
+                del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
+            states.close()
 
     def _count_layer(self, states: forward.LayerStates, tokens: forward.LayerTokens, layer: int) -> forward.LayerTokens:
         """Runs and counts the experts of a layer; returns its tokens, summed."""
@@ -249,7 +239,6 @@ class _Run:
             on_expert,
             on_output,
             self._options.chunk_tokens or forward.CHUNK_TOKENS,
-            self._device,
             self._results,
         )
         self._partial.end(layer, states, self._weights)
@@ -328,14 +317,14 @@ class _Run:
             else None
         )
 
-    def sensitivity(self, level: Level) -> None:
+    def sensitivity(self) -> None:
         """Runs the second stage: a file of losses for each layer, the last one first, then what copies measured."""
         if self._store.has(profiles.EFFECTS_FILE):
             return
         stage = SensitivityPass(
             self._weights,
             self._ids,
-            level,
+            "fast" if self._options.sensitivity == "fast" else "full",
             self._hot_thresholds,
             self._store.work / "sensitivity",
             self._device,
@@ -344,28 +333,25 @@ class _Run:
             self._vectors(),
             self._results,
         )
-        with commands.stage_of(self._progress, "timing sensitivity"):
-            cost = stage.cost()
-        self._progress.begin(costs.stage_of_phases("sensitivity", cost))
-        give_back_freed()
-        while stage.states.next_layer < self._spec.num_hidden_layers:
-            with self._results.step(f"forward-{stage.states.next_layer:03d}"):
-                stage.forward(self._progress)
+        with self._stage("sensitivity", lambda: costs.stage_of_phases("sensitivity", stage.cost())):
             give_back_freed()
-        while stage.next_back >= 0:
-            with self._results.step(f"back-{stage.next_back:03d}"):
-                layer_losses = stage.back(self._progress)
-                self._store.write(profiles.layer_file("sensitivity", stage.next_back), layer_losses.arrays())
-                stage.leave_back()
-            give_back_freed()
-        moe_layers = self._spec.moe_layers
-        losses = [self._layer_losses(layer) for layer in moe_layers]
-        measured = stage.divergences(losses, self._progress)
-        copies = copies_of(losses, self._spec.hidden_size)
-        effects = effects_of(copies, measured, moe_layers, self._spec.num_hidden_layers)
-        self._store.write(profiles.EFFECTS_FILE, effects.arrays())
-        stage.close()
-        self._progress.end()
+            while stage.states.next_layer < self._spec.num_hidden_layers:
+                with self._results.step(f"forward-{stage.states.next_layer:03d}"):
+                    stage.forward(self._progress)
+                give_back_freed()
+            while stage.next_back >= 0:
+                with self._results.step(f"back-{stage.next_back:03d}"):
+                    layer_losses = stage.back(self._progress)
+                    self._store.write(profiles.layer_file("sensitivity", stage.next_back), layer_losses.arrays())
+                    stage.leave_back()
+                give_back_freed()
+            moe_layers = self._spec.moe_layers
+            losses = [self._layer_losses(layer) for layer in moe_layers]
+            measured = stage.divergences(losses, self._progress)
+            copies = copies_of(losses, self._spec.hidden_size)
+            effects = effects_of(copies, measured, moe_layers, self._spec.num_hidden_layers)
+            self._store.write(profiles.EFFECTS_FILE, effects.arrays())
+            stage.close()
 
     def _layer_losses(self, layer: int) -> LayerLosses:
         return LayerLosses(**self._read(profiles.layer_file("sensitivity", layer)))
@@ -378,16 +364,13 @@ class _Run:
             self._weights, self._ids, self._store.work / "exact", self._device, self._vectors(), self._results
         )
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
-        with commands.stage_of(self._progress, "timing experts at 2 bits"):
-            cost = stage.cost(layers)
-        self._progress.begin(cost.stage("each expert at 2 bits"))
-        for layer in layers:
-            with self._results.step(f"exact-{layer:03d}"):
-                stage.layer(layer, self._progress)
-        with self._results.step("exact"):
-            self._store.write(profiles.EXACT_FILE, stage.losses(self._progress))
-        stage.states.close()
-        self._progress.end()
+        with self._stage("experts at 2 bits", lambda: stage.cost(layers).stage("each expert at 2 bits")):
+            for layer in layers:
+                with self._results.step(f"exact-{layer:03d}"):
+                    stage.layer(layer, self._progress)
+            with self._results.step("exact"):
+                self._store.write(profiles.EXACT_FILE, stage.losses(self._progress))
+            stage.states.close()
 
     def predictors(self) -> None:
         """Runs the last stage: a file for each MoE layer but the first of a stack; none without held-out tokens."""
@@ -439,14 +422,7 @@ class _Run:
         counted = trial.counted(tokens_an_expert) * router.num_experts
         if len(self._kept):
             counted += costs.Cost(kept_bytes=forward.input_bytes(self._spec, len(self._kept) * self._given.length))
-        halves = {kind: trial.half(kind) * len(self._ids) for kind in costs.kinds_of_layers(self._spec)}
-        return sum(
-            (
-                halves[costs.kind_of(self._spec, l)] + (counted if l in self._spec.moe_layers else costs.Cost())
-                for l in layers
-            ),
-            start=costs.Cost(),
-        )
+        return costs.layers_cost(trial, layers, len(self._ids), counted)
 
     def _read(self, name: str) -> dict[str, forward.Array]:
         return forward.read_all_arrays(self._store.folder / name)
@@ -509,10 +485,7 @@ def attach(pack: formats.Pack, profile: profiles.Profile) -> offload.Routing:
 
 
 def routing_of(profile: profiles.Profile, most_tokens: int = routing_file.MAX_ROUTED_TOKENS) -> offload.Routing:
-    """Returns what the runtime uses of a profile; networks are read from the profile on demand.
-
-    Args:    most_tokens: the most tokens whose routes are kept.
-    """
+    """Returns what the runtime uses of a profile, with the routes of `most_tokens`; networks are read on demand."""
     layers = range(len(profile.spec.moe_layers))
     popularity, mass, routes = [], [], []
     length = min(profile.layer_tokens, most_tokens)

@@ -21,7 +21,7 @@ from moe_pack.calib import forward, quantize
 from moe_pack.calib.forward import kept_sequences, store
 from moe_pack.calib.forward.experts import OTHERS_COUNT
 from moe_pack.calib.profile.options import Sensitivity
-from moe_pack.calib.sensitivity import DENSE_WIDTHS, MOST_COPIES, MOST_GROWTH, Effects, LayerLosses, Level, errors
+from moe_pack.calib.sensitivity import DENSE_WIDTHS, MOST_COPIES, MOST_GROWTH, Effects, LayerLosses, errors
 from moe_pack.calib.statistics import LayerPredictors, LayerStatistics
 from moe_pack.formats.base import commands, json_files
 from moe_pack.formats.families import Checkpoint
@@ -50,68 +50,50 @@ def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """The text of a profile: `num_sequences` sequences of `sequence_length` tokens, of which the last are held out.
-
-    `num_kept`: the number of sequences whose expert inputs are kept, evenly spread over those not held out.
-    `sha256`: of the tokens as little-endian int32.
-    """
+    """The text of a profile."""
 
     name: str
-    sha256: str
+    sha256: str  # of the tokens as little-endian int32
     num_sequences: _TextCount
-    sequence_length: _TextCount
-    num_held_out: json_files.Count
-    num_kept: json_files.Count
+    sequence_length: _TextCount  # tokens of each
+    num_held_out: json_files.Count  # sequences, the last ones
+    num_kept: json_files.Count  # sequences whose expert inputs are kept, evenly spread over those not held out
 
 
 @dataclass(frozen=True, slots=True)
 class ImatrixFacts:
-    """The importance file that a profile was made from.
-
-    `has_counts`: whether it counts the tokens of each expert; otherwise all experts of a layer have the same number.
-    """
+    """The importance file that a profile was made from."""
 
     sha256: str
-    has_counts: bool
+    has_counts: bool  # whether it counts the tokens of each expert; otherwise all of a layer have the same number
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileFacts:
-    """The content of `profile.json`.
-
-    `source`: the digest of the checkpoint's files and tensors.   `texts`: the texts of the profiles that were merged;
-    none in a profile that was not. A text's `num_kept` is that of its own profile.   `imatrix`: None if the profile was
-    measured on text.
-    """
+    """The content of `profile.json`."""
 
     format: Literal["moe-pack profile"]
     version: int
     model: formats.ModelSpec
-    source: str
+    source: str  # the digest of the checkpoint's files and tensors
     text: TextFacts
+    # Those of the profiles that were merged, with their own `num_kept`; none in one that was not
     texts: tuple[TextFacts, ...]
     rotate: quantize.RotateChoice
     sensitivity: Sensitivity
     made_with: tuple[manifests.PackageVersion, ...]
     files: tuple[manifests.ContentFile, ...]
     sha256: str
-    imatrix: ImatrixFacts | None = None
+    imatrix: ImatrixFacts | None = None  # None if the profile was measured on text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerMoments:
-    """Sums of squares over the tokens of each expert of a layer.
+class LayerMoments(forward.NamedArrays):
+    """Sums of squares over the tokens of each expert of a layer, as in `LayerStatistics`."""
 
-    `tokens` u32 [E].   `input_squares` f32 [E, d], `hidden_squares` f32 [E, f]: as in `LayerStatistics`.
-    """
-
-    tokens: forward.Array
-    input_squares: forward.Array
-    hidden_squares: forward.Array
-
-    def arrays(self) -> dict[str, forward.Array]:
-        """Returns all arrays by name, as stored."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    tokens: forward.Array  # u32 [E]
+    input_squares: forward.Array  # f32 [E, d]
+    hidden_squares: forward.Array  # f32 [E, f]
 
     def of_expert(self, expert: int) -> quantize.ExpertMoments:
         """Returns the mean squares of an expert, drawn to those of its layer as by `OTHERS_COUNT` more tokens."""
@@ -189,14 +171,10 @@ class Profile:
         """Returns the number of the last of these tokens, from which predictors did not learn."""
         return self.facts.text.num_held_out * self.layer_tokens
 
-    @property
-    def _level(self) -> Level:
-        return "fast" if self.facts.sensitivity == "fast" else "full"
-
     def check_source_of(self, pack: formats.Pack) -> None:
-        """Checks that a pack was made from the checkpoint of this profile, whatever neurons the pack repeats.
+        """Refuses a pack that was made from another checkpoint, whatever neurons the pack repeats.
 
-        Raises:  PlanError if it was made from another one; PackError if the pack's account of its source is damaged.
+        Raises:  PlanError if it was; PackError if the pack's account of its source is damaged.
         """
         spec = specs.with_repeats(pack.spec, 0)
         if (self.spec, self.facts.source) != (spec, forward.packed_source_digest(pack)):
@@ -384,10 +362,7 @@ class Profile:
 
 
 def check_same_source(profile: Profile, checkpoint: Checkpoint) -> None:
-    """Checks that a profile was made from this checkpoint.
-
-    Raises:  PlanError if it was made from another one.
-    """
+    """Refuses a profile that was made from another checkpoint, by PlanError."""
     if (profile.spec, profile.facts.source) != (checkpoint.spec, forward.source_digest(checkpoint)):
         raise formats.PlanError(f"--profile {profile.folder}: the profile is of another checkpoint; profile this one")
 

@@ -45,16 +45,12 @@ INPUT_STEP = 0.25  # the share of what other inputs miss that rows make up for. 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTokens:
-    """The n tokens that an expert is calibrated on.
+    """The n tokens that an expert is calibrated on."""
 
-    `inputs` float32 [n, d].   `weights` float32 [n]: how much a squared error of the expert's output counts at each.
-    `num_others`: how many of them, the last ones, the expert did not run for.   `stored` float32 [n, d]: the inputs
-    behind the stored layers before; None if they are not known.
-    """
-
-    inputs: Tensor
-    weights: Tensor
-    num_others: int = 0
+    inputs: Tensor  # float32 [n, d]
+    weights: Tensor  # float32 [n]: how much a squared error of the expert's output counts at each
+    num_others: int = 0  # how many of them, the last ones, the expert did not run for
+    # float32 [n, d]: the inputs behind the stored layers before; None if they are not known
     stored: Tensor | None = None
 
     @property
@@ -134,8 +130,6 @@ class Calibration:
     """The tokens of an expert and the factors computed from them, once for any number of quantizers.
 
     One thread at a time may use it.
-
-    Args:    tokens: of the expert (`ExpertInputs.of_expert`).   function: of its neurons.
     """
 
     def __init__(self, tokens: ExpertTokens, function: specs.NeuronFunction) -> None:
@@ -153,11 +147,7 @@ class Calibration:
         return self._runs
 
     def addition(self, rows: Tensor) -> Tensor | None:
-        """Returns what, added to rows of gate or up, makes up for what the stored layers before miss: float32 [n, d].
-
-        Args:    rows: float32 [n, d].
-        Returns: None if the inputs are the source's.
-        """
+        """Returns what makes up, in rows of gate or up float32 [n, d], for stored layers before; None without any."""
         tokens = self._tokens
         if tokens.stored is None:
             return None
@@ -179,8 +169,8 @@ class Calibration:
     def down(self, block: model.NeuronBlock, stored: model.NeuronBlock | None = None) -> "DownRows":
         """Returns the rows of down to round in a block of n neurons.
 
-        Meaning: the rows are fitted (`DampedFit`) to the activations g of the stored gate and up. What is missing are
-                 the errors of gate and up, and a share of what the inputs miss.
+        Meaning: the rows are fitted (`DampedFit`) to the activations g of the stored gate and up. The errors of gate
+                 and up are missing, and a share of what the inputs miss.
         Args:    block: the source's.   stored: gate and up as a reader finds them; down is not read. None: the
                  source's.
         """
@@ -202,12 +192,9 @@ class Calibration:
         d = self._tokens.given.shape[1]
         order = gptq.column_order(d)
         for columns in column_runs(d):
-            run = self._gptq_factor(self._tokens.given[:, order[columns]])
+            hessian = gptq.weighted_hessian(self._tokens.given[:, order[columns]], self._tokens.weights)
+            run = gptq.gptq_factor(hessian, damping(self._tokens.weights, len(hessian)))
             yield gptq.ColumnRun(columns.start, run.importance, run.factor)
-
-    def _gptq_factor(self, values: Tensor) -> gptq.GptqFactor:
-        weights = self._tokens.weights
-        return gptq.gptq_factor(gptq.weighted_hessian(values, weights), damping(weights, values.shape[1]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,7 +207,7 @@ class ExpertMoments:
 
 
 class MomentCalibration(Calibration):
-    """What is known of an expert without its tokens: the diagonals of its Hessians.
+    """The calibration of an expert without its tokens, by the diagonals of its Hessians.
 
     Columns of gate and up, and rows of down, weigh by their mean squares. Errors are not made up for: neither by other
     columns or rows, nor those of gate and up by down. Blocks of down come in their order, each once.
@@ -250,15 +237,11 @@ class MomentCalibration(Calibration):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DownRows:
-    """The rows of down to round in a block of n neurons.
+    """The rows of down to round in a block of n neurons."""
 
-    `weights` float32 [n, d].   `hessian` float32 [n, n], of their activations.   `damping`: its share, for
-    `gptq_factor`.
-    """
-
-    weights: Tensor
-    hessian: Tensor
-    damping: float
+    weights: Tensor  # float32 [n, d]
+    hessian: Tensor  # float32 [n, n], of their activations
+    damping: float  # its share, for `gptq_factor`
 
     def repeated(self, number: int) -> list[int]:
         """Returns the neurons whose rounded rows would lose most, rising: errors are in proportion to rows."""

@@ -12,8 +12,8 @@ errors of the columns before it as far as it can. `U` and `D` are `GptqFactor.fa
 `gptq_columns` quantizes rows of gate and up in this way; `v` is the input of the expert.
 `gptq_rows` quantizes rows of down. These are summed, not multiplied with the input: `v` is `h` of all neurons, each row
 is a column of the formula, and errors go from row to row, the largest activations first: the others make up for the
-errors of a neuron that decides an output. Within a row all columns weigh the same. Where neurons are repeated, their
-second rows begin as zeros and follow directly: they take nearly all of the first rows' errors.
+errors of a neuron that decides an output. Within a row all columns weigh the same. The second rows of
+repeated neurons begin as zeros and follow directly: they take nearly all of the first rows' errors.
 Scales are found before codes: for gate and up from the row itself, for down from the targets of some rows together.
 
 Source: GPTQ (arXiv 2210.17323) and LDLQ of QuIP (arXiv 2307.13304) for gate and up. The form for down and the gain are
@@ -83,12 +83,12 @@ def damping_of(num_tokens: float, num_columns: int) -> float:
 class GptqFactor:
     """The decomposition of a damped Hessian by which later columns make up for the errors of earlier ones.
 
-    `factor` float32 [m, m]: upper triangular with ones on its diagonal; the target of column j is
-    `w[j] + sum over i < j of (w[i] - q[i]) factor[i, j]`.   `importance` float32 [m], above 0: the cost of a squared
-    difference from that target. If all later columns stay unrounded, it is the whole cost.
+    The target of column j is `w[j] + sum over i < j of (w[i] - q[i]) factor[i, j]`.
     """
 
-    factor: Tensor
+    factor: Tensor  # float32 [m, m]: upper triangular with ones on its diagonal
+    # float32 [m], above 0: the cost of a squared difference from that target. If all later columns stay unrounded, it
+    # is the whole cost.
     importance: Tensor
 
 
@@ -150,14 +150,11 @@ _MOST_GAIN = 2.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnRun:
-    """Consecutive columns of a matrix, from `first` on, that correct each other's errors and no others.
+    """Consecutive columns of a matrix that correct each other's errors and no others."""
 
-    `importance` float32 [m] and `factor` float32 [m, m] are those of `GptqFactor`.
-    """
-
-    first: int
-    importance: Tensor
-    factor: Tensor
+    first: int  # of its columns
+    importance: Tensor  # float32 [m], of `GptqFactor`
+    factor: Tensor  # float32 [m, m], of `GptqFactor`
 
     @property
     def columns(self) -> slice:

@@ -1,6 +1,6 @@
 """The guard: what calibration makes of an expert is judged on tokens that it was not made from.
 
-A calibrated rounding trusts the second moments of the tokens that it was made from. Where an expert later gets other
+A calibrated rounding trusts the second moments of the tokens that it was made from. If an expert later gets other
 tokens, with directions that were rare, it can lose more than a plain rounding: the one that minimizes the squared error
 of each row alone, in the same format. So both are compared over the tokens that judge, with inputs x_t, weights s_t and
 the source's activations h_t:
@@ -14,7 +14,7 @@ the squared error of a row times the mean of `s_t x_t^2` over columns, or times 
 calibrated rounding loses more than a share of that. The loss of a single row may turn out as far from its expectation
 as its inputs have few directions; that of a block is within some percent.
 
-Where the inputs behind stored layers are known, the stored weights are judged with them. A step of gate or up towards
+The stored weights are judged with the inputs behind stored layers, if these are known. A step of gate or up towards
 what other inputs miss is judged first: it is made only as far as it helps there.
 
 `GuardedQuantizer.loss` is the error of the expert's outputs on the same tokens, with all matrices as they are stored.
@@ -42,21 +42,16 @@ _PIECE_ROWS = 256  # at once: bounds half a dozen copies of them
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoss:
-    """What an expert loses on the tokens that judge.
+    """An expert's loss on the tokens that judge."""
 
-    `relative_error`: `sum s |y - y'|^2 / sum s |y|^2` of its outputs y, with all matrices as stored.
-    `median_error`: the median over tokens of `|y - y'|^2 / |y|^2`.   `num_tokens`: that judge.
-    `plain_gate`, `plain_up`: rows taken from the plain rounding.   `plain_down`: blocks of rows.
-    `inherited_error`: the relative error that the source's weights would have, with inputs behind stored layers; 0 if
-    all layers are calibrated with the source's inputs.
-    """
-
-    relative_error: json_files.Amount
-    median_error: json_files.Amount
-    num_tokens: json_files.Count
-    plain_gate: json_files.Count = 0
+    relative_error: json_files.Amount  # `sum s |y - y'|^2 / sum s |y|^2` of its outputs y, with all matrices as stored
+    median_error: json_files.Amount  # the median over tokens of `|y - y'|^2 / |y|^2`
+    num_tokens: json_files.Count  # that judge
+    plain_gate: json_files.Count = 0  # rows taken from the plain rounding; `plain_up` too
     plain_up: json_files.Count = 0
-    plain_down: json_files.Count = 0
+    plain_down: json_files.Count = 0  # blocks of rows taken from it
+    # The relative error of the source's weights with inputs behind stored layers; 0 if all layers are calibrated with
+    # the source's inputs.
     inherited_error: json_files.Amount = 0.0
 
     @property

@@ -39,9 +39,8 @@ def block_rows(num_cols: int) -> int:
 
 
 class RowQuantizer:
-    """Turns rows of weights into a part's bytes.
+    """Turns rows of `num_cols` weights into a part's bytes.
 
-    Args:    part: the format.   num_cols: weights a row.   quantizer: how scales and zeros are found.
     Raises:  PlanError for hqq if it is not installed, for a format that keeps the source's codes, and for a trellis
              with another quantizer than nearest.
     """
@@ -73,10 +72,8 @@ class RowQuantizer:
         self._refined = quantizer == "hqq" and part.width == _REFINED_WIDTH and part.scale_bits == 16
 
     def encode(self, weights: Tensor) -> Tensor:
-        """Quantizes rows.
+        """Quantizes finite rows [rows, num_cols] of any float dtype: u8 [rows, part_bytes].
 
-        Args:    weights: [rows, num_cols], any float dtype, finite.
-        Returns: u8 [rows, part_bytes].
         Raises:  UnrepresentableError for a row with weights too large for float16 scales and zeros, or for bfloat16.
         """
         if isinstance(self._codec, codecs.Bf16):
@@ -91,7 +88,11 @@ class RowQuantizer:
     def _encode_block(self, weights: Tensor, first_row: int) -> Tensor:
         codec = self._codec
         if isinstance(codec, trellis.TrellisQuantizer):
-            return self._encode_trellis_block(codec, weights.to(torch.float32), first_row)
+            rows = weights.to(torch.float32)
+            try:
+                return codec.encode(rows, codec.scales(rows))[0]
+            except trellis.UnrepresentableError as fault:
+                raise trellis.UnrepresentableError(first_row + fault.row, fault.advice) from fault
         assert isinstance(codec, codecs.Affine) and self._solve is not None, "bf16 has no blocks"
         groups = weights.to(torch.float32).reshape(len(weights) * codec.num_groups, -1)
         scale, zero = self._solve(groups, self._part.width)
@@ -104,18 +105,9 @@ class RowQuantizer:
         codes = nearest_codes(groups, scale.view(-1, 1), zero.view(-1, 1), self._part.width)
         return codec.encode(codes.to(torch.uint8).view(len(weights), -1), scales, zeros)
 
-    def _encode_trellis_block(self, codec: trellis.TrellisQuantizer, weights: Tensor, first_row: int) -> Tensor:
-        try:
-            return codec.encode(weights, codec.scales(weights))[0]
-        except trellis.UnrepresentableError as fault:
-            raise trellis.UnrepresentableError(first_row + fault.row, fault.advice) from fault
-
 
 def check_representable(scale: Tensor, zero: Tensor, first_row: int = 0) -> None:
-    """Refuses scales and zeros, float32 [rows, groups] as stored, that overflowed float16.
-
-    Raises:  UnrepresentableError naming the first row that has one, counted from `first_row`.
-    """
+    """Refuses scales and zeros, float32 [rows, groups] as stored, that overflowed float16: UnrepresentableError."""
     finite = scale.isfinite() & zero.isfinite()
     if not finite.all():
         raise trellis.UnrepresentableError(first_row + _first_row(~finite), trellis.TOO_LARGE_FOR_SCALES)
@@ -167,10 +159,7 @@ def representable_pairs(groups: Tensor, scale: Tensor, zero: Tensor, width: int)
 
 
 def _hqq_solver() -> Solver:
-    """Returns hqq's solver with its default settings.
-
-    Source: hqq 0.2.8, core/quantize.py, Quantizer.quantize along rows.
-    """
+    """Returns hqq's solver with its default settings (hqq 0.2.8, core/quantize.py, along rows)."""
     quantize = _hqq().quantize
 
     def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -195,10 +184,7 @@ def _nearest_solver() -> Solver:
 
 
 def _absmax_solver() -> Solver:
-    """Returns the solver whose zero is the middle code and whose scale follows from the largest magnitude.
-
-    Source: EdgeMoE §III-B, channel-wise.
-    """
+    """Returns the solver with the middle code as zero and a scale by the largest magnitude (EdgeMoE §III-B)."""
 
     def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
         middle = 2 ** (width - 1)
@@ -232,11 +218,10 @@ def check_finite(
     error: type[MoePackError],
     number: Callable[[int, int], tuple[int, int]] = lambda row, col: (row, col),
 ) -> None:
-    """Refuses NaN and infinity.
+    """Refuses NaN and infinity in weights [rows, columns].
 
-    Args:    weights: [rows, columns].   place: tensor and file, for the message.   error: the class to raise.
-             number: the row and column that the message gives for a weight's place in `weights`.
-    Raises:  `error` naming the first such weight's row and column.
+    Args:    place: tensor and file, for the message.   error: the class to raise.   number: the row and column that
+             the message gives for a weight's place in `weights`.
     """
     # A sum is infinite or NaN if any term is; finite weights can only overflow it in float16, hence float32.
     if torch.isfinite(weights.sum(dtype=torch.float32)):

@@ -21,10 +21,7 @@ from moe_pack.runtime.model.rotation import Rotation, rotated_weights
 
 
 def rotation_vectors(spec: formats.ModelSpec, rotate: Rotate) -> RotationVectors | None:
-    """Returns the vectors in whose coordinates a model's experts are stored; None if none is rotated.
-
-    Both vectors of a layer are the same random signs, drawn from the layer's number.
-    """
+    """Returns the vectors of rotated coordinates, random signs drawn from a layer's number; None if none is rotated."""
     if rotate == "off":
         return None
     signs = np.stack([np.random.default_rng(layer).integers(0, 2, spec.hidden_size) for layer in spec.moe_layers])

@@ -1,8 +1,8 @@
 """Quantization to a trellis: the search for the codes of rows, and the quantizer `nearest` built on it.
 
 `search` finds a cheap path through the states of a trellis by a beam search. A state is the last two nibbles of the
-stream; a step adds one. Of the paths that lead to a state only the cheapest can go on (Viterbi), and of these paths
-the cheapest few. With a GPTQ factor, a column's target depends on earlier errors, which differ from path to path: each
+stream; a step adds one. Only the cheapest of the paths that lead to a state can go on (Viterbi), and only the cheapest
+few of these. With a GPTQ factor, a column's target depends on earlier errors, which differ from path to path: each
 path corrects its own errors (per-survivor processing). This is no longer exact, but much better than corrections from
 the one path that looks best. The native kernel and `plain_search` give the same codes bit for bit: both take every sum
 in the same order.
@@ -55,14 +55,10 @@ _PIECE_ROWS = 32  # that `plain_search` takes at once: 2 MiB of errors
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrellisCodes:
-    """The codes of R rows, by step.
+    """The codes of R rows, by step."""
 
-    `codes` u8 [R, S], as `Trellis.encode` takes them.   `values` float32 [R, 2 S]: the levels of the weights of each
-    step, not scaled.
-    """
-
-    codes: Tensor
-    values: Tensor
+    codes: Tensor  # u8 [R, S], as `Trellis.encode` takes them
+    values: Tensor  # float32 [R, 2 S]: the levels of the weights of each step, not scaled
 
 
 @torch.no_grad()
@@ -75,8 +71,8 @@ def search(
              rows of two steps. With factors, the target of column j grows by `(weights[i] - scales[i] * value[i]) *
              factor[i, j]` for each i < j of the same factor. For the last 31 steps and the step itself these are the
              errors of the path itself; for earlier columns they are those of the path that was best then, and paths
-             that disagree with it end. A level of a set is the nearest to its path's target. Of equal paths the one
-             with the lower state wins.
+             that disagree with it end. A level of a set is the nearest to its path's target. The lower state wins
+             between equal paths.
              A row's codes do not depend on the other rows, but for the rounding of products with long factors.
     Args:    weights, scales: float32 [R, 2 S], in the order of S steps (`trellis_columns`), finite (not checked); a
              scale of 0 makes all values 0.   importance: float32 [2 S], not negative.   width: of the trellis, bits of

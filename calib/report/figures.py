@@ -17,6 +17,7 @@ from moe_pack.calib.statistics import (
     COVERED_PERCENTS,
     MIN_TOKENS,
     QUANTILE_LEVELS,
+    LayerPredictors,
     LayerRecall,
     PathCoverage,
     PopularityTest,
@@ -60,16 +61,12 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The model, its text and what was measured.
-
-    `layers`: the layers that have experts; the page names layers by these numbers.   `predicted_layers`: those of them
-    that follow another one in their stack.   `num_tokens`: the tokens of text that each layer saw.
-    """
+    """The model, its text and its measurements."""
 
     family: str
     num_hidden_layers: int
-    layers: tuple[int, ...]
-    predicted_layers: tuple[int, ...]
+    layers: tuple[int, ...]  # those that have experts; the page names layers by these numbers
+    predicted_layers: tuple[int, ...]  # those of them that follow another one in their stack
     num_experts: int
     num_experts_per_tok: int
     hidden_size: int
@@ -77,7 +74,7 @@ class Head:
     num_parameters: int
     num_active_parameters: int
     text: str
-    num_tokens: int
+    num_tokens: int  # the tokens of text that each layer saw
     num_held_out_tokens: int
     num_sequences: int
     sequence_length: int
@@ -87,27 +84,23 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """How often experts were chosen, [L, E] for L layers and E experts.
+    """How often experts were chosen, [L, E] for L layers and E experts."""
 
-    `tokens`: that chose the expert.   `low`, `high`: the 95% interval of its share of all tokens.   `mass`: its share
-    of the layer's router weights.   `tests`: for each layer, on held-out text; empty if no text was held out.
-    """
-
-    tokens: Packed
-    low: Packed
+    tokens: Packed  # that chose the expert
+    low: Packed  # the 95% interval of its share of all tokens, to `high`
     high: Packed
-    mass: Packed
-    tests: tuple[PopularityTest, ...]
+    mass: Packed  # its share of the layer's router weights
+    tests: tuple[PopularityTest, ...]  # for each layer, on held-out text; empty if no text was held out
 
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """Quantiles of abs(a) [L, E, kinds, levels] at `levels`, which are a part of the `num_measured` in the profile."""
+    """Quantiles of abs(a)."""
 
     kinds: tuple[str, ...]
-    levels: tuple[float, ...]
+    levels: tuple[float, ...]  # a part of the `num_measured` in the profile
     num_measured: int
-    quantiles: Packed
+    quantiles: Packed  # [L, E, kinds, levels]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,79 +114,65 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Predicted KL divergences in nats, error times effect.
-
-    `quantized` [L, E, 3, 4] by matrix and width; `sparse` [L, E, 3, 4] by kind and sparsity; `embedding` and `head` at
-    each of `dense_widths`.
-    """
+    """Predicted KL divergences in nats, error times effect."""
 
     matrices: tuple[str, ...]
     widths: tuple[int, ...]
     kinds: tuple[str, ...]
     sparsities: tuple[float, ...]
     dense_widths: tuple[int, ...]
-    quantized: Packed
-    sparse: Packed
+    quantized: Packed  # [L, E, 3, 4] by matrix and width
+    sparse: Packed  # [L, E, 3, 4] by kind and sparsity
     dense: tuple[DenseMatrix, ...]
-    embedding: tuple[float | None, ...]
+    embedding: tuple[float | None, ...]  # at each of `dense_widths`; `head` too
     head: tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPrediction:
-    """How well a layer's experts and neurons are predicted.
+    """How well a layer's experts and neurons are predicted."""
 
-    `experts`: for each predictor the recall of k experts, then recall and precision of 2k.   `best`: the index of the
-    best predictor.   `neurons`: recall and precision by kind and sparsity; None if no held-out token came.
-    """
-
+    # For each predictor the recall of k experts, then recall and precision of 2k
     experts: tuple[tuple[float | None, ...], ...]
-    best: int
+    best: int  # the index of the best predictor
+    # Recall and precision by kind and sparsity; None if no held-out token came
     neurons: tuple[tuple[tuple[float | None, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """How well experts and neurons are predicted in each of `Head.predicted_layers`; empty without held-out text.
-
-    `cosine`: mean and deviation of the cosine between a layer's input and the input of the layer before.
-    """
+    """How well experts and neurons are predicted in each of `Head.predicted_layers`; empty without held-out text."""
 
     predictors: tuple[str, ...]
     kinds: tuple[str, ...]
     sparsities: tuple[float, ...]
     layers: tuple[LayerPrediction, ...]
+    # Mean and deviation of the cosine between a layer's input and that of the layer before
     cosine: tuple[tuple[float | None, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The paths through some successive layers.
-
-    `num_paths`: distinct paths.   `num_single`: paths that one token took.   `covered`, `curve`: the share of all
-    tokens on the most frequent paths, at each of `Paths.covered_percents` and of `Paths.curve_percents` of the paths.
-    """
+    """The paths through some successive layers."""
 
     layers: tuple[int, ...]
-    num_paths: int
-    num_single: int
+    num_paths: int  # distinct paths
+    num_single: int  # paths that one token took
+    # Of all tokens on the most frequent paths, at each of `Paths.covered_percents` of the paths
     covered: tuple[float, ...]
-    curve: tuple[float, ...]
+    curve: tuple[float, ...]  # the same at `Paths.curve_percents`
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """EdgeMoE's figures on paths: Fig. 4 on all tokens, its path statistics and Fig. 8 (right) on held-out tokens.
-
-    `num_judged`: how many held-out tokens.   `recalls`: of each layer.   `accumulated`: [3, L, n], the share of choices
-    on the n likeliest experts, with no, one and two earlier layers known. Both are empty without held-out text.
-    """
+    """EdgeMoE's figures on paths: Fig. 4 on all tokens, its path statistics and Fig. 8 (right) on held-out tokens."""
 
     curve_percents: tuple[int, ...]
     covered_percents: tuple[int, ...]
     windows: tuple[Window, ...]
-    num_judged: int
-    recalls: tuple[LayerRecall, ...]
+    num_judged: int  # how many held-out tokens
+    recalls: tuple[LayerRecall, ...]  # of each layer; empty without held-out text, as `accumulated`
+    # [3, L, n]: the share of choices on the n likeliest experts, with no, one and two earlier layers known.
     accumulated: tuple[tuple[tuple[float, ...], ...], ...]
 
 
@@ -210,37 +189,26 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Experts that few tokens reached.
-
-    `unreached`, `scarce`: for each layer that has such experts, those without tokens and those with fewer than
-    `min_tokens`.   `least`: the experts with the fewest tokens of all layers.
-    """
+    """Experts that few tokens reached."""
 
     min_tokens: int
-    unreached: tuple[tuple[int, tuple[int, ...]], ...]
-    scarce: tuple[tuple[int, tuple[int, ...]], ...]
-    least: tuple[Reached, ...]
+    unreached: tuple[tuple[int, tuple[int, ...]], ...]  # for each layer that has such experts, those without tokens
+    scarce: tuple[tuple[int, tuple[int, ...]], ...]  # the same for those with fewer than `min_tokens`
+    least: tuple[Reached, ...]  # the experts with the fewest tokens of all layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCounts:
-    """The part of all layers' statistics that figures need.
+    """The part of all layers' statistics that figures need."""
 
-    `routes`: uint16 [T, L, k].   `mass`: float32 [L, E].   `quantiles`: float32 [L, E, kinds, levels].
-    `cosine`: float32 [L, 2].
-    """
-
-    routes: forward.Array
-    mass: forward.Array
-    quantiles: forward.Array
-    cosine: forward.Array
+    routes: forward.Array  # uint16 [T, L, k]
+    mass: forward.Array  # float32 [L, E]
+    quantiles: forward.Array  # float32 [L, E, kinds, levels]
+    cosine: forward.Array  # float32 [L, 2]
 
 
 def read_counts(profile: Profile, levels: tuple[float, ...]) -> LayerCounts:
-    """Reads the statistics of all layers, with the quantiles at these levels only; one layer's file is open at a time.
-
-    Raises:  PackError if a file is damaged, or its routes are impossible.
-    """
+    """Reads the statistics of all layers, with the quantiles at these levels only; one file is open at a time."""
     layers = []
     for l in range(len(profile.spec.moe_layers)):
         layer = profile.statistics(l)
@@ -341,13 +309,12 @@ def prediction(profile: Profile, counts: LayerCounts) -> Prediction:
         predictors=PREDICTORS,
         kinds=forward.KINDS,
         sparsities=errors.SPARSITIES,
-        layers=tuple(_layer_prediction(profile, l) for l in later) if measured else (),
+        layers=tuple(map(_layer_prediction, map(profile.predictors, later))) if measured else (),
         cosine=tuple(_known(counts.cosine[l]) for l in later),
     )
 
 
-def _layer_prediction(profile: Profile, layer_idx: int) -> LayerPrediction:
-    outcomes = profile.predictors(layer_idx)
+def _layer_prediction(outcomes: LayerPredictors) -> LayerPrediction:
     return LayerPrediction(
         experts=tuple(_known(row) for row in outcomes.experts),
         best=int(outcomes.best[0]),

@@ -14,7 +14,6 @@ from importlib.resources import files
 
 import numpy as np
 
-from moe_pack.calib.forward import Array
 from moe_pack.calib.profile import Losses, Profile, losses_of
 from moe_pack.calib.report import figures, readings
 from moe_pack.calib.report.readings import nats
@@ -29,35 +28,31 @@ _SELECTOR: specs.Selector = "up"  # the layout whose bytes are counts; those of 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPack:
-    """What was measured of a pack. `bits_per_weight`: all bytes of its experts for each of their weights."""
+    """The measurements of a pack."""
 
     name: str
     selector: specs.Selector
-    bits_per_weight: float
+    bits_per_weight: float  # all bytes of its experts for each of their weights
     quality: Quality
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of a curve.
+    """A point of a curve."""
 
-    `x`: bits a weight, or a share.   `kl`: nats.   `half_width`: of its 95% interval in nats; None if it is not known.
-    `note`: what `x` does not say.
-    """
-
-    x: float
-    kl: float
-    note: str
-    half_width: float | None = None
+    x: float  # bits a weight, or a share
+    kl: float  # in nats
+    note: str  # what `x` does not say
+    half_width: float | None = None  # of its 95% interval in nats; None if it is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points by rising `x`. `is_measured`: whether they were measured of a pack; otherwise they are estimates."""
+    """Points by rising `x`."""
 
     name: str
     points: tuple[Point, ...]
-    is_measured: bool = False
+    is_measured: bool = False  # of a pack; other curves are estimates
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +66,9 @@ class PriceCurves:
 
 
 def measured_pack(pack: Pack, profile: Profile, bits_per_weight: float) -> MeasuredPack:
-    """Reads what was measured of a pack that was made from the profile's checkpoint.
+    """Reads what was measured of a pack.
 
-    Raises:  PlanError if it was made from another one, or nothing was measured; PackError if its files are damaged.
+    Raises:  PlanError if it was made from another checkpoint than the profile, or nothing was measured.
     """
     profile.check_source_of(pack)
     quality = read_quality(pack)
@@ -87,29 +82,26 @@ def measured_pack(pack: Pack, profile: Profile, bits_per_weight: float) -> Measu
 
 def price_curves(spec: specs.ModelSpec, losses: Losses | None, measured: MeasuredPack | None = None) -> PriceCurves:
     """Returns the curves of estimates, where all experts are stored alike, and those of what was measured."""
-    curves = PriceCurves((), (), (), ())
+    widths = sparsity = dense = substitution = tuple[Curve, ...]()
     if losses is not None:
-        curves = PriceCurves(_widths(spec, losses), _sparsity(losses), _dense(spec, losses), ())
-    return curves if measured is None else _with_measured(curves, measured)
-
-
-def _with_measured(curves: PriceCurves, measured: MeasuredPack) -> PriceCurves:
+        widths, sparsity, dense = _widths(spec, losses), _sparsity(losses), _dense(spec, losses)
+    if measured is None:
+        return PriceCurves(widths, sparsity, dense, ())
     quality, name = measured.quality, f"{measured.name}, measured"
-    widths = sparsity = substitution = tuple[Curve, ...]()
     if quality.against is not None:
         note = f"{quality.sparsity or 0:.1%} of neurons did not run; dense matrices as stored"
         kl = quality.against.kl
-        widths = (Curve(name, (Point(measured.bits_per_weight, kl.value, note, kl.half_width),), is_measured=True),)
+        widths += (Curve(name, (Point(measured.bits_per_weight, kl.value, note, kl.half_width),), is_measured=True),)
     if quality.prices is not None:
         own = quality.prices.substitution
         left_out = tuple(Point(p.sparsity, p.kl.value, "", p.kl.half_width) for p in quality.prices.sparsity)
-        sparsity = (Curve(f"{name}, select by {measured.selector}", left_out, is_measured=True),)
+        sparsity += (Curve(f"{name}, select by {measured.selector}", left_out, is_measured=True),)
         replaced = tuple(
             Point(p.alpha, p.kl.value, f"{p.replaced:.1%} replaced, {p.fetched:.1%} fetched", p.kl.half_width)
             for p in own.prices
         )
         substitution = (Curve(f"{name}, {own.room:.0%} of experts in memory", replaced, is_measured=True),)
-    return PriceCurves(curves.widths + widths, curves.sparsity + sparsity, curves.dense, substitution)
+    return PriceCurves(widths, sparsity, dense, substitution)
 
 
 def prices_reading(spec: specs.ModelSpec, losses: Losses) -> str:
@@ -232,10 +224,7 @@ class Report:
 
 
 def report_html(profile: Profile, measured: MeasuredPack | None = None) -> str:
-    """Returns the page of a profile, with what was measured of a pack of the same checkpoint.
-
-    Raises:  PackError if the profile is damaged.
-    """
+    """Returns the page of a profile, with what was measured of a pack of the same checkpoint."""
     return fill(make_report(profile, measured))
 
 
@@ -248,10 +237,7 @@ def fill(report: Report) -> str:
 
 
 def make_report(profile: Profile, measured: MeasuredPack | None = None) -> Report:
-    """Returns everything that the page shows.
-
-    Raises:  PackError if the profile is damaged.
-    """
+    """Returns everything that the page shows."""
     levels = figures.levels_for(profile)
     counts = figures.read_counts(profile, levels)
     head = figures.head(profile)
@@ -270,21 +256,14 @@ def make_report(profile: Profile, measured: MeasuredPack | None = None) -> Repor
         missing=Missing(),
     )
     thresholds = counts.quantiles[..., levels.index(0.8)]  # [L, E, kinds]
-    read = _read(report, thresholds, kls)
-    if losses:
-        read = dataclasses.replace(read, prices=prices_reading(profile.spec, losses))
-    return dataclasses.replace(report, readings=read, missing=_missing(report))
-
-
-def _read(report: Report, thresholds: Array, kls: tuple[Array, Array] | None) -> Readings:
-    head, paths = report.head, report.paths
-    tokens = report.popularity.tokens.array()
+    tokens, paths = report.popularity.tokens.array(), report.paths
     is_predicted = bool(report.prediction.layers)
-    return Readings(
+    read = Readings(
         popularity=readings.popularity(head, tokens, report.popularity.tests),
         sparsity=readings.sparsity(head, thresholds, tokens, report.sparsity.kinds),
         sensitivity=readings.sensitivity(head, *kls, report.sensitivity) if kls and report.sensitivity else "",
         dense=readings.dense(report.sensitivity) if report.sensitivity else "",
+        prices=prices_reading(profile.spec, losses) if losses else "",
         experts_predicted=readings.experts_predicted(head, report.prediction) if is_predicted else "",
         neurons_predicted=readings.neurons_predicted(head, report.prediction) if is_predicted else "",
         path_spread=readings.path_spread(paths),
@@ -292,6 +271,7 @@ def _read(report: Report, thresholds: Array, kls: tuple[Array, Array] | None) ->
         accumulated=readings.accumulated(head, paths) if paths.accumulated else "",
         coverage=readings.coverage(head, report.coverage),
     )
+    return dataclasses.replace(report, readings=read, missing=_missing(report))
 
 
 def _missing(report: Report) -> Missing:

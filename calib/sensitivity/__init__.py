@@ -10,8 +10,7 @@ if TYPE_CHECKING:
         Trial,
         expert_multiplications,
         half_multiplications,
-        kind_of,
-        kinds_of_layers,
+        layers_cost,
     )
     from moe_pack.calib.sensitivity.effects import (
         DENSE_WIDTHS,

@@ -88,8 +88,7 @@ def expert_multiplications(spec: specs.ModelSpec) -> int:
 def prediction_cost(spec: specs.ModelSpec, num_tokens: int) -> Cost:
     """Returns the most that training one layer's predictors on this many tokens costs.
 
-    Training may end earlier, when it stops gaining. The networks are nearly all of it; an epoch of each is measured on
-    random tokens.
+    Training may end earlier. The networks are nearly all of it; an epoch of each is measured on random tokens.
     """
     d, E, k = spec.hidden_size, spec.router.num_experts, spec.router.num_experts_per_tok
     tried = min(num_tokens, _TRIED_TOKENS)
@@ -119,6 +118,15 @@ def kinds_of_layers(spec: specs.ModelSpec) -> set[int]:
     return {kind_of(spec, layer) for layer in range(spec.num_hidden_layers)}
 
 
+def layers_cost(trial: "Trial", layers: range, num_sequences: int, experts: Cost) -> Cost:
+    """Returns the cost of some layers for sequences, with `experts` where a layer has some; times a layer a kind."""
+    spec, total = trial.spec, Cost()
+    halves = {kind: trial.half(kind) * num_sequences for kind in kinds_of_layers(spec)}
+    for layer in layers:
+        total += halves[kind_of(spec, layer)] + (experts if layer in spec.moe_layers else Cost())
+    return total
+
+
 class Trial:
     """The measured cost of each kind of work.
 
@@ -127,22 +135,22 @@ class Trial:
 
     def __init__(self, weights: model.Weights, states: forward.LayerStates) -> None:
         self._weights = weights
-        self._spec = weights.spec
+        self.spec = weights.spec
         self._states = states
 
     @torch.inference_mode()
     def half(self, layer: int) -> Cost:
         """Returns the cost of one sequence in a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
-        text = x if forward.stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
+        text = x if forward.stack_of(self.spec, layer) else None  # the time does not depend on the encoder's output
         ids = self._states.ids(0)
         seconds = _seconds(lambda: self._states.half_of(layer, x, text, self._weights, None, ids))
-        return Cost(half_multiplications(self._spec, layer, S) * S, seconds)
+        return Cost(half_multiplications(self.spec, layer, S) * S, seconds)
 
     @torch.inference_mode()
     def counted(self, num_tokens: float) -> Cost:
         """Returns the cost of running an expert and counting its activations, for this many tokens."""
-        number, f = self._tried(num_tokens), self._spec.expert.intermediate_size
+        number, f = self._tried(num_tokens), self.spec.expert.intermediate_size
         x, idx = self._random(number), torch.arange(number)
 
         def work() -> None:
@@ -164,11 +172,11 @@ class Trial:
     def half_back(self, layer: int) -> Cost:
         """Returns the cost of one sequence on the way back through a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
-        text = x if forward.stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
-        above, weights = (x, x[:, : self._spec.hidden_size]), gradients.Tracked(self._weights)
+        text = x if forward.stack_of(self.spec, layer) else None  # the time does not depend on the encoder's output
+        above, weights = (x, x[:, : self.spec.hidden_size]), gradients.Tracked(self._weights)
         ids = self._states.ids(0)
         seconds = _seconds(lambda: gradients.half_gradient(self._states, layer, x, text, weights, above, None, ids))
-        return Cost(2 * half_multiplications(self._spec, layer, S) * S, seconds)
+        return Cost(2 * half_multiplications(self.spec, layer, S) * S, seconds)
 
     @torch.inference_mode()
     def back(self, num_tokens: float) -> Cost:
@@ -182,7 +190,7 @@ class Trial:
         seconds = _seconds(
             lambda: gradients.expert_gradients(expert, self._function, x, weights.to(x.device), x, thresholds)
         )
-        return Cost(2 * expert_multiplications(self._spec) * number, seconds)
+        return Cost(2 * expert_multiplications(self.spec) * number, seconds)
 
     @torch.inference_mode()
     def compared(self, formats: Sequence[tuple[plans.Quantizer, plans.PartFormat]]) -> Cost:
@@ -211,35 +219,35 @@ class Trial:
     @torch.inference_mode()
     def predicted(self, num_tokens: int) -> Cost:
         """Returns the cost of comparing the model's predictions for this many tokens with others."""
-        num_tried = effects.head_tokens(self._spec.vocab_size)
-        x = self._random(num_tried, self._spec.stream_width)
+        num_tried = effects.head_tokens(self.spec.vocab_size)
+        x = self._random(num_tried, self.spec.stream_width)
         others = effects.log_probabilities(x, self._weights, x.device)
         seconds = _seconds(lambda: effects.divergence(others, effects.log_probabilities(x, self._weights, x.device)))
         seconds *= num_tokens / num_tried
-        return Cost(num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
+        return Cost(num_tokens * self.spec.hidden_size * self.spec.vocab_size, seconds)
 
     @torch.inference_mode()
     def predicted_back(self, num_tokens: int) -> Cost:
         """Returns the cost of the gradient of the model's predictions for this many tokens."""
-        x = self._random(effects.head_tokens(self._spec.vocab_size), self._spec.stream_width)
+        x = self._random(effects.head_tokens(self.spec.vocab_size), self.spec.stream_width)
         weights = gradients.Tracked(self._weights)
         generator = torch.Generator().manual_seed(0)
         seconds = _seconds(lambda: gradients.prediction_gradient(x, weights, generator)) * num_tokens / len(x)
-        return Cost(2 * num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
+        return Cost(2 * num_tokens * self.spec.hidden_size * self.spec.vocab_size, seconds)
 
     @property
     def _function(self) -> specs.NeuronFunction:
-        return self._spec.expert_function(0)
+        return self.spec.expert_function(0)
 
     def _random(self, num_tokens: int, width: int | None = None) -> Tensor:
-        width = self._spec.hidden_size if width is None else width
+        width = self.spec.hidden_size if width is None else width
         return torch.randn(num_tokens, width, device=self._states.device)
 
     def _tried(self, num_tokens: float) -> int:
         return max(1, min(round(num_tokens), _TRIED_TOKENS))
 
     def _cost(self, num_tokens: float, seconds: float) -> Cost:
-        return Cost(round(expert_multiplications(self._spec) * num_tokens), seconds)
+        return Cost(round(expert_multiplications(self.spec) * num_tokens), seconds)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -6,7 +6,7 @@ model with all experts of some layers rounded. A copy's KL divergence over its e
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import Array
+from moe_pack.calib.forward import Array, NamedArrays
 from moe_pack.calib.sensitivity import errors
 from moe_pack.runtime.model import Weights, head
 
@@ -65,40 +65,30 @@ MOST_GROWTH = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Sequences in which all experts of consecutive MoE layers are rounded to `width` bits, and nothing else.
+    """Sequences in which all experts of consecutive MoE layers are rounded to `width` bits, and nothing else."""
 
-    `layers`: counts MoE layers.   `estimated`: its KL divergence by gradients.
-    """
-
-    layers: range
+    layers: range  # counts MoE layers
     width: int
-    estimated: float
+    estimated: float  # its KL divergence by gradients
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLosses:
-    """KL divergences in nats, estimated to second order, by what is changed in one layer.
+class LayerLosses(NamedArrays):
+    """KL divergences in nats, estimated to second order, by changes in one layer.
 
     Without experts in the layer all but the first are [0].
-    `dense` f32 [M, 2]: for each of its M dense matrices (`roundable_roles`) at 8 and 4 bits.   `quantized` f32 [E, 3,
-    4]: for gate, up, down at 2, 3, 4, 8 bits by hqq in groups of 64 with 16-bit scales.   `repeated` f32 [E, 4]: that
-    of down if the neurons that lose most lose nothing, as many as conversion repeats.   `sparse` f32 [E, 3, 4]: for up,
-    gate, both at the sparsities of hotness.   `ratios` f32 [3, F]: the losses in every format (`compared_formats`) over
-    those of plain rounding at the same width.   `calibrated` f32 [3, C]: the same for the calibrated quantizer
-    (`calibrated_formats`), over plain rounding at its `base_width`, of down without the repeated neurons if the format
-    repeats them; [0] if no inputs are kept.
     """
 
-    dense: Array
-    quantized: Array
+    dense: Array  # f32 [M, 2]: for each of its M dense matrices (`roundable_roles`) at 8 and 4 bits
+    quantized: Array  # f32 [E, 3, 4]: for gate, up, down at 2, 3, 4, 8 bits by hqq in groups of 64 with 16-bit scales
+    # f32 [E, 4]: that of down if the neurons that lose most lose nothing, as many as conversion repeats
     repeated: Array
-    sparse: Array
+    sparse: Array  # f32 [E, 3, 4]: for up, gate, both at the sparsities of hotness
+    # f32 [3, F]: the losses in every format (`compared_formats`) over those of plain rounding at the same width.
     ratios: Array
+    # f32 [3, C]: the same for the calibrated quantizer (`calibrated_formats`), over plain rounding at its `base_width`,
+    # of down without the repeated neurons if the format repeats them; [0] if no inputs are kept.
     calibrated: Array
-
-    def arrays(self) -> dict[str, Array]:
-        """Returns all arrays by name, as stored."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def plain(self, num_cols: int) -> Array:
         """Returns the loss of all experts by plain rounding at `WIDTHS`: float64 [4]."""
@@ -123,18 +113,13 @@ def copies_of(losses: Sequence[LayerLosses], num_cols: int) -> tuple[Copy, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Divergences:
-    """Divergences at the model's end, as means over tokens.
+    """Divergences at the model's end, as means over tokens."""
 
-    `kls` f32 [C]: KL divergences of the copies from the original.   `nlls` f32 [C]: the log-likelihood that the true
-    next tokens lose, of which there are `num_tokens`.   `embedding`, `head` f32 [2]: KL divergences with the embedding,
-    to second order, and with the head, at 8 and 4 bits.
-    """
-
-    kls: Array
-    nlls: Array
-    num_tokens: int
-    embedding: Array
-    head: Array
+    kls: Array  # f32 [C]: KL divergences of the copies from the original
+    nlls: Array  # f32 [C]: the log-likelihood that the true next tokens lose
+    num_tokens: int  # how many next tokens there are
+    embedding: Array  # f32 [2]: KL divergences with the embedding at 8 and 4 bits, to second order
+    head: Array  # f32 [2]: the same with the head, as measured
 
 
 def effects_of(copies: Sequence[Copy], measured: Divergences, moe_layers: Sequence[int], num_layers: int) -> "Effects":
@@ -169,20 +154,11 @@ def _nll_per_kl(measured: Divergences) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Effects:
-    """What a model's losses are multiplied by, and what is not in a layer.
+class Effects(NamedArrays):
+    """The factors of a model's losses, and the losses that are not in a layer."""
 
-    `growth` f32 [layers]: what the losses of a layer are multiplied by, because real errors are not small.
-    `embedding`, `head` f32 [2]: KL at 8 and 4 bits, as it is.   `copies` f32 [C, 2]: the KL of each copy, and the
-    log-likelihood that the true next tokens lost.   `nll_per_kl` f32 [1]: the ratio of the two over all copies.
-    """
-
-    growth: Array
-    embedding: Array
-    head: Array
-    copies: Array
-    nll_per_kl: Array
-
-    def arrays(self) -> dict[str, Array]:
-        """Returns all arrays by name, as stored."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    growth: Array  # f32 [layers]: multiplies the losses of a layer, because real errors are not small
+    embedding: Array  # f32 [2]: KL at 8 and 4 bits, as it is
+    head: Array  # f32 [2]: likewise
+    copies: Array  # f32 [C, 2]: the KL of each copy, and the log-likelihood that the true next tokens lost
+    nll_per_kl: Array  # f32 [1]: the ratio of the two over all copies

@@ -24,8 +24,6 @@ from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.parts import specs
 from moe_pack.runtime import model
 from moe_pack.runtime.model import Matrix as DenseMatrix
-from moe_pack.runtime.model.mixers import RowTable
-from moe_pack.runtime.model.rotation import Rotation
 
 WIDTHS = (2, 3, 4, 8)  # below 2 errors are no longer small
 GROUP = 64
@@ -98,10 +96,7 @@ def add_change(
     function: specs.NeuronFunction,
     output: Tensor,
 ) -> None:
-    """Adds to `output` float32 [n, d] the change of an expert's output if a matrix of a block becomes `rounded`.
-
-    Args:    values: of the block, for `x`.
-    """
+    """Adds to `output` float32 [n, d] the change of an expert's output if a matrix of a block becomes `rounded`."""
     if matrix == "down":
         output.addmm_(values.h, rounded - block.down)
         return
@@ -206,42 +201,19 @@ def ratios_of_widths(ratios: forward.Array, num_cols: int) -> forward.Array:
     return ratios[:, [parts.index(plans.part_format(width, GROUP)) for width in WIDTHS]]
 
 
-class RoundedDense:
+class RoundedDense(forward.DerivedWeights):
     """The weights of `source` with these dense matrices at `width`; rows are rounded each time they are read."""
 
     def __init__(self, source: model.Weights, roles: Collection[str], width: int, rounding: Rounder) -> None:
-        self.spec: specs.ModelSpec = source.spec
-        self.selector: specs.Selector = source.selector
-        self.operations: model.Operations = source.operations
-        self._source = source
+        super().__init__(source)
         self._roles = frozenset(roles)
         self._width = width
         self._rounding = rounding
 
-    def vector(self, role: str) -> Tensor:
-        """Returns a norm's weight or a bias, float32 [n]."""
-        return self._source.vector(role)
-
     def matrix(self, role: str) -> DenseMatrix:
-        """Returns a dense matrix by its role, rounded if it is one of the roles."""
-        matrix = self._source.matrix(role)
+        """Returns a dense matrix, rounded if it is one of the roles."""
+        matrix = super().matrix(role)
         return _RoundedMatrix(matrix, self._width, self._rounding) if role in self._roles else matrix
-
-    def expert(self, layer_idx: int, expert: int) -> model.Expert:
-        """Returns an expert of `source`."""
-        return self._source.expert(layer_idx, expert)
-
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
-        return self._source.threshold(layer_idx, expert)
-
-    def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
-        return self._source.rotation(layer_idx)
-
-    def ngram_table(self, layer: int) -> RowTable:
-        """Returns the n-gram table of a decoder layer of `source`."""
-        return self._source.ngram_table(layer)
 
 
 class _RoundedMatrix:
@@ -255,40 +227,17 @@ class _RoundedMatrix:
         return self._rounding(self._matrix.rows(start, stop), self._width)
 
 
-class RoundedExperts:
+class RoundedExperts(forward.DerivedWeights):
     """The weights of `source` with all routed experts at `width`; blocks are rounded each time they are read."""
 
     def __init__(self, source: model.Weights, width: int, rounding: Rounder) -> None:
-        self.spec: specs.ModelSpec = source.spec
-        self.selector: specs.Selector = source.selector
-        self.operations: model.Operations = source.operations
-        self._source = source
+        super().__init__(source)
         self._width = width
         self._rounding = rounding
 
-    def vector(self, role: str) -> Tensor:
-        """Returns a norm's weight or a bias, float32 [n]."""
-        return self._source.vector(role)
-
-    def matrix(self, role: str) -> DenseMatrix:
-        """Returns a dense matrix of `source`."""
-        return self._source.matrix(role)
-
     def expert(self, layer_idx: int, expert: int) -> model.Expert:
         """Returns an expert with its matrices rounded."""
-        return _RoundedExpert(self._source.expert(layer_idx, expert), self._width, self._rounding)
-
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
-        return self._source.threshold(layer_idx, expert)
-
-    def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
-        return self._source.rotation(layer_idx)
-
-    def ngram_table(self, layer: int) -> RowTable:
-        """Returns the n-gram table of a decoder layer of `source`."""
-        return self._source.ngram_table(layer)
+        return _RoundedExpert(super().expert(layer_idx, expert), self._width, self._rounding)
 
 
 class _RoundedExpert:
@@ -420,7 +369,7 @@ def calibrated_ratios(
     )
 
 
-_STEPS = WIDTHS[:-1]  # of which a mean is taken: errors of 8 bits are small beside float32's
+_STEPS = WIDTHS[:-1]  # of which a mean is taken: errors of 8 bits are small next to float32's
 
 
 def _step_error(errors: Sequence[Tensor]) -> Tensor:
@@ -464,17 +413,13 @@ class _BlockCalibration(quantize.Calibration):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Judged:
-    """The part of an expert that formats are judged on, with its activations on tokens x float32 [n, d].
-
-    `few`: some neurons, for gate and up.   `narrow`: all neurons that are quantized together, with some columns of
-    down.
-    """
+    """The part of an expert that formats are judged on, with its activations on tokens x float32 [n, d]."""
 
     x: Tensor
     function: specs.NeuronFunction
-    few: model.NeuronBlock
+    few: model.NeuronBlock  # some neurons, for gate and up
     few_values: model.Activations
-    narrow: model.NeuronBlock
+    narrow: model.NeuronBlock  # all neurons that are quantized together, with some columns of down
     narrow_values: model.Activations
 
     @classmethod

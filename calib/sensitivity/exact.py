@@ -17,11 +17,10 @@ from torch import Tensor
 from moe_pack import formats
 from moe_pack.calib import forward
 from moe_pack.calib.forward import shared
-from moe_pack.calib.quantize import LayerRotation
 from moe_pack.calib.sensitivity import costs, effects, errors
 from moe_pack.calib.sensitivity.rotated import RotatedExperts
+from moe_pack.calib.sensitivity.run import expert_output
 from moe_pack.formats.pack.manifests import RotationVectors
-from moe_pack.runtime.model import Weights, embed, run_expert
 
 _COPY_TOKENS = 512
 _TRIED_TOKENS = 512
@@ -31,8 +30,7 @@ class ExactPass:
     """Runs the measurement layer by layer; a killed pass goes on in `folder`.
 
     Args:    ids: int64 [N, S]; the first of these sequences are used.   rotation: of the layers whose experts are
-             rounded in rotated coordinates; None if there are none.   results: of experts and sequences; shared, if
-             several parts run the pass in `folder`.
+             rounded in rotated coordinates; None if there are none.   results: of experts and sequences.
     """
 
     def __init__(
@@ -52,24 +50,10 @@ class ExactPass:
         self._at_4, self._at_2 = (errors.RoundedExperts(stored, width, rounding) for width in (4, 2))
         given = forward.Sequences.of(weights.spec, ids)
         self.num_copied = number = min(len(ids), -(-_COPY_TOKENS // given.length))  # sequences
-        first, answer = given.begun(lambda ids, place: embed(ids[place % number], weights))
-
-        def origin(branched: int) -> int:
-            return number + branched % number
+        beginning = replace(given.first(number).embedded(weights), origin=lambda place: number + place % number)
 
         # The same sequences twice: the original, and with all experts at 4 bits, from which the copies branch off.
-        self.states = forward.LayerStates(
-            weights,
-            first,
-            2 * number,
-            given.length,
-            folder,
-            device,
-            answer=answer,
-            origin=origin,
-            ids=lambda place: given.ids[place % number],
-            results=results,
-        )
+        self.states = forward.LayerStates(weights, beginning, 2 * number, given.length, folder, device, results=results)
         self._num_tokens = number * given.length
 
     @torch.inference_mode()
@@ -147,16 +131,18 @@ class ExactPass:
         Returns: its positions in the copied tokens [n], its change by 2 bits [n, d], and its outputs in chunks, those
                  of the original's tokens first.
         """
+        number = layer_idx, expert
         token_idx, weights = tokens.of_expert(expert)
         original = token_idx < self._num_tokens
         base = ~original & (token_idx < 2 * self._num_tokens)
         outputs = [
-            self._output(tokens, chunk, model, layer_idx, expert).cpu()
+            expert_output(tokens, chunk, model, number, self._device).cpu()
             for chosen, model in ((original, self._weights), (~original, self._at_4))
             for chunk in _chunks(token_idx[chosen])
         ]
         at_4, at_2 = (
-            self._output(tokens, token_idx[base], rounded, layer_idx, expert) for rounded in (self._at_4, self._at_2)
+            expert_output(tokens, token_idx[base], rounded, number, self._device)
+            for rounded in (self._at_4, self._at_2)
         )
         change = (at_2 - at_4).cpu() * self.states.shares(weights[base])[:, None]
         return token_idx[base] - self._num_tokens, change, *outputs
@@ -170,14 +156,6 @@ class ExactPass:
             chunks = zip(_chunks(token_idx[chosen]), _chunks(weights[chosen]), strict=True)
             for chunk, of_chunk in chunks:
                 self.states.add(tokens, chunk, of_chunk, next(remaining))
-
-    def _output(
-        self, tokens: forward.LayerTokens, token_idx: Tensor, model: Weights, layer_idx: int, expert: int
-    ) -> Tensor:
-        rotation = LayerRotation(model.rotation(layer_idx))
-        x = rotation.inputs(tokens.expert_inputs(token_idx).to(self._device))
-        y = run_expert(x, model.expert(layer_idx, expert), self._spec.expert_function(layer_idx), "none", 0.0)
-        return rotation.outputs(y)
 
     def _copies(self, layer: int, base: forward.LayerTokens, changes: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
         """Yields the hidden states of one copy after the other, float32 [n, w]; `base` are those without a change."""

@@ -31,15 +31,13 @@ import torch
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.calib.forward import KINDS, LayerStates, LayerTokens
+from moe_pack.calib.forward import KINDS, DerivedWeights, LayerStates, LayerTokens
 from moe_pack.calib.quantize import usual_repeats
 from moe_pack.calib.sensitivity import errors
 from moe_pack.runtime import model
 from moe_pack.runtime.model import layers, matrices
 from moe_pack.runtime.model.caches import Chosen
-from moe_pack.runtime.model.mixers import RowTable
 from moe_pack.runtime.model.operations import row_blocks
-from moe_pack.runtime.model.rotation import Rotation
 
 SPARSE_TOKENS = 256  # of an expert, to measure sparsity on
 
@@ -85,38 +83,16 @@ class _TrackedMatrix(matrices.DivisibleMatrix):
         return _TrackedMatrix(matrices.rows_of(self._matrix, start, stop))
 
 
-class Tracked:
+class Tracked(DerivedWeights):
     """The weights of `source`, through which torch finds gradients with respect to hidden states."""
 
-    def __init__(self, source: model.Weights) -> None:
-        self.spec: formats.ModelSpec = source.spec
-        self.selector: formats.Selector = source.selector
-        self.operations: model.Operations = source.operations
-        self._source = source
-
     def vector(self, role: str) -> Tensor:
-        """Returns a norm's weight or a bias, float32 [n]: a copy, because torch keeps none from inference mode."""
-        return self._source.vector(role).clone()
+        """Returns a copy, because torch keeps no tensor from inference mode."""
+        return super().vector(role).clone()
 
     def matrix(self, role: str) -> model.Matrix:
-        """Returns a dense matrix by its role."""
-        return _TrackedMatrix(self._source.matrix(role))
-
-    def expert(self, layer_idx: int, expert: int) -> model.Expert:
-        """Returns an expert of `source`."""
-        return self._source.expert(layer_idx, expert)
-
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
-        return self._source.threshold(layer_idx, expert)
-
-    def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the coordinates of a layer's experts in `source`."""
-        return self._source.rotation(layer_idx)
-
-    def ngram_table(self, layer: int) -> RowTable:
-        """Returns the n-gram table of a decoder layer of `source`."""
-        return self._source.ngram_table(layer)
+        """Returns a matrix through whose products gradients flow."""
+        return _TrackedMatrix(super().matrix(role))
 
 
 # --- back through the parts of a model
@@ -195,21 +171,16 @@ def router_gradient(tokens: LayerTokens, above: Tensor, weights: Tracked, layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertGradients:
-    """An expert's n tokens on the way back.
+    """An expert's n tokens on the way back."""
 
-    `inputs` float32 [n, d]: the gradient with respect to its input.   `weights` float32 [n]: with respect to its router
-    weight.   `quantized` float32 [3, widths]: the divergence by plain rounding, summed over tokens.   `repeated`
-    float32 [widths]: that of down if the neurons that lose most lose nothing, as many as conversion repeats.   `sparse`
-    float32 [kinds, sparsities]: by neurons that do not run, likewise.   `moments`: of gate, up and down,
-    what a squared error of a weight costs, summed over tokens, float32 [neurons, groups], for the first neurons; None
-    for a matrix that the expert lacks.
-    """
-
-    inputs: Tensor
-    weights: Tensor
-    quantized: Tensor
+    inputs: Tensor  # float32 [n, d]: the gradient with respect to its input
+    weights: Tensor  # float32 [n]: with respect to its router weight
+    quantized: Tensor  # float32 [3, widths]: the divergence by plain rounding, summed over tokens
+    # float32 [widths]: that of down if the neurons that lose most lose nothing, as many as conversion repeats.
     repeated: Tensor
-    sparse: Tensor
+    sparse: Tensor  # float32 [kinds, sparsities]: the divergence by neurons that do not run, likewise
+    # Of gate, up and down float32 [neurons, groups]: what a squared error of a weight costs, summed over tokens, for
+    # the first neurons; None for a matrix that the expert lacks.
     moments: tuple[Tensor | None, ...]
 
 

@@ -1,4 +1,4 @@
-"""Partial hidden states of the tokens on which predictors are judged, and what the next routers make of them.
+"""Partial hidden states of the tokens on which predictors are judged, and the scores that the next routers give them.
 
 While a layer waits for missing experts, the runtime predicts the next layer from the hidden state to which only
 resident experts were added (`moe_pack.runtime.offload.prefetch`, "partial"). A profile knows no budget: it takes the
@@ -129,8 +129,7 @@ class PartialStates:
 def resident_half(experts: Tensor, num_experts: int) -> forward.Array:
     """Returns which experts are of the more popular half of a layer, bool [E]; with an odd number, one more than half.
 
-    Of equally popular experts, the lower one is more popular.
-    Args:    experts: int64 [T, k], the choices by which they are popular.
+    The lower one of equally popular experts is more popular. The choices are int64 [T, k].
     """
     counts = np.bincount(experts.numpy().ravel(), minlength=num_experts)
     is_resident: forward.Array = np.zeros(num_experts, bool)

@@ -30,14 +30,11 @@ _CHUNK_TOKENS = 4096  # predicted at once in `evaluate`: bounds its memory to so
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The exact keys of a layer and the experts that followed each.
+    """The exact keys of a layer and the experts that followed each."""
 
-    `keys` [K, w]; `seen` [K]: how often; `lengths` [K]: how many entries of `experts` and `counts` belong to each key,
-    one key's after the other's.
-    """
-
-    keys: NDArray[np.uint16]
-    seen: NDArray[np.int64]
+    keys: NDArray[np.uint16]  # [K, w]
+    seen: NDArray[np.int64]  # [K]: how often
+    # [K]: how many entries of `experts` and `counts` belong to each key, one key's after the other's
     lengths: NDArray[np.int64]
     experts: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -103,9 +100,9 @@ def _learn_table(
 
 
 def _learn_keys(ordered: NDArray[np.uint16], l: int, num_experts: int, is_whole: bool) -> _Keys:
-    """Returns the choices of layer `l` after each key that was seen PATH_MIN_SEEN times or more, keys ascending.
+    """Returns the choices of layer `l` after each frequent key, keys ascending; none without `is_whole`.
 
-    Args:    is_whole: whether all layers of a key are of its stack; if not, there are no keys.
+    Args:    is_whole: whether all layers of a key are of its stack.
     """
     T = len(ordered)
     rows = ordered[:, max(l - PATH_MEMORY, 0) : l].reshape(T, -1)  # [T, p, k] -> [T, p k]
@@ -129,18 +126,15 @@ def _prune(layers: list[_Keys], free_bytes: int, count_bytes: int) -> list[_Keys
     if not layers:
         return []
     seen = np.concatenate([layer.seen for layer in layers])
-    costs = np.concatenate([_key_bytes(layer, count_bytes) for layer in layers])
+    # The stored bytes of a key: its experts, count and start, then its successors and their counts.
+    costs = np.concatenate(
+        [2 * layer.keys.shape[1] + count_bytes + 4 + layer.lengths * (2 + count_bytes) for layer in layers]
+    )
     order = np.argsort(-seen, kind="stable")
     kept = np.zeros(len(seen), bool)
     kept[order[np.cumsum(costs[order]) <= free_bytes]] = True
     ends = np.cumsum([0, *(len(layer.keys) for layer in layers)])
     return [layer.only(kept[a:b]) for layer, (a, b) in zip(layers, pairwise(ends), strict=True)]
-
-
-def _key_bytes(layer: _Keys, count_bytes: int) -> NDArray[np.int64]:
-    """Returns the stored bytes of each key: its experts, count and start, then its successors and their counts."""
-    costs: NDArray[np.int64] = 2 * layer.keys.shape[1] + count_bytes + 4 + layer.lengths * (2 + count_bytes)
-    return costs
 
 
 def _starts(lengths: Any) -> Array:
@@ -153,17 +147,12 @@ def _joined(parts: list[NDArray[np.int64]], dtype: np.dtype[Any]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecall:
-    """How well one layer's experts were predicted.
+    """How well one layer's experts were predicted."""
 
-    `recall`: share of the chosen experts that is among the n ranked first; `recall_doubled`: among the first 2n.
-    `stage_share`: share of the tokens that each `BackoffLevel` predicted; `stage_recall`: recall among those, None if
-    there are none.
-    """
-
-    recall: float
-    recall_doubled: float
-    stage_share: tuple[float, float, float]
-    stage_recall: tuple[float | None, float | None, float | None]
+    recall: float  # share of the chosen experts that is among the n ranked first
+    recall_doubled: float  # among the first 2n
+    stage_share: tuple[float, float, float]  # of the tokens that each `BackoffLevel` predicted
+    stage_recall: tuple[float | None, float | None, float | None]  # recall among those, None if there are none
 
 
 def evaluate(
@@ -202,9 +191,7 @@ def _hits(
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """Returns how many of each token's experts are among the first 1, 2, ..., n predicted, and the `BackoffLevel`.
 
-    The prediction knows the experts of `num_known` layers before `l`, or of as many as there are.
-
-    Returns: int64 [T, n], n at most E; u8 [T].
+    The prediction knows `num_known` layers before. Returns int64 [T, n], n at most E; u8 [T].
     """
     hits, levels = [], []
     for start in range(0, len(ordered), _CHUNK_TOKENS):
@@ -223,9 +210,7 @@ def accumulated_frequency(
     """Returns the share of each layer's choices that is among the n likeliest experts, knowing 0, 1 or 2 layers before.
 
     Args:    routes: [T, L, k]; of the calibration text as EdgeMoE shows it, of held-out text for its true value.
-             first_layers: those that begin a stack.
-    Returns: [3, L, n] by the number of known layers (all before, if they are fewer), n up to E, at most 16.
-    Source:  EdgeMoE Fig. 8 (right).
+    Returns: [3, L, n] by the number of known layers, n up to E, at most 16 (EdgeMoE Fig. 8, right).
     """
     ordered = as_sets(routes, statistics.popularity.shape[1])
     _, L, k = ordered.shape
@@ -240,15 +225,13 @@ def accumulated_frequency(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PathCoverage:
-    """How unevenly tokens spread over the paths through `num_layers` MoE layers from `first_layer` on.
-
-    `frequencies`: tokens of each distinct path, most frequent first. `covered`: share of all tokens on the most
-    frequent 1, 5, 10, 20 and 50% of the distinct paths (COVERED_PERCENTS; rounded up to whole paths).
-    """
+    """How unevenly tokens spread over the paths through `num_layers` MoE layers from `first_layer` on."""
 
     first_layer: int
     num_layers: int
-    frequencies: NDArray[np.uint32]
+    frequencies: NDArray[np.uint32]  # tokens of each distinct path, most frequent first
+    # Share of all tokens on the most frequent 1, 5, 10, 20 and 50% of the distinct paths (COVERED_PERCENTS; rounded up
+    # to whole paths).
     covered: tuple[float, ...]
 
     @property

@@ -11,7 +11,7 @@ has T k of them.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,7 @@ MAX_EXPERTS = 2**16 - 1  # expert indices and their number are kept in 16 bits
 
 
 def as_sets(routes: Routes, num_experts: int) -> NDArray[np.uint16]:
-    """Returns the routes with every token's experts in ascending order, so that equal sets are equal arrays.
-
-    Args:    routes: [T, L, k], T, L and k at least 1; a token's k experts are distinct.
-    Returns: [T, L, k].
-    """
+    """Returns routes [T, L, k] with every token's experts in ascending order, so that equal sets are equal arrays."""
     assert routes.ndim == 3 and routes.size > 0, f"routes are [T, L, k] and not empty, not {routes.shape}"
     assert num_experts <= MAX_EXPERTS, f"{num_experts} experts, at most {MAX_EXPERTS} have an index of 16 bits"
     assert routes.min() >= 0 and routes.max() < num_experts, f"routes name an expert that is none of {num_experts}"
@@ -65,37 +61,29 @@ def count_pairs(
 
 
 def coactivation(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
-    """Returns how many tokens chose both of two experts of a layer; on the diagonal, how many chose the expert.
-
-    Args:    routes: [T, L, k].
-    Returns: [L, E, E], symmetric.
-    """
+    """Returns how many tokens chose both of two experts of a layer, [L, E, E], or the expert (on the diagonal)."""
     ordered = as_sets(routes, num_experts)
     return np.stack([count_pairs(ordered[:, l], ordered[:, l], num_experts) for l in range(ordered.shape[1])])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coverage:
-    """How many calibration tokens each expert had: arrays `[L, E]`, and the experts with too few, as (l, e).
-
-    `share` of the tokens chose the expert; `low` to `high` is its 95% interval. `unreached` had no token; `scarce` had
-    some, but fewer than MIN_TOKENS, which is too few to trust their quantiles.
-    """
+    """How many calibration tokens each expert had, [L, E], and the experts (l, e) with too few."""
 
     num_tokens: int
     tokens: NDArray[np.uint32]
-    share: NDArray[np.float64]
-    low: NDArray[np.float64]
+    share: NDArray[np.float64]  # of the tokens chose the expert
+    low: NDArray[np.float64]  # of its 95% interval, to `high`
     high: NDArray[np.float64]
-    unreached: tuple[tuple[int, int], ...]
+    unreached: tuple[tuple[int, int], ...]  # without a token
+    # With some tokens, but fewer than MIN_TOKENS, which is too few to trust their quantiles
     scarce: tuple[tuple[int, int], ...]
 
 
 def measure_coverage(routes: Routes, num_experts: int) -> Coverage:
     """Returns the coverage of every expert by the tokens of `routes` `[T, L, k]`.
 
-    Source:  Wilson, JASA 22 (1927). The interval takes tokens as independent. Those of one text are not quite, so it is
-             a little too narrow.
+    The interval is Wilson's (JASA 22, 1927). It takes tokens as independent, so it is a little too narrow.
     """
     ordered = as_sets(routes, num_experts)
     T = len(ordered)
@@ -122,22 +110,15 @@ def wilson_interval(tokens: NDArray[np.uint32], num_tokens: int) -> tuple[NDArra
 
 @dataclass(frozen=True, slots=True)
 class PopularityTest:
-    """How much a layer's popularity on calibration text says about held-out text, compared with chance.
+    """How much a layer's popularity on calibration text says about held-out text, compared with chance."""
 
-    `chi_square` (E - 1 degrees of freedom) and `p_value`: held-out counts against uniform ones. `calibrated_nats` and
-    `uniform_nats`: log-likelihood of a held-out choice under calibration popularity and under uniform popularity.
-    `quarter_share`: share of the held-out choices on the quarter of experts most popular in calibration, of which
-    uniform popularity gives `quarter_uniform`. `spearman`: rank correlation of the two popularities, None if one is
-    constant.
-    """
-
-    chi_square: float
+    chi_square: float  # of held-out counts against uniform ones, E - 1 degrees of freedom
     p_value: float
-    calibrated_nats: float
-    uniform_nats: float
-    quarter_share: float
-    quarter_uniform: float
-    spearman: float | None
+    calibrated_nats: float  # log-likelihood of a held-out choice under calibration popularity
+    uniform_nats: float  # the same under uniform popularity
+    quarter_share: float  # of the held-out choices on the quarter of experts most popular in calibration
+    quarter_uniform: float  # their share under uniform popularity
+    spearman: float | None  # rank correlation of the two popularities, None if one is constant
 
 
 def compare_popularity(calibration: Routes, held_out: Routes, num_experts: int) -> tuple[PopularityTest, ...]:
@@ -218,38 +199,28 @@ _HOT_UNIT = 65535  # shares of tokens are stored as whole numbers of this
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerStatistics:
+class LayerStatistics(forward.NamedArrays):
     """The statistics of a MoE layer: E experts of f neurons, T tokens, 3 selector kinds (up, gate, both).
 
-    `tokens` u32 [E]: tokens that chose the expert; `held_out_tokens` u32 [E]: those of them in the held-out part.
-    `mass` f32 [E]: the sum of its router weights.   `routes` u16 [T, k]: the experts of every token, best first.
-    `coactivation` u32 [E, E]: tokens that chose both experts, with `tokens` on the diagonal.   If experts have a
-    capacity, or some return their input, all but `routes` count only the tokens that they run for; `routes` then
-    also has the best experts that do not run.
-    `quantiles` f32 [E, 3, 103]: of abs(a) at `QUANTILE_LEVELS`; an expert without tokens has those of its layer.
-    `hot_thresholds` f32 [E, 3, 4]: on abs(a), for `HOT_SPARSITIES`, from a sample of the expert's tokens.
-    `hot` u16 [E, 3, 4, f]: share of the expert's tokens on which the neuron reached them, in 65,535ths.
-    `cosine` f32 [2]: mean and deviation, over tokens, of the cosine between the inputs of this MoE layer and of the one
-    before; NaN in the first of a stack.
-    `input_squares` f32 [E, d], `hidden_squares` f32 [E, f]: sums over the expert's tokens of the squares of its inputs
-    and of `h`, the inputs of down.
+    If experts have a capacity, or some return their input, all but `routes` count only the tokens that they run for;
+    `routes` then also has the best experts that do not run.
     """
 
-    tokens: forward.Array
-    held_out_tokens: forward.Array
-    mass: forward.Array
-    routes: forward.Array
-    coactivation: forward.Array
+    tokens: forward.Array  # u32 [E]: tokens that chose the expert
+    held_out_tokens: forward.Array  # u32 [E]: those of them in the held-out part
+    mass: forward.Array  # f32 [E]: the sum of its router weights
+    routes: forward.Array  # u16 [T, k]: the experts of every token, best first
+    coactivation: forward.Array  # u32 [E, E]: tokens that chose both experts, with `tokens` on the diagonal
+    # f32 [E, 3, 103]: of abs(a) at `QUANTILE_LEVELS`; an expert without tokens has those of its layer
     quantiles: forward.Array
+    # f32 [E, 3, 4]: on abs(a), for `HOT_SPARSITIES`, from a sample of the expert's tokens
     hot_thresholds: forward.Array
-    hot: forward.Array
+    hot: forward.Array  # u16 [E, 3, 4, f]: share of the expert's tokens on which the neuron reached them, in 65,535ths
+    # f32 [2]: mean and deviation, over tokens, of the cosine between the inputs of this MoE layer and of the one
+    # before; NaN in the first of a stack.
     cosine: forward.Array
-    input_squares: forward.Array
-    hidden_squares: forward.Array
-
-    def arrays(self) -> dict[str, forward.Array]:
-        """Returns all arrays by name, as stored."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    input_squares: forward.Array  # f32 [E, d]: sums over the expert's tokens of the squares of its inputs
+    hidden_squares: forward.Array  # f32 [E, f]: the same of `h`, the inputs of down
 
     @classmethod
     def from_arrays(
@@ -257,8 +228,8 @@ class LayerStatistics:
     ) -> "LayerStatistics":
         """Returns the statistics in a layer's file.
 
-        Raises:  PackError if an array is missing, unknown, or of another dtype or shape, or if a token's route does not
-                 name k different experts of the model.
+        Raises:  PackError if an array is missing, unknown, or of another dtype, shape or range, or if a token's route
+                 does not name k different experts.
         """
         E, f, k = spec.router.num_experts, spec.expert.intermediate_size, spec.router.num_experts_per_tok
         rules = {
@@ -322,7 +293,6 @@ def measure_layer(
     on_expert: Callable[[int, int], None] = lambda expert, num_tokens: None,
     on_output: OnOutput = lambda expert, token_idx, weights, output: None,
     chunk_tokens: int = forward.CHUNK_TOKENS,
-    device: torch.device | None = None,
     results: shared.Results = shared.ONE_PROCESS,
 ) -> LayerStatistics:
     """Runs the routed experts of a layer, adds their outputs to `tokens`, and counts.
@@ -356,7 +326,9 @@ def measure_layer(
         # Outputs of parallel experts wait for their turn, so that sums are taken in one order.
         waits, function = workers > 1 or results.is_shared, spec.expert_function(layer_idx)
         on_output = keep if waits else add
-        measured = forward.measure_expert(model_expert, function, inputs, token_idx, f, on_output, chunk_tokens, device)
+        measured = forward.measure_expert(
+            model_expert, function, inputs, token_idx, f, on_output, chunk_tokens, states.device
+        )
         return token_idx, router_weights, *measured.tensors(), *outputs
 
     workers = forward.num_workers(spec)
@@ -402,17 +374,14 @@ def _statistics(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerActivity:
-    """The figures of each expert, and histograms of the whole layer: an expert's own would take megabytes each.
-
-    `pooled`: counts by selector kind.   The others: as in `LayerStatistics`, by expert.
-    """
+    """The figures of each expert as in `LayerStatistics`, and histograms of the whole layer."""
 
     quantiles: list[forward.Array]
     hot_thresholds: list[forward.Array]
     hot: list[forward.Array]
     input_squares: list[forward.Array]
     hidden_squares: list[forward.Array]
-    pooled: list[Tensor]
+    pooled: list[Tensor]  # counts by selector kind: an expert's own would take megabytes each
 
     def add(self, measured: forward.ExpertActivity, num_tokens: int, place: str) -> None:
         for counts, histogram in zip(self.pooled, measured.histograms, strict=True):

@@ -34,11 +34,7 @@ from moe_pack.runtime.offload import routing_file
 
 @dataclass(frozen=True, slots=True)
 class MaskCounts:
-    """How many entries were predicted, how many were actual, and how many were both; counts of blocks add up.
-
-    Meaning: recall is the share of the actual entries that were predicted, 1 if there are none; precision is the share
-             of the predicted entries that were actual, 1 if there are none.
-    """
+    """How many entries were predicted, how many were actual, and how many were both; counts of blocks add up."""
 
     num_both: int = 0
     num_predicted: int = 0
@@ -54,34 +50,26 @@ class MaskCounts:
 
     @property
     def recall(self) -> float:
-        """The share of the actual entries that were predicted."""
+        """The share of the actual entries that were predicted; 1 if there are none."""
         return self.num_both / self.num_actual if self.num_actual else 1.0
 
     @property
     def precision(self) -> float:
-        """The share of the predicted entries that were actual."""
+        """The share of the predicted entries that were actual; 1 if there are none."""
         return self.num_both / self.num_predicted if self.num_predicted else 1.0
 
 
 def mask_counts(predicted: Tensor, actual: Tensor) -> MaskCounts:
-    """Returns the counts of one block of neurons: predicted to run, and running.
-
-    Args:    predicted, actual: bool [T, n].
-    Source:  FloE §3.3.2, CORM §4.2, which reuse the next layer's selector on this layer's hidden state.
-    """
+    """Returns the counts of a block of neurons, predicted to run and running: bool [T, n] (FloE §3.3.2, CORM §4.2)."""
     assert predicted.shape == actual.shape, "masks of different neurons"
     assert predicted.dtype == actual.dtype == torch.bool, "masks are bool: & of other types is bitwise"
     return MaskCounts(int((predicted & actual).sum()), int(predicted.sum()), int(actual.sum()))
 
 
 def recall_precision(scores: Tensor, actual: Tensor, num_predicted: int) -> tuple[float, float]:
-    """Returns recall and precision of predicting, for each token, the `num_predicted` experts with the largest scores.
+    """Returns recall and precision of predicting the `num_predicted` experts of each token with the largest scores.
 
-    They are equal if `num_predicted` is k. If it is E or more, all experts are predicted. Of equal scores the lower
-    index is predicted. A NaN, which is not checked for, counts as largest.
-
-    Args:    scores: [T, E].   actual: int64 [T, k], the chosen experts, different ones in each row.
-    Returns: recall, precision; both 1 without tokens.
+    They are equal if `num_predicted` is k, and 1 without tokens. The lower index of equal scores is predicted.
     """
     # A stable sort keeps the lower index first among equals; topk promises no order.
     best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :num_predicted]
@@ -101,10 +89,10 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class MLPShape:
-    """One layer, or two with `hidden` units between; `hidden` is 0 where there is one."""
+    """The shape of a network."""
 
     num_layers: Literal[1, 2]
-    hidden: int
+    hidden: int  # units between two layers; 0 where there is one
 
     def __post_init__(self) -> None:
         assert (self.hidden > 0) == (self.num_layers == 2), "one layer has no hidden units, two have some"
@@ -118,11 +106,9 @@ class MLPShape:
 
 
 def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
-    """Returns the smaller and the larger predictor for hidden states of size d.
+    """Returns the smaller and the larger predictor for hidden states of size d (FloE §3.3.1: 32K and 2M parameters).
 
-    Meaning: smaller: one layer, d E + 2 E E + E parameters.   larger: two layers, with the largest multiple of 8 hidden
-             units that 2,000,000 parameters allow, at least 8 and at most 512.
-    Source:  FloE §3.3.1, which gives the sizes 32K and 2M.
+    The larger has the largest multiple of 8 hidden units that 2,000,000 parameters allow, at least 8, at most 512.
     """
     allowed = (MAX_PARAMETERS - num_experts) // (d + (offload.MAX_PREVIOUS + 1) * num_experts + 1)
     return MLPShape(1, 0), MLPShape(2, max(8, min(MAX_HIDDEN, allowed) // 8 * 8))
@@ -130,24 +116,18 @@ def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The options of training: at most `max_epochs`, fewer after `patience` epochs without a better one.
-
-    A step takes a 32nd of the tokens, at least 16 (so that even few tokens give many steps), at most `batch_tokens`.
-    """
+    """The options of training."""
 
     max_epochs: int = 20
-    patience: int = 5
-    batch_tokens: int = 256
+    patience: int = 5  # epochs without a better one, after which training ends
+    batch_tokens: int = 256  # at most. A step takes a 32nd of the tokens, at least 16: even few tokens give many steps
 
 
 USUAL_TRAINING = Training()
 
 
 def cost(shape: MLPShape, num_tokens: int, d: int, num_experts: int, training: Training = USUAL_TRAINING) -> int:
-    """Returns the multiplications that training takes at most.
-
-    Meaning: three for each parameter, token and epoch: one forward, two backward. Validation takes fewer.
-    """
+    """Returns the most multiplications that training takes: three for each parameter, token and epoch."""
     return 3 * training.max_epochs * num_tokens * shape.num_parameters(d, num_experts)
 
 
@@ -166,7 +146,7 @@ def train(
              entropy of the experts' logits, minibatch by minibatch. The last eighth of the tokens validates: the epoch
              with the best recall of k experts there is kept, of equals the one with the least loss. Epoch 0 is
              popularity: biases start at each expert's log-odds, the last layer's weights at 0. In the end mean and
-             scale are folded into the first layer. Of fewer than 8 tokens, all are learned from and all validate.
+             scale are folded into the first layer. If there are fewer than 8 tokens, all are learned from and validate.
              The same arguments, machine and number of threads give the same bits; the global random state is not used.
     Args:    x: float32 [T, d]; may be mapped from a file: only minibatches and blocks of it are copied.
              previous: int64 [T, P, k'], P 1 or 2, as for `Predictor.scores`.   targets: int64 [T, k].
@@ -197,10 +177,7 @@ class Standard:
 
 
 def standard_of(x: Tensor) -> Standard:
-    """Returns the mean and deviation of the columns of x, float32 [T, d]; almost constant columns get the usual scale.
-
-    Raises:  RunError if x is not finite.
-    """
+    """Returns mean and deviation of the columns of x, float32 [T, d]; almost constant columns get the usual scale."""
     mean = sum((block.double().sum(0) for block in torch.split(x, BLOCK_TOKENS)), torch.zeros(())) / len(x)
     if not torch.isfinite(mean).all():
         raise _not_finite()
@@ -318,10 +295,7 @@ class _Trainer:
 
     @torch.no_grad()
     def _validate(self) -> tuple[float, float]:
-        """Returns recall and negative loss on the validation tokens: larger is better.
-
-        Raises:  RunError if the hidden states there are not finite, which shows here first.
-        """
+        """Returns recall and negative loss on the validation tokens: larger is better."""
         x, previous, targets = self._validating
         logits = _in_blocks(self._layers, x, previous, self._num_experts, self._standard)
         loss = float(_loss(logits, targets))
@@ -363,19 +337,16 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPredictors:
-    """How well the experts and neurons of one MoE layer can be predicted, on held-out tokens.
+    """How well the experts and neurons of one MoE layer can be predicted, on held-out tokens."""
 
-    `experts` f32 [6, 3]: for each of `PREDICTORS`, the recall of k predicted experts (which is their precision, too),
-    then recall and precision of 2k; NaN for a partial state of a layer that does not follow a MoE layer.   `neurons`
-    f32 [3, 4, 2]: recall and precision of the neurons that run, by selector kind (up, gate, both) and sparsity; NaN if
-    no held-out token reached an expert.   `best` u8 [1]: number of the best of PREDICTORS.   `network`: the better of
-    the two networks, whose weights are stored with the others.
-    """
-
+    # f32 [6, 3]: for each of `PREDICTORS`, the recall of k predicted experts (which is their precision, too), then
+    # recall and precision of 2k; NaN for a partial state of a layer that does not follow a MoE layer.
     experts: forward.Array
+    # f32 [3, 4, 2]: recall and precision of the neurons that run, by selector kind (up, gate, both) and sparsity; NaN
+    # if no held-out token reached an expert.
     neurons: forward.Array
-    best: forward.Array
-    network: offload.Predictor
+    best: forward.Array  # u8 [1]: number of the best of PREDICTORS
+    network: offload.Predictor  # the better of the two networks, whose weights are stored with the others
 
     def arrays(self) -> dict[str, forward.Array]:
         """Returns all arrays by name, as stored."""
@@ -383,10 +354,7 @@ class LayerPredictors:
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, forward.Array], place: str) -> "LayerPredictors":
-        """Returns the predictors in a layer's file.
-
-        Raises:  PackError if an array is missing, unknown, or of another dtype or shape.
-        """
+        """Returns the predictors in a layer's file; PackError if an array is not as expected."""
         expected = {
             "experts": store.ArrayRule("F32", (len(offload.PREDICTORS), 3), 0, 1, has_nan=True),
             "neurons": store.ArrayRule("F32", (len(forward.KINDS), len(forward.HOT_SPARSITIES), 2), 0, 1, has_nan=True),
@@ -424,7 +392,9 @@ def predict_layer(
              partial_scores: float32 [T, E] of the tokens to judge on, as `PartialStates.scores` gives them.
     """
     before, own = history[:-1], history[-1]
-    networks = _train(before, own, weights.spec.router.num_experts)
+    x, learned = before[-1].learned, torch.stack([layer.learned_routes for layer in before], dim=1)  # [T, P, k]
+    E = weights.spec.router.num_experts
+    networks = [train(x, learned, own.learned_routes, E, shape, _SEED) for shape in shapes_for(x.shape[1], E)]
     previous = torch.stack([layer.judged_routes for layer in before], dim=1)
     scores = [
         *_scores_by_routes(layer_idx, paths, previous.numpy()),
@@ -468,13 +438,6 @@ def _recalls(predicted: Tensor, routes: Tensor) -> tuple[float, float, float]:
     k = routes.shape[1]
     recall, _ = recall_precision(predicted, routes, k)
     return recall, *recall_precision(predicted, routes, 2 * k)
-
-
-def _train(before: list[LayerInputs], own: LayerInputs, num_experts: int) -> list[offload.Predictor]:
-    x = before[-1].learned
-    previous = torch.stack([layer.learned_routes for layer in before], dim=1)  # [T, P, k]
-    shapes = shapes_for(x.shape[1], num_experts)
-    return [train(x, previous, own.learned_routes, num_experts, shape, _SEED) for shape in shapes]
 
 
 @torch.inference_mode()
@@ -563,8 +526,7 @@ class InputFiles:
     def keep(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
         """Writes a MoE layer's inputs float32 [T, d].
 
-        Returns: mean and deviation, over tokens, of their cosine with the inputs of the layer before; NaN for the first
-                 layer of a stack.
+        Returns: mean and deviation of their cosine with those of the layer before; NaN in the first of a stack.
         """
         learned, judged = self.shares.tokens()
         self._write(self._sample(layer_idx), inputs[learned], inputs[judged])

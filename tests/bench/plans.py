@@ -28,10 +28,10 @@ from benchlib import (
 )
 from benchlib.packs import DEMO, SyntheticPack, budget_with, make_pack, make_profiled_demo, with_sparse
 from benchlib.predicting import measured_fixed_costs, measured_machine, predicted_for
+from support.assumed import assumed_figures
 
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, assumed_losses, losses_of, make_profile
-from moe_pack.calib.profile.losses import assumed_figures
 from moe_pack.convert.plan import EstimatedPlan, PlanningModel, Target, held_out_passes, planner_for, preset_decision
 from moe_pack.convert.plan.options import PRESET_NAMES, USUAL_LIMIT, PresetName
 from moe_pack.convert.plan.planned import mean_sparsity, speed_text, two_digits

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.assumed import assumed_figures
 from support.cases import case
 from support.models import TinyMixtral
 from support.profiles import profiled, random_tokens
 from support.specs import GROUPED
 
 from moe_pack.calib.profile import ProfileOptions, assumed_losses, losses_of
-from moe_pack.calib.profile.losses import assumed_figures, spread
+from moe_pack.calib.profile.losses import spread
 from moe_pack.calib.sensitivity import quantized_formats
 from moe_pack.formats import BF16, ROW_GROUP, ModelSpec, dense_roles, part_format
 

@@ -11,6 +11,7 @@ from support.models import DEMO_MODEL
 from support.specs import GROUPED, LATENT
 
 from moe_pack.calib.forward import LayerStates
+from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.sensitivity import (
     Cost,
     Trial,
@@ -18,8 +19,6 @@ from moe_pack.calib.sensitivity import (
     costs,
     expert_multiplications,
     half_multiplications,
-    kind_of,
-    kinds_of_layers,
 )
 from moe_pack.calib.sensitivity.costs import prediction_cost
 from moe_pack.formats import trellis_format
@@ -43,7 +42,7 @@ def weights() -> Iterator[CheckpointWeights]:
 @pytest.fixture(scope="module")
 def states(weights: CheckpointWeights, tmp_path_factory: pytest.TempPathFactory) -> LayerStates:
     folder: Path = tmp_path_factory.mktemp("trial") / "states"
-    return LayerStates(weights, lambda number: torch.randn(S, 128), 1, S, folder, torch.device("cpu"))
+    return LayerStates(weights, Beginning(lambda number: torch.randn(S, 128)), 1, S, folder, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +82,11 @@ def test_predictors_cost_three_times_their_parameters_a_token_and_epoch() -> Non
 
 
 def test_layers_of_a_kind_are_tried_once() -> None:
-    assert kinds_of_layers(GROUPED) == {0, 2}
-    assert [kind_of(GROUPED, layer) for layer in range(3)] == [0, 0, 2]
-    assert [kind_of(LATENT, layer) for layer in range(2)] == [0, 1]
+    assert costs.kinds_of_layers(GROUPED) == {0, 2}
+    assert [costs.kind_of(GROUPED, layer) for layer in range(3)] == [0, 0, 2]
+    assert [costs.kind_of(LATENT, layer) for layer in range(2)] == [0, 1]
     every = replace(GROUPED, moe_layers=(0, 1, 2))
-    assert kinds_of_layers(every) == {0}
+    assert costs.kinds_of_layers(every) == {0}
 
 
 def test_costs_add_and_scale() -> None:

@@ -15,10 +15,11 @@ from support.cases import case
 from support.families import Tiny, original, write
 from support.models import pack
 from support.profiles import QUICK, Recorder, StoppedError, folder_bytes, profiled, random_tokens
+from support.sparsities import realized_sparsity
 from torch import Tensor
 
 from moe_pack.calib.evaluate import ThresholdRule, evaluate, make_reference, read_reference
-from moe_pack.calib.evaluate.thresholds import measure_thresholds, realized_sparsity
+from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.forward import Array, LayerStates, LayerwiseWeights, Sequences
 from moe_pack.calib.profile import ProfileOptions, attach, losses_of
 from moe_pack.calib.report import report_html
@@ -27,7 +28,7 @@ from moe_pack.calib.sensitivity.effects import Copy, Divergences
 from moe_pack.calib.sensitivity.errors import RoundedDense, Rounder, Rounding, plainly_rounded
 from moe_pack.formats import ROW_GROUP, Pack
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, Expert, NeuronBlock, PackWeights, Weights, embed
+from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, Expert, NeuronBlock, PackWeights, Weights
 from moe_pack.runtime.offload import Routing
 from moe_pack.runtime.offload.prefetch import make_prediction
 
@@ -123,8 +124,7 @@ def test_a_16_bit_pack_loses_nothing_against_source_and_reference(
 def states_of(checkpoint: Checkpoint, folder: Path) -> LayerStates:
     weights = LayerwiseWeights(CheckpointWeights(checkpoint))
     given = Sequences.of(checkpoint.spec, torch.from_numpy(TOKENS.sequences.astype(np.int64)))
-    first, answer = given.begun(lambda ids, number: embed(ids[number], weights))
-    return LayerStates(weights, first, len(TOKENS.sequences), given.length, folder, CPU, answer=answer)
+    return LayerStates(weights, given.embedded(weights), len(TOKENS.sequences), given.length, folder, CPU)
 
 
 def test_what_was_read_stays_beside_the_hidden_states_and_damaged_all_begins_anew(
@@ -442,7 +442,7 @@ def test_the_sparsity_asked_for_holds_on_text_unseen(source: Path, tmp_path: Pat
     with Pack(tmp_path) as opened:
         measure_thresholds(opened, random_tokens(40, 48, V, seed=1), ThresholdRule(sparsity=0.8), Recorder())
     with Pack(tmp_path) as opened:
-        found = realized_sparsity(opened, random_tokens(40, 48, V, seed=2), Recorder())
+        found = realized_sparsity(opened, random_tokens(40, 48, V, seed=2))
     assert found.overall == pytest.approx(0.8, abs=0.01)
 
 

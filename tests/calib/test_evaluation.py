@@ -10,10 +10,10 @@ import torch
 from support.cases import case
 from support.models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 from support.profiles import Recorder, StoppedError, random_tokens, tokens_of
+from support.sparsities import realized_sparsity
 
 from moe_pack.calib.evaluate import Reference, ThresholdRule, evaluate, make_reference
-from moe_pack.calib.evaluate.evaluation import block_losses, quality_of
-from moe_pack.calib.evaluate.thresholds import measure_thresholds, realized_sparsity
+from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.forward import Tokens, read_tokens
 from moe_pack.formats import ConversionError, Pack, PlanError
 from moe_pack.formats.base.commands import Stage
@@ -132,7 +132,7 @@ def test_the_compact_reference_tells_the_same_but_for_the_tail(
 def test_sparsity_is_that_of_the_packs_thresholds_and_bytes_are_its_contents(packed: Path) -> None:
     with Pack(packed) as opened:
         found = evaluate(opened, TOKENS, Recorder())
-        assert found.sparsity == realized_sparsity(opened, TOKENS, Recorder()).overall
+        assert found.sparsity == realized_sparsity(opened, TOKENS).overall
         assert found.content_bytes == opened.manifest.totals.content
     assert found.sparsity is not None and 0.45 < found.sparsity < 0.55 and found.against is None
 
@@ -143,14 +143,6 @@ def test_a_pack_without_loss_is_within_the_noise(source: Path, tmp_path: Path) -
     assert against is not None
     assert against.kl.value <= 10 * against.noise_floor < 1e-9
     assert against.perplexity_increase.value == pytest.approx(0, abs=1e-6)
-
-
-def test_block_losses_add_up_to_the_summary_and_can_be_paired(source: Path, packed: Path, reference: Reference) -> None:
-    with Pack(packed) as opened:
-        losses = block_losses(opened, TOKENS, Recorder(), reference)
-        assert losses.num_tokens.tolist() == [128, 128, 128, 12]
-        assert losses.against is not None and losses.against.kl.shape == losses.nll.shape == (4,)
-        assert quality_of(opened, TOKENS, losses) == evaluate(opened, TOKENS, Recorder(), reference)
 
 
 def test_stopped_it_goes_on_to_the_same_figures(source: Path, packed: Path, tmp_path: Path) -> None:

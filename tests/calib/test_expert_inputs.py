@@ -29,7 +29,7 @@ from moe_pack.calib.forward.experts import OTHERS_COUNT
 from moe_pack.calib.quantize import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.formats import ModelSpec, PackError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import CheckpointWeights, embed, run_expert
+from moe_pack.runtime.model import CheckpointWeights, run_expert
 
 S, D, E, K = 6, 16, 5, 2
 SPEC = replace(GROUPED, hidden_size=D, router=replace(GROUPED.router, num_experts=E, num_experts_per_tok=K))
@@ -238,8 +238,7 @@ def layers_of(source: Path, ids: Tensor, folder: Path) -> tuple[ModelSpec, list[
     """Every MoE layer's tokens, of a pass of its own over all sequences."""
     weights = LayerwiseWeights(CheckpointWeights(Checkpoint(source)))
     spec, given = weights.spec, Sequences.of(weights.spec, ids)
-    first, answer = given.begun(lambda ids, number: embed(ids[number], weights))
-    states = LayerStates(weights, first, *given.ids.shape, folder, torch.device("cpu"), answer=answer)
+    states = LayerStates(weights, given.embedded(weights), *given.ids.shape, folder, torch.device("cpu"))
     found = []
     with torch.inference_mode():
         for layer in range(spec.num_hidden_layers):

@@ -11,9 +11,10 @@ from support.cases import case as named_case
 from torch import Tensor
 
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, ExpertActivity, measure_expert, sample_places
-from moe_pack.calib.forward.experts import HOT_SAMPLE_TOKENS, RESOLUTION
+from moe_pack.calib.forward.experts import HOT_SAMPLE_TOKENS
 from moe_pack.runtime.model import NeuronBlock, run_expert
 
+RESOLUTION = 1 / 1024  # of a histogram, relative
 D = 8
 CHUNKS = (1, 7, 4096)
 LEVELS = tuple(number / 20 for number in range(21))

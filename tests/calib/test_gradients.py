@@ -11,6 +11,7 @@ from support.families import Tiny, write
 from torch import Tensor
 
 from moe_pack.calib.forward import KINDS, LayerStates, LayerTokens, LayerwiseWeights
+from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.sensitivity import WIDTHS
 from moe_pack.calib.sensitivity.errors import plainly_rounded
 from moe_pack.calib.sensitivity.gradients import (
@@ -205,7 +206,7 @@ def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     checkpoint = Checkpoint(write(request.param, folder / "source"))
     weights = LayerwiseWeights(CheckpointWeights(checkpoint))
     hidden = embed(torch.arange(S) * 7 % 90, weights).clone()
-    yield Opened(weights, LayerStates(weights, lambda number: hidden, 1, S, folder / "states", CPU), hidden)
+    yield Opened(weights, LayerStates(weights, Beginning(lambda number: hidden), 1, S, folder / "states", CPU), hidden)
     checkpoint.close()
 
 
@@ -257,7 +258,7 @@ def test_of_a_decoder_the_encoders_output_has_a_gradient_too(tmp_path: Path) -> 
     checkpoint = Checkpoint(write(Tiny("switch_transformers", "encoder and decoder"), tmp_path / "source"))
     weights, d = LayerwiseWeights(CheckpointWeights(checkpoint)), checkpoint.spec.hidden_size
     x, text, above = random(S, d, seed=1), random(S, d, seed=2), (random(S, d, seed=3), random(S, d, seed=4))
-    states = LayerStates(weights, lambda number: x, 1, S, tmp_path / "states", CPU, answer=lambda number: x)
+    states = LayerStates(weights, Beginning(lambda number: x, lambda number: x), 1, S, tmp_path / "states", CPU)
     layer = checkpoint.spec.num_hidden_layers - 1
     with torch.inference_mode():
         found = half_gradient(states, layer, x, text, Tracked(weights), above)

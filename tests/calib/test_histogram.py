@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from support.cases import case
 
 from moe_pack.calib.forward import NUM_BINS, Histogram
-from moe_pack.calib.forward.experts import RESOLUTION
 
+RESOLUTION = 1 / 1024  # of a histogram, relative
 LEVELS = (0.0, 0.01, 0.07, 0.29, 0.5, 0.57, 0.8, 0.9, 0.99, 0.995, 0.999, 1.0)
 DENORMAL_STEP = 2.0**-136  # below 2^-126 floats, and so bins, are evenly spaced
 Floats = NDArray[np.float32]
@@ -55,10 +55,6 @@ def test_quantiles_are_those_of_sorted_values_to_one_part_in_1024() -> None:
             found = histogram(values).quantiles(LEVELS)
             assert found.dtype == np.float32
             np.testing.assert_allclose(found, [exact(values, level) for level in LEVELS], RESOLUTION, DENORMAL_STEP)
-
-
-def test_bins_are_one_part_in_1024_wide() -> None:
-    assert RESOLUTION == 1 / 1024
 
 
 def test_quantiles_of_four_values_by_hand() -> None:

@@ -11,7 +11,8 @@ from support.families import TINY, Tiny, write
 from support.models import TinyMixtral
 from torch import Tensor
 
-from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences
+from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences, layers
+from moe_pack.calib.forward.layers import Beginning
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import (
     CheckpointWeights,
@@ -39,10 +40,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return LayerwiseWeights(CheckpointWeights(Checkpoint(MODEL.write(tmp_path_factory.mktemp("mixtral")))))
 
 
-def states_of(weights: Weights, folder: Path, memory_bytes: int = 1 << 29) -> LayerStates:
+def states_of(weights: Weights, folder: Path) -> LayerStates:
     ids = sequences()
     folder.mkdir(exist_ok=True)
-    return LayerStates(weights, lambda number: embed(ids[number], weights), N, S, folder, CPU, memory_bytes)
+    return LayerStates(weights, Beginning(lambda number: embed(ids[number], weights)), N, S, folder, CPU)
 
 
 def run_layer(states: LayerStates, weights: Weights, layer: int, tokens: LayerTokens) -> None:
@@ -90,11 +91,7 @@ def test_hidden_states_are_the_decoders(shapes: list[Tiny], tmp_path: Path) -> N
             weights = CheckpointWeights(checkpoint)
             given = Sequences.of(checkpoint.spec, sequences()[:2])
             held = LayerwiseWeights(weights)
-            first, answer = given.begun(lambda ids, number, held=held: embed(ids[number], held))
-            tokens = given.ids
-            states = LayerStates(
-                held, first, 2, given.length, case_folder, CPU, answer=answer, ids=lambda number, t=tokens: t[number]
-            )
+            states = LayerStates(held, given.embedded(held), 2, given.length, case_folder, CPU)
             run(states, held)
             decoder = runner(weights, S)
             for place, sequence in enumerate(given.ids.tolist()):
@@ -204,9 +201,12 @@ def test_of_two_files_the_later_whole_one_is_gone_on_from(weights: Weights, tmp_
     assert states_of(weights, tmp_path).next_layer == 1
 
 
-def test_arrays_beyond_the_bound_lie_in_mapped_files(weights: Weights, tmp_path: Path) -> None:
+def test_arrays_beyond_the_bound_lie_in_mapped_files(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = final(run(states_of(weights, tmp_path / "held"), weights))
-    states = states_of(weights, tmp_path / "mapped", 2 * 4 * N * S * MODEL.hidden_size - 1)
+    monkeypatch.setattr(layers, "MAX_MEMORY_BYTES", 2 * 4 * N * S * MODEL.hidden_size - 1)
+    states = states_of(weights, tmp_path / "mapped")
     assert torch.equal(final(run(states, weights)), expected)
     names = sorted(path.name for path in (tmp_path / "mapped").glob("held-*"))
     assert names == ["held-inputs.bin", "held-x.bin"]
@@ -214,8 +214,11 @@ def test_arrays_beyond_the_bound_lie_in_mapped_files(weights: Weights, tmp_path:
     assert not (tmp_path / "mapped").exists()
 
 
-def test_arrays_that_just_fit_the_bound_are_in_memory(weights: Weights, tmp_path: Path) -> None:
-    run(states_of(weights, tmp_path, 2 * 4 * N * S * MODEL.hidden_size), weights)
+def test_arrays_that_just_fit_the_bound_are_in_memory(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "MAX_MEMORY_BYTES", 2 * 4 * N * S * MODEL.hidden_size)
+    run(states_of(weights, tmp_path), weights)
     assert not list(tmp_path.glob("held-*"))
 
 
@@ -234,7 +237,9 @@ def test_all_hidden_states_are_kept_where_a_pass_comes_back(weights: Weights, tm
 
     def begun() -> LayerStates:
         folder = tmp_path / "kept"
-        return LayerStates(weights, lambda number: embed(ids[number], weights), N, S, folder, CPU, keeps_all=True)
+        return LayerStates(
+            weights, Beginning(lambda number: embed(ids[number], weights)), N, S, folder, CPU, keeps_all=True
+        )
 
     states, before = begun(), [torch.stack([embed(ids[number], weights) for number in range(N)])]
     while states.next_layer < 3:

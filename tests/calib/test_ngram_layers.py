@@ -12,6 +12,7 @@ from support.profiles import Recorder, profiled, random_tokens
 
 from moe_pack.calib.evaluate import evaluate
 from moe_pack.calib.forward import LayerStates, LayerwiseWeights
+from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.calib.sensitivity import roundable_roles
 from moe_pack.calib.sensitivity.gradients import Tracked, half_gradient
@@ -53,7 +54,7 @@ def ids() -> torch.Tensor:
 def states_of(checkpoint: Checkpoint, folder: Path) -> tuple[LayerStates, LayerwiseWeights]:
     weights, tokens = LayerwiseWeights(CheckpointWeights(checkpoint)), ids()
     first = lambda number: embed(tokens[number], weights)  # noqa: E731  # as short as it can be said
-    return LayerStates(weights, first, N, S, folder, CPU, ids=lambda number: tokens[number]), weights
+    return LayerStates(weights, Beginning(first, ids=lambda number: tokens[number]), N, S, folder, CPU), weights
 
 
 def test_hidden_states_are_the_decoders(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moe_pack.calib.forward import LayerStates, LayerwiseWeights
+from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.statistics import PartialStates, Shares, measure_layer
 from moe_pack.calib.statistics.partial import resident_half
 from moe_pack.formats.families import Checkpoint
@@ -27,7 +28,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Tensor]:
     """The scores of layers 1 and 2 for the last four sequences, as a profile's first stage computes them."""
     folder = tmp_path_factory.mktemp("partial")
     weights = LayerwiseWeights(CheckpointWeights(Checkpoint(SHAPE.write(folder / "source"))))
-    states = LayerStates(weights, lambda number: embed(IDS[number], weights), N, S, folder / "states", CPU)
+    states = LayerStates(weights, Beginning(lambda number: embed(IDS[number], weights)), N, S, folder / "states", CPU)
     partial = PartialStates(folder, weights.spec, Shares(N, S, N - JUDGED, JUDGED), JUDGED * S)
     for layer in range(L):
         tokens = states.enter(layer)
@@ -89,7 +90,7 @@ class ByHand:
 def resident_experts(layer: int, tmp_path: Path) -> set[int]:
     """The three that most of the first six sequences' tokens choose, from the plain pass."""
     weights = LayerwiseWeights(CheckpointWeights(Checkpoint(SHAPE.write(tmp_path / "source"))))
-    states = LayerStates(weights, lambda number: embed(IDS[number], weights), N, S, tmp_path / "states", CPU)
+    states = LayerStates(weights, Beginning(lambda number: embed(IDS[number], weights)), N, S, tmp_path / "states", CPU)
     for each in range(layer):
         tokens = states.enter(each)
         measure_layer(states, tokens, weights, each, (0.0, 0.0), 0)

@@ -24,11 +24,11 @@ from support.profiles import (
     random_tokens,
 )
 
-from moe_pack.calib.forward.experts import RESOLUTION
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats import CheckpointError, ConversionError
 
+RESOLUTION = 1 / 1024  # of a histogram, relative
 VOCAB = SMALLEST.vocab_size
 TOKENS = random_tokens(3, 8, VOCAB)
 # Three MoE layers: what is kept of the layer before is let go two layers on. Then one that gives no statistics.

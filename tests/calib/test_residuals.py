@@ -10,6 +10,7 @@ from support.specs import RESIDUALS, ROUTED
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences
+from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.sensitivity import SensitivityPass
 from moe_pack.calib.sensitivity.exact import ExactPass
 from moe_pack.calib.sensitivity.gradients import Tracked, end_gradient
@@ -42,7 +43,12 @@ def run_through(states: LayerStates, weights: LayerwiseWeights, to_layer: int) -
 
 def begun(weights: LayerwiseWeights, folder: Path) -> LayerStates:
     return LayerStates(
-        weights, lambda number: embed(IDS[number], weights), N, S, folder, CPU, ids=lambda number: IDS[number]
+        weights,
+        Beginning(lambda number: embed(IDS[number], weights), ids=lambda number: IDS[number]),
+        N,
+        S,
+        folder,
+        CPU,
     )
 
 
@@ -68,7 +74,7 @@ def test_the_gradients_of_a_layers_end_are_those_of_finite_differences(
     run_through(states, weights, 1)
     generator = torch.Generator().manual_seed(1)
     with torch.inference_mode():
-        half = states.half(1, 0)
+        half = states.half(1, 0, weights)
         outputs = torch.randn((S, d), generator=generator)
         above = torch.randn((S, weights.spec.stream_width), generator=generator)
         found = end_gradient(states, 1, half, outputs, Tracked(weights), above)
@@ -100,7 +106,6 @@ def test_gradients_through_whole_layers_predict_what_a_change_does(weights: Laye
         if stage.next_back in spec.moe_layers:
             assert (losses.quantized.sum(axis=(0, 1)) > 0).all()
         stage.leave_back()
-    assert stage._above is not None
     step = 1e-3 * torch.randn(S, spec.stream_width, generator=torch.Generator().manual_seed(7))
     folder = tmp_path / "moved"
 
@@ -109,17 +114,17 @@ def test_gradients_through_whole_layers_predict_what_a_change_does(weights: Laye
             return embed(IDS[number], weights) + sign * step
 
         states = LayerStates(
-            weights, first, stage.num_sequences, S, folder / str(sign), CPU, ids=lambda number: IDS[number]
+            weights, Beginning(first, ids=lambda number: IDS[number]), stage.num_sequences, S, folder / str(sign), CPU
         )
         run_through(states, weights, spec.num_hidden_layers)
         return states.before(0)
 
     folder.mkdir()
     with torch.inference_mode():
-        last = stage._prediction_gradients(_Silent())[:S]
+        last = stage.way_back.prediction_gradients(_Silent())[:S]
         expected = float(((final(1) - final(-1)).double() * last).sum())
-    found = float((2 * stage._above[:S].double() * step).sum())
-    size = float(stage._above[:S].norm() * step.norm())
+    found = float((2 * stage.way_back.above[:S].double() * step).sum())
+    size = float(stage.way_back.above[:S].norm() * step.norm())
     assert found == pytest.approx(expected, abs=2e-2 * size)
 
 
@@ -135,15 +140,7 @@ def test_a_copy_with_one_worse_expert_is_a_run_with_it(weights: LayerwiseWeights
     stage.layer(0)
     number = stage.num_copied
     given = Sequences.of(spec, IDS)
-    states = LayerStates(
-        weights,
-        lambda place: embed(given.ids[place], weights),
-        number,
-        S,
-        tmp_path / "plain",
-        CPU,
-        ids=lambda place: given.ids[place],
-    )
+    states = LayerStates(weights, given.embedded(weights), number, S, tmp_path / "plain", CPU)
     tokens: LayerTokens = states.enter(0)
     with torch.inference_mode():
         for expert in range(spec.router.num_experts):
@@ -174,12 +171,11 @@ def test_partial_states_are_those_of_resident_experts_alone(weights: LayerwiseWe
 
     again = LayerStates(
         weights,
-        lambda number: embed(IDS[N - 1], weights),
+        Beginning(lambda number: embed(IDS[N - 1], weights), ids=lambda number: IDS[N - 1]),
         1,
         S,
         tmp_path / "again",
         CPU,
-        ids=lambda number: IDS[N - 1],
     )
     few = again.enter(0)
     with torch.inference_mode():

@@ -24,11 +24,12 @@ def test_an_encoder_reads_half_and_the_decoder_begins_with_its_start_token() -> 
 
 
 def test_each_stack_begins_with_what_it_is_given() -> None:
-    first, answer = Sequences.of(ANSWERING, TOKENS).begun(lambda ids, number: ids[number])
-    assert answer is not None
-    assert first(1).tolist() == [8, 9, 10] and answer(1).tolist() == [0, 11, 12]
-    first, answer = Sequences.of(GROUPED, TOKENS).begun(lambda ids, number: ids[number])
-    assert first(1).tolist() == TOKENS[1].tolist() and answer is None
+    begun = Sequences.of(ANSWERING, TOKENS).begun(lambda ids, number: ids[number])
+    assert begun.answer is not None and begun.ids is not None
+    assert begun.first(1).tolist() == [8, 9, 10] and begun.answer(1).tolist() == [0, 11, 12]
+    assert begun.ids(3).tolist() == [0, 11, 12], "a copy of the second sequence"
+    begun = Sequences.of(GROUPED, TOKENS).begun(lambda ids, number: ids[number])
+    assert begun.first(1).tolist() == TOKENS[1].tolist() and begun.answer is None
 
 
 def test_layers_are_of_the_first_stack_up_to_the_encoders_last() -> None:

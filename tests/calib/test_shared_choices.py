@@ -10,7 +10,7 @@ from support.families import Tiny, write
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates, LayerwiseWeights
-from moe_pack.calib.forward.layers import shared_choosers
+from moe_pack.calib.forward.layers import Beginning, shared_choosers
 from moe_pack.calib.sensitivity import ExactPass, LayerLosses, SensitivityPass, copies_of
 from moe_pack.calib.sensitivity.errors import Rounding, plainly_rounded
 from moe_pack.calib.statistics import PartialStates, Shares, measure_layer, partial
@@ -47,11 +47,11 @@ def expected(weights: LayerwiseWeights) -> Tensor:
     return torch.stack(found)
 
 
-def begun(weights: LayerwiseWeights, folder: Path, **given: object) -> LayerStates:
-    def first(number: int) -> Tensor:
-        return embed(IDS[number % N], weights)
-
-    return LayerStates(weights, first, N, S, folder, CPU, **given)  # type: ignore[arg-type]  # of any kind
+def begun(
+    weights: LayerwiseWeights, folder: Path, origin: Callable[[int], int] | None = None, **given: object
+) -> LayerStates:
+    beginning = Beginning(lambda number: embed(IDS[number % N], weights), origin=origin)
+    return LayerStates(weights, beginning, N, S, folder, CPU, **given)  # type: ignore[arg-type]  # of any kind
 
 
 def run(states: LayerStates, weights: LayerwiseWeights, end: int = 4, branching: int | None = None) -> LayerStates:
@@ -96,7 +96,7 @@ def test_choices_are_on_disk_while_later_layers_share_them(weights: LayerwiseWei
 
 def test_where_all_positions_are_chosen_nothing_is_kept(weights: LayerwiseWeights, tmp_path: Path) -> None:
     assert shared_choosers(weights.spec, 6) == frozenset() != shared_choosers(weights.spec, 7)
-    states = LayerStates(weights, lambda number: embed(IDS[number, :6], weights), N, 6, tmp_path, CPU)
+    states = LayerStates(weights, Beginning(lambda number: embed(IDS[number, :6], weights)), N, 6, tmp_path, CPU)
     assert states.chosen(run(states, weights, 1).next_layer, 0).positions is None
     assert choices(tmp_path) == []
 

@@ -14,12 +14,13 @@ from support.cases import case
 from support.models import Tensors, TinyMixtral
 
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights
-from moe_pack.calib.forward.experts import RESOLUTION
+from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.statistics import QUANTILE_LEVELS, LayerStatistics, measure_layer
 from moe_pack.formats import CheckpointError, ModelSpec, PackError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import CheckpointWeights, activations, run_expert
 
+RESOLUTION = 1 / 1024  # of a histogram, relative
 Array = NDArray[Any]
 S, F = 40, 24
 MODEL = TinyMixtral(num_experts=4, intermediate_size=F)
@@ -40,7 +41,7 @@ def made_up(routes: torch.Tensor = ROUTES) -> LayerTokens:
 
 
 def measured(weights: LayerwiseWeights, tokens: LayerTokens, folder: Path, num_held_out: int = 10) -> LayerStatistics:
-    states = LayerStates(weights, lambda number: torch.zeros(S, 64), 1, S, folder, torch.device("cpu"))
+    states = LayerStates(weights, Beginning(lambda number: torch.zeros(S, 64)), 1, S, folder, torch.device("cpu"))
     return measure_layer(states, tokens, weights, 0, COSINE, num_held_out)
 
 
@@ -120,7 +121,7 @@ def test_all_tokens_may_go_to_the_same_experts(weights: LayerwiseWeights, tmp_pa
 
 def test_each_expert_is_told_of_with_its_tokens(weights: LayerwiseWeights, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    states = LayerStates(weights, lambda number: torch.zeros(S, 64), 1, S, tmp_path, torch.device("cpu"))
+    states = LayerStates(weights, Beginning(lambda number: torch.zeros(S, 64)), 1, S, tmp_path, torch.device("cpu"))
     measure_layer(states, made_up(), weights, 0, COSINE, 10, lambda expert, number: told.append((expert, number)))
     assert told == [(0, 20), (1, 0), (2, 40), (3, 20)]
 

@@ -11,9 +11,10 @@ import torch
 from support.cases import case
 from support.models import TinyMixtral, pack
 from support.profiles import Recorder, StoppedError, random_tokens
+from support.sparsities import realized_sparsity
 
 from moe_pack.calib.evaluate import ThresholdRule
-from moe_pack.calib.evaluate.thresholds import MeasuredThresholds, measure_thresholds, realized_sparsity
+from moe_pack.calib.evaluate.thresholds import MeasuredThresholds, measure_thresholds
 from moe_pack.calib.forward import Tokens, num_held_out
 from moe_pack.formats import Pack, PlanError, Selector
 from moe_pack.runtime.model import PackWeights, activations, add_attention, embed, mlp_input, route_tokens
@@ -125,7 +126,7 @@ def test_one_threshold_for_all_is_kept_as_it_is(packed: Path) -> None:
 def test_realized_sparsity_is_that_of_the_packs_own_thresholds(packed: Path) -> None:
     found = measured(packed, ThresholdRule(sparsity=0.7))
     with Pack(packed) as opened:
-        again = realized_sparsity(opened, TOKENS, Recorder())
+        again = realized_sparsity(opened, TOKENS)
     total = sum(sum(row) for row in (*found.learned.tokens, *found.held_out.tokens))
     both = sum(
         share * number

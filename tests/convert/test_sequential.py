@@ -15,6 +15,7 @@ from support.profiles import profiled, random_tokens
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates
+from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import ExpertTokens, GuardedQuantizer, LayerRotation, rotation_vectors
 from moe_pack.convert import convert
@@ -74,7 +75,7 @@ def inputs_in(pack: Pack, profile: Profile, folder: Path) -> list[Tensor]:
     """Returns the inputs of each layer's experts in a finished pack, float32 [T, d], by plain torch."""
     weights = PackWeights(pack, CPU)
     sequences = torch.from_numpy(profile.kept_sequences().astype(np.int64))
-    states = LayerStates(weights, lambda n: embed(sequences[n], weights), *sequences.shape, folder, CPU)
+    states = LayerStates(weights, Beginning(lambda n: embed(sequences[n], weights)), *sequences.shape, folder, CPU)
     found = []
     for layer in range(MODEL.num_layers):
         tokens = states.enter(layer)

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 from support.cases import case
 from support.models import TESTS, TinyMixtral
-from support.profiles import Recorder, folder_bytes, profiled, random_tokens
+from support.profiles import folder_bytes, profiled, random_tokens
+from support.sparsities import realized_sparsity
 
-from moe_pack.calib.evaluate.thresholds import realized_sparsity
 from moe_pack.convert import link_memory_folder
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import Decision, plan_bytes
@@ -121,7 +121,7 @@ def test_a_plan_decides_which_neurons_run(config: Path, tmp_path: Path) -> None:
     with Pack(tmp_path / "theta-pack") as pack:
         assert (pack.thresholds == np.float32(0.25)).all()
     with Pack(tmp_path / "shares-pack") as pack:
-        found = realized_sparsity(pack, random_tokens(2, 128, spec.vocab_size), Recorder())
+        found = realized_sparsity(pack, random_tokens(2, 128, spec.vocab_size))
         assert (pack.thresholds[1] > 0).all() and not pack.thresholds[[0, 2]].any()
         assert found.overall == pytest.approx(0.75 / 3, abs=0.03)
 

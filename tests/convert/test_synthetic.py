@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.cases import case
 from support.ngrams import CONFIG, ngrams_of
-from support.profiles import SMALLEST, Recorder, folder_bytes, profiled, random_tokens
+from support.profiles import SMALLEST, folder_bytes, profiled, random_tokens
 from support.second_reader import SecondReader
+from support.sparsities import realized_sparsity
 from support.synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
 
-from moe_pack.calib.evaluate.thresholds import realized_sparsity
 from moe_pack.convert import (
     SyntheticTraits,
     convert,
@@ -212,7 +212,7 @@ def test_the_sparsity_that_comes_of_it_is_the_one_asked_for(new_folder: Callable
                 plan = plan_for(spec, selector)  # type: ignore[arg-type]  # a selector's name
                 folder = made(spec, tmp_path / "pack", character(spec, sparsity), plan)
                 with Pack(folder) as pack:
-                    found = realized_sparsity(pack, random_tokens(2, 128, spec.vocab_size), Recorder())
+                    found = realized_sparsity(pack, random_tokens(2, 128, spec.vocab_size))
                 assert found.overall == pytest.approx(sparsity, abs=0.02)
 
 

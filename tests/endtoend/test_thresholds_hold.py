@@ -10,9 +10,10 @@ import pytest
 from support.cases import case
 from support.models import BOOK, DEMO_MODEL, pack
 from support.profiles import Recorder
+from support.sparsities import realized_sparsity
 
 from moe_pack.calib.evaluate import ThresholdRule
-from moe_pack.calib.evaluate.thresholds import measure_thresholds, realized_sparsity
+from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.forward import read_tokens, unseen_tokens
 from moe_pack.formats import Pack, Selector
 from moe_pack.runtime import Text
@@ -47,7 +48,7 @@ def test_sparsity_on_unseen_text_is_that_asked_for(
                     unseen = unseen_tokens(model_text, 16384, 512)
                 else:
                     unseen = read_tokens(unseen_text, None, model_text, 16384, 512)
-                found = realized_sparsity(opened, unseen, Recorder())
+                found = realized_sparsity(opened, unseen)
             assert found.overall == pytest.approx(sparsity, abs=overall)
             for shares, numbers in zip(found.experts, found.tokens, strict=True):
                 for share, number in zip(shares, numbers, strict=True):

@@ -10,6 +10,7 @@ from support.streaming import budget_for
 from support.synthetic import made, plan_for, small
 
 from moe_pack.calib.forward import LayerStates, LayerwiseWeights
+from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.statistics import measure_layer
 from moe_pack.formats import Pack, RunError
 from moe_pack.runtime import Engine, EngineOptions
@@ -68,7 +69,7 @@ def test_experts_that_do_not_run_are_not_counted(packed: Path, expected: torch.T
     ids = torch.tensor([token_ids()])
     with Pack(packed) as pack:
         weights = LayerwiseWeights(StreamedPackWeights(pack, CPU))
-        states = LayerStates(weights, lambda number: embed(ids[number], weights), 1, S, tmp_path, CPU)
+        states = LayerStates(weights, Beginning(lambda number: embed(ids[number], weights)), 1, S, tmp_path, CPU)
         num_running = 0
         for layer_idx, layer in enumerate(pack.spec.moe_layers):
             tokens = states.enter(layer)
