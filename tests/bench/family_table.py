@@ -28,7 +28,7 @@ from support.families import BASE, TINY, Comparison, compare, is_bounded
 from support.published import PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
 from tqdm import tqdm
 
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import model_types
 from moe_pack.formats.parts.specs import cached_values, num_active_parameters, num_parameters
 
 TOLERANCE = 1e-4
@@ -169,7 +169,7 @@ def write_docs() -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--family", type=click.Choice(sorted(FAMILIES)), help="This one alone.")
+@click.option("--family", type=click.Choice(model_types()), help="This one alone.")
 @click.option("--docs", is_flag=True, help="Write the count and the reasons into docs/families.md.")
 @benchlib.json_option
 def main(family: str | None, docs: bool, as_json: bool) -> None:
@@ -183,7 +183,7 @@ def main(family: str | None, docs: bool, as_json: bool) -> None:
         print(f"{count_line()}\n".replace("**", ""))
         print(f"{'family':12} {'':5} {'shapes':>6} {'prefill':>9} {'by token':>9} {'greedy':>9} {'refused':>8}")
     rows = []
-    for name in [family] if family else FAMILIES:
+    for name in [family] if family else model_types():
         rows.append(measure(name))
         if not as_json:
             print_row(rows[-1])

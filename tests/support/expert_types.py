@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import model_types
 from support.models import TESTS
 
 PAGE = TESTS.parent / "docs" / "families.md"
@@ -270,7 +270,7 @@ def unfound_folders() -> set[str]:
 
 def supported() -> list[str]:
     """The types with experts that are families."""
-    return [model_type for model_type in found() if model_type in FAMILIES]
+    return [model_type for model_type in found() if model_type in model_types()]
 
 
 def in_group(group: Group) -> list[Reason]:
@@ -283,7 +283,7 @@ def faults() -> list[str]:
     reasons = [reason.model_type for reason in REASONS]
     here = "REASONS in tests/support/expert_types.py"
     return [
-        *(f"{name}: is supported now; remove its reason from {here}" for name in reasons if name in FAMILIES),
+        *(f"{name}: is supported now; remove its reason from {here}" for name in reasons if name in model_types()),
         *(f"{name}: has two reasons in {here}" for name in sorted(set(reasons)) if reasons.count(name) > 1),
         *(
             f"{name}: has a reason, but no experts in transformers {library()}; remove it from {here}"
@@ -293,7 +293,7 @@ def faults() -> list[str]:
         *(
             f"{name}: has experts, but is no family and has no reason; add one to {here}"
             for name in found()
-            if name not in FAMILIES and name not in reasons
+            if name not in model_types() and name not in reasons
         ),
     ]
 
@@ -315,7 +315,7 @@ def count_line() -> str:
 def _beyond() -> str:
     """The families that are not in the count, and why."""
     known = {each.model_type for each in config_classes().values()}
-    others = [name for name in FAMILIES if name not in found()]
+    others = [name for name in model_types() if name not in found()]
     absent = [f"`{name}`" for name in others if name not in known]
     wholes = [f"`{name}`" for name in others if name in known and name not in parts()]
     inner = [f"`{name}` (a part of `{parts()[name]}`)" for name in others if name in parts()]
