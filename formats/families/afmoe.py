@@ -1,4 +1,8 @@
-"""Arcee's Trinity Mini, Nano and Large. Source: transformers, models/afmoe."""
+"""Trinity Mini, Nano, Large: norms also after attention and after experts, a gate for each value of the heads, a window
+in most layers, which alone rotate, sigmoid routing with a bias, dense first layers, shared experts, a scaled embedding.
+
+Source: transformers, models/afmoe.
+"""
 
 from dataclasses import replace
 
@@ -6,7 +10,7 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -69,6 +73,7 @@ AFMOE = Family(
         "trinity-nano": "arcee-ai/Trinity-Nano-Preview",
         "trinity-large": "arcee-ai/Trinity-Large-Preview",
     },
+    published=(Published("trinity-mini", "26", "3"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

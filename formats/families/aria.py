@@ -1,4 +1,9 @@
-"""Aria, without its vision. Source: transformers, models/aria; Aria (2410.05993)."""
+"""Aria (text): softmax over the chosen experts, two shared experts, experts fused and transposed in the source.
+
+Source: transformers, models/aria; Aria (2410.05993).
+"""
+
+from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
@@ -27,7 +32,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
 _EXPERTS = "model.layers.{i}.mlp.experts."
 _TEXT = family.Family(
     model_type="aria_text",
-    short_names={},
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
     expert_names=(
@@ -39,16 +43,19 @@ _TEXT = family.Family(
     ),
     ignored_keys=frozenset({"pretraining_tp"}),
 )
-ARIA = within(
-    _TEXT,
-    "aria",
-    short_names={"aria": "rhymes-ai/Aria", "aria-chat": "rhymes-ai/Aria-Chat"},
-    ignored_keys=frozenset(
-        {
-            "ignore_index",
-            "max_value_projector_patch_to_query_dict",
-            "projector_patch_to_query_dict",
-            "vision_feature_layer",
-        }
+ARIA = replace(
+    within(
+        _TEXT,
+        "aria",
+        ignored_keys=frozenset(
+            {
+                "ignore_index",
+                "max_value_projector_patch_to_query_dict",
+                "projector_patch_to_query_dict",
+                "vision_feature_layer",
+            }
+        ),
     ),
+    short_names={"aria": "rhymes-ai/Aria", "aria-chat": "rhymes-ai/Aria-Chat"},
+    published=(family.Published("aria", "24.9", "3.5", active_leaves_out=("embed", "head", "router")),),
 )

@@ -1,4 +1,7 @@
-"""A.X K1: DeepSeek-V3 with a norm of what a layer's experts add. Source: transformers, models/axk1; 2601.09200."""
+"""A.X K1: as `deepseek_v3`, with a norm of what the experts of a layer add.
+
+Source: transformers, models/axk1; 2601.09200.
+"""
 
 from dataclasses import replace
 
@@ -38,6 +41,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 AXK1 = family.Family(
     model_type="axk1",
     short_names={"a.x-k1": "skt/A.X-K1"},
+    unpublished="no public copy of the file of skt/A.X-K1 was found; transformers' defaults are its sizes",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,4 +1,5 @@
-"""A.X K2: DeepSeek-V3.2 with gates of the normed inputs and, from the latent of queries, of the heads' outputs.
+"""A.X K2: as `deepseek_v32`, with gates of the normed inputs, gates of the heads' outputs from the query latent, and
+groups where the config has them.
 
 Source: transformers, models/axk2; SK Telecom (2026).
 """
@@ -61,6 +62,8 @@ AXK2 = replace(
     DEEPSEEK_V32,
     model_type="axk2",
     short_names={"a.x-k2": "skt/A.X-K2"},
+    unpublished="no public copy of the file of skt/A.X-K2 was found; transformers' defaults are sizes of A.X K2 Light",
+    published=(),
     read_config=_read_config,
     dense_names={
         **DEEPSEEK_V32.dense_names,

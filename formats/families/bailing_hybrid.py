@@ -1,4 +1,6 @@
-"""Ling-3.0-Flash: Kimi delta attention with bounded decays, latent attention with a gate for each head.
+"""Ling-3.0-Flash: Kimi delta attention with bounded decays and gates of full rank, latent attention with a gate for
+each head, sigmoid routing with a bias and groups, dense first layers, shared expert, neurons with limits in the last
+layers.
 
 Source: transformers, models/bailing_hybrid. The limits of its last layers' neurons are in the published config; its
 authors' servers apply them (vLLM and sglang, bailing_moe_v3.py), transformers 5.23 does not read them.
@@ -160,6 +162,7 @@ def _both(name: str) -> tuple[str, str]:
 BAILING_HYBRID = family.Family(
     model_type="bailing_hybrid",
     short_names={"ling-3.0-flash": "inclusionAI/Ling-3.0-flash"},
+    published=(family.Published("ling-3.0-flash", "124", "5.1", active_leaves_out=("embed",)),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,6 +1,7 @@
-"""Beam 1.0: norms before and after both halves of a layer, which add up to sums of all outputs of the same weight.
+"""Beam 1.0: norms before and after both halves of a layer, sums in which all outputs weigh the same, gates of attention
+with biases, a window in five of six layers, which alone rotate, the others sharpened by a power of the position,
+sigmoid routing with a bias and groups, capped logits.
 
-Layers with a window rotate. The others do not, and sharpen their queries by a power of the position.
 Source: transformers, models/beam.
 """
 
@@ -85,6 +86,7 @@ _LAYER = "model.layers.{i}"
 BEAM = Family(
     model_type="beam",
     short_names={"beam-1.0": "reflection/Beam-1.0-501B-A23B"},
+    unpublished="no public copy of the file of reflection/Beam-1.0-501B-A23B was found",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,7 +1,8 @@
-"""North Mini Code and Command A+: both halves of a layer read one norm, and are added together.
+"""North Mini Code, Command A+ (text): attention and experts in parallel from one norm, layer norms without bias or rms
+norms, softmax or sigmoids of the largest logits, the average of shared and routed experts, a window on three of four
+layers, which alone rotate.
 
-Layers with a window rotate, and so may dense layers before those with experts; the others do not. Command A+ is
-published inside a multimodal checkpoint.
+Dense layers before those with experts may rotate too.
 Source: transformers, models/cohere2_moe and models/cohere2_vision.
 """
 
@@ -112,6 +113,7 @@ def _windowed_layers(config: Config, num_dense: int) -> tuple[int, ...]:
 COHERE2_MOE = Family(
     model_type="cohere2_moe",
     short_names={"north-mini-code-1.0": "CohereLabs/North-Mini-Code-1.0"},
+    unpublished="public code quotes sizes of CohereLabs/North-Mini-Code-1.0, but no public copy has the whole file",
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
     expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
@@ -124,10 +126,13 @@ def _read_text_config(config: Config) -> formats.ModelSpec:
     return _read_config(config)
 
 
-COHERE2_VISION = within(
-    replace(COHERE2_MOE, read_config=_read_text_config),
-    "cohere2_vision",
-    tied_head=True,
+COHERE2_VISION = replace(
+    within(
+        replace(COHERE2_MOE, read_config=_read_text_config),
+        "cohere2_vision",
+        tied_head=True,
+        ignored_keys=frozenset({"alignment_intermediate_size", "downsample_factor"}),
+    ),
     short_names={"command-a-plus": "CohereLabs/command-a-plus-05-2026-bf16"},
-    ignored_keys=frozenset({"alignment_intermediate_size", "downsample_factor"}),
+    unpublished="no public copy of the file of CohereLabs/command-a-plus-05-2026-bf16 was found",
 )

@@ -1,8 +1,9 @@
-"""DBRX. Source: transformers, models/dbrx; Databricks (2024).
+"""DBRX base, instruct: layer norms without bias, a bound of queries, keys and values, experts in one matrix in the
+source.
 
-Layer norms have no bias; queries, keys and values come from one matrix and are clamped to a bound.
 The base of rotary positions is in `attn_config`, where the published code reads it. transformers 5.23 takes 10,000
 unless `rope_parameters` has one; a config with two different bases is refused.
+Source: transformers, models/dbrx; Databricks (2024).
 """
 
 from dataclasses import replace
@@ -78,6 +79,7 @@ _QKV = family.Stored(f"{_ATTENTION}.attn.Wqkv.weight", roles=tuple(f"layers.{{i}
 DBRX = family.Family(
     model_type="dbrx",
     short_names={"dbrx": "databricks/dbrx-base", "dbrx-instruct": "databricks/dbrx-instruct"},
+    published=(family.Published("dbrx-instruct", "132", "36"),),
     read_config=_read_config,
     dense_names={
         "embed": "transformer.wte.weight",

@@ -1,12 +1,13 @@
-"""DeepSeekMoE-16B. Source: deepseek-ai/deepseek-moe-16b-base, modeling_deepseek.py; DeepSeekMoE (2401.06066).
+"""DeepSeekMoE-16B: softmax over all and weights not normalized, shared experts, dense first layer.
 
 transformers has no class for it; tests/support/references/deepseek.py stands in for one.
+Source: deepseek-ai/deepseek-moe-16b-base, modeling_deepseek.py; DeepSeekMoE (2401.06066).
 """
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -36,6 +37,7 @@ DEEPSEEK = Family(
         "deepseek-moe-16b-base": "deepseek-ai/deepseek-moe-16b-base",
         "deepseek-moe-16b-chat": "deepseek-ai/deepseek-moe-16b-chat",
     },
+    published=(Published("deepseek-moe-16b", "16.4", "2.8"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
     expert_names=(readers.EXPERT_NAMES,),

@@ -1,9 +1,12 @@
-"""DeepSeek-V2 and V2-Lite. Source: transformers, models/deepseek_v2; DeepSeek-V2 (2405.04434)."""
+"""DeepSeek-V2, V2-Lite: latent attention, groups of experts, scaled weights, yarn, dense first layer, shared experts.
+
+Source: transformers, models/deepseek_v2; DeepSeek-V2 (2405.04434).
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -48,6 +51,10 @@ DEEPSEEK_V2 = Family(
         "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
         "deepseek-v2-lite-chat": "deepseek-ai/DeepSeek-V2-Lite-Chat",
     },
+    published=(
+        Published("deepseek-v2-lite", "15.7", "2.4", cached="15.6", active_leaves_out=("embed",)),
+        Published("deepseek-v2", "236", "21", cached="34.6"),
+    ),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
     expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),

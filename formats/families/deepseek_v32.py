@@ -1,7 +1,8 @@
-"""DeepSeek-V3.2: V3 with sparse attention. Source: transformers, models/deepseek_v32; DeepSeek-V3.2 (2512.02556).
+"""DeepSeek-V3.2: as `deepseek_v3`, with sparse attention: an indexer chooses the positions that a query attends to.
 
 The published inference code also rotates the indexer's queries and keys by a Hadamard matrix, which changes no score,
 and rounds them to FP8, which we, like transformers, do not.
+Source: transformers, models/deepseek_v32; DeepSeek-V3.2 (2512.02556).
 """
 
 from dataclasses import replace
@@ -10,6 +11,7 @@ from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3
+from moe_pack.formats.families.family import Published
 from moe_pack.formats.parts import IndexerSpec
 
 
@@ -47,6 +49,7 @@ DEEPSEEK_V32 = replace(
         "deepseek-v3.2": "deepseek-ai/DeepSeek-V3.2",
         "deepseek-v3.2-exp": "deepseek-ai/DeepSeek-V3.2-Exp",
     },
+    published=(Published("deepseek-v3.2", "671", "37", cached="42.944", active_leaves_out=("embed",)),),
     read_config=_read_config,
     dense_names={
         **DEEPSEEK_V3.dense_names,

@@ -1,9 +1,9 @@
-"""DeepSeek-V4: attention to a window and to compressed entries, hyper-connections, experts named by tokens.
+"""DeepSeek-V4-Flash, V4-Pro, from a 16-bit copy: attention to a window with sinks and to compressed entries for all
+positions, some of which an indexer chooses; hyper-connections; experts that a table names for each token in the first
+layers; roots of softplus as scores with a bias, clamped neurons, shared expert.
 
-The first layers have a table from tokens to experts in place of a choice by their router, whose scores are the weights
-there too. Layers attend to their window alone, or also to entries of many positions each (heavily compressed), or to
-entries of a few positions that an indexer chooses (compressed sparse).
-
+Layers attend to their window alone, or also to entries of many positions each (heavily compressed), or to entries of a
+few positions that an indexer chooses (compressed sparse).
 The published inference code also rotates the indexer's queries and keys by a Hadamard matrix, which changes no score,
 and rounds them and the entries to FP4 and FP8, which we, like transformers, do not.
 Source: transformers, models/deepseek_v4.
@@ -182,6 +182,7 @@ DEEPSEEK_V4 = family.Family(
         "deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash",
         "deepseek-v4-pro": "deepseek-ai/DeepSeek-V4-Pro",
     },
+    published=(family.Published("deepseek-v4-flash", "284", "13"), family.Published("deepseek-v4-pro", "1573", "49")),
     read_config=_read_config,
     dense_names={
         "embed": ("model.embed_tokens.weight", "embed.weight"),

@@ -1,9 +1,13 @@
-"""dots.llm1. Source: transformers, models/dots1; dots.llm1 technical report (2506.05767)."""
+"""dots.llm1 base, inst: sigmoid routing with a bias, q and k norms a head, keys for every head, dense first layer,
+shared experts.
+
+Source: transformers, models/dots1; dots.llm1 technical report (2506.05767).
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -39,6 +43,7 @@ def _refuse_windows(config: Config) -> None:
 DOTS1 = Family(
     model_type="dots1",
     short_names={"dots.llm1.base": "rednote-hilab/dots.llm1.base", "dots.llm1.inst": "rednote-hilab/dots.llm1.inst"},
+    published=(Published("dots.llm1.base", "142", "14"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
     expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),

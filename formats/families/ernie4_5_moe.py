@@ -1,9 +1,13 @@
-"""ERNIE 4.5 with experts, 21B-A3B and 300B-A47B. Source: transformers, models/ernie4_5_moe; Baidu (2025)."""
+"""ERNIE 4.5 21B-A3B, 300B-A47B: softmax routing with a bias, interleaved rotation, dense first layers, shared experts,
+tied head.
+
+Source: transformers, models/ernie4_5_moe; Baidu (2025).
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, LeftOut
+from moe_pack.formats.families.family import Family, LeftOut, Published
 
 _LEAST_SUM = 1e-12
 
@@ -86,6 +90,7 @@ ERNIE4_5_MOE = Family(
         "ernie-4.5-21b-a3b-thinking": "baidu/ERNIE-4.5-21B-A3B-Thinking",
         "ernie-4.5-300b-a47b": "baidu/ERNIE-4.5-300B-A47B-PT",
     },
+    published=(Published("ernie-4.5-21b-a3b", "21", "3"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

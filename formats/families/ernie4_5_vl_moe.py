@@ -1,8 +1,9 @@
-"""ERNIE 4.5 VL, 28B-A3B and 424B-A47B, the text model. Source: transformers, models/ernie4_5_vl_moe; Baidu (2025).
+"""ERNIE 4.5 VL 28B-A3B, 424B-A47B (text): as `ernie4_5_moe`, without the experts for images.
 
 A layer has two sets of experts, each with its own router: one for tokens of text, one for those of images and videos. A
-text uses the first alone, and is then ERNIE 4.5. A position has three numbers, which differ only in images.
-Baidu's checkpoints have one flat config, of another type, in which pairs of numbers are for text and for images.
+text uses the first alone, and is then ERNIE 4.5. A position has three numbers, which differ only in images. Baidu's
+checkpoints have one flat config, of another type, in which pairs of numbers are for text and for images.
+Source: transformers, models/ernie4_5_vl_moe; Baidu (2025).
 """
 
 from collections.abc import Mapping
@@ -57,7 +58,6 @@ _PARTS: Mapping[str, str] = {
 }
 _TEXT = family.Family(
     model_type="ernie4_5_vl_moe_text",
-    short_names={},
     read_config=_read_text,
     dense_names={
         **ernie4_5_moe.ERNIE4_5_MOE.dense_names,
@@ -87,12 +87,15 @@ _TEXT = family.Family(
     ),
     ignored_keys=frozenset({"_attn_implementation"}),
 )
-ERNIE4_5_VL_MOE = multimodal.within(
-    _TEXT,
-    "ernie4_5_vl_moe",
-    parts=_PARTS,
-    moves=({}, {"model.": "model.language_model."}),
-    tied_head=True,
+ERNIE4_5_VL_MOE = replace(
+    multimodal.within(
+        _TEXT,
+        "ernie4_5_vl_moe",
+        parts=_PARTS,
+        moves=({}, {"model.": "model.language_model."}),
+        tied_head=True,
+    ),
+    unpublished="its models are published with a flat config, ernie4_5_moe_vl",
 )
 ERNIE4_5_MOE_VL = replace(
     _TEXT,
@@ -103,6 +106,7 @@ ERNIE4_5_MOE_VL = replace(
         "ernie-4.5-vl-28b-a3b-thinking": "baidu/ERNIE-4.5-VL-28B-A3B-Thinking",
         "ernie-4.5-vl-424b-a47b": "baidu/ERNIE-4.5-VL-424B-A47B-PT",
     },
+    published=(family.Published("ernie-4.5-vl-28b-a3b-base", "21", "3"),),
     read_config=_read_flat,
     dropped=(
         *_TEXT.dropped,

@@ -1,4 +1,7 @@
-"""K-EXAONE-236B-A23B. Source: transformers, models/exaone_moe; LG AI Research (2026)."""
+"""K-EXAONE-236B-A23B: a window on three of four layers, which alone rotate, sigmoid routing, shared expert.
+
+Source: transformers, models/exaone_moe; LG AI Research (2026).
+"""
 
 from dataclasses import replace
 
@@ -68,6 +71,7 @@ _MTP = "a multi-token-prediction layer, which plain decoding does not run"
 EXAONE_MOE = family.Family(
     model_type="exaone_moe",
     short_names={"k-exaone-236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"},
+    published=(family.Published("k-exaone-236b-a23b", "236", "23"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

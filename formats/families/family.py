@@ -111,6 +111,20 @@ class PredictionNames:
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """A model whose `config.json` is in `configs`, and what its publisher prints of it."""
+
+    name: str  # of the file, and a short name
+    total: str  # parameters in billions
+    active: str  # those of a token, in billions
+    cached: str | None = None  # values cached a token, in thousands; None where nobody printed it
+    leaves_out: tuple[str, ...] = ()  # dense roles, of all layers, that neither number counts
+    total_leaves_out: tuple[str, ...] = ()  # those that the first does not count
+    active_leaves_out: tuple[str, ...] = ()  # those that the second does not count
+    adds_prediction_layer: bool = False  # whether the total has the layer that plain decoding does not run
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One `model_type`.
 
@@ -128,10 +142,12 @@ class Family:
     """
 
     model_type: str
-    short_names: Mapping[str, str]
     read_config: Callable[[Config], formats.ModelSpec]
     dense_names: Mapping[str, DenseName | tuple[DenseName, ...]]
     expert_names: tuple[ExpertNames, ...]
+    short_names: Mapping[str, str] = field(default_factory=dict)  # in lower case; each maps to a hub id
+    published: tuple[Published, ...] = ()
+    unpublished: str = ""  # why no public copy of a real config.json is in `configs`
     dropped: tuple[LeftOut, ...] = ()
     unused: tuple[LeftOut, ...] = ()
     ignored_keys: frozenset[str] = frozenset()

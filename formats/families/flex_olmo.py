@@ -1,4 +1,7 @@
-"""FlexOlmo-7x7B. Source: transformers, models/flex_olmo; Shi et al., "FlexOlmo" (2507.07024)."""
+"""FlexOlmo-7x7B: as `olmoe`, with norms after attention and after experts in place of those before.
+
+Source: transformers, models/flex_olmo; Shi et al., "FlexOlmo" (2507.07024).
+"""
 
 from dataclasses import replace
 
@@ -31,6 +34,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 FLEX_OLMO = Family(
     model_type="flex_olmo",
     short_names={"flexolmo": "allenai/FlexOlmo-7x7B-1T", "flexolmo-7x7b": "allenai/FlexOlmo-7x7B-1T"},
+    unpublished="no public copy of the file of allenai/FlexOlmo-7x7B-1T was found",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

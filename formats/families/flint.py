@@ -1,6 +1,7 @@
-"""Flint. Source: transformers, models/flint.
+"""Flint: sigmoid routing without a bias, q and k norms a head, sinks, windows in most layers, which alone rotate,
+shared expert, dense first layers.
 
-Layers with a window rotate, and the others do not. The router has sigmoids without a bias.
+Source: transformers, models/flint.
 """
 
 from dataclasses import replace
@@ -72,6 +73,7 @@ _SHARED = "model.layers.{i}.mlp.shared_expert."
 FLINT = Family(
     model_type="flint",
     short_names={"flint": "RecursiveSI/flint"},
+    unpublished="no public copy of the file of RecursiveSI/flint was found; transformers' defaults are its sizes",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,7 +1,8 @@
-"""Gemma 4 with experts, such as 26B-A4B; images and sounds are not read.
+"""Gemma 4 26B-A4B (text): a dense block next to the routed experts, each with norms before and after, GELU, a window in
+five of six layers, larger heads whose values are their keys in the others, rotated in part, a router with scales,
+capped logits.
 
-A layer has a dense block and routed experts next to each other, which is a shared expert here. In layers without a
-window, heads have another size, and values are the projection of keys.
+The dense block is a shared expert here.
 Source: transformers, models/gemma4.
 """
 
@@ -114,7 +115,7 @@ def _read_ropes(config: Config, heads: dict[str, parts.GroupedQuerySpec]) -> dic
 _LAYER = "model.layers.{i}."
 GEMMA4_TEXT = family.Family(
     model_type="gemma4_text",
-    short_names={},
+    unpublished="its models are published inside multimodal checkpoints, gemma4",
     read_config=_read_text,
     dense_names={
         **readers.DENSE_NAMES,
@@ -140,19 +141,22 @@ GEMMA4_TEXT = family.Family(
         ),
     ),
 )
-GEMMA4 = multimodal.within(
-    GEMMA4_TEXT,
-    "gemma4",
-    parts={
-        **multimodal.PARTS,
-        "model.embed_vision.*": "what maps vision to the text model",
-        "model.audio_tower.*": "the audio part",
-        "model.embed_audio.*": "what maps sounds to the text model",
-    },
-    tied_head=True,
+GEMMA4 = replace(
+    multimodal.within(
+        GEMMA4_TEXT,
+        "gemma4",
+        parts={
+            **multimodal.PARTS,
+            "model.embed_vision.*": "what maps vision to the text model",
+            "model.audio_tower.*": "the audio part",
+            "model.embed_audio.*": "what maps sounds to the text model",
+        },
+        tied_head=True,
+        ignored_keys=frozenset({"vision_soft_tokens_per_image"}),
+    ),
     short_names={
         "gemma-4-26b-a4b": "google/gemma-4-26B-A4B",
         "gemma-4-26b-a4b-it": "google/gemma-4-26B-A4B-it",
     },
-    ignored_keys=frozenset({"vision_soft_tokens_per_image"}),
+    published=(family.Published("gemma-4-26b-a4b", "25.2", "3.8", cached="112.640"),),
 )

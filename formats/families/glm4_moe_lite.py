@@ -1,9 +1,12 @@
-"""GLM-4.7-Flash: the experts of GLM-4.5 under DeepSeek's attention. Source: transformers, models/glm4_moe_lite."""
+"""GLM-4.7-Flash: the attention of `deepseek_v3`, the experts of `glm4_moe`.
+
+Source: transformers, models/glm4_moe_lite.
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -34,6 +37,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
     short_names={"glm-4.7-flash": "zai-org/GLM-4.7-Flash"},
+    published=(Published("glm-4.7-flash", "30", "3"),),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
     expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),

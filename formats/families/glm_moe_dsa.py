@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2's attention, in which layers may share what one indexer chose, under the experts of GLM-4.5.
+"""GLM-5, 5.1, 5.2, 5.3: as `deepseek_v32`; several layers share what one indexer chose.
 
 Source: transformers, models/glm_moe_dsa; IndexCache (2603.12201) for shared choices.
 """
@@ -10,6 +10,7 @@ from moe_pack.formats import parts
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
+from moe_pack.formats.families.family import Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -74,6 +75,7 @@ GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     short_names={f"glm-{name}": f"zai-org/GLM-{name}" for name in ("5", "5.1", "5.2", "5.3")},
+    published=(Published("glm-5.3", "744", "40", cached="47.616", active_leaves_out=("embed",)),),
     read_config=_read_config,
     ignored_keys=DEEPSEEK_V32.ignored_keys | {"index_share_for_mtp_iteration"},
 )

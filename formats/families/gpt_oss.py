@@ -1,4 +1,8 @@
-"""gpt-oss 20b and 120b. Source: transformers, models/gpt_oss; the model card (2508.10925)."""
+"""gpt-oss-20b, 120b: attention sinks, a window on every second layer, a router with a bias, clamped and biased experts,
+fused and interleaved in the source.
+
+Source: transformers, models/gpt_oss; the model card (2508.10925).
+"""
 
 from dataclasses import replace
 
@@ -82,6 +86,10 @@ _EACH_BIAS: dict[formats.Matrix, str] = {matrix: f"{name}.bias" for matrix, name
 GPT_OSS = family.Family(
     model_type="gpt_oss",
     short_names={"gpt-oss-20b": "openai/gpt-oss-20b", "gpt-oss-120b": "openai/gpt-oss-120b"},
+    published=(
+        family.Published("gpt-oss-20b", "20.91", "3.61", active_leaves_out=("embed",)),
+        family.Published("gpt-oss-120b", "116.83", "5.13", active_leaves_out=("embed",)),
+    ),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,4 +1,5 @@
-"""Granite 3 MoE, 1B-A400M and 3B-A800M, and the same with a shared expert.
+"""Granite 3 MoE 1B, 3B: multipliers of embedding, residual, attention and logits; experts fused in the source; a shared
+expert in `granitemoeshared`.
 
 Source: transformers, models/granitemoe and models/granitemoeshared; Granite 3.0 (IBM, 2024).
 """
@@ -9,7 +10,7 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, Stored
+from moe_pack.formats.families.family import ExpertNames, Family, Published, Stored
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
@@ -66,6 +67,7 @@ GRANITEMOE = Family(
         "granite-3b-a800m": "ibm-granite/granite-3.0-3b-a800m-base",
         "granite-3.0-3b-a800m": "ibm-granite/granite-3.0-3b-a800m-base",
     },
+    published=(Published("granite-3.0-1b-a400m", "1.3", "0.4"), Published("granite-3.0-3b-a800m", "3.3", "0.8")),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -99,7 +101,8 @@ SHARED_NAMES: Mapping[str, str | Stored] = {
 GRANITEMOESHARED = replace(
     GRANITEMOE,
     model_type="granitemoeshared",
-    short_names={},
+    unpublished="the class is in transformers; IBM published its weights in granitemoehybrid",
+    published=(),
     read_config=_read_shared,
     dense_names={
         **GRANITEMOE.dense_names,

@@ -1,6 +1,7 @@
-"""Granite Swash 3B-A600M: Granite's experts, and attention with sinks and a window in most layers.
+"""Granite Swash 3B-A600M: as `granitemoeshared`, with sinks, a window in three layers of four, and a rotary base for
+each layer, or none.
 
-Each layer may have a rotary base of its own, or no rotary positions. Source: transformers, models/granitemoe_swa.
+Source: transformers, models/granitemoe_swa.
 """
 
 from dataclasses import replace
@@ -46,6 +47,8 @@ GRANITEMOE_SWA = replace(
     granitemoe.GRANITEMOESHARED,
     model_type="granitemoe_swa",
     short_names={"granite-swash-3b-a600m": "ibm-granite/granite-swash-3b-a600m"},
+    unpublished="only the sizes of ibm-granite/granite-swash-3b-a600m were found, not its rotary bases",
+    published=(),
     read_config=_read_config,
     expert_names=granitemoe.GRANITEMOESHARED.expert_names[::-1],
     dense_names={

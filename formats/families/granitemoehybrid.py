@@ -1,4 +1,5 @@
-"""Granite 4.0 H with experts, Tiny and Small: Mamba-2, and attention in every tenth layer, usually without positions.
+"""Granite 4.0 H Tiny, Small: Mamba-2, attention in every tenth layer without positions, shared expert fused in the
+source, multipliers.
 
 Source: transformers, models/granitemoehybrid; Granite 4.0 (IBM, 2025).
 """
@@ -6,7 +7,7 @@ Source: transformers, models/granitemoehybrid; Granite 4.0 (IBM, 2025).
 from moe_pack import formats
 from moe_pack.formats.families import granitemoe, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.parts import Mamba2Spec
 
 MAMBA_LAYERS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
@@ -89,6 +90,7 @@ GRANITEMOEHYBRID = Family(
         "granite-4.0-h-small": "ibm-granite/granite-4.0-h-small",
         "granite-4.0-h-small-base": "ibm-granite/granite-4.0-h-small-base",
     },
+    published=(Published("granite-4.0-h-tiny", "7", "1"),),
     read_config=_read_config,
     dense_names={
         **granitemoe.GRANITEMOE.dense_names,

@@ -1,9 +1,12 @@
-"""Hunyuan-A13B. Source: transformers, models/hunyuan_v1_moe; Tencent (2025)."""
+"""Hunyuan-A13B: q and k norms after the rotation, whose base a fixed alpha stretches, shared expert.
+
+Source: transformers, models/hunyuan_v1_moe; Tencent (2025).
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 _MLP = "model.layers.{i}.mlp."
 
@@ -54,6 +57,7 @@ HUNYUAN_V1_MOE = Family(
         "hunyuan-a13b": "tencent/Hunyuan-A13B-Instruct",
         "hunyuan-a13b-instruct": "tencent/Hunyuan-A13B-Instruct",
     },
+    published=(Published("hunyuan-a13b-instruct", "80", "13"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,9 +1,12 @@
-"""Hy3. Source: transformers, models/hy_v3; Tencent (2026)."""
+"""Hy3: sigmoid routing with a bias, q and k norms a head, dense first layer, shared expert.
+
+Source: transformers, models/hy_v3; Tencent (2026).
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 _MLP = "model.layers.{i}.mlp."
 
@@ -47,6 +50,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 HY_V3 = Family(
     model_type="hy_v3",
     short_names={"hy3-preview": "tencent/Hy3-preview", "hy3-preview-base": "tencent/Hy3-preview-Base"},
+    published=(Published("hy3-preview-base", "295", "21"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

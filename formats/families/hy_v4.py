@@ -1,4 +1,5 @@
-"""Hy4: GLM-5's attention with sinks and gates, in several residual streams, and limits of the routed experts' neurons.
+"""Hy4 preview: as `glm_moe_dsa`, with sinks and a gate for each value of the heads, residual streams that do not mix,
+and limits of the routed experts' neurons.
 
 Source: transformers, models/hy_v4; Tencent (2026).
 """
@@ -101,6 +102,7 @@ def _gate_names(module: str, published: str, other: str) -> tuple[str, str]:
 HY_V4 = family.Family(
     model_type="hy_v4",
     short_names={"hy4-preview": "tencent/Hy4-preview"},
+    unpublished="public code quotes sizes of tencent/Hy4-preview, but no public copy of its file was found",
     read_config=_read_config,
     dense_names={
         **DEEPSEEK_V32.dense_names,

@@ -1,4 +1,5 @@
-"""Jamba 1.5 Mini and Large, Jamba v0.1: Mamba, and attention without positions in every eighth layer.
+"""Jamba v0.1, 1.5 Mini and Large: Mamba, attention in every eighth layer without positions, experts in every second
+layer.
 
 Source: transformers, models/jamba; Jamba (2403.19887).
 """
@@ -80,6 +81,7 @@ JAMBA = family.Family(
         "jamba-1.5-mini": "ai21labs/AI21-Jamba-1.5-Mini",
         "jamba-1.5-large": "ai21labs/AI21-Jamba-1.5-Large",
     },
+    published=(family.Published("jamba-v0.1", "52", "12"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,4 +1,5 @@
-"""Kimi-Linear-48B-A3B: Kimi delta attention, and latent attention without positions.
+"""Kimi-Linear-48B-A3B: Kimi delta attention (a decay for each key), latent attention without positions, sigmoid routing
+with a bias.
 
 Source: transformers, models/kimi_linear; Kimi Linear (2510.26692).
 """
@@ -102,6 +103,7 @@ KIMI_LINEAR = family.Family(
         "kimi-linear-48b-a3b-base": "moonshotai/Kimi-Linear-48B-A3B-Base",
         "kimi-linear-48b-a3b-instruct": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
     },
+    published=(family.Published("kimi-linear-48b-a3b-instruct", "48", "3", total_leaves_out=("embed", "head")),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,6 +1,7 @@
-"""Kolibri 1: norms before and after both halves of a layer. Source: transformers, models/kolibri1.
+"""Kolibri 1: norms before and after both halves of a layer, experts chosen by logits with a bias and weighted by
+sigmoids, a window on four of five layers, which alone rotate, shared expert.
 
-Layers with a window rotate, and the others do not.
+Source: transformers, models/kolibri1.
 """
 
 from dataclasses import replace
@@ -65,6 +66,7 @@ _LAYER = "model.layers.{i}"
 KOLIBRI1 = Family(
     model_type="kolibri1",
     short_names={"kolibri-1": "Aleph-Alpha/Kolibri-1", "kolibri-1-bf16": "Aleph-Alpha/Kolibri-1-BF16"},
+    unpublished="no public copy of the file of Aleph-Alpha/Kolibri-1 was found; transformers' defaults are its sizes",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

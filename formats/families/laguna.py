@@ -1,6 +1,7 @@
-"""Laguna XS. Source: transformers, models/laguna; poolside (2026).
+"""Laguna XS.2, XS 2.1: a window in three layers of four, which have more heads and rotate whole heads, the others half
+of each; softplus gates of heads, q and k norms a head, sigmoid routing with a bias, shared expert, dense first layer.
 
-Layers with a window have more heads, and rotary positions of their own. A gate multiplies each head's output.
+Source: transformers, models/laguna; poolside (2026).
 """
 
 from dataclasses import replace
@@ -9,7 +10,7 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -82,6 +83,7 @@ _BIAS, _SHARED = "e_score_correction_bias", "model.layers.{i}.mlp.shared_expert"
 LAGUNA = Family(
     model_type="laguna",
     short_names={"laguna-xs.2": "poolside/Laguna-XS.2", "laguna-xs-2.1": "poolside/Laguna-XS-2.1"},
+    published=(Published("laguna-xs-2.1", "33", "3"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,4 +1,4 @@
-"""LFM2-8B-A1B: short convolutions between gates, and attention in a quarter of the layers.
+"""LFM2-8B-A1B: short convolutions between gates, dense first layers, sigmoid routing with a bias.
 
 Source: transformers, models/lfm2_moe; LFM2 (Liquid AI, 2025).
 """
@@ -48,6 +48,7 @@ _MLP = f"{_LAYER}.feed_forward"
 LFM2_MOE = family.Family(
     model_type="lfm2_moe",
     short_names={"lfm2-8b-a1b": "LiquidAI/LFM2-8B-A1B"},
+    published=(family.Published("lfm2-8b-a1b", "8.3", "1.5"),),
     read_config=_read_config,
     dense_names={
         "embed": "model.embed_tokens.weight",

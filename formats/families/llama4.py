@@ -1,7 +1,7 @@
-"""Llama 4 Scout and Maverick, alone and in a multimodal checkpoint. Source: transformers, models/llama4; Meta (2025).
+"""Llama 4 Scout, Maverick (text): one expert a token, whose input the router's weight multiplies; layers that rotate
+see a chunk, the others all of the text, sharpened by position.
 
-The router's weight multiplies the input of a token's one expert. Layers that rotate see a chunk of the text; the others
-see all of it, without positions.
+Source: transformers, models/llama4; Meta (2025).
 """
 
 from dataclasses import replace
@@ -82,7 +82,7 @@ def _rotated_layers(config: Config) -> tuple[int, ...]:
 
 LLAMA4_TEXT = family.Family(
     model_type="llama4_text",
-    short_names={},
+    unpublished="its models are published inside multimodal checkpoints, llama4",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -107,13 +107,16 @@ LLAMA4_TEXT = family.Family(
         family.ExpertNames({matrix: f"{_MLP}experts.{{e}}.{matrix}_proj.weight" for matrix in formats.MATRICES}),
     ),
 )
-LLAMA4 = within(
-    LLAMA4_TEXT,
-    "llama4",
+LLAMA4 = replace(
+    within(
+        LLAMA4_TEXT,
+        "llama4",
+    ),
     short_names={
         "llama-4-scout": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
         "llama-4-scout-17b-16e": "meta-llama/Llama-4-Scout-17B-16E",
         "llama-4-maverick": "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
         "llama-4-maverick-17b-128e": "meta-llama/Llama-4-Maverick-17B-128E",
     },
+    published=(family.Published("llama-4-scout-17b-16e", "108", "17"),),
 )

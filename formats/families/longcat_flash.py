@@ -1,4 +1,5 @@
-"""LongCat-Flash: two attentions and two dense experts a layer, of which each is a layer here.
+"""LongCat-Flash: two attentions and two dense experts a layer, which are two layers here; the routed experts join the
+hidden state one layer later; experts that return their input; scaled latents.
 
 The routed experts of a layer are those of its first half, beside the first dense expert, and join the hidden state at
 the end of its second half.
@@ -76,6 +77,7 @@ LONGCAT_FLASH = family.Family(
         "longcat-flash-chat": "meituan-longcat/LongCat-Flash-Chat",
         "longcat-flash-thinking": "meituan-longcat/LongCat-Flash-Thinking",
     },
+    unpublished="no public copy of the file of meituan-longcat/LongCat-Flash-Chat was found",
     read_config=_read_config,
     dense_names={
         **{

@@ -1,6 +1,6 @@
-"""Mellum 2. Source: transformers, models/mellum.
+"""Mellum2-12B-A2.5B: as `qwen3_moe`, with a window in three layers of four, which have rotary positions of their own.
 
-Layers with a window and layers without have rotary positions of their own.
+Source: transformers, models/mellum.
 """
 
 from dataclasses import replace
@@ -54,6 +54,7 @@ MELLUM = family.Family(
         "mellum2-12b-a2.5b": "JetBrains/Mellum2-12B-A2.5B-Base",
         "mellum2-12b-a2.5b-thinking": "JetBrains/Mellum2-12B-A2.5B-Thinking",
     },
+    published=(family.Published("mellum2-12b-a2.5b", "12", "2.5"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
     expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),

@@ -1,7 +1,7 @@
-"""MiMo-V2-Flash. Source: transformers, models/mimo_v2_flash; Xiaomi (2025).
+"""MiMo-V2-Flash: values smaller than keys, and scaled; five layers of six have a window, twice as many keys, sinks and
+a rotary base of their own; a third of each head rotated, sigmoid routing with a bias, dense first layer.
 
-Values are smaller than keys, and scaled. Layers with a window have twice as many keys, sinks, and a rotary base of
-their own.
+Source: transformers, models/mimo_v2_flash; Xiaomi (2025).
 """
 
 from dataclasses import replace
@@ -83,6 +83,7 @@ def _check_published_keys(config: Config, kinds: tuple[str, ...], ropes: dict[st
 MIMO_V2_FLASH = family.Family(
     model_type="mimo_v2_flash",
     short_names={"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"},
+    published=(family.Published("mimo-v2-flash", "309", "15", cached="111.36"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

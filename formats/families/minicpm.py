@@ -1,6 +1,7 @@
-"""MiniCPM-MoE-8x2B. Source: openbmb/MiniCPM-MoE-8x2B, modeling_minicpm.py; MiniCPM (2404.06395), section 7.
+"""MiniCPM-MoE-8x2B: embedding, residuals and what the head sees are scaled, tied head.
 
 transformers has no class for it; tests/support/references/minicpm.py stands in for one.
+Source: openbmb/MiniCPM-MoE-8x2B, modeling_minicpm.py; MiniCPM (2404.06395), section 7.
 """
 
 import math
@@ -32,6 +33,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 MINICPM = family.Family(
     model_type="minicpm",
     short_names={"minicpm-moe-8x2b": "openbmb/MiniCPM-MoE-8x2B"},
+    published=(family.Published("minicpm-moe-8x2b", "13.6", "4", leaves_out=("embed",)),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
     expert_names=(

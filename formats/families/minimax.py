@@ -1,4 +1,5 @@
-"""MiniMax-Text-01 and M1: lightning attention in seven layers of eight, and a residual from the normed hidden state.
+"""MiniMax-Text-01, M1 (as `-hf`): lightning attention (a fixed decay for each head) in seven layers of eight, sums of
+normed hidden states and outputs by factors, half of each head rotated.
 
 Source: transformers, models/minimax; MiniMax-01 (2501.08313). A `rotary_dim` is read as in MiniMax's own modeling file,
 which rotates so many values of each head; transformers rotates all, whatever the key says.
@@ -77,6 +78,7 @@ MINIMAX = family.Family(
         "minimax-m1-40k": "MiniMaxAI/MiniMax-M1-40k-hf",
         "minimax-m1-80k": "MiniMaxAI/MiniMax-M1-80k-hf",
     },
+    unpublished="no public copy of the file of MiniMaxAI/MiniMax-Text-01-hf was found, only keys in other files",
     read_config=_read_config,
     dense_names={
         **MIXTRAL.dense_names,

@@ -1,4 +1,7 @@
-"""MiniMax-M2, M2.1 and M2.7. Source: transformers, models/minimax_m2; its released modeling_minimax_m2.py."""
+"""MiniMax-M2, M2.1, M2.7: sigmoid routing with a bias, q and k norms over all heads, half of each head rotated.
+
+Source: transformers, models/minimax_m2; its released modeling_minimax_m2.py.
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
@@ -49,6 +52,7 @@ MINIMAX_M2 = family.Family(
         "minimax-m2.1": "MiniMaxAI/MiniMax-M2.1",
         "minimax-m2.7": "MiniMaxAI/MiniMax-M2.7",
     },
+    published=(family.Published("minimax-m2.7", "229", "10", active_leaves_out=("embed", "head")),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

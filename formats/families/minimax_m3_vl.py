@@ -1,4 +1,9 @@
-"""MiniMax-M3, without its vision. Source: transformers, models/minimax_m3_vl."""
+"""MiniMax-M3 (text): attention to blocks of positions that an indexer with keys of its own chooses for each key head,
+zero-centered norms, clamped neurons, sigmoid routing with a bias, half of each head rotated, dense first layers, shared
+expert.
+
+Source: transformers, models/minimax_m3_vl.
+"""
 
 from dataclasses import replace
 
@@ -138,7 +143,6 @@ def _neurons(role: str, moe: str, name: str) -> dict[str, tuple[family.DenseName
 
 _TEXT = family.Family(
     model_type="minimax_m3_vl_text",
-    short_names={},
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -170,26 +174,29 @@ _TEXT = family.Family(
     unused=(family.LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"num_mtp_modules", "num_nextn_predict_layers"}),
 )
-MINIMAX_M3_VL = multimodal.within(
-    _TEXT,
-    "minimax_m3_vl",
-    parts={**multimodal.PARTS, "patch_merge_mlp.*": "what maps vision to the text model"},
-    tied_by_text=True,
-    short_names={"minimax-m3": "MiniMaxAI/MiniMax-M3"},
-    ignored_keys=frozenset(
-        {
-            "image_grid_pinpoints",
-            "image_seq_length",
-            "img_token_compression_config",
-            "merged_hidden_size",
-            "multimodal_projector_bias",
-            "num_reward_heads",
-            "process_image_mode",
-            "projector_hidden_act",
-            "projector_hidden_size",
-            "video_token_index",
-            "vision_feature_layer",
-            "vision_feature_select_strategy",
-        }
+MINIMAX_M3_VL = replace(
+    multimodal.within(
+        _TEXT,
+        "minimax_m3_vl",
+        parts={**multimodal.PARTS, "patch_merge_mlp.*": "what maps vision to the text model"},
+        tied_by_text=True,
+        ignored_keys=frozenset(
+            {
+                "image_grid_pinpoints",
+                "image_seq_length",
+                "img_token_compression_config",
+                "merged_hidden_size",
+                "multimodal_projector_bias",
+                "num_reward_heads",
+                "process_image_mode",
+                "projector_hidden_act",
+                "projector_hidden_size",
+                "video_token_index",
+                "vision_feature_layer",
+                "vision_feature_select_strategy",
+            }
+        ),
     ),
+    short_names={"minimax-m3": "MiniMaxAI/MiniMax-M3"},
+    published=(family.Published("minimax-m3", "427", "23", cached="68.736", active_leaves_out=("embed", "head")),),
 )

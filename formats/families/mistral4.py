@@ -1,6 +1,7 @@
-"""Mistral Small 4, alone and in a multimodal checkpoint. Source: transformers, models/mistral4; Mistral AI (2026).
+"""Mistral Small 4 (text): latent attention, sharpened by position, yarn, shared expert.
 
-The router is DeepSeek-V3's with a softmax in place of sigmoids. Queries far from the beginning are sharpened.
+The router is DeepSeek-V3's with a softmax in place of sigmoids.
+Source: transformers, models/mistral4; Mistral AI (2026).
 """
 
 from dataclasses import replace
@@ -8,7 +9,7 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.parts import TemperatureSpec, positions
 
@@ -63,18 +64,21 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 MISTRAL4 = Family(
     model_type="mistral4",
-    short_names={},
+    unpublished="its models are published inside multimodal checkpoints, mistral3",
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
     expert_names=(readers.FUSED_EXPERT_NAMES, readers.EXPERT_NAMES),
     ignored_keys=frozenset({"pretraining_tp"}),
 )
-MISTRAL3 = within(
-    MISTRAL4,
-    "mistral3",
-    tied_head=True,
-    short_names={"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"},
-    ignored_keys=frozenset(
-        {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"}
+MISTRAL3 = replace(
+    within(
+        MISTRAL4,
+        "mistral3",
+        tied_head=True,
+        ignored_keys=frozenset(
+            {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"}
+        ),
     ),
+    short_names={"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"},
+    published=(Published("mistral-small-4", "119", "6"),),
 )

@@ -1,4 +1,7 @@
-"""Mixtral 8x7B and 8x22B. Source: transformers, models/mixtral; Jiang et al., "Mixtral of Experts" (2401.04088)."""
+"""Mixtral 8x7B, 8x22B: sliding window, where the config has one.
+
+Source: transformers, models/mixtral; Jiang et al., "Mixtral of Experts" (2401.04088).
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
@@ -29,6 +32,7 @@ MIXTRAL = family.Family(
         "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1",
         "mixtral-8x22b-instruct": "mistralai/Mixtral-8x22B-Instruct-v0.1",
     },
+    published=(family.Published("mixtral-8x7b", "46.7", "12.9"), family.Published("mixtral-8x22b", "141", "39")),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -72,11 +72,9 @@ def within(
     text_types: tuple[str, ...] = (),
     tied_head: bool = False,
     tied_by_text: bool = False,
-    short_names: Mapping[str, str] | None = None,
     ignored_keys: frozenset[str] = frozenset(),
-    old_keys: Mapping[str, str] | None = None,
 ) -> family.Family:
-    """Returns the family of multimodal checkpoints whose text model is one of the family `text`.
+    """Returns the family of multimodal checkpoints whose text model is one of the family `text`, without its models.
 
     `tie_word_embeddings` counts where transformers reads it: in the object that the text model's is in.
 
@@ -85,7 +83,7 @@ def within(
              that lead to the text model's object.   text_types: other names of the text model's `model_type`.
              tied_head: the value of `tie_word_embeddings` if the config lacks it.   tied_by_text: whether the head is
              also tied if only the text model's config says so.   ignored_keys: keys of the multimodal config that
-             change nothing for text.   old_keys: older names of its keys, and what they are called now.
+             change nothing for text.
     """
 
     def read_config(config: Config) -> formats.ModelSpec:
@@ -106,7 +104,9 @@ def within(
     return replace(
         text,
         model_type=model_type,
-        short_names=short_names or {},
+        short_names={},
+        published=(),
+        unpublished="",
         read_config=read_config,
         dense_names={role: _all_moved(names, moves) for role, names in text.dense_names.items()},
         expert_names=tuple(_moved_experts(names, each) for each in moves for names in text.expert_names),
@@ -119,7 +119,7 @@ def within(
         prediction=tuple(_moved_prediction(names, each) for each in moves for names in text.prediction),
         ignored_keys=_OTHER_PARTS | ignored_keys,
         text_keys=text_keys,
-        old_keys=old_keys or {},
+        old_keys={},
     )
 
 

@@ -1,4 +1,5 @@
-"""Nemotron 3 Nano: layers of Mamba-2, of attention without positions, of experts, or of a dense expert, each alone.
+"""Nemotron 3 Nano 30B-A3B, Nano Omni (text): layers of Mamba-2, attention without positions, experts, or a dense
+expert, each alone; experts of two matrices with a squared ReLU, sigmoid routing with a bias.
 
 Nemotron 3 Nano Omni has the same text model. The checkpoint's type was published as NemotronH_Nano_Omni_Reasoning_V3,
 with other names of its parts in the config; transformers calls it nemotron_h_omni.
@@ -11,7 +12,7 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.family import ExpertNames, Family, Published
 from moe_pack.formats.families.granitemoehybrid import MAMBA2_NAMES
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_next import MTP_LAYER
@@ -109,6 +110,7 @@ NEMOTRON_H = Family(
         "nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
         "nemotron-3-nano-30b-a3b-base": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16",
     },
+    published=(Published("nemotron-3-nano-30b-a3b", "31.6", "3.6"),),
     read_config=_read_config,
     # With save_original_format=False, transformers 5 writes its own names.
     dense_names={role: (name, name.replace("backbone.", "model.")) for role, name in _NAMES.items()},
@@ -163,19 +165,18 @@ def _omni(model_type: str) -> Family:
             **dict.fromkeys(("sound_encoder.*", "audio_tower.*"), "the audio part"),
             **dict.fromkeys(("sound_projection.*", "embed_audio.*"), "what maps audio to the text model"),
         },
-        short_names={} if model_type == "nemotron_h_omni" else _OMNI_NAMES,
         ignored_keys=_OMNI_IGNORED,
-        old_keys={"llm_config": "text_config", "sound_config": "audio_config"},
     )
 
     def read_config(config: Config) -> formats.ModelSpec:
         config.only("tie_word_embeddings", False)  # which has no effect in transformers
         return family.read_config(config)
 
-    return replace(family, read_config=read_config)
+    return replace(
+        family, read_config=read_config, old_keys={"llm_config": "text_config", "sound_config": "audio_config"}
+    )
 
 
-_OMNI_NAMES = {"nemotron-3-nano-omni-30b-a3b": "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16"}
 _OMNI_IGNORED = frozenset(
     {
         "downsample_ratio",
@@ -203,4 +204,12 @@ _OMNI_IGNORED = frozenset(
         "vit_hidden_size",
     }
 )
-NEMOTRON_H_OMNI, NEMOTRON_H_NANO_OMNI = map(_omni, ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3"))
+NEMOTRON_H_OMNI = replace(
+    _omni("nemotron_h_omni"),
+    unpublished="tests quote parts of the file, no public copy has all of it; its text model is nemotron_h's",
+)
+NEMOTRON_H_NANO_OMNI = replace(
+    _omni("NemotronH_Nano_Omni_Reasoning_V3"),
+    short_names={"nemotron-3-nano-omni-30b-a3b": "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16"},
+    unpublished="as nemotron_h_omni, of which it is the older name",
+)

@@ -1,11 +1,14 @@
-"""OLMoE-1B-7B. Source: transformers, models/olmoe; Muennighoff et al., "OLMoE" (2409.02060)."""
+"""OLMoE-1B-7B: q and k norms over all heads at once, and a bound of queries, keys and values, where the config has one.
+
+Source: transformers, models/olmoe; Muennighoff et al., "OLMoE" (2409.02060).
+"""
 
 from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -32,6 +35,7 @@ OLMOE = Family(
         "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924",
         "olmoe-1b-7b-instruct": "allenai/OLMoE-1B-7B-0924-Instruct",
     },
+    published=(Published("olmoe-1b-7b", "6.9", "1.3"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
     expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),

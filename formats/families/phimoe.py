@@ -1,4 +1,7 @@
-"""Phi-3.5-MoE. Source: transformers, models/phimoe; sparsemixer: GRIN (2409.12136); long positions: 2402.13753."""
+"""Phi-3.5-MoE: sparsemixer routing, layer norms with bias, long rotary positions, biases everywhere.
+
+Source: transformers, models/phimoe; sparsemixer: GRIN (2409.12136); long positions: 2402.13753.
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
@@ -25,6 +28,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 PHIMOE = family.Family(
     model_type="phimoe",
     short_names={"phi-3.5-moe": "microsoft/Phi-3.5-MoE-instruct"},
+    published=(family.Published("phi-3.5-moe", "41.9", "6.6"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

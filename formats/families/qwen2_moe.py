@@ -1,9 +1,13 @@
-"""Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B. Source: transformers, models/qwen2_moe; Qwen2 technical report (2407.10671)."""
+"""Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B: shared expert behind a sigmoid, weights not normalized, q, k and v biases, layers
+without experts.
+
+Source: transformers, models/qwen2_moe; Qwen2 technical report (2407.10671).
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -33,6 +37,7 @@ QWEN2_MOE = Family(
         "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B",
         "qwen2-57b-a14b-instruct": "Qwen/Qwen2-57B-A14B-Instruct",
     },
+    published=(Published("qwen1.5-moe-a2.7b", "14.3", "2.7"), Published("qwen2-57b-a14b", "57", "14")),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,13 +1,16 @@
-"""The text model of Qwen3.5 and Qwen3.6 with experts, such as Qwen3.6-35B-A3B; images and videos are not read.
+"""Qwen3.5 and Qwen3.6 with experts, such as Qwen3.6-35B-A3B (text): as `qwen3_next`; the text model inside a config
+with `text_config`, or alone.
 
 For text, the three sections of a position are equal, so that positions are those of any rotary embedding.
 Source: transformers, models/qwen3_5_moe.
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
 from moe_pack.formats.families import qwen3_next, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.families.multimodal import within
 
 _IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
@@ -44,7 +47,7 @@ _NAMES = {
 }
 QWEN3_5_MOE_TEXT = Family(
     model_type="qwen3_5_moe_text",
-    short_names={},
+    unpublished="its models are published inside multimodal checkpoints, qwen3_5_moe",
     read_config=_read_text,
     dense_names=_NAMES,
     expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
@@ -52,13 +55,16 @@ QWEN3_5_MOE_TEXT = Family(
     prediction=(qwen3_next.MTP_NAMES,),
     ignored_keys=_IGNORED,
 )
-QWEN3_5_MOE = within(
-    QWEN3_5_MOE_TEXT,
-    "qwen3_5_moe",
+QWEN3_5_MOE = replace(
+    within(
+        QWEN3_5_MOE_TEXT,
+        "qwen3_5_moe",
+    ),
     short_names={
         "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
         "qwen3.5-122b-a10b": "Qwen/Qwen3.5-122B-A10B",
         "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B",
         "qwen3.6-35b-a3b": "Qwen/Qwen3.6-35B-A3B",
     },
+    published=(Published("qwen3.6-35b-a3b", "35", "3"),),
 )

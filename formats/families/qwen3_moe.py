@@ -1,9 +1,12 @@
-"""Qwen3-30B-A3B and Qwen3-235B-A22B. Source: transformers, models/qwen3_moe; Qwen3 technical report (2505.09388)."""
+"""Qwen3-30B-A3B, 235B-A22B, Coder: q and k norms a head, head size of its own.
+
+Source: transformers, models/qwen3_moe; Qwen3 technical report (2505.09388).
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -32,6 +35,10 @@ QWEN3_MOE = Family(
         "qwen3-coder-30b-a3b": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
     },
+    published=(
+        Published("qwen3-30b-a3b", "30.5", "3.3", cached="49.152"),
+        Published("qwen3-235b-a22b", "235", "22", cached="96.256"),
+    ),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
     expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),

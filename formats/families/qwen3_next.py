@@ -1,4 +1,5 @@
-"""Qwen3-Next-80B-A3B and Qwen3-Coder-Next.
+"""Qwen3-Next-80B-A3B, Qwen3-Coder-Next: Gated DeltaNet in three layers of four, attention with gates in the others, a
+quarter of each head rotated, zero-centered norms, shared expert behind a sigmoid.
 
 Source: transformers, models/qwen3_next; Gated Delta Networks (2412.06464).
 """
@@ -84,6 +85,7 @@ QWEN3_NEXT = family.Family(
         "qwen3-next-80b-a3b-thinking": "Qwen/Qwen3-Next-80B-A3B-Thinking",
         "qwen3-coder-next": "Qwen/Qwen3-Coder-Next",
     },
+    published=(family.Published("qwen3-next-80b-a3b-instruct", "79.67", "3.87"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -1,6 +1,7 @@
-"""Qwen3-VL-30B-A3B and 235B-A22B, without their vision. Source: transformers, models/qwen3_vl_moe; 2511.21631.
+"""Qwen3-VL-30B-A3B, 235B-A22B (text): as `qwen3_moe`; experts fused and transposed in the source.
 
 A position has three numbers, which differ only in images and videos: a text is rotated as in Qwen3-MoE.
+Source: transformers, models/qwen3_vl_moe; 2511.21631.
 """
 
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Published
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 
@@ -42,12 +44,15 @@ _TEXT = replace(
         readers.EXPERT_NAMES,
     ),
 )
-QWEN3_VL_MOE = within(
-    _TEXT,
-    "qwen3_vl_moe",
+QWEN3_VL_MOE = replace(
+    within(
+        _TEXT,
+        "qwen3_vl_moe",
+    ),
     short_names={
         "qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",
         "qwen3-vl-30b-a3b-instruct": "Qwen/Qwen3-VL-30B-A3B-Instruct",
         "qwen3-vl-235b-a22b-instruct": "Qwen/Qwen3-VL-235B-A22B-Instruct",
     },
+    published=(Published("qwen3-vl-30b-a3b-instruct", "30", "3"),),
 )

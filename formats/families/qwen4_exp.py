@@ -1,4 +1,5 @@
-"""Qwen4-Exp and Qwen3.8-Flash-Next: four residual streams, n-gram embeddings, attention to blocks; text alone.
+"""Qwen3.8-Flash-Next, Qwen4-Exp (text): as `qwen3_5_moe`, with four residual streams behind gates in place of norms,
+attention to blocks of positions that an indexer chooses, and in one layer a table of n-grams that stays on the disk.
 
 Source: transformers, models/qwen4_exp.
 """
@@ -91,7 +92,7 @@ _INDEXER = _LAYER + "self_attn.indexer."
 _INDEX_ROLES = ("layers.{i}.attention.index_q", "layers.{i}.attention.index_k")
 QWEN4_EXP_TEXT = family.Family(
     model_type="qwen4_exp_text",
-    short_names={},
+    unpublished="its models are published inside multimodal checkpoints, qwen4_exp",
     read_config=_read_text,
     dense_names={
         **readers.DENSE_NAMES,
@@ -113,9 +114,14 @@ QWEN4_EXP_TEXT = family.Family(
     table_names=ngrams.NGRAM_TABLES,
     ignored_keys=frozenset({"mtp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "number_of_conv_states"}),
 )
-QWEN4_EXP = within(
-    QWEN4_EXP_TEXT,
-    "qwen4_exp",
+QWEN4_EXP = replace(
+    within(
+        QWEN4_EXP_TEXT,
+        "qwen4_exp",
+        ignored_keys=frozenset({"language_model_only"}),
+    ),
     short_names={"qwen3.8-flash-next": "Qwen/Qwen3.8-Flash-Next", "qwen4-exp": "Qwen/Qwen4-Exp"},
-    ignored_keys=frozenset({"language_model_only"}),
+    published=(
+        family.Published("qwen3.8-flash-next", "176", "6", cached="13.824", active_leaves_out=("embed", "head")),
+    ),
 )

@@ -1,9 +1,12 @@
-"""Solar Open 100B. Source: transformers, models/solar_open; Upstage (2026)."""
+"""Solar Open 100B: as `glm4_moe`, without dense layers and norms, whole heads rotated.
+
+Source: transformers, models/solar_open; Upstage (2026).
+"""
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -31,6 +34,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 SOLAR_OPEN = Family(
     model_type="solar_open",
     short_names={"solar-open-100b": "upstage/Solar-Open-100B"},
+    published=(Published("solar-open-100b", "102.6", "12"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
     expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),

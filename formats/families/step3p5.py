@@ -1,7 +1,8 @@
-"""Step-3.5-Flash, and the text model of Step-3.7-Flash. Source: transformers, models/step3p7; StepFun (2026).
+"""Step-3.5-Flash, Step-3.7-Flash (text): a window in three layers of four, which have more heads and rotate whole
+heads, the others half of each; a gate for each head, q and k norms a head, zero-centered norms, SiLU capped in the last
+layers, sigmoid routing with a bias, shared expert, dense first layers.
 
-Layers with a window have more heads, and rotary positions of their own. A gate multiplies each head's output. In some
-layers, what SiLU gives is capped.
+Source: transformers, models/step3p7; StepFun (2026).
 """
 
 from collections.abc import Sequence
@@ -194,6 +195,7 @@ _LAYER = "model.layers.{i}."
 STEP3P5 = family.Family(
     model_type="step3p5",
     short_names={"step-3.5-flash": "stepfun-ai/Step-3.5-Flash"},
+    unpublished="no public copy of the file of stepfun-ai/Step-3.5-Flash was found; step3p7 has its text model's sizes",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -222,11 +224,14 @@ STEP3P5 = family.Family(
     ignored_keys=frozenset({"mtp_layer_types", "mtp_mlp_layer_types"}),
 )
 # Published checkpoints have the names of the text model alone.
-STEP3P7 = multimodal.within(
-    STEP3P5,
-    "step3p7",
-    parts={**multimodal.PARTS, "vit_large_projector.*": "what maps vision to the text model"},
-    moves=({}, {"model.": "model.language_model."}),
+STEP3P7 = replace(
+    multimodal.within(
+        STEP3P5,
+        "step3p7",
+        parts={**multimodal.PARTS, "vit_large_projector.*": "what maps vision to the text model"},
+        moves=({}, {"model.": "model.language_model."}),
+        ignored_keys=frozenset({"projector_bias", "understand_projector_stride"}),
+    ),
     short_names={"step-3.7-flash": "stepfun-ai/Step-3.7-Flash"},
-    ignored_keys=frozenset({"projector_bias", "understand_projector_stride"}),
+    published=(family.Published("step-3.7-flash", "196", "11", cached="92.16", leaves_out=("embed", "head")),),
 )

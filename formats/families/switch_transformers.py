@@ -1,4 +1,8 @@
-"""Switch Transformers: base-8 to base-256, large-128. Source: transformers, models/switch_transformers; 2101.03961."""
+"""Switch base-8 to base-256, large-128: encoder and decoder, experts of two matrices with ReLU, one expert a token up
+to its capacity, attention by relative position.
+
+Source: transformers, models/switch_transformers; 2101.03961.
+"""
 
 from moe_pack import formats
 from moe_pack.formats import parts
@@ -109,6 +113,11 @@ SWITCH_TRANSFORMERS = family.Family(
         **{f"switch-base-{n}": f"google/switch-base-{n}" for n in (8, 16, 32, 64, 128, 256)},
         "switch-large-128": "google/switch-large-128",
     },
+    published=(
+        family.Published("switch-base-16", "1.1", "0.223"),
+        family.Published("switch-base-128", "7.4", "0.22"),
+        family.Published("switch-large-128", "26", "0.74"),
+    ),
     read_config=_read_config,
     dense_names={
         "embed": "shared.weight",

@@ -1,12 +1,13 @@
-"""XVERSE-MoE-A4.2B. Source: xverse/XVERSE-MoE-A4.2B, modeling_xverse.py.
+"""XVERSE-MoE-A4.2B: shared experts, weights normalized by their sum and a millionth.
 
 transformers has no class for it; tests/support/references/xverse.py stands in for one.
+Source: xverse/XVERSE-MoE-A4.2B, modeling_xverse.py.
 """
 
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -33,6 +34,7 @@ XVERSE = Family(
         "xverse-moe-a4.2b": "xverse/XVERSE-MoE-A4.2B",
         "xverse-moe-a4.2b-chat": "xverse/XVERSE-MoE-A4.2B-Chat",
     },
+    published=(Published("xverse-moe-a4.2b", "25.8", "4.2"),),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
     expert_names=(readers.EXPERT_NAMES,),

@@ -6,7 +6,7 @@ has a line for each type that is not a family yet. When it becomes a family, `fa
 
     python tests/bench/family_table.py --docs
 
-writes the count and the table of reasons into docs/families.md.
+writes the count, the table of families and that of reasons into docs/families.md.
 """
 
 import ast
@@ -15,12 +15,14 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from moe_pack.formats.families.registry import model_types
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.registry import model_types, modules
 from support.models import TESTS
 
 PAGE = TESTS.parent / "docs" / "families.md"
@@ -331,7 +333,22 @@ def generated() -> dict[str, str]:
     """The parts of docs/families.md that are written from the data, by their names."""
     paragraph = f"{count_line()} ([why](#not-supported-and-why)). {_beyond()}"
     filled = textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
-    return {"count": filled, "reasons": "\n\n".join((_table("text decoder, not yet"), _table("not a text decoder")))}
+    reasons = "\n\n".join((_table("text decoder, not yet"), _table("not a text decoder")))
+    return {"count": filled, "families": _families(), "reasons": reasons}
+
+
+def _families() -> str:
+    """The table of families: the first paragraph of each module, which has models, a colon, and what is particular."""
+    rows = ["| family | models | what is particular |", "| --- | --- | --- |"]
+    for name in modules():
+        module = import_module(f"moe_pack.formats.families.{name}")
+        own = re.findall(r"^([A-Z]\w*) = ", Path(str(module.__file__)).read_text("utf-8"), re.MULTILINE)
+        types = [each.model_type for key, each in vars(module).items() if key in own and isinstance(each, Family)]
+        first = " ".join(str(module.__doc__).partition("\n\n")[0].split()).removesuffix(".")
+        models, _, particular = first.partition(": ")
+        assert types and particular, f"{name}.py begins with its models, a colon, and what is particular"
+        rows.append(f"| {', '.join(f'`{each}`' for each in types)} | {models} | {particular} |")
+    return "\n".join(rows)
 
 
 def _table(group: Group) -> str:
