@@ -25,7 +25,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     hidden_size = config.whole("hidden_size")
     spec = readers.read_decoder(
         config,
-        "afmoe",
         attention,
         rope if attention.sliding_window is not None else None,
         formats.RouterSpec(
@@ -40,10 +39,11 @@ def _read_config(config: Config) -> formats.ModelSpec:
         moe_layers=tuple(range(num_layers))[config.count("num_dense_layers", 1) :],
         shared_expert=formats.SharedExpertSpec(expert_size * config.whole("num_shared_experts", 2), gated=False),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
-        embedding_multiplier=hidden_size**0.5 if config.flag("mup_enabled", False) else 1.0,
     )
     return replace(
-        spec, residual=parts.NormedResidualSpec("normed", True, ("attention", "mlp"), apart=False, scaled=False)
+        spec,
+        embedding_multiplier=hidden_size**0.5 if config.flag("mup_enabled", False) else 1.0,
+        residual=parts.NormedResidualSpec("normed", True, ("attention", "mlp"), apart=False, scaled=False),
     )
 
 

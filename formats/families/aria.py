@@ -19,7 +19,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size = config.whole("intermediate_size")
     return readers.read_decoder(
         config,
-        "aria",
         attention,
         readers.read_rope(config, attention.head_dim),
         formats.RouterSpec("topk_softmax", experts, chosen, normalize=False),

@@ -27,7 +27,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     config.whole("q_lora_rank")  # queries always have a latent
     spec = readers.read_decoder(
         config,
-        "axk1",
         readers.read_latent(config),
         readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
         router,

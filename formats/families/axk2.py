@@ -45,7 +45,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     spec = readers.read_decoder(
         config,
-        "axk2",
         attention,
         readers.read_rope(config, attention.qk_rope_head_dim, interleaved=True),
         replace(router, zero_outside=router.n_group > 1),

@@ -43,6 +43,7 @@ _ONLY = {
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
+    config.derive("max_position_embeddings", config.whole(config.either("model_max_length", "max_position_embeddings")))
     for key, value in _ONLY.items():
         config.only(key, value)
     config.only("tie_word_embeddings", False)  # the class ties nothing, whatever the key says
@@ -77,18 +78,20 @@ def _read_config(config: Config) -> formats.ModelSpec:
         gate=parts.OutputGateSpec("head", "sigmoid"),
     )
     mixer = _read_mixer(config)
-    spec = readers.read_decoder(
-        config,
-        "bailing_hybrid",
-        attention,
-        _read_rope(config, mixer.head_dim),
-        router,
-        expert_size,
-        moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 2)),
-        shared_expert=formats.SharedExpertSpec(expert_size * config.whole(names["n_shared_experts"], 1), gated=False),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
+    spec = replace(
+        readers.read_decoder(
+            config,
+            attention,
+            _read_rope(config, mixer.head_dim),
+            router,
+            expert_size,
+            moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 2)),
+            shared_expert=formats.SharedExpertSpec(
+                expert_size * config.whole(names["n_shared_experts"], 1), gated=False
+            ),
+            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
+        ),
         mixer=mixer,
-        positions_key=config.either("model_max_length", "max_position_embeddings"),
     )
     config.ignore("first_k_dense_replace")
     limits = _read_limits(config, spec.moe_layers)

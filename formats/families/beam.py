@@ -26,7 +26,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     layers = _read_attention(config)
     spec = readers.read_decoder(
         config,
-        "beam",
         layers.attention,
         layers.rope,
         formats.RouterSpec(

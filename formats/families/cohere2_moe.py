@@ -35,7 +35,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     dense_size, combination = "prefix_dense_intermediate_size", "shared_expert_combination_strategy"
     spec = readers.read_decoder(
         config,
-        "cohere2_moe",
         attention,
         rope,
         _read_router(config),
@@ -44,11 +43,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
         dense_size_key=dense_size if config.has(dense_size) else "intermediate_size",
         shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
         norm=_read_norm(config),
-        tied_head=config.flag("tie_word_embeddings", True),
-        logits_scaling=1 / _logit_scale(config),
     )
     is_averaged = config.choice(combination, ("average", "sum")) == "average" and num_shared > 0
-    return replace(spec, residual=parts.ParallelResidualSpec("parallel", averaged=is_averaged))
+    return replace(
+        spec,
+        tied_head=config.flag("tie_word_embeddings", True),
+        logits_scaling=1 / _logit_scale(config),
+        residual=parts.ParallelResidualSpec("parallel", averaged=is_averaged),
+    )
 
 
 def _logit_scale(config: Config) -> float:

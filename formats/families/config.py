@@ -271,6 +271,11 @@ class Config:
         if value is not None and not _is_same(value, expected):
             raise CheckpointError(f"{self.place}: {key} is {_shown(value)}; only {expected!r} is supported")
 
+    def derive(self, key: str, value: int) -> None:
+        """Gives a key the value that follows from other keys, which is the only one that the config may have."""
+        self.only(key, value)
+        self._values = self._values | {key: value}
+
     def each_whole(self, key: str, num_layers: int) -> int:
         """Reads a whole number from 1 to 2^31 - 1, which may also be a list with the same number for each layer."""
         value = self._values.get(key)

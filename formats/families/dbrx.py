@@ -59,7 +59,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     attn.ignore("attn_pdrop")
     spec = readers.read_decoder(
         config,
-        "dbrx",
         attention,
         rope,
         _read_router(ffn),

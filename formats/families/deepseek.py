@@ -20,7 +20,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     normalize = config.flag("norm_topk_prob", False) and chosen > 1  # the weight of one alone stays as it is
     return readers.read_decoder(
         config,
-        "deepseek",
         attention,
         readers.read_llama_rope(config, attention.head_dim),
         formats.RouterSpec("softmax_topk", num_experts, chosen, normalize),

@@ -21,7 +21,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     attention = readers.read_llama_attention(config, readers.attention_bias(config))
     return readers.read_decoder(
         config,
-        "deepseek_ocr2",
         attention,
         readers.read_rope(config, attention.head_dim),
         read_router(config),

@@ -18,7 +18,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.count("n_shared_experts", 0)
     return readers.read_decoder(
         config,
-        "deepseek_v2",
         readers.read_latent(config),
         readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
         read_router(config),

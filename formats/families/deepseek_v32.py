@@ -30,7 +30,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     config.whole("q_lora_rank")  # the indexer's queries come from the latent
     return readers.read_decoder(
         config,
-        "deepseek_v32",
         replace(readers.read_latent(config), indexer=indexer),
         readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),

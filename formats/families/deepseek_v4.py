@@ -45,7 +45,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     size = config.whole(config.either("moe_intermediate_size", "intermediate_size"))
     spec = readers.read_decoder(
         config,
-        "deepseek_v4",
         own[most],
         ropes[most],
         _read_router(config),

@@ -20,7 +20,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size = config.whole("moe_intermediate_size")
     return readers.read_decoder(
         config,
-        "dots1",
         attention,
         readers.read_rope(config, attention.head_dim),
         readers.read_sigmoid_router(config, num_experts_per_tok=None, normalize=False),

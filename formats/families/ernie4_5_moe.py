@@ -4,6 +4,8 @@ tied head.
 Source: transformers, models/ernie4_5_moe; Baidu (2025).
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
 from moe_pack.formats.families import readers
 from moe_pack.formats.families.config import Config
@@ -15,7 +17,6 @@ _LEAST_SUM = 1e-12
 def _read_config(config: Config) -> formats.ModelSpec:
     return read_ernie(
         config,
-        "ernie4_5_moe",
         config.whole(config.either("moe_num_experts", "num_experts")),
         config.whole("moe_intermediate_size"),
         _moe_layers(config),
@@ -24,7 +25,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 def read_ernie(
     config: Config,
-    family: str,
     num_experts: int,
     expert_size: int,
     moe_layers: tuple[int, ...],
@@ -52,23 +52,24 @@ def read_ernie(
         bias=True,
         least_sum=_LEAST_SUM,
     )
-    return readers.read_decoder(
-        config,
-        family,
-        attention,
-        readers.read_rope(
+    return replace(
+        readers.read_decoder(
             config,
-            attention.head_dim,
-            default_theta=5e5,
-            interleaved=True,
-            scalings=() if has_images else readers.SCALINGS,
-            ignored=readers.MROPE_KEYS if has_images else frozenset(),
+            attention,
+            readers.read_rope(
+                config,
+                attention.head_dim,
+                default_theta=5e5,
+                interleaved=True,
+                scalings=() if has_images else readers.SCALINGS,
+                ignored=readers.MROPE_KEYS if has_images else frozenset(),
+            ),
+            router,
+            expert_size,
+            moe_layers=moe_layers,
+            shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         ),
-        router,
-        expert_size,
-        moe_layers=moe_layers,
-        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         tied_head=config.flag("tie_word_embeddings", True),
     )
 

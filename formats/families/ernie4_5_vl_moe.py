@@ -25,7 +25,6 @@ def _pair(config: Config, key: str) -> tuple[int, int]:
 def _read_text(config: Config) -> formats.ModelSpec:
     return ernie4_5_moe.read_ernie(
         config,
-        "ernie4_5_vl_moe",
         config.whole(config.either("moe_num_experts", "num_experts")),
         _pair(config, "moe_intermediate_size")[0],
         readers.layers_by_kind(config, num_dense=1),
@@ -46,9 +45,7 @@ def _read_flat(config: Config) -> formats.ModelSpec:
     for key in ("moe_k", "moe_num_shared_experts", "rms_norm_eps", "rope_theta", "tie_word_embeddings"):
         config.require(key)
     experts, sizes = _pair(config, "moe_num_experts"), _pair(config, "moe_intermediate_size")
-    return ernie4_5_moe.read_ernie(
-        config, "ernie4_5_moe_vl", experts[0], sizes[0], tuple(range(first, num_layers)), has_images=True
-    )
+    return ernie4_5_moe.read_ernie(config, experts[0], sizes[0], tuple(range(first, num_layers)), has_images=True)
 
 
 _OF_IMAGES = "experts for tokens of images, which a text model does not run"

@@ -34,7 +34,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "exaone_moe",
         attention,
         readers.read_rope(config, attention.head_dim),
         router,

@@ -22,7 +22,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     spec = readers.read_decoder(
         config,
-        "flex_olmo",
         attention,
         readers.read_rope(config, attention.head_dim, default_theta=500000.0),
         formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),

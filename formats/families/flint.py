@@ -25,7 +25,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     config.require("shared_expert_intermediate_size")  # missing, transformers takes 1024
     return readers.read_decoder(
         config,
-        "flint",
         attention,
         None if attention.sliding_window is None else rope,
         router,

@@ -30,19 +30,18 @@ def _read_text(config: Config) -> formats.ModelSpec:
     experts, chosen = config.whole("num_experts"), config.whole("top_k_experts")
     spec = readers.read_decoder(
         config,
-        "gemma4_text",
         attention.attention,
         attention.rope,
         formats.RouterSpec("softmax_topk", experts, chosen, normalize=True, input_scale=True, expert_scale=True),
         config.whole("moe_intermediate_size"),
         dense_size_key=None,
         shared_expert=formats.SharedExpertSpec(config.whole("intermediate_size"), gated=False),
-        tied_head=config.flag("tie_word_embeddings", True),
-        embedding_multiplier=config.whole("hidden_size") ** 0.5,
         others=attention.others,
     )
     return replace(
         spec,
+        tied_head=config.flag("tie_word_embeddings", True),
+        embedding_multiplier=config.whole("hidden_size") ** 0.5,
         expert=formats.ExpertSpec(
             "gelu_tanh", spec.expert.intermediate_size, formats.MATRICES, bias=(), extra_floats=0
         ),

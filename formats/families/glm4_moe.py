@@ -18,7 +18,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.count("n_shared_experts", 1)
     return readers.read_decoder(
         config,
-        "glm4_moe",
         attention,
         readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.5),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),

@@ -23,7 +23,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size = config.whole("moe_intermediate_size")
     return readers.read_decoder(
         config,
-        "glm4_moe_lite",
         readers.read_latent(config),
         readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
         readers.read_sigmoid_router(config, num_experts_per_tok=4, normalize=True),

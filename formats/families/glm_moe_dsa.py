@@ -36,7 +36,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     rope = readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True)
     spec = readers.read_decoder(
         config,
-        "glm_moe_dsa",
         attention,
         rope,
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),

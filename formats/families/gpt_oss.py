@@ -25,7 +25,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
         config.only("initial_context_length", rope.scaling.original_max_position_embeddings)  # likewise
     spec = readers.read_decoder(
         config,
-        "gpt_oss",
         attention,
         rope,
         formats.RouterSpec("topk_softmax", experts, chosen, normalize=False, logit_bias=True),

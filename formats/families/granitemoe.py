@@ -15,11 +15,11 @@ from moe_pack.formats.parts import GroupedQuerySpec
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    return read_granite(config, "granitemoe", _same_in_all_layers(config), None)
+    return read_granite(config, _same_in_all_layers(config), None)
 
 
 def _read_shared(config: Config) -> formats.ModelSpec:
-    return read_granite(config, "granitemoeshared", _same_in_all_layers(config), read_shared_expert(config))
+    return read_granite(config, _same_in_all_layers(config), read_shared_expert(config))
 
 
 def _same_in_all_layers(config: Config) -> readers.LayerAttention:
@@ -40,22 +40,23 @@ def read_shared_expert(config: Config) -> formats.SharedExpertSpec | None:
 
 
 def read_granite(
-    config: Config, family: str, attention: readers.LayerAttention, shared_expert: formats.SharedExpertSpec | None
+    config: Config, attention: readers.LayerAttention, shared_expert: formats.SharedExpertSpec | None
 ) -> formats.ModelSpec:
     """Reads a Granite model of experts, with this attention and shared expert."""
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok")
-    return readers.read_decoder(
-        config,
-        family,
-        attention.attention,
-        attention.rope,
-        formats.RouterSpec("topk_softmax", experts, chosen, normalize=False),
-        config.whole("intermediate_size"),
-        shared_expert=shared_expert,
+    return replace(
+        readers.read_decoder(
+            config,
+            attention.attention,
+            attention.rope,
+            formats.RouterSpec("topk_softmax", experts, chosen, normalize=False),
+            config.whole("intermediate_size"),
+            shared_expert=shared_expert,
+            others=attention.others,
+        ),
         embedding_multiplier=config.number("embedding_multiplier", 1),
         residual_multiplier=config.number("residual_multiplier", 1),
         logits_scaling=config.number("logits_scaling", 1),
-        others=attention.others,
     )
 
 

@@ -12,9 +12,7 @@ from moe_pack.formats.families.config import Config
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    return granitemoe.read_granite(
-        config, "granitemoe_swa", _read_attention(config), granitemoe.read_shared_expert(config)
-    )
+    return granitemoe.read_granite(config, _read_attention(config), granitemoe.read_shared_expert(config))
 
 
 def _read_attention(config: Config) -> readers.LayerAttention:

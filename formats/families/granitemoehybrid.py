@@ -4,6 +4,8 @@ source, multipliers.
 Source: transformers, models/granitemoehybrid; Granite 4.0 (IBM, 2025).
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
 from moe_pack.formats.families import granitemoe, readers
 from moe_pack.formats.families.config import Config
@@ -52,16 +54,17 @@ def _read_config(config: Config) -> formats.ModelSpec:
         raise formats.CheckpointError(
             f"{config.place}: time_step_limit is {list(limits)}; only [0.0, Infinity] is supported"
         )
-    return readers.read_decoder(
-        config,
-        "granitemoehybrid",
-        attention,
-        rope if is_rotary else None,
-        formats.RouterSpec(
-            "topk_softmax", config.whole("num_local_experts"), config.whole("num_experts_per_tok"), normalize=False
+    return replace(
+        readers.read_decoder(
+            config,
+            attention,
+            rope if is_rotary else None,
+            formats.RouterSpec(
+                "topk_softmax", config.whole("num_local_experts"), config.whole("num_experts_per_tok"), normalize=False
+            ),
+            config.whole("intermediate_size"),
+            shared_expert=formats.SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False),
         ),
-        config.whole("intermediate_size"),
-        shared_expert=formats.SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False),
         embedding_multiplier=config.number("embedding_multiplier", 1),
         residual_multiplier=config.number("residual_multiplier", 1),
         logits_scaling=config.number("logits_scaling", 1),

@@ -40,7 +40,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "hunyuan_v1_moe",
         attention,
         readers.read_rope(config, attention.head_dim, scalings=(*readers.SCALINGS, "ntk_alpha")),
         router,

@@ -36,7 +36,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "hy_v3",
         attention,
         readers.read_rope(config, attention.head_dim, default_theta=11_158_840.0),
         router,

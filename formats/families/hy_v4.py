@@ -52,7 +52,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size = config.whole("moe_intermediate_size")
     spec = readers.read_decoder(
         config,
-        "hy_v4",
         attention,
         rope,
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),

@@ -5,6 +5,7 @@ Source: transformers, models/jamba; Jamba (2403.19887).
 """
 
 import math
+from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
@@ -45,14 +46,15 @@ def _read_config(config: Config) -> formats.ModelSpec:
     num_experts = config.whole("num_experts", 16)
     if num_experts == 1:
         raise readers.dense_model(config)
-    return readers.read_decoder(
-        config,
-        "jamba",
-        readers.read_grouped_query(config),
-        None,
-        formats.RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False),
-        config.whole("intermediate_size"),
-        moe_layers=_every(config, "expert", 2, 1),
+    return replace(
+        readers.read_decoder(
+            config,
+            readers.read_grouped_query(config),
+            None,
+            formats.RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False),
+            config.whole("intermediate_size"),
+            moe_layers=_every(config, "expert", 2, 1),
+        ),
         mixer=_read_mixer(config),
     )
 

@@ -4,6 +4,8 @@ with a bias.
 Source: transformers, models/kimi_linear; Kimi Linear (2510.26692).
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
@@ -59,6 +61,7 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
+    config.derive("max_position_embeddings", config.whole(config.either("model_max_length", "max_position_embeddings")))
     # Written in the published config, read by no code of transformers.
     config.only("mla_use_nope", True)
     config.only("moe_router_activation_func", "sigmoid")
@@ -79,18 +82,18 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size = config.whole("moe_intermediate_size")
     num_shared = config.whole(config.either("num_shared_experts", "n_shared_experts"), 1)
     config.only("tie_word_embeddings", False)  # the class ties nothing, whatever the key says
-    return readers.read_decoder(
-        config,
-        "kimi_linear",
-        readers.read_latent(config, reads_head_dim=False),  # transformers replaces it
-        None,
-        router,
-        expert_size,
-        moe_layers=_moe_layers(config),
-        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+    return replace(
+        readers.read_decoder(
+            config,
+            readers.read_latent(config, reads_head_dim=False),  # transformers replaces it
+            None,
+            router,
+            expert_size,
+            moe_layers=_moe_layers(config),
+            shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
+            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        ),
         mixer=_read_mixer(config),
-        positions_key=config.either("model_max_length", "max_position_embeddings"),
     )
 
 

@@ -24,7 +24,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     rope = readers.read_rope(config, attention.head_dim)
     spec = readers.read_decoder(
         config,
-        "kolibri1",
         attention,
         None if attention.sliding_window is None else rope,
         formats.RouterSpec(

@@ -33,7 +33,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "laguna",
         attention.attention,
         attention.rope,
         router,

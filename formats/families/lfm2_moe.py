@@ -3,6 +3,8 @@
 Source: transformers, models/lfm2_moe; LFM2 (Liquid AI, 2025).
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
@@ -29,15 +31,16 @@ def _read_config(config: Config) -> formats.ModelSpec:
         scaling_factor=config.number("routed_scaling_factor", 1),
         least_sum=1e-6 if normalize else 0.0,
     )
-    return readers.read_decoder(
-        config,
-        "lfm2_moe",
-        attention,
-        readers.read_rope(config, attention.head_dim, default_theta=1e6),
-        router,
-        config.whole("moe_intermediate_size"),
-        moe_layers=tuple(range(config.num_layers()))[config.count("num_dense_layers", 2) :],
-        norm=formats.NormSpec("rms", config.number("norm_eps", 1e-5)),
+    return replace(
+        readers.read_decoder(
+            config,
+            attention,
+            readers.read_rope(config, attention.head_dim, default_theta=1e6),
+            router,
+            config.whole("moe_intermediate_size"),
+            moe_layers=tuple(range(config.num_layers()))[config.count("num_dense_layers", 2) :],
+            norm=formats.NormSpec("rms", config.number("norm_eps", 1e-5)),
+        ),
         tied_head=config.flag(config.either("tie_embedding", "tie_word_embeddings"), True),
         mixer=conv if layers else None,
     )

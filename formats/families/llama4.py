@@ -23,7 +23,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     router = formats.RouterSpec("topk_sigmoid", config.whole("num_local_experts"), 1, normalize=False, on_input=True)
     return readers.read_decoder(
         config,
-        "llama4_text",
         attention,
         readers.read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True),
         router,

@@ -22,7 +22,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     config.only("mla_scale_kv_lora", True)
     config.only("router_bias", False)  # transformers makes such a bias, and computes without it
     num_layers = 2 * config.whole("num_layers")
-    config.only("num_hidden_layers", num_layers)
+    config.derive("num_hidden_layers", num_layers)
     attention, d = readers.read_latent(config), config.whole("hidden_size")
     if attention.qk_rope_head_dim != 64:
         config.require("head_dim")  # missing, transformers rotates 64 values
@@ -45,7 +45,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     dense_key = config.either("ffn_hidden_size", "intermediate_size")
     spec = readers.read_decoder(
         config,
-        "longcat_flash",
         attention,
         readers.read_rope(config, attention.qk_rope_head_dim, default_theta=1e7, interleaved=True),
         router,
@@ -54,7 +53,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
         dense_size_key=dense_key,
         shared_expert=formats.SharedExpertSpec(config.whole(dense_key), gated=False),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
-        num_layers=num_layers,
     )
     return replace(spec, residual=ShortcutResidualSpec("shortcut", spec.moe_layers))
 

@@ -18,7 +18,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     attention = _read_attention(config)
     return readers.read_decoder(
         config,
-        "mellum",
         attention.attention,
         attention.rope,
         formats.RouterSpec(

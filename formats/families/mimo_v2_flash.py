@@ -27,7 +27,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     config.only("layernorm_epsilon", eps)
     return readers.read_decoder(
         config,
-        "mimo_v2_flash",
         attention.attention,
         attention.rope,
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),

@@ -25,7 +25,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     mixer = _read_mixer(config, attention.num_heads, attention.head_dim)
     spec = readers.read_decoder(
         config,
-        "minimax",
         attention,
         _read_rope(config, attention.head_dim),
         formats.RouterSpec(
@@ -36,11 +35,10 @@ def _read_config(config: Config) -> formats.ModelSpec:
         ),
         config.whole("intermediate_size"),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
-        mixer=mixer,
     )
     of_attention, of_mixer, of_mlp = (_read_factors(config, half) for half in ("full_attn", "linear_attn", "mlp"))
     of_layers = parts.NormedStateSpec("normed_state", of_attention, None if mixer is None else of_mixer, of_mlp)
-    return replace(spec, residual=of_layers)
+    return replace(spec, mixer=mixer, residual=of_layers)
 
 
 def _read_factors(config: Config, half: str) -> parts.FactorsSpec:

@@ -34,7 +34,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "minimax_m2",
         attention,
         readers.read_rope(
             config, attention.head_dim, default_theta=5e6, partial_rotary_factor=rotary_dim / attention.head_dim

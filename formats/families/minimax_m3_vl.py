@@ -49,7 +49,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     size = config.whole("intermediate_size")
     spec = readers.read_decoder(
         config,
-        "minimax_m3_vl_text",
         replace(plain, indexer=indexer) if sparse else plain,
         rope,
         router,

@@ -52,7 +52,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "mistral4",
         replace(latent, temperature=temperature),
         rope,
         router,

@@ -14,7 +14,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok", 2)
     return readers.read_decoder(
         config,
-        "mixtral",
         attention,
         readers.read_rope(config, attention.head_dim, default_theta=1e6),
         formats.RouterSpec("softmax_topk", experts, chosen, normalize=True),

@@ -99,7 +99,7 @@ def within(
             around.ignore("tie_word_embeddings", "quantization_config")
         for between in outer[1:]:
             between.refuse_unread(_OTHER_PARTS | ignored_keys)
-        return replace(spec, family=model_type, tied_head=is_tied)
+        return replace(spec, tied_head=is_tied)
 
     return replace(
         text,

@@ -33,7 +33,7 @@ def _kinds(config: Config) -> tuple[str, ...]:
         raise formats.CheckpointError(f"{config.place}: layers are {unknown}; supported: {', '.join(sorted(known))}")
     if len(found) > MAX_LAYERS:
         raise formats.CheckpointError(f"{config.place}: {len(found)} layers, expected at most {MAX_LAYERS}")
-    config.only("num_hidden_layers", len(found))
+    config.derive("num_hidden_layers", len(found))
     return tuple(known[kind] for kind in found)
 
 
@@ -68,7 +68,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size = config.whole("moe_intermediate_size")
     spec = readers.read_decoder(
         config,
-        "nemotron_h",
         readers.read_grouped_query(config),
         None,
         readers.read_sigmoid_router(config, num_experts_per_tok=2, normalize=True),
@@ -77,12 +76,11 @@ def _read_config(config: Config) -> formats.ModelSpec:
         dense_size_key=None,
         shared_expert=formats.SharedExpertSpec(config.whole("moe_shared_expert_intermediate_size"), gated=False),
         norm=formats.NormSpec("rms", config.number("layer_norm_epsilon", 1e-5)),
-        mixer=_read_mixer(config, mamba) if mamba else None,
-        num_layers=len(kinds),
     )
     dense_size = config.whole("intermediate_size", 21504)
     return replace(
         spec,
+        mixer=_read_mixer(config, mamba) if mamba else None,
         dense_intermediate_size=dense_size if dense else None,
         expert=formats.ExpertSpec("relu2", expert_size, ("up", "down"), bias=(), extra_floats=0),
         halves=parts.HalvesSpec(first=tuple(sorted(mamba + attention)), second=tuple(sorted(moe + dense))),

@@ -3,6 +3,8 @@
 Source: transformers, models/phimoe; sparsemixer: GRIN (2409.12136); long positions: 2402.13753.
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
@@ -13,14 +15,15 @@ def _read_config(config: Config) -> formats.ModelSpec:
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), sliding_window=window)
     config.only("num_experts_per_tok", 2)
     jitter = config.number("router_jitter_noise", 0.01)  # also at inference: it is the width of sparsemixer's band
-    return readers.read_decoder(
-        config,
-        "phimoe",
-        attention,
-        readers.read_rope(config, attention.head_dim, default_theta=1e6, scalings=("mscales",)),
-        formats.RouterSpec("sparsemixer", config.whole("num_local_experts"), 2, normalize=False, jitter=jitter),
-        config.whole("intermediate_size"),
-        norm=formats.NormSpec("layer", config.number("rms_norm_eps", 1e-5)),
+    return replace(
+        readers.read_decoder(
+            config,
+            attention,
+            readers.read_rope(config, attention.head_dim, default_theta=1e6, scalings=("mscales",)),
+            formats.RouterSpec("sparsemixer", config.whole("num_local_experts"), 2, normalize=False, jitter=jitter),
+            config.whole("intermediate_size"),
+            norm=formats.NormSpec("layer", config.number("rms_norm_eps", 1e-5)),
+        ),
         head_bias=config.flag("lm_head_bias", False),
     )
 

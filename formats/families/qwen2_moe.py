@@ -18,7 +18,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     experts, chosen = config.whole("num_experts"), config.whole("num_experts_per_tok")
     return readers.read_decoder(
         config,
-        "qwen2_moe",
         attention,
         readers.read_rope(config, attention.head_dim),
         formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),

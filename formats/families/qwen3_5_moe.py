@@ -21,18 +21,19 @@ def _read_text(config: Config) -> formats.ModelSpec:
     config.only("mamba_ssm_dtype", "float32")
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
-    return readers.read_decoder(
-        config,
-        "qwen3_5_moe_text",
-        attention,
-        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=readers.MROPE_KEYS),
-        formats.RouterSpec(
-            "softmax_topk", config.whole("num_experts"), config.whole("num_experts_per_tok"), normalize=True
+    return replace(
+        readers.read_decoder(
+            config,
+            attention,
+            readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=readers.MROPE_KEYS),
+            formats.RouterSpec(
+                "softmax_topk", config.whole("num_experts"), config.whole("num_experts_per_tok"), normalize=True
+            ),
+            config.whole("moe_intermediate_size"),
+            dense_size_key=None,
+            shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
+            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         ),
-        config.whole("moe_intermediate_size"),
-        dense_size_key=None,
-        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         mixer=qwen3_next.read_gated_delta(config, interleaved=False),
     )
 

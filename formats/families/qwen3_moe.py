@@ -16,7 +16,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     experts = config.whole(config.either("num_experts", "num_local_experts"))
     return readers.read_decoder(
         config,
-        "qwen3_moe",
         attention,
         readers.read_rope(config, attention.head_dim),
         formats.RouterSpec(

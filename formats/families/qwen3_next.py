@@ -4,6 +4,8 @@ quarter of each head rotated, zero-centered norms, shared expert behind a sigmoi
 Source: transformers, models/qwen3_next; Gated Delta Networks (2412.06464).
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
@@ -36,21 +38,22 @@ def _read_config(config: Config) -> formats.ModelSpec:
     config.only("use_sliding_window", False)  # in published configs; no code of transformers reads it
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
-    return readers.read_decoder(
-        config,
-        "qwen3_next",
-        attention,
-        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25),
-        formats.RouterSpec(
-            "softmax_topk",
-            config.whole(config.either("num_experts", "num_local_experts")),
-            config.whole("num_experts_per_tok"),
-            config.flag("norm_topk_prob", True),
+    return replace(
+        readers.read_decoder(
+            config,
+            attention,
+            readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25),
+            formats.RouterSpec(
+                "softmax_topk",
+                config.whole(config.either("num_experts", "num_local_experts")),
+                config.whole("num_experts_per_tok"),
+                config.flag("norm_topk_prob", True),
+            ),
+            config.whole("moe_intermediate_size"),
+            moe_layers=readers.layers_by_step(config),
+            shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
+            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         ),
-        config.whole("moe_intermediate_size"),
-        moe_layers=readers.layers_by_step(config),
-        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         mixer=read_gated_delta(config, interleaved=True),
     )
 

@@ -24,7 +24,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     return readers.read_decoder(
         config,
-        "qwen3_omni_moe",
         attention,
         readers.read_rope(config, attention.head_dim, default_theta=1e6, ignored=readers.MROPE_KEYS | {"interleaved"}),
         formats.RouterSpec(

@@ -24,7 +24,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     experts = config.whole(config.either("num_experts", "num_local_experts"))
     return readers.read_decoder(
         config,
-        "qwen3_vl_moe",
         attention,
         readers.read_rope(config, attention.head_dim, default_theta=5e5, ignored=readers.MROPE_KEYS),
         formats.RouterSpec("softmax_topk", experts, config.whole("num_experts_per_tok"), normalize=True),

@@ -23,7 +23,6 @@ def _read_text(config: Config) -> formats.ModelSpec:
     attention = replace(attention, indexer=_read_indexer(config))
     spec = readers.read_decoder(
         config,
-        "qwen4_exp_text",
         attention,
         readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=readers.MROPE_KEYS),
         formats.RouterSpec(
@@ -36,13 +35,12 @@ def _read_text(config: Config) -> formats.ModelSpec:
         dense_size_key=None,
         shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
-        mixer=_read_mixer(config),
     )
     group = readers.rope_group(config)
     if group is None or not group.has("partial_rotary_factor"):
         config.require("partial_rotary_factor")  # missing, transformers refuses the config
     residual = parts.GatedStreamsSpec("gated_streams", config.whole("hc_count", 4), config.whole("hc_lowrank", 320))
-    return replace(spec, residual=residual, ngrams=ngrams.read_ngrams(config))
+    return replace(spec, mixer=_read_mixer(config), residual=residual, ngrams=ngrams.read_ngrams(config))
 
 
 def _read_indexer(config: Config) -> parts.BlockIndexerSpec:

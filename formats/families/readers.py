@@ -340,7 +340,6 @@ PREDICTION_NAMES = PredictionNames(
 
 def read_decoder(
     config: Config,
-    family: str,
     attention: parts.AttentionSpec,
     rope: parts.RopeSpec | None,
     router: formats.RouterSpec,
@@ -350,59 +349,46 @@ def read_decoder(
     dense_size_key: str | None = "intermediate_size",
     shared_expert: formats.SharedExpertSpec | None = None,
     norm: formats.NormSpec | None = None,
-    head_bias: bool = False,
-    tied_head: bool | None = None,
-    embedding_multiplier: float = 1.0,
-    residual_multiplier: float = 1.0,
-    logits_scaling: float = 1.0,
-    mixer: parts.MixerSpec | None = None,
     others: tuple[parts.OtherAttentionSpec, ...] = (),
-    positions_key: str = "max_position_embeddings",
-    num_layers: int | None = None,
 ) -> formats.ModelSpec:
     """Reads a decoder of silu-gated experts; values that are not given are read from their usual keys.
 
     Args:    intermediate_size: of an expert.   moe_layers: None for all.
              dense_size_key: the key of the size of layers without experts; ignored if there are none.
              norm: None for rms with `rms_norm_eps` (1e-6 if the config has none).
-             tied_head: None for `tie_word_embeddings` (false if the config has none).
-             mixer: what some layers have in place of attention.   others: layers whose attention is not `attention`.
-             positions_key: of the number of positions.
-             num_layers: None for `num_hidden_layers`.
+             others: layers whose attention is not `attention`.
     """
     config.only("hidden_act", "silu")
-    num_layers = config.num_layers() if num_layers is None else num_layers
+    num_layers = config.num_layers()
     moe_layers = tuple(range(num_layers)) if moe_layers is None else moe_layers
-    ropes = (rope, *(each.rope for each in others))
     return formats.ModelSpec(
-        family=family,
+        family="",  # `read_spec` names it
         hidden_size=config.whole("hidden_size"),
         vocab_size=config.whole("vocab_size"),
         num_hidden_layers=num_layers,
         moe_layers=moe_layers,
         dense_intermediate_size=_dense_size(config, dense_size_key, len(moe_layers) < num_layers),
-        max_position_embeddings=_num_positions(config.whole(positions_key), ropes),
+        max_position_embeddings=_num_positions(config, (rope, *(each.rope for each in others))),
         norm=norm or formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
-        tied_head=config.flag("tie_word_embeddings", False) if tied_head is None else tied_head,
-        head_bias=head_bias,
-        embedding_multiplier=embedding_multiplier,
-        residual_multiplier=residual_multiplier,
-        logits_scaling=logits_scaling,
+        tied_head=config.flag("tie_word_embeddings", False),
+        head_bias=False,
+        embedding_multiplier=1.0,
+        residual_multiplier=1.0,
+        logits_scaling=1.0,
         attention=attention,
         rope=rope,
         router=router,
         expert=formats.ExpertSpec("silu", intermediate_size, formats.MATRICES, bias=(), extra_floats=0),
         shared_expert=shared_expert,
-        mixer=mixer,
         others=others,
     )
 
 
-def _num_positions(written: int, ropes: Iterable[parts.RopeSpec | None]) -> int:
-    """Returns the number of positions; `max_position_embeddings` are those that dynamic scaling leaves as they are."""
+def _num_positions(config: Config, ropes: Iterable[parts.RopeSpec | None]) -> int:
+    """Reads the number of positions; `max_position_embeddings` are those that dynamic scaling leaves as they are."""
     scalings = (rope.scaling for rope in ropes if rope is not None)
     factor = max((each.factor for each in scalings if isinstance(each, positions.DynamicSpec)), default=1.0)
-    return min(int(written * max(factor, 1.0)), 2**31 - 1)
+    return min(int(config.whole("max_position_embeddings") * max(factor, 1.0)), 2**31 - 1)
 
 
 def _dense_size(config: Config, key: str | None, is_used: bool) -> int | None:

@@ -7,6 +7,7 @@ and runs without.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -95,7 +96,7 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec, Quantization]:
         raise CheckpointError(f"{config.place}: architecture {model_type!r} is not supported{similar}")
     config = config.renamed(family.old_keys)
     quantization = read_quantization(config, family.text_keys)
-    spec = family.read_config(config)
+    spec = replace(family.read_config(config), family=model_type)
     config.refuse_unread(family.ignored_keys)
     fault = spec_fault(spec)
     if fault:

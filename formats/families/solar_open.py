@@ -20,7 +20,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
     return readers.read_decoder(
         config,
-        "solar_open",
         attention,
         readers.read_rope(config, attention.head_dim, default_theta=1e6),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),

@@ -38,7 +38,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     shared_size = config.whole(config.either("share_expert_dim", "share_expert_dims"))
     spec = readers.read_decoder(
         config,
-        "step3p5",
         attention.attention,
         attention.rope,
         router,

@@ -30,7 +30,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     d, f, is_tied = config.whole("d_model"), config.whole("d_ff"), config.flag("tie_word_embeddings", True)
     is_all = len(moe_layers) == num_encoding + num_decoding
     return formats.ModelSpec(
-        family="switch_transformers",
+        family="",  # `read_spec` names it
         hidden_size=d,
         vocab_size=config.whole("vocab_size"),
         num_hidden_layers=num_encoding + num_decoding,

@@ -18,7 +18,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     num_shared = config.whole("num_shared_experts") if config.has("num_shared_experts") else 0
     return readers.read_decoder(
         config,
-        "xverse",
         attention,
         readers.read_llama_rope(config, attention.head_dim),
         formats.RouterSpec("softmax_topk", num_experts, chosen, normalize=True, least_sum=1e-6),
