@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -20,7 +20,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
         config.only(key, 1)
     attention = _read_attention(config)
-    rope = readers.read_rope(config, attention.head_dim)
+    rope = rotary.read_rope(config, attention.head_dim)
     expert_size, num_layers = config.whole("moe_intermediate_size"), config.num_layers()
     hidden_size = config.whole("hidden_size")
     spec = readers.read_decoder(

@@ -6,7 +6,7 @@ Source: transformers, models/aria; Aria (2410.05993).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 
@@ -20,7 +20,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         formats.RouterSpec("topk_softmax", experts, chosen, normalize=False),
         expert_size,
         dense_size_key=None,

@@ -6,7 +6,7 @@ Source: transformers, models/axk1; 2601.09200.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import NormedResidualSpec
 
@@ -28,7 +28,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     spec = readers.read_decoder(
         config,
         readers.read_latent(config),
-        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
         router,
         expert_size,
         moe_layers=readers.layers_after_dense_by_step(config),

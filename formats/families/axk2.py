@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
 
@@ -46,7 +46,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     spec = readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.qk_rope_head_dim, interleaved=True),
+        rotary.read_rope(config, attention.qk_rope_head_dim, interleaved=True),
         replace(router, zero_outside=router.n_group > 1),
         expert_size,
         moe_layers=readers.layers_after_dense_by_step(config),

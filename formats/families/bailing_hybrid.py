@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.specs import LimitSpec
 
@@ -120,16 +120,16 @@ def _read_mixer(config: Config) -> parts.KimiDeltaSpec:
 
 def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     """Reads the rotary positions of latent attention; a rotated share is one of the other layers' heads."""
-    size, group = config.whole("qk_rope_head_dim"), readers.rope_group(config)
+    size, group = config.whole("qk_rope_head_dim"), rotary.rope_group(config)
     config.only("rotary_dim", size)
     if group is not None and group.has("rope_theta"):
         config.respell("rope_theta", _BASE, group.number("rope_theta"))  # transformers always writes its default too
     is_proportional = group is not None and group.is_text("rope_type", "proportional")
     has_share = any(place is not None and place.has("partial_rotary_factor") for place in (config, group))
     if not has_share or is_proportional:  # which has a share of the rotated part
-        return readers.read_rope(config, size, _BASE, interleaved=True)
+        return rotary.read_rope(config, size, _BASE, interleaved=True)
     # Where positions are scaled, transformers rotates this share of the rotated part, which cannot run.
-    rope = readers.read_rope(config, head_dim, _BASE, interleaved=True, partial_rotary_factor=1.0, scalings=())
+    rope = rotary.read_rope(config, head_dim, _BASE, interleaved=True, partial_rotary_factor=1.0, scalings=())
     if rope.rotary_dim != size:
         raise formats.CheckpointError(
             f"{config.place}: partial_rotary_factor rotates {rope.rotary_dim} of {head_dim} values, but "

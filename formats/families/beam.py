@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 
@@ -62,7 +62,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
             group.require(kind)
         rotating = set(filter(group.has, kinds))
     plain = parts.RopeSpec(1e4, own.head_dim, interleaved=False, scaling=None)
-    ropes = readers.read_rope_by_kind(config, own.head_dim, dict.fromkeys(rotating & set(kinds), plain))
+    ropes = rotary.read_rope_by_kind(config, own.head_dim, dict.fromkeys(rotating & set(kinds), plain))
     config.ignore("sliding_window")  # without layers that have it
     window = config.whole("sliding_window") if "sliding_attention" in kinds else None
 
@@ -76,7 +76,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
 def _kinds(config: Config) -> tuple[str, ...]:
     """Reads the kind of each layer: of `layer_types`, else every sixth and the last without a window."""
     num_layers = config.num_layers()
-    return readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS) or tuple(
+    return readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or tuple(
         "sliding_attention" if (i + 1) % 6 and i + 1 < num_layers else "full_attention" for i in range(num_layers)
     )
 

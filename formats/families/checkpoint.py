@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.formats.families import checkpoint_files, published, registry
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import (
+from moe_pack.formats.families.claiming import (
     Claims,
-    Family,
     SourceMatrix,
     claim_tensors,
     second_head,
     spec_of_tensors,
     stored_ways,
 )
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.given_names import given_names
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.pack import manifests, safetensors

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.multimodal import within
@@ -28,7 +28,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     moe_layers = tuple(i for i in range(config.num_layers()) if (kinds[i] == "sparse" if kinds else i >= num_dense))
     attention = _read_attention(config, num_dense, moe_layers)
-    rope: parts.RopeSpec | None = readers.read_rope(config, attention.head_dim, interleaved=True)
+    rope: parts.RopeSpec | None = rotary.read_rope(config, attention.head_dim, interleaved=True)
     if attention.rotated_layers == ():
         attention, rope = replace(attention, rotated_layers=None), None
     expert_size, num_shared = config.whole("intermediate_size"), config.count("num_shared_experts", 0)

@@ -9,7 +9,7 @@ Source: transformers, models/dbrx; Databricks (2024).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 
 # Each of the two objects is a config of its own, with the keys that all of them have.
@@ -44,7 +44,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         num_kv_heads=num_kv_heads,
         clip=attn.number("clip_qkv"),  # without it, no code runs
     )
-    rope = readers.read_rope(config, attention.head_dim, default_theta=theta)
+    rope = rotary.read_rope(config, attention.head_dim, default_theta=theta)
     if rope.theta != theta:
         raise formats.CheckpointError(
             f"{attn.place}: rope_theta is {theta}, {config.place} has {rope.theta}; these keys must be equal"

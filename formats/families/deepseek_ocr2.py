@@ -7,7 +7,7 @@ Source: transformers, models/deepseek_ocr2.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import multimodal, readers
+from moe_pack.formats.families import multimodal, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v2 import read_router
 from moe_pack.formats.families.family import Family
@@ -22,7 +22,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         read_router(config),
         expert_size,
         moe_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"),

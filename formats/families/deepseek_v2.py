@@ -4,7 +4,7 @@ Source: transformers, models/deepseek_v2; DeepSeek-V2 (2405.04434).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -19,7 +19,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         readers.read_latent(config),
-        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
+        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
         read_router(config),
         expert_size,
         moe_layers=readers.layers_after_dense(config, default=0),

@@ -8,7 +8,7 @@ Source: transformers, models/deepseek_v3, models/kimi_k25; DeepSeek-V3 (2412.194
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import multimodal, readers
+from moe_pack.formats.families import multimodal, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -24,7 +24,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         readers.read_latent(config),
-        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
         moe_layers=readers.layers_after_dense(config, default=3),

@@ -8,7 +8,7 @@ Source: transformers, models/deepseek_v32; DeepSeek-V3.2 (2512.02556).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3
 from moe_pack.formats.families.family import Published
@@ -31,7 +31,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         replace(readers.read_latent(config), indexer=indexer),
-        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
+        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
         moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 3)),

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.positions import YarnSpec
 from moe_pack.formats.parts.specs import LimitSpec
@@ -140,10 +140,10 @@ def _read_rates(config: Config) -> dict[str, int]:
 def _read_ropes(config: Config, head_dim: int) -> dict[str, parts.RopeSpec]:
     """Reads the rotary positions of layers of each kind: those with entries have a base and a scaling of their own."""
     theta, compress_theta = config.number("rope_theta", 1e4), config.number("compress_rope_theta", 1.6e5)
-    group = readers.rope_group(config)
+    group = rotary.rope_group(config)
     if group is not None and group.has("main") and group.has("compress"):
         labels = {label: parts.RopeSpec(theta, head_dim, True, None) for label in ("main", "compress")}
-        found = readers.read_rope_by_kind(config, head_dim, labels, partial_rotary_factor=1.0)
+        found = rotary.read_rope_by_kind(config, head_dim, labels, partial_rotary_factor=1.0)
         main, compress = (replace(found[label], interleaved=True) for label in ("main", "compress"))
         config.ignore("partial_rotary_factor", "qk_rope_head_dim")  # rope_parameters has the shares that are rotated
     else:
@@ -151,7 +151,7 @@ def _read_ropes(config: Config, head_dim: int) -> dict[str, parts.RopeSpec]:
         share = config.number("partial_rotary_factor", share)
         config.only("qk_rope_head_dim", int(head_dim * share))
         main = parts.RopeSpec(theta, int(head_dim * share), True, None)
-        scaled = readers.read_rope(config, head_dim, theta, interleaved=True, partial_rotary_factor=share)
+        scaled = rotary.read_rope(config, head_dim, theta, interleaved=True, partial_rotary_factor=share)
         if scaled.rotary_dim != main.rotary_dim:
             raise formats.CheckpointError(
                 f"{config.place}: partial_rotary_factor rotates {scaled.rotary_dim} values in one place and "

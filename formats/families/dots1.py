@@ -5,7 +5,7 @@ Source: transformers, models/dots1; dots.llm1 technical report (2506.05767).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -21,7 +21,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         readers.read_sigmoid_router(config, num_experts_per_tok=None, normalize=False),
         expert_size,
         moe_layers=readers.layers_after_dense(config, default=0),

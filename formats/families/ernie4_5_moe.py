@@ -7,7 +7,7 @@ Source: transformers, models/ernie4_5_moe; Baidu (2025).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, LeftOut, Published
 
@@ -56,13 +56,13 @@ def read_ernie(
         readers.read_decoder(
             config,
             attention,
-            readers.read_rope(
+            rotary.read_rope(
                 config,
                 attention.head_dim,
                 default_theta=5e5,
                 interleaved=True,
-                scalings=() if has_images else readers.SCALINGS,
-                ignored=readers.MROPE_KEYS if has_images else frozenset(),
+                scalings=() if has_images else rotary.SCALINGS,
+                ignored=rotary.MROPE_KEYS if has_images else frozenset(),
             ),
             router,
             expert_size,

@@ -6,7 +6,7 @@ Source: transformers, models/exaone_moe; LG AI Research (2026).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import GroupedQuerySpec
 
@@ -35,7 +35,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         router,
         expert_size,
         moe_layers=moe_layers,

@@ -6,7 +6,7 @@ Source: transformers, models/flex_olmo; Shi et al., "FlexOlmo" (2507.07024).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.parts import NormedResidualSpec
@@ -23,7 +23,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     spec = readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=500000.0),
+        rotary.read_rope(config, attention.head_dim, default_theta=500000.0),
         formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),
         config.whole("intermediate_size"),
     )

@@ -7,7 +7,7 @@ Source: transformers, models/flint.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.parts import GroupedQuerySpec
@@ -15,7 +15,7 @@ from moe_pack.formats.parts import GroupedQuerySpec
 
 def _read_config(config: Config) -> formats.ModelSpec:
     attention = _read_attention(config)
-    rope = readers.read_rope(config, attention.head_dim)
+    rope = rotary.read_rope(config, attention.head_dim)
     router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole("num_experts"),

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, multimodal, readers
+from moe_pack.formats.families import family, multimodal, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.positions import ProportionalSpec
 
-_FULL, _SLIDING = readers.ATTENTION_KINDS
+_FULL, _SLIDING = rotary.ATTENTION_KINDS
 
 
 def _read_text(config: Config) -> formats.ModelSpec:
@@ -55,7 +55,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", scale=1.0)
     own = replace(own, v_norm=True)
     num_layers, from_keys = config.num_layers(), config.flag("attention_k_eq_v", False)
-    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS)
+    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS)
     kinds = kinds or tuple(_SLIDING if (i + 1) % 6 else _FULL for i in range(num_layers))
     kinds = (*kinds[:-1], _FULL)  # as transformers makes of any last layer
     heads = [_heads(config, own, layer, kind, from_keys) for layer, kind in enumerate(kinds)]
@@ -97,7 +97,7 @@ def _read_ropes(config: Config, heads: dict[str, parts.GroupedQuerySpec]) -> dic
     for kind, each in heads.items():
         quarter = ProportionalSpec("proportional", each.head_dim // 8, 1.0) if kind == _FULL else None
         defaults[kind] = replace(defaults[kind], rotary_dim=each.head_dim, scaling=quarter)
-    ropes = readers.read_rope_by_kind(
+    ropes = rotary.read_rope_by_kind(
         config,
         {kind: each.head_dim for kind, each in heads.items()},
         {kind: defaults[kind] for kind in heads},

@@ -5,7 +5,7 @@ Source: transformers, models/glm4_moe; GLM-4.5 (2508.06471).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -19,7 +19,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.5),
+        rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.5),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
         moe_layers=readers.layers_after_dense(config, default=1),

@@ -4,7 +4,7 @@ Source: transformers, models/glm4_moe_lite.
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -24,7 +24,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         readers.read_latent(config),
-        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
         readers.read_sigmoid_router(config, num_experts_per_tok=4, normalize=True),
         expert_size,
         moe_layers=readers.layers_by_kind(config, num_dense=1),

@@ -6,7 +6,7 @@ Source: transformers, models/glm4v_moe; GLM-4.5V (2507.01006).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Published
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
@@ -22,7 +22,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.5, ignored=readers.MROPE_KEYS),
+        rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.5, ignored=rotary.MROPE_KEYS),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
         moe_layers=readers.layers_after_dense(config, default=1),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
 from moe_pack.formats.families.family import Published
@@ -33,7 +33,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     config.whole("q_lora_rank")  # the indexer's queries come from the latent
     # Published configs have 192 as head_dim, which transformers replaces.
     attention = replace(readers.read_latent(config, reads_head_dim=False), indexer=indexer)
-    rope = readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True)
+    rope = rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True)
     spec = readers.read_decoder(
         config,
         attention,

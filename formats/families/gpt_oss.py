@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.positions import YarnSpec
 
@@ -68,7 +68,7 @@ def _read_rope(config: Config) -> parts.RopeSpec:
         raise formats.CheckpointError(
             f"{config.place}: rope_parameters and rope_scaling are missing, expected one of them"
         )
-    return readers.read_rope(config, config.whole("head_dim"), default_theta=150000.0)
+    return rotary.read_rope(config, config.whole("head_dim"), default_theta=150000.0)
 
 
 _EXPERTS = "model.layers.{i}.mlp.experts."

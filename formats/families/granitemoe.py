@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, Published, Stored
 from moe_pack.formats.parts import GroupedQuerySpec
@@ -24,7 +24,7 @@ def _read_shared(config: Config) -> formats.ModelSpec:
 
 def _same_in_all_layers(config: Config) -> readers.LayerAttention:
     attention = read_granite_attention(config)
-    return readers.LayerAttention(attention, readers.read_rope(config, attention.head_dim), others=())
+    return readers.LayerAttention(attention, rotary.read_rope(config, attention.head_dim), others=())
 
 
 def read_granite_attention(config: Config) -> GroupedQuerySpec:

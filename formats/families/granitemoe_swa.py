@@ -7,7 +7,7 @@ Source: transformers, models/granitemoe_swa.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import granitemoe, readers
+from moe_pack.formats.families import granitemoe, readers, rotary
 from moe_pack.formats.families.config import Config
 
 
@@ -17,7 +17,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 def _read_attention(config: Config) -> readers.LayerAttention:
     own, num_layers = replace(granitemoe.read_granite_attention(config), sinks=True), config.num_layers()
-    rope = readers.read_rope(config, own.head_dim)
+    rope = rotary.read_rope(config, own.head_dim)
     thetas = config.numbers("layer_rope_theta") or (rope.theta,) * num_layers
     if len(thetas) != num_layers:
         raise formats.CheckpointError(
@@ -34,7 +34,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
 
 def _layer_kinds(config: Config) -> tuple[str, ...]:
     """The kind of each layer: as `layer_types` says, else every fourth layer from the first has no window."""
-    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS)
+    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS)
     return kinds or tuple("sliding_attention" if i % 4 else "full_attention" for i in range(config.num_layers()))
 
 

@@ -7,7 +7,7 @@ Source: transformers, models/granitemoehybrid; Granite 4.0 (IBM, 2025).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import granitemoe, readers
+from moe_pack.formats.families import granitemoe, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.parts import Mamba2Spec
@@ -48,7 +48,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     scale = config.number("attention_multiplier", 1)
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True, scale=scale)
     is_rotary = config.choice("position_embedding_type", ("nope", "rope")) == "rope"
-    rope = readers.read_rope(config, attention.head_dim)
+    rope = rotary.read_rope(config, attention.head_dim)
     limits = config.unbounded("time_step_limit")
     if limits not in ((), (0.0, float("inf"))):
         raise formats.CheckpointError(

@@ -4,7 +4,7 @@ Source: transformers, models/hunyuan_v1_moe; Tencent (2025).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -41,7 +41,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, scalings=(*readers.SCALINGS, "ntk_alpha")),
+        rotary.read_rope(config, attention.head_dim, scalings=(*rotary.SCALINGS, "ntk_alpha")),
         router,
         size,
         dense_size_key=None,

@@ -4,7 +4,7 @@ Source: transformers, models/hy_v3; Tencent (2026).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -37,7 +37,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=11_158_840.0),
+        rotary.read_rope(config, attention.head_dim, default_theta=11_158_840.0),
         router,
         expert_size,
         moe_layers=readers.layers_by_kind(config, num_dense=1),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
 from moe_pack.formats.parts.specs import LimitSpec
@@ -48,7 +48,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         gate=parts.OutputGateSpec("value", "sigmoid"),
         sinks=True,
     )
-    rope = readers.read_rope(config, attention.qk_rope_head_dim)
+    rope = rotary.read_rope(config, attention.qk_rope_head_dim)
     expert_size = config.whole("moe_intermediate_size")
     spec = readers.read_decoder(
         config,

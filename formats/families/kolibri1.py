@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 
@@ -21,7 +21,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     for key in ("head_dim", "num_key_value_heads"):
         config.require(key)
     attention = _read_attention(config)
-    rope = readers.read_rope(config, attention.head_dim)
+    rope = rotary.read_rope(config, attention.head_dim)
     spec = readers.read_decoder(
         config,
         attention,

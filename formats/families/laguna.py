@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -48,7 +48,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 128
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     own = replace(own, gate=_read_gate(config))
-    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS) or ("full_attention",) * num_layers
+    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or ("full_attention",) * num_layers
     heads = config.counts("num_attention_heads_per_layer") or (own.num_heads,) * num_layers
     if len(heads) != num_layers:
         raise formats.CheckpointError(
@@ -60,7 +60,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
         "full_attention": parts.RopeSpec(5e5, int(own.head_dim * 0.5), interleaved=False, scaling=None),
         "sliding_attention": parts.RopeSpec(1e4, own.head_dim, interleaved=False, scaling=None),
     }
-    ropes = readers.read_rope_by_kind(
+    ropes = rotary.read_rope_by_kind(
         config, own.head_dim, {kind: usual[kind] for kind in kinds}, partial_rotary_factor=1.0
     )
     windows = {"full_attention": None, "sliding_attention": window}

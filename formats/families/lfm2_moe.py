@@ -6,7 +6,7 @@ Source: transformers, models/lfm2_moe; LFM2 (Liquid AI, 2025).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import ShortConvSpec
 
@@ -35,7 +35,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         readers.read_decoder(
             config,
             attention,
-            readers.read_rope(config, attention.head_dim, default_theta=1e6),
+            rotary.read_rope(config, attention.head_dim, default_theta=1e6),
             router,
             config.whole("moe_intermediate_size"),
             moe_layers=tuple(range(config.num_layers()))[config.count("num_dense_layers", 2) :],

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 
@@ -24,7 +24,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True),
+        rotary.read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True),
         router,
         size,
         moe_layers=_moe_layers(config),

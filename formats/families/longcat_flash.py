@@ -9,7 +9,7 @@ Source: transformers, models/longcat_flash; LongCat-Flash (2509.01322).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import ShortcutResidualSpec
 
@@ -46,7 +46,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     spec = readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.qk_rope_head_dim, default_theta=1e7, interleaved=True),
+        rotary.read_rope(config, attention.qk_rope_head_dim, default_theta=1e7, interleaved=True),
         router,
         config.whole(config.either("expert_ffn_hidden_size", "moe_intermediate_size"), 2048),
         moe_layers=tuple(range(0, num_layers, 2)),

@@ -7,7 +7,7 @@ Source: transformers, models/mimo_v2_flash; Xiaomi (2025).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import RopeSpec
 
@@ -51,12 +51,12 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     if config.has("sliding_window_size"):  # without the query's own position
         window = config.whole("sliding_window_size") + 1
     windowed = replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True, sliding_window=window)
-    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS) or tuple(
+    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or tuple(
         "full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in range(config.num_layers())
     )
     rope = RopeSpec(0.0, int(own.head_dim * _ROTATED), interleaved=False, scaling=None)
     defaults = {kind: replace(rope, theta=_THETAS[kind]) for kind in kinds}
-    ropes = readers.read_rope_by_kind(config, own.head_dim, defaults, _ROTATED)
+    ropes = rotary.read_rope_by_kind(config, own.head_dim, defaults, _ROTATED)
     _check_published_keys(config, kinds, ropes)
     return readers.LayerAttention.of((windowed if kind == "sliding_attention" else own, ropes[kind]) for kind in kinds)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.mixtral import MIXTRAL
 
@@ -49,8 +49,8 @@ def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     """Reads rotary positions; with a `rotary_dim`, which is that of published models, they have no scaling."""
     if not config.has("rotary_dim"):
         config.ignore("rotary_dim")
-        return readers.read_rope(config, head_dim, default_theta=1e6)
-    rope = readers.read_rope(config, head_dim, default_theta=1e6, scalings=())
+        return rotary.read_rope(config, head_dim, default_theta=1e6)
+    rope = rotary.read_rope(config, head_dim, default_theta=1e6, scalings=())
     return replace(rope, rotary_dim=config.whole("rotary_dim"))
 
 

@@ -4,7 +4,7 @@ Source: transformers, models/minimax_m2; its released modeling_minimax_m2.py.
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 
 _MOE = "model.layers.{i}.block_sparse_moe."
@@ -35,7 +35,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(
+        rotary.read_rope(
             config, attention.head_dim, default_theta=5e6, partial_rotary_factor=rotary_dim / attention.head_dim
         ),
         router,

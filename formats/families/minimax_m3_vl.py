@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, multimodal, readers
+from moe_pack.formats.families import family, multimodal, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.positions import ProportionalSpec
 
@@ -33,7 +33,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         config.require(key)
     num_layers = config.num_layers()
     plain = readers.read_grouped_query(config, qk_norm="head")
-    rope = readers.read_rope(config, plain.head_dim, default_theta=5e6, partial_rotary_factor=1.0)
+    rope = rotary.read_rope(config, plain.head_dim, default_theta=5e6, partial_rotary_factor=1.0)
     pairs = rope.scaling.rotated_pairs if isinstance(rope.scaling, ProportionalSpec) else rope.rotary_dim // 2
     config.only("rotary_dim", 2 * pairs)  # the same, which transformers does not read
     indexer, sparse = _read_indexer(config)

@@ -7,7 +7,7 @@ Source: transformers, models/mistral4; Mistral AI (2026).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.families.multimodal import within
@@ -24,9 +24,9 @@ def _read_config(config: Config) -> formats.ModelSpec:
     config.only("n_group", 1)
     config.only("topk_group", 1)
     whole = config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")
-    latent, group = readers.read_latent(config, head_dim=whole), readers.rope_group(config)
+    latent, group = readers.read_latent(config, head_dim=whole), rotary.rope_group(config)
     share = config.whole("qk_rope_head_dim") / whole
-    rope = readers.read_rope(
+    rope = rotary.read_rope(
         config,
         whole,
         interleaved=config.flag("rope_interleave", True),

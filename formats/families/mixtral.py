@@ -4,7 +4,7 @@ Source: transformers, models/mixtral; Jiang et al., "Mixtral of Experts" (2401.0
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 
 
@@ -15,7 +15,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=1e6),
+        rotary.read_rope(config, attention.head_dim, default_theta=1e6),
         formats.RouterSpec("softmax_topk", experts, chosen, normalize=True),
         config.whole("intermediate_size"),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),

@@ -6,7 +6,7 @@ Source: transformers, models/olmoe; Muennighoff et al., "OLMoE" (2409.02060).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -20,7 +20,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),
         config.whole("intermediate_size"),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),

@@ -6,7 +6,7 @@ Source: transformers, models/phimoe; sparsemixer: GRIN (2409.12136); long positi
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 
 
@@ -19,7 +19,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         readers.read_decoder(
             config,
             attention,
-            readers.read_rope(config, attention.head_dim, default_theta=1e6, scalings=("mscales",)),
+            rotary.read_rope(config, attention.head_dim, default_theta=1e6, scalings=("mscales",)),
             formats.RouterSpec("sparsemixer", config.whole("num_local_experts"), 2, normalize=False, jitter=jitter),
             config.whole("intermediate_size"),
             norm=formats.NormSpec("layer", config.number("rms_norm_eps", 1e-5)),

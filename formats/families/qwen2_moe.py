@@ -5,7 +5,7 @@ Source: transformers, models/qwen2_moe; Qwen2 technical report (2407.10671).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -19,7 +19,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),
         config.whole("moe_intermediate_size"),
         moe_layers=readers.layers_by_step(config),

@@ -8,7 +8,7 @@ Source: transformers, models/qwen3_5_moe.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import qwen3_next, readers
+from moe_pack.formats.families import qwen3_next, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.families.multimodal import within
@@ -25,7 +25,7 @@ def _read_text(config: Config) -> formats.ModelSpec:
         readers.read_decoder(
             config,
             attention,
-            readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=readers.MROPE_KEYS),
+            rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=rotary.MROPE_KEYS),
             formats.RouterSpec(
                 "softmax_topk", config.whole("num_experts"), config.whole("num_experts_per_tok"), normalize=True
             ),

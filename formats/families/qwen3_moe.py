@@ -4,7 +4,7 @@ Source: transformers, models/qwen3_moe; Qwen3 technical report (2505.09388).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -17,7 +17,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         formats.RouterSpec(
             "softmax_topk", experts, config.whole("num_experts_per_tok"), config.flag("norm_topk_prob", False)
         ),

@@ -7,7 +7,7 @@ Source: transformers, models/qwen3_next; Gated Delta Networks (2412.06464).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import GatedDeltaSpec
 
@@ -42,7 +42,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         readers.read_decoder(
             config,
             attention,
-            readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25),
+            rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25),
             formats.RouterSpec(
                 "softmax_topk",
                 config.whole(config.either("num_experts", "num_local_experts")),

@@ -8,7 +8,7 @@ Source: transformers, models/qwen3_omni_moe; 2509.17765.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Published
 from moe_pack.formats.families.multimodal import within
@@ -25,7 +25,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=1e6, ignored=readers.MROPE_KEYS | {"interleaved"}),
+        rotary.read_rope(config, attention.head_dim, default_theta=1e6, ignored=rotary.MROPE_KEYS | {"interleaved"}),
         formats.RouterSpec(
             "softmax_topk",
             config.whole("num_experts"),

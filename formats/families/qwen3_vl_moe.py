@@ -7,7 +7,7 @@ Source: transformers, models/qwen3_vl_moe; 2511.21631.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Published
 from moe_pack.formats.families.multimodal import within
@@ -25,7 +25,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=5e5, ignored=readers.MROPE_KEYS),
+        rotary.read_rope(config, attention.head_dim, default_theta=5e5, ignored=rotary.MROPE_KEYS),
         formats.RouterSpec("softmax_topk", experts, config.whole("num_experts_per_tok"), normalize=True),
         config.whole("moe_intermediate_size"),
         moe_layers=readers.layers_by_step(config),

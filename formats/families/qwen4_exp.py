@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, ngrams, qwen3_next, readers
+from moe_pack.formats.families import family, ngrams, qwen3_next, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 
@@ -24,7 +24,7 @@ def _read_text(config: Config) -> formats.ModelSpec:
     spec = readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=readers.MROPE_KEYS),
+        rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=rotary.MROPE_KEYS),
         formats.RouterSpec(
             "softmax_topk",
             config.whole("num_experts", 512),
@@ -36,7 +36,7 @@ def _read_text(config: Config) -> formats.ModelSpec:
         shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
     )
-    group = readers.rope_group(config)
+    group = rotary.rope_group(config)
     if group is None or not group.has("partial_rotary_factor"):
         config.require("partial_rotary_factor")  # missing, transformers refuses the config
     residual = parts.GatedStreamsSpec("gated_streams", config.whole("hc_count", 4), config.whole("hc_lowrank", 320))

@@ -18,14 +18,15 @@ from moe_pack.formats.base.commands import did_you_mean
 
 if TYPE_CHECKING:
     from moe_pack.formats.families.config import Config
-    from moe_pack.formats.families.family import Family, Quantization
+    from moe_pack.formats.families.encodings import Quantization
+    from moe_pack.formats.families.family import Family
 
 # The modules of this folder that are no family's.
 _SHARED = frozenset(
     (
-        *("__init__", "checkpoint", "checkpoint_files", "claims", "config", "family", "given_names", "multimodal"),
-        *("ngrams", "prediction", "published", "readers", "registry", "rotary", "source_reader", "text_files"),
-        "weight_files",
+        *("__init__", "checkpoint", "checkpoint_files", "claiming", "config", "encodings", "family", "given_names"),
+        *("multimodal", "ngrams", "prediction", "published", "readers", "registry", "rotary", "source_reader"),
+        *("text_files", "weight_files"),
     )
 )
 LOADED: dict[str, Family] = {}  # those that have been used
@@ -83,7 +84,8 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec, Quantization]:
 
     Raises:  CheckpointError for a dense model, an unknown architecture, or a key whose effect we do not implement.
     """
-    from moe_pack.formats.families.readers import dense_model, read_quantization
+    from moe_pack.formats.families.encodings import read_quantization
+    from moe_pack.formats.families.readers import dense_model
     from moe_pack.formats.parts.specs import spec_fault
 
     model_type = config.text("model_type")

@@ -4,7 +4,7 @@ Source: transformers, models/solar_open; Upstage (2026).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family, Published
 
@@ -21,7 +21,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=1e6),
+        rotary.read_rope(config, attention.head_dim, default_theta=1e6),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
         dense_size_key=None,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, multimodal, readers
+from moe_pack.formats.families import family, multimodal, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.specs import LimitSpec
 
@@ -22,8 +22,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     predicting = config.count(config.either("num_nextn_predict_layers", "num_mtp_layers"), 0)
     kinds = _of_layers(config, "layer_types", config.texts("layer_types"), predicting)
     kinds = kinds or ("full_attention",) * config.num_layers()
-    if unknown := set(kinds) - set(readers.ATTENTION_KINDS):
-        known = ", ".join(readers.ATTENTION_KINDS)
+    if unknown := set(kinds) - set(rotary.ATTENTION_KINDS):
+        known = ", ".join(rotary.ATTENTION_KINDS)
         raise formats.CheckpointError(f"{config.place}: layer_types has {sorted(unknown)}; supported: {known}")
     attention, moe_layers = _read_attention(config, kinds, predicting), _moe_layers(config, predicting)
     _check_published_keys(config)
@@ -131,7 +131,7 @@ def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predictin
     """Reads the rotary positions of each kind: an object for each, or lists with a base and a share for each layer."""
     usual = {kind: parts.RopeSpec(1e4, head_dim, interleaved=False, scaling=None) for kind in kinds}
     if config.has("rope_parameters"):
-        return readers.read_rope_by_kind(config, head_dim, usual, partial_rotary_factor=1.0)
+        return rotary.read_rope_by_kind(config, head_dim, usual, partial_rotary_factor=1.0)
     objects: dict[str, dict[str, Any]] = {}
     thetas = _each(config, "rope_theta", 1e4, predicting)
     shares = _of_layers(config, "partial_rotary_factors", config.numbers("partial_rotary_factors"), predicting)
@@ -148,7 +148,7 @@ def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predictin
     if "full_attention" in objects:  # layers with a window are never scaled
         objects["full_attention"] |= scaling
     written = {"max_position_embeddings": config.whole("max_position_embeddings"), "rope_parameters": objects}
-    return readers.read_rope_by_kind(Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0)
+    return rotary.read_rope_by_kind(Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0)
 
 
 def _each(config: Config, key: str, default: float, predicting: int) -> tuple[float, ...]:

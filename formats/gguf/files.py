@@ -19,8 +19,9 @@ from moe_pack import formats
 from moe_pack.formats.base.commands import did_you_mean
 from moe_pack.formats.families import weight_files
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
+from moe_pack.formats.families.claiming import named, role_key, stored_ways
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, Stored, named, role_key, stored_ways
+from moe_pack.formats.families.family import ExpertNames, Family, Stored
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.gguf import architecture
 from moe_pack.formats.gguf.decoders import DECODERS

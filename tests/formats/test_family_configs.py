@@ -14,10 +14,9 @@ from moe_pack.formats.families.readers import (
     layers_after_dense,
     layers_by_step,
     read_grouped_query,
-    read_rope,
     window_if_used,
-    yarn_scale,
 )
+from moe_pack.formats.families.rotary import read_rope, yarn_scale
 from moe_pack.formats.parts import RopeSpec
 from moe_pack.formats.parts.positions import (
     DynamicSpec,
