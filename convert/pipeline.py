@@ -246,7 +246,7 @@ def kind_of_work(recipe: Recipe, earlier: EarlierPack | None, item: layouts.Item
 
 
 def _weight_cost(quantizer: plans.Quantizer, part: plans.PartFormat) -> float:
-    if part.codec not in ("affine", "trellis"):
+    if not part.is_quantized:
         return 0.0  # the source's codes are kept
     return _WEIGHT_COSTS[quantizer] * (_TRELLIS_COST if part.codec == "trellis" else 1.0)
 

@@ -32,8 +32,7 @@ ORDER_FILE = "order.safetensors"
 ROTATION_FILE = "rotation.safetensors"
 
 NO_PART = 0  # codec of a matrix that the expert does not have
-_CODEC_IDS: dict[plans.Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5, "trellis": 6}
-_CODEC_NAMES = {number: name for name, number in _CODEC_IDS.items()}
+_CODEC_NAMES = {facts.number: name for name, facts in plans.CODECS.items()}
 _NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F32": "<f4"}
 
 Array = NDArray[Any]
@@ -81,7 +80,7 @@ def index_bytes(layout: layouts.PackLayout, plan: plans.Plan, digests: Mapping[t
             for m, matrix in enumerate(specs.MATRICES):
                 part = plan.experts[l][e].of(matrix)
                 if part is not None:
-                    arrays["codec"][l, e, m] = _CODEC_IDS[part.codec]
+                    arrays["codec"][l, e, m] = part.facts.number
                     arrays["width"][l, e, m] = part.width
                     arrays["group"][l, e, m] = part.group
                     arrays["scale_bits"][l, e, m] = part.scale_bits
@@ -306,22 +305,7 @@ VERSION = 3
 MAX_MANIFEST_BYTES = 1_000_000
 MAX_SMALL_BYTES = 256 << 20  # of a copied file, and of the source account
 _INDEX_ENTRY_BYTES = 128  # more than an expert has in the index
-FEATURES = frozenset(
-    {
-        "affine",
-        "bf16",
-        "byte_scales",
-        "dense_rows",
-        "e5m2",
-        "fp8",
-        "mxfp4",
-        "ngrams",
-        "repeated",
-        "rotated",
-        "trellis",
-        "unused",
-    }
-)
+FEATURES = frozenset((*plans.CODECS, "byte_scales", "dense_rows", "ngrams", "repeated", "rotated", "unused"))
 REQUIRED_FILES = (INDEX_FILE, layouts.DENSE_FILE, THRESHOLDS_FILE, ORDER_FILE, SOURCE_FILE)
 COPIED_FILES = (
     "config.json",
