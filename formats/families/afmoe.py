@@ -14,11 +14,8 @@ from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    for key, value in (("score_func", "sigmoid"), ("route_norm", True)):
-        config.only(key, value)
-    for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
-        config.only(key, 1)
+    config.only(score_func="sigmoid", route_norm=True)
+    config.only(n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1)
     attention = _read_attention(config)
     rope = rotary.read_rope(config, attention.head_dim)
     expert_size, num_layers = config.whole("moe_intermediate_size"), config.num_layers()
@@ -84,6 +81,5 @@ AFMOE = Family(
         "layers.{i}.router": _LAYER + "mlp.router.gate.weight",
         "layers.{i}.router_bias": _LAYER + "mlp.expert_bias",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"load_balance_coeff", "use_grouped_mm"}),
 )

@@ -12,9 +12,9 @@ from moe_pack.formats.families.multimodal import within
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("mlp_bias", False)
+    config.only(mlp_bias=False)
     experts, chosen = config.whole("moe_num_experts"), config.whole("moe_topk")
-    config.only("num_experts_per_tok", chosen)  # in published configs; the class never reads it
+    config.only(num_experts_per_tok=chosen)  # in published configs; the class never reads it
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True)
     expert_size = config.whole("intermediate_size")
     return readers.read_decoder(
@@ -35,10 +35,10 @@ _TEXT = family.Family(
     dense_names={**readers.DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
     expert_names=(
         family.ExpertNames(
-            {"gate": _EXPERTS + "fc1.weight", "up": _EXPERTS + "fc1.weight", "down": _EXPERTS + "fc2.weight"},
+            family.matrices(_EXPERTS + "*.weight", "fc1", "fc1", "fc2"),
             transposed=True,
         ),
-        family.ExpertNames(readers.FUSED_EXPERT_NAMES.matrices, transposed=True),
+        family.ExpertNames(family.FUSED_EXPERT_NAMES.matrices, transposed=True),
     ),
     ignored_keys=frozenset({"pretraining_tp"}),
 )

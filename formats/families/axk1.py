@@ -14,14 +14,12 @@ _POST_NORM = "post_mlp_layernorm.weight"
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
+    config.only(scoring_func="sigmoid")
     # Missing, transformers takes those of A.X K1.
-    for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"):
-        config.require(key)
+    config.require("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads")
     router = readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True)
     if router.n_group > 1:
-        config.only("topk_method", "noaux_tc")
+        config.only(topk_method="noaux_tc")
     config.ignore("topk_method")  # without groups, all methods choose the largest
     expert_size = config.whole("moe_intermediate_size")
     config.whole("q_lora_rank")  # queries always have a latent
@@ -47,7 +45,6 @@ AXK1 = family.Family(
         **readers.LATENT_NAMES,
         "layers.{i}.mlp_post_norm": (f"model.layers.{{i}}.{_POST_NORM}", f"model.layers.{{i}}.mlp.{_POST_NORM}"),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     dropped=(family.LeftOut(f"model.layers.*.{_POST_NORM}", "the norm after experts, in a layer without experts"),),
     unused=(readers.PREDICTION_LAYER,),
     ignored_keys=frozenset(

@@ -25,12 +25,10 @@ _ONLY = {
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    for key, value in _ONLY.items():
-        config.only(key, value)
+    config.only(**_ONLY)
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of A.X K2 Light.
-    for key in ("routed_scaling_factor", "num_key_value_heads", "index_topk"):
-        config.require(key)
+    config.require("routed_scaling_factor", "num_key_value_heads", "index_topk")
     if config.has("n_group") != config.has("topk_group"):
         raise formats.CheckpointError(f"{config.place}: n_group and topk_group must both be there, or neither")
     router = readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True)

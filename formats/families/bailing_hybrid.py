@@ -44,10 +44,9 @@ _ONLY = {
 
 def _read_config(config: Config) -> formats.ModelSpec:
     config.derive("max_position_embeddings", config.whole(config.either("model_max_length", "max_position_embeddings")))
-    for key, value in _ONLY.items():
-        config.only(key, value)
-    config.only("tie_word_embeddings", False)  # the class ties nothing, whatever the key says
-    config.only("q_lora_rank", None)  # Ling-3.0-Tiny has a latent of queries; transformers' class has none
+    config.only(**_ONLY)
+    config.only(tie_word_embeddings=False)  # the class ties nothing, whatever the key says
+    config.only(q_lora_rank=None)  # Ling-3.0-Tiny has a latent of queries; transformers' class has none
     names = {
         usual: config.either(own, usual)
         for own, usual in (
@@ -59,8 +58,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         )
     }
     # Missing, transformers takes those of Ling-3.0-Flash.
-    for key in (names["n_group"], "topk_group", "routed_scaling_factor", "num_key_value_heads"):
-        config.require(key)
+    config.require(names["n_group"], "topk_group", "routed_scaling_factor", "num_key_value_heads")
     router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole(names["num_local_experts"]),
@@ -72,7 +70,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         scaling_factor=config.number("routed_scaling_factor"),
     )
     expert_size = config.whole("moe_intermediate_size")
-    config.only("moe_shared_expert_intermediate_size", expert_size)
+    config.only(moe_shared_expert_intermediate_size=expert_size)
     attention = replace(
         readers.read_latent(config, reads_head_dim=False, may_lack_rank=True),
         gate=parts.OutputGateSpec("head", "sigmoid"),
@@ -121,7 +119,7 @@ def _read_mixer(config: Config) -> parts.KimiDeltaSpec:
 def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     """Reads the rotary positions of latent attention; a rotated share is one of the other layers' heads."""
     size, group = config.whole("qk_rope_head_dim"), rotary.rope_group(config)
-    config.only("rotary_dim", size)
+    config.only(rotary_dim=size)
     if group is not None and group.has("rope_theta"):
         config.respell("rope_theta", _BASE, group.number("rope_theta"))  # transformers always writes its default too
     is_proportional = group is not None and group.is_text("rope_type", "proportional")
@@ -190,7 +188,6 @@ BAILING_HYBRID = family.Family(
             "model.layers.{i}.mlp.gate.e_score_correction_bias",
         ),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(readers.PREDICTION_LAYER,),
     ignored_keys=frozenset(
         {

@@ -18,8 +18,7 @@ _SHARPER = parts.TemperatureSpec(0.1, 2048, is_from_one=True, is_unrotated=False
 
 def _read_config(config: Config) -> formats.ModelSpec:
     # Missing, transformers takes those of Beam 1.0; null is no number of groups, but no softcap.
-    for key in ("head_dim", "num_key_value_heads", "n_group", "topk_group", "final_logit_softcapping"):
-        config.require(key)
+    config.require("head_dim", "num_key_value_heads", "n_group", "topk_group", "final_logit_softcapping")
     for key in ("n_group", "topk_group"):
         if not config.has(key):
             raise formats.CheckpointError(f"{config.place}: {key} is null, expected a whole number")
@@ -95,5 +94,4 @@ BEAM = Family(
         "layers.{i}.mlp_norm": f"{_LAYER}.pre_feedforward_layernorm.weight",
         "layers.{i}.mlp_post_norm": f"{_LAYER}.post_feedforward_layernorm.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

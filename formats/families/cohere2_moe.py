@@ -17,12 +17,13 @@ from moe_pack.formats.families.multimodal import within
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("use_parallel_block", True)
-    config.only("use_gated_activation", True)
-    config.only("use_qk_norm", False)
-    config.only("position_embedding_type", "rope_gptj")
-    config.only("rotary_pct", 1.0)
+    config.only(
+        use_parallel_block=True,
+        use_gated_activation=True,
+        use_qk_norm=False,
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+    )
     config.require("head_dim")  # missing, transformers takes 128
     num_dense = config.count("first_k_dense_replace", 0)
     kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
@@ -118,13 +119,12 @@ COHERE2_MOE = Family(
     unpublished="public code quotes sizes of CohereLabs/North-Mini-Code-1.0, but no public copy has the whole file",
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )
 
 
 def _read_text_config(config: Config) -> formats.ModelSpec:
     """Reads the text model inside a multimodal config, whose class in transformers does not scale logits."""
-    config.only("logit_scale", 1.0)
+    config.only(logit_scale=1.0)
     return _read_config(config)
 
 

@@ -116,10 +116,11 @@ class Config:
         """Returns whether the key exists and is not null."""
         return self._values.get(key) is not None
 
-    def require(self, key: str) -> None:
-        """Checks that the key exists; it may be null."""
-        if key not in self._values:
-            raise CheckpointError(f"{self.place}: key {key!r} is missing, expected a value or null")
+    def require(self, *keys: str) -> None:
+        """Checks that the keys exist; each may be null."""
+        for key in keys:
+            if key not in self._values:
+                raise CheckpointError(f"{self.place}: key {key!r} is missing, expected a value or null")
 
     def whole(self, key: str, default: int | None = None) -> int:
         """Reads a whole number from 1 to 2^31 - 1; `default` if the key is missing or null."""
@@ -264,30 +265,35 @@ class Config:
         found = [self.group(key) for key in self._values]
         return [group for group in found if group is not None]
 
-    def only(self, key: str, expected: object) -> None:
-        """Checks that `key` is missing, null or `expected`: the only value whose arithmetic we implement."""
-        self._read.add(key)
-        value = self._values.get(key)
-        if value is not None and not _is_same(value, expected):
-            raise CheckpointError(f"{self.place}: {key} is {_shown(value)}; only {expected!r} is supported")
+    def only(self, **expected: object) -> None:
+        """Checks that each key is missing, null or as given: the only value whose arithmetic we implement.
+
+        So are keys read that published configs have and no code of transformers reads: other values would be another
+        model.
+        """
+        for key, only in expected.items():
+            self._read.add(key)
+            value = self._values.get(key)
+            if value is not None and not _is_same(value, only):
+                raise CheckpointError(f"{self.place}: {key} is {_shown(value)}; only {only!r} is supported")
 
     def derive(self, key: str, value: int) -> None:
         """Gives a key the value that follows from other keys, which is the only one that the config may have."""
-        self.only(key, value)
+        self.only(**{key: value})
         self._values = self._values | {key: value}
 
     def each_whole(self, key: str, num_layers: int) -> int:
         """Reads a whole number from 1 to 2^31 - 1, which may also be a list with the same number for each layer."""
         value = self._values.get(key)
         if isinstance(value, list):
-            self.only(key, [value[0] if value else None] * num_layers)
+            self.only(**{key: [value[0] if value else None] * num_layers})
             return Config({key: value[0]}, self.place).whole(key)
         return self.whole(key)
 
     def only_each(self, key: str, expected: int, num_layers: int) -> None:
         """Checks that `key` is missing, null, `expected`, or a list with that for each layer."""
         is_list = isinstance(self._values.get(key), list)
-        self.only(key, [expected] * num_layers if is_list else expected)
+        self.only(**{key: [expected] * num_layers if is_list else expected})
 
     def ignore(self, *keys: str) -> None:
         """Accepts keys that, given the other keys, change nothing."""

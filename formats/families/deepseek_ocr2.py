@@ -14,7 +14,7 @@ from moe_pack.formats.families.family import Family
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("mlp_bias", False)
+    config.only(mlp_bias=False)
     config.require("mlp_layer_types")  # the class has no default that works
     kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     expert_size = config.whole("moe_intermediate_size")
@@ -34,7 +34,6 @@ _TEXT = Family(
     model_type="deepseek_ocr2_text",
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"pretraining_tp"}),
 )
 DEEPSEEK_OCR2 = replace(

@@ -10,10 +10,9 @@ from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("mlp_bias", False)
-    config.only("moe_layer_freq", 1)
-    config.only("norm_topk_prob", False)  # DeepSeek's code and transformers' differ where it is true
-    config.only("scoring_func", "softmax")
+    config.only(mlp_bias=False, moe_layer_freq=1)
+    config.only(norm_topk_prob=False)  # DeepSeek's code and transformers' differ where it is true
+    config.only(scoring_func="softmax")
     config.require("n_shared_experts")  # null says none; missing, transformers takes 2
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.count("n_shared_experts", 0)
     return readers.read_decoder(
@@ -56,6 +55,5 @@ DEEPSEEK_V2 = Family(
     ),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}),
 )

@@ -14,12 +14,10 @@ from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
-    for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"):
-        config.require(key)  # missing, transformers takes V3's own: 8, 4, 2.5 and 128
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    config.require(
+        "n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"
+    )  # missing, transformers takes V3's own: 8, 4, 2.5 and 128
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
     return readers.read_decoder(
         config,
@@ -50,7 +48,6 @@ DEEPSEEK_V3 = Family(
     ),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     ignored_keys=frozenset(

@@ -16,15 +16,11 @@ from moe_pack.formats.parts import IndexerSpec
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
-    config.only("mlp_bias", False)
-    config.only("rope_interleave", True)
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, mlp_bias=False, rope_interleave=True)
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
-    for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads", "index_topk"):
-        config.require(key)  # missing, transformers takes V3.2's own: 8, 4, 2.5, 128 and 2048
+    config.require(
+        "n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads", "index_topk"
+    )  # missing, transformers takes V3.2's own: 8, 4, 2.5, 128 and 2048
     indexer = IndexerSpec(config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk"))
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
     config.whole("q_lora_rank")  # the indexer's queries come from the latent

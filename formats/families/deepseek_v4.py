@@ -26,14 +26,15 @@ _ROTATED = 64 / 512  # of a head, if the config does not say
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sqrtsoftplus")
-    config.only("topk_method", "noaux_tc")
-    config.only("norm_topk_prob", True)
-    config.only("attention_bias", False)
-    config.only("mlp_bias", False)
-    config.only("num_key_value_heads", 1)
-    config.only("n_shared_experts", 1)  # whose size transformers takes from the routed experts, however many there are
+    config.only(
+        scoring_func="sqrtsoftplus",
+        topk_method="noaux_tc",
+        norm_topk_prob=True,
+        attention_bias=False,
+        mlp_bias=False,
+        num_key_value_heads=1,
+    )
+    config.only(n_shared_experts=1)  # whose size transformers takes from the routed experts, however many there are
     config.ignore("num_nextn_predict_layers", "expert_dtype")  # tensors show how they are stored
     kinds, ropes = _read_layer_kinds(config), _read_ropes(config, config.whole("head_dim"))
     most, *rest = [kind for kind, _ in Counter(kinds).most_common()]
@@ -149,7 +150,7 @@ def _read_ropes(config: Config, head_dim: int) -> dict[str, parts.RopeSpec]:
     else:
         share = config.whole("qk_rope_head_dim", int(_ROTATED * head_dim)) / head_dim
         share = config.number("partial_rotary_factor", share)
-        config.only("qk_rope_head_dim", int(head_dim * share))
+        config.only(qk_rope_head_dim=int(head_dim * share))
         main = parts.RopeSpec(theta, int(head_dim * share), True, None)
         scaled = rotary.read_rope(config, head_dim, theta, interleaved=True, partial_rotary_factor=share)
         if scaled.rotary_dim != main.rotary_dim:
@@ -234,16 +235,10 @@ DEEPSEEK_V4 = family.Family(
     },
     expert_names=(
         *(
-            family.ExpertNames(
-                {
-                    "gate": f"{prefix}layers.{{i}}.ffn.experts.{{e}}.w1.weight",
-                    "up": f"{prefix}layers.{{i}}.ffn.experts.{{e}}.w3.weight",
-                    "down": f"{prefix}layers.{{i}}.ffn.experts.{{e}}.w2.weight",
-                }
-            )
+            family.ExpertNames(family.matrices(f"{prefix}layers.{{i}}.ffn.experts.{{e}}.*.weight", "w1", "w3", "w2"))
             for prefix in ("model.", "")
         ),
-        readers.FUSED_EXPERT_NAMES,
+        family.FUSED_EXPERT_NAMES,
     ),
     unused=(family.LeftOut("mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
 )

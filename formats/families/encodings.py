@@ -90,9 +90,8 @@ def _compressed(group: Config) -> Quantization:
     group.require("format")
     group.choice("format", ("pack-quantized",))
     group.choice("quantization_status", ("compressed",))
-    group.only("kv_cache_scheme", None)
-    for key in ("sparsity_config", "transform_config"):
-        group.only(key, {})
+    group.only(kv_cache_scheme=None)
+    group.only(sparsity_config={}, transform_config={})
     group.ignore("ignore", "global_compression_ratio", "version")
     found = tuple(dict.fromkeys(_packed(each) for each in _schemes(group)))
     if not found:
@@ -110,8 +109,7 @@ def _schemes(group: Config) -> Iterator[Config]:
                 f"{scheme.place}: weights is missing; only groups with quantized weights are supported"
             )
         scheme.ignore("targets", "input_activations")
-        scheme.only("output_activations", None)
-        scheme.only("format", "pack-quantized")
+        scheme.only(output_activations=None, format="pack-quantized")
         scheme.refuse_unread()
         yield weights
 
@@ -121,13 +119,10 @@ def _packed(weights: Config) -> Quantization:
     num_bits = weights.whole("num_bits")
     if num_bits not in (4, 8):
         raise formats.CheckpointError(f"{weights.place}: num_bits is {num_bits}; only 4 and 8 are supported")
-    weights.only("type", "int")
-    weights.only("symmetric", True)
-    weights.only("dynamic", False)
-    weights.only("block_structure", None)
+    weights.only(type="int", symmetric=True, dynamic=False, block_structure=None)
     weights.choice("actorder", ("weight", "static"))  # for the calibration; others store the columns in that order
     if weights.choice("strategy", ("group", "channel")) == "channel":
-        weights.only("group_size", -1)
+        weights.only(group_size=-1)
         group_size = 0
     else:
         group_size = weights.whole("group_size")

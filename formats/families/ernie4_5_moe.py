@@ -34,13 +34,12 @@ def read_ernie(
 
     Args:    has_images: rotary positions have three numbers, and no scaling.
     """
-    config.only("use_bias", False)
+    config.only(use_bias=False)
     # In released configs alone; other values would be another model.
-    config.only("moe_gate", "topk")
-    config.only("moe_use_aux_free", True)
+    config.only(moe_gate="topk", moe_use_aux_free=True)
     # The sum of weights is at least this. We add it instead: in float32 that is the same for any sum above 1e-5.
     if config.number("moe_norm_min", _LEAST_SUM) != _LEAST_SUM:
-        config.only("moe_norm_min", _LEAST_SUM)
+        config.only(moe_norm_min=_LEAST_SUM)
     attention = readers.read_grouped_query(config)
     config.require("moe_num_shared_experts")  # missing, transformers takes 2
     num_shared = config.count("moe_num_shared_experts", 0)
@@ -100,7 +99,6 @@ ERNIE4_5_MOE = Family(
             "model.layers.{i}.mlp.gate.moe_statics.e_score_correction_bias",
         ),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(LeftOut("model.mtp_*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"_attn_implementation", "moe_capacity", "num_nextn_predict_layers"}),
 )

@@ -33,17 +33,14 @@ def _read_text(config: Config) -> formats.ModelSpec:
 
 
 def _read_flat(config: Config) -> formats.ModelSpec:
-    config.only("rope_3d", True)
-    config.only("use_rmsnorm", True)
-    config.only("moe_layer_interval", 1)
+    config.only(rope_3d=True, use_rmsnorm=True, moe_layer_interval=1)
     num_layers, (first, of_images) = config.num_layers(), _pair(config, "moe_layer_start_index")
     if first != of_images or min(_pair(config, "moe_layer_end_index")) < num_layers - 1:
         raise formats.CheckpointError(
             f"{config.place}: moe_layer_start_index and moe_layer_end_index give text and images experts in different "
             "layers, or leave out the last layer; that is not supported"
         )
-    for key in ("moe_k", "moe_num_shared_experts", "rms_norm_eps", "rope_theta", "tie_word_embeddings"):
-        config.require(key)
+    config.require("moe_k", "moe_num_shared_experts", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
     experts, sizes = _pair(config, "moe_num_experts"), _pair(config, "moe_intermediate_size")
     return ernie4_5_moe.read_ernie(config, experts[0], sizes[0], tuple(range(first, num_layers)), has_images=True)
 
@@ -68,13 +65,9 @@ _TEXT = family.Family(
         ),
     },
     expert_names=(
-        readers.EXPERT_NAMES,
+        family.EXPERT_NAMES,
         family.ExpertNames(
-            {
-                "gate": "model.layers.{i}.mlp.text_moe.experts.gate_up_proj",
-                "up": "model.layers.{i}.mlp.text_moe.experts.gate_up_proj",
-                "down": "model.layers.{i}.mlp.text_moe.experts.down_proj",
-            }
+            family.matrices("model.layers.{i}.mlp.text_moe.experts.*", "gate_up_proj", "gate_up_proj", "down_proj")
         ),
     ),
     dropped=(

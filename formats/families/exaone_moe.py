@@ -12,14 +12,12 @@ from moe_pack.formats.parts import GroupedQuerySpec
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc")
     expert_size = config.whole("moe_intermediate_size")
     num_dense = config.count("first_k_dense_replace", 1)
-    config.only("first_last_k_dense_replace", num_dense)
+    config.only(first_last_k_dense_replace=num_dense)
     moe_layers = readers.layers_by_kind(config, num_dense)
-    config.only("is_moe_layer", [layer in moe_layers for layer in range(config.num_layers())])
+    config.only(is_moe_layer=[layer in moe_layers for layer in range(config.num_layers())])
     config.require("num_key_value_heads")  # missing, transformers takes 32
     attention = _read_attention(config)
     router = formats.RouterSpec(
@@ -79,7 +77,6 @@ EXAONE_MOE = family.Family(
             "model.layers.{i}.mlp.gate.e_score_correction_bias",
         ),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(family.LeftOut("mtp.*", _MTP),),
     ignored_keys=frozenset({"num_nextn_predict_layers"}),
 )

@@ -40,6 +40,13 @@ class Stored:
 DenseName = str | Stored
 
 
+def matrices(template: str, *names: str) -> dict[formats.Matrix, str]:
+    """Returns the tensors' names of gate, up and down, or of up and down, whose own names are `*` in a template."""
+    return {
+        matrix: template.replace("*", name) for matrix, name in zip(formats.MATRICES[-len(names) :], names, strict=True)
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """One way in which checkpoints of a family name and store their experts.
@@ -60,6 +67,14 @@ class ExpertNames:
     one_matrix: bool = False
     scales: Mapping[formats.Matrix, str] = field(default_factory=dict)
     of_gguf: bool = False
+
+
+# The names that most families share; the second are those in transformers 5's memory, which it also writes with
+# save_original_format=False.
+EXPERT_NAMES = ExpertNames(matrices("model.layers.{i}.mlp.experts.{e}.*.weight", "gate_proj", "up_proj", "down_proj"))
+FUSED_EXPERT_NAMES = ExpertNames(
+    matrices("model.layers.{i}.mlp.experts.*", "gate_up_proj", "gate_up_proj", "down_proj")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +149,7 @@ class Family:
     model_type: str
     read_config: Callable[[Config], formats.ModelSpec]
     dense_names: Mapping[str, DenseName | tuple[DenseName, ...]]
-    expert_names: tuple[ExpertNames, ...]
+    expert_names: tuple[ExpertNames, ...] = (EXPERT_NAMES, FUSED_EXPERT_NAMES)
     short_names: Mapping[str, str] = field(default_factory=dict)  # in lower case; each maps to a hub id
     published: tuple[Published, ...] = ()
     unpublished: str = ""  # why no public copy of a real config.json is in `configs`

@@ -40,5 +40,4 @@ FLEX_OLMO = Family(
         "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm.weight",
         "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

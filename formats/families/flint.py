@@ -84,5 +84,4 @@ FLINT = Family(
         "layers.{i}.shared.up": _SHARED + "up_proj.weight",
         "layers.{i}.shared.down": _SHARED + "down_proj.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

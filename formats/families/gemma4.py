@@ -20,11 +20,10 @@ _FULL, _SLIDING = rotary.ATTENTION_KINDS
 def _read_text(config: Config) -> formats.ModelSpec:
     if not config.flag("enable_moe_block", False):
         raise readers.dense_model(config)
-    config.only("hidden_activation", "gelu_pytorch_tanh")
+    config.only(hidden_activation="gelu_pytorch_tanh")
     config.require("hidden_size_per_layer_input")  # missing, transformers takes 256
-    config.only("hidden_size_per_layer_input", 0)
-    config.only("num_kv_shared_layers", 0)
-    config.only("use_bidirectional_attention", "vision")  # of images; null means none
+    config.only(hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+    config.only(use_bidirectional_attention="vision")  # of images; null means none
     config.ignore("use_double_wide_mlp", "vocab_size_per_layer_input")  # of layers that share keys, and of their inputs
     attention = _read_attention(config)
     experts, chosen = config.whole("num_experts"), config.whole("top_k_experts")
@@ -131,13 +130,7 @@ GEMMA4_TEXT = family.Family(
         **{f"layers.{{i}}.shared.{matrix}": f"{_LAYER}mlp.{matrix}_proj.weight" for matrix in formats.MATRICES},
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": _LAYER + "experts.gate_up_proj",
-                "up": _LAYER + "experts.gate_up_proj",
-                "down": _LAYER + "experts.down_proj",
-            }
-        ),
+        family.ExpertNames(family.matrices(_LAYER + "experts.*", "gate_up_proj", "gate_up_proj", "down_proj")),
     ),
 )
 GEMMA4 = replace(

@@ -37,7 +37,6 @@ GLM4_MOE = Family(
     ),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     ignored_keys=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),

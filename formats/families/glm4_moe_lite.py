@@ -10,16 +10,12 @@ from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     if not config.has("mlp_layer_types"):
-        config.only("first_k_dense_replace", 1)
+        config.only(first_k_dense_replace=1)
     config.ignore("first_k_dense_replace")
     # Missing, transformers takes those of GLM-4.7-Flash.
-    for key in ("num_key_value_heads", "routed_scaling_factor"):
-        config.require(key)
+    config.require("num_key_value_heads", "routed_scaling_factor")
     expert_size = config.whole("moe_intermediate_size")
     return readers.read_decoder(
         config,
@@ -39,7 +35,6 @@ GLM4_MOE_LITE = Family(
     published=(Published("glm-4.7-flash", "30", "3"),),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     ignored_keys=frozenset({"num_nextn_predict_layers", "pretraining_tp"}),

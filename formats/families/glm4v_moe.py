@@ -14,7 +14,7 @@ from moe_pack.formats.families.multimodal import within
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("use_qk_norm", False)
+    config.only(use_qk_norm=False)
     config.require("attention_bias")  # missing, transformers takes true
     config.require("num_key_value_heads")  # missing, transformers takes 8
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config, ("q", "k", "v")))

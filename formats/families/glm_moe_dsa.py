@@ -14,18 +14,18 @@ from moe_pack.formats.families.family import Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
-    config.only("mlp_bias", False)
-    config.only("rope_interleave", True)
-    config.only("indexer_rope_interleave", True)
-    config.only("moe_router_dtype", "float32")
+    config.only(
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        moe_layer_freq=1,
+        mlp_bias=False,
+        rope_interleave=True,
+        indexer_rope_interleave=True,
+        moe_router_dtype="float32",
+    )
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of GLM-5.
-    for key in ("routed_scaling_factor", "num_key_value_heads", "index_topk"):
-        config.require(key)
+    config.require("routed_scaling_factor", "num_key_value_heads", "index_topk")
     indexer = parts.IndexerSpec(
         config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk"), interleaved=True
     )

@@ -17,12 +17,11 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 def _read_config(config: Config) -> formats.ModelSpec:
     attention, rope = _read_attention(config), _read_rope(config)
-    config.only("swiglu_alpha", 1.702)
-    config.only("swiglu_limit", 7.0)
+    config.only(swiglu_alpha=1.702, swiglu_limit=7.0)
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok", 4)
-    config.only("experts_per_token", chosen)  # the same by its first name; nobody reads it
+    config.only(experts_per_token=chosen)  # the same by its first name; nobody reads it
     if isinstance(rope.scaling, YarnSpec):
-        config.only("initial_context_length", rope.scaling.original_max_position_embeddings)  # likewise
+        config.only(initial_context_length=rope.scaling.original_max_position_embeddings)  # likewise
     spec = readers.read_decoder(
         config,
         attention,
@@ -98,24 +97,16 @@ GPT_OSS = family.Family(
     },
     expert_names=(
         family.ExpertNames(
-            {"gate": _EXPERTS + "gate_up_proj", "up": _EXPERTS + "gate_up_proj", "down": _EXPERTS + "down_proj"},
+            family.matrices(_EXPERTS + "*", "gate_up_proj", "gate_up_proj", "down_proj"),
             biases=_BIASES,
             interleaved=True,
             transposed=True,
         ),
         family.ExpertNames(
-            {
-                "gate": _EXPERTS + "gate_up_proj_blocks",
-                "up": _EXPERTS + "gate_up_proj_blocks",
-                "down": _EXPERTS + "down_proj_blocks",
-            },
+            family.matrices(_EXPERTS + "*", "gate_up_proj_blocks", "gate_up_proj_blocks", "down_proj_blocks"),
             biases=_BIASES,
             interleaved=True,
-            scales={
-                "gate": _EXPERTS + "gate_up_proj_scales",
-                "up": _EXPERTS + "gate_up_proj_scales",
-                "down": _EXPERTS + "down_proj_scales",
-            },
+            scales=family.matrices(_EXPERTS + "*", "gate_up_proj_scales", "gate_up_proj_scales", "down_proj_scales"),
         ),
         family.ExpertNames(
             {matrix: f"{name}.weight" for matrix, name in _EACH.items()}, biases=_EACH_BIAS, of_gguf=True

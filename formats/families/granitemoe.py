@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, Published, Stored
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
@@ -60,7 +59,7 @@ def read_granite(
     )
 
 
-GRANITEMOE = Family(
+GRANITEMOE = family.Family(
     model_type="granitemoe",
     short_names={
         "granite-1b-a400m": "ibm-granite/granite-3.0-1b-a400m-base",
@@ -68,7 +67,10 @@ GRANITEMOE = Family(
         "granite-3b-a800m": "ibm-granite/granite-3.0-3b-a800m-base",
         "granite-3.0-3b-a800m": "ibm-granite/granite-3.0-3b-a800m-base",
     },
-    published=(Published("granite-3.0-1b-a400m", "1.3", "0.4"), Published("granite-3.0-3b-a800m", "3.3", "0.8")),
+    published=(
+        family.Published("granite-3.0-1b-a400m", "1.3", "0.4"),
+        family.Published("granite-3.0-3b-a800m", "3.3", "0.8"),
+    ),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -78,25 +80,19 @@ GRANITEMOE = Family(
         ),
     },
     expert_names=(
-        ExpertNames(
-            {
-                "gate": "model.layers.{i}.block_sparse_moe.input_linear.weight",
-                "up": "model.layers.{i}.block_sparse_moe.input_linear.weight",
-                "down": "model.layers.{i}.block_sparse_moe.output_linear.weight",
-            }
+        family.ExpertNames(
+            family.matrices(
+                "model.layers.{i}.block_sparse_moe.*.weight", "input_linear", "input_linear", "output_linear"
+            )
         ),
-        ExpertNames(
-            {
-                "gate": "model.layers.{i}.block_sparse_moe.experts.gate_up_proj",
-                "up": "model.layers.{i}.block_sparse_moe.experts.gate_up_proj",
-                "down": "model.layers.{i}.block_sparse_moe.experts.down_proj",
-            }
+        family.ExpertNames(
+            family.matrices("model.layers.{i}.block_sparse_moe.experts.*", "gate_up_proj", "gate_up_proj", "down_proj")
         ),
     ),
 )
 _SHARED = ("layers.{i}.shared.gate", "layers.{i}.shared.up")
-SHARED_NAMES: Mapping[str, str | Stored] = {
-    **{role: Stored("model.layers.{i}.shared_mlp.input_linear.weight", roles=_SHARED) for role in _SHARED},
+SHARED_NAMES: Mapping[str, str | family.Stored] = {
+    **{role: family.Stored("model.layers.{i}.shared_mlp.input_linear.weight", roles=_SHARED) for role in _SHARED},
     "layers.{i}.shared.down": "model.layers.{i}.shared_mlp.output_linear.weight",
 }
 GRANITEMOESHARED = replace(

@@ -12,16 +12,13 @@ _MLP = "model.layers.{i}.mlp."
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("moe_router_enable_expert_bias", True)
-    config.only("moe_router_use_sigmoid", True)
-    config.only("qk_norm", True)
-    config.only("route_norm", True)
-    config.only("mlp_bias", False)
+    config.only(
+        moe_router_enable_expert_bias=True, moe_router_use_sigmoid=True, qk_norm=True, route_norm=True, mlp_bias=False
+    )
     expert_size = config.whole("moe_intermediate_size")
-    config.only("expert_hidden_dim", expert_size)
+    config.only(expert_hidden_dim=expert_size)
     if not config.has("mlp_layer_types"):
-        config.only("first_k_dense_replace", 1)
+        config.only(first_k_dense_replace=1)
     config.ignore("first_k_dense_replace")
     config.require("head_dim")  # missing, transformers takes 128
     config.require("num_key_value_heads")  # missing, transformers takes 8
@@ -59,7 +56,6 @@ HY_V3 = Family(
         "layers.{i}.shared.up": (_MLP + "shared_mlp.up_proj.weight", _MLP + "shared_experts.up_proj.weight"),
         "layers.{i}.shared.down": (_MLP + "shared_mlp.down_proj.weight", _MLP + "shared_experts.down_proj.weight"),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     # Precisions of sums, which are float32 here whatever they say; a kernel; a layer that is not run.

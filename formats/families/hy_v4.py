@@ -27,12 +27,10 @@ _ONLY = {
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    for key, value in _ONLY.items():
-        config.only(key, value)
+    config.only(**_ONLY)
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of a smaller Hy4.
-    for key in ("routed_scaling_factor", "index_topk"):
-        config.require(key)
+    config.require("routed_scaling_factor", "index_topk")
     eps = config.number("rms_norm_eps", 1e-5)
     config.whole("q_lora_rank")  # the indexer's queries come from the latent
     indexer = parts.IndexerSpec(
@@ -127,7 +125,7 @@ HY_V4 = family.Family(
             for role, name in _STREAMS.items()
         },
     },
-    expert_names=(readers.FUSED_EXPERT_NAMES, readers.EXPERT_NAMES),
+    expert_names=(family.FUSED_EXPERT_NAMES, family.EXPERT_NAMES),
     unused=(family.LeftOut("model.mtp_layers.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     # What sinks begin with, the loss of a layer that is not run, and the precision of a product, float32 here.
     ignored_keys=frozenset(

@@ -42,7 +42,7 @@ def _read_mixer(config: Config) -> MambaSpec | None:
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("sliding_window", None)  # in published configs; no code of transformers reads it
+    config.only(sliding_window=None)  # in published configs; no code of transformers reads it
     num_experts = config.whole("num_experts", 16)
     if num_experts == 1:
         raise readers.dense_model(config)
@@ -94,20 +94,8 @@ JAMBA = family.Family(
         "norm": "model.final_layernorm.weight",
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": f"{_MLP}.experts.{{e}}.gate_proj.weight",
-                "up": f"{_MLP}.experts.{{e}}.up_proj.weight",
-                "down": f"{_MLP}.experts.{{e}}.down_proj.weight",
-            }
-        ),
-        family.ExpertNames(
-            {
-                "gate": f"{_MLP}.experts.gate_up_proj",
-                "up": f"{_MLP}.experts.gate_up_proj",
-                "down": f"{_MLP}.experts.down_proj",
-            }
-        ),
+        family.ExpertNames(family.matrices(f"{_MLP}.experts.{{e}}.*.weight", "gate_proj", "up_proj", "down_proj")),
+        family.ExpertNames(family.matrices(f"{_MLP}.experts.*", "gate_up_proj", "gate_up_proj", "down_proj")),
     ),
     ignored_keys=frozenset({"num_logits_to_keep", "use_associative_scan", "use_mamba_kernels", "use_mambapy"}),
 )

@@ -63,11 +63,13 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
 def _read_config(config: Config) -> formats.ModelSpec:
     config.derive("max_position_embeddings", config.whole(config.either("model_max_length", "max_position_embeddings")))
     # Written in the published config, read by no code of transformers.
-    config.only("mla_use_nope", True)
-    config.only("moe_router_activation_func", "sigmoid")
-    config.only("moe_layer_freq", 1)
-    config.only("use_grouped_topk", True)
-    config.only("rope_scaling", None)
+    config.only(
+        mla_use_nope=True,
+        moe_router_activation_func="sigmoid",
+        moe_layer_freq=1,
+        use_grouped_topk=True,
+        rope_scaling=None,
+    )
     config.require("num_key_value_heads")  # missing, transformers takes 32
     router = formats.RouterSpec(
         "sigmoid_topk",
@@ -81,7 +83,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     expert_size = config.whole("moe_intermediate_size")
     num_shared = config.whole(config.either("num_shared_experts", "n_shared_experts"), 1)
-    config.only("tie_word_embeddings", False)  # the class ties nothing, whatever the key says
+    config.only(tie_word_embeddings=False)  # the class ties nothing, whatever the key says
     return replace(
         readers.read_decoder(
             config,
@@ -135,14 +137,6 @@ KIMI_LINEAR = family.Family(
             for name in ("gate", "up", "down")
         },
     },
-    expert_names=(
-        family.ExpertNames(
-            {
-                "gate": f"{_MOE}.experts.{{e}}.w1.weight",
-                "up": f"{_MOE}.experts.{{e}}.w3.weight",
-                "down": f"{_MOE}.experts.{{e}}.w2.weight",
-            }
-        ),
-    ),
+    expert_names=(family.ExpertNames(family.matrices(f"{_MOE}.experts.{{e}}.*.weight", "w1", "w3", "w2")),),
     ignored_keys=frozenset({"pretraining_tp", "num_nextn_predict_layers", "rope_theta"}),
 )

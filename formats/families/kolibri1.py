@@ -14,12 +14,9 @@ from moe_pack.formats.families.family import Family
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("attention_bias", False)
-    config.only("use_sliding_window", True)
+    config.only(attention_bias=False, use_sliding_window=True)
     # Missing, transformers takes those of Kolibri 1.
-    for key in ("head_dim", "num_key_value_heads"):
-        config.require(key)
+    config.require("head_dim", "num_key_value_heads")
     attention = _read_attention(config)
     rope = rotary.read_rope(config, attention.head_dim)
     spec = readers.read_decoder(
@@ -79,6 +76,5 @@ KOLIBRI1 = Family(
             f"{_LAYER}.mlp.gate.e_score_correction_bias",
         ),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"head_dtype"}),  # the head is float32 here, whatever it says
 )

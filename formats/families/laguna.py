@@ -15,14 +15,15 @@ from moe_pack.formats.families.family import Family, Published
 
 def _read_config(config: Config) -> formats.ModelSpec:
     attention, moe_layers = _read_attention(config), readers.layers_by_kind(config, num_dense=1)
-    # Published configs have these keys, which transformers does not read: other values would be another model.
-    config.only("mlp_only_layers", [layer for layer in range(config.num_layers()) if layer not in moe_layers])
-    config.only("decoder_sparse_step", 1)
-    config.only("norm_topk_prob", True)
-    config.only("qkv_bias", config.flag("attention_bias", False))
-    config.only("moe_router_score_func", "sigmoid")
-    config.only("moe_apply_router_weight_on_input", False)
-    config.only("moe_router_logit_softcapping", 0.0)
+    config.only(
+        mlp_only_layers=[layer for layer in range(config.num_layers()) if layer not in moe_layers],
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        qkv_bias=config.flag("attention_bias", False),
+        moe_router_score_func="sigmoid",
+        moe_apply_router_weight_on_input=False,
+        moe_router_logit_softcapping=0.0,
+    )
     router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole("num_experts"),
@@ -93,5 +94,4 @@ LAGUNA = Family(
             for matrix in ("gate", "up", "down")
         },
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

@@ -76,20 +76,8 @@ LFM2_MOE = family.Family(
         "head": "lm_head.weight",
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": f"{_MLP}.experts.{{e}}.w1.weight",
-                "up": f"{_MLP}.experts.{{e}}.w3.weight",
-                "down": f"{_MLP}.experts.{{e}}.w2.weight",
-            }
-        ),
-        family.ExpertNames(
-            {
-                "gate": f"{_MLP}.experts.gate_up_proj",
-                "up": f"{_MLP}.experts.gate_up_proj",
-                "down": f"{_MLP}.experts.down_proj",
-            }
-        ),
+        family.ExpertNames(family.matrices(f"{_MLP}.experts.{{e}}.*.weight", "w1", "w3", "w2")),
+        family.ExpertNames(family.matrices(f"{_MLP}.experts.*", "gate_up_proj", "gate_up_proj", "down_proj")),
     ),
     ignored_keys=frozenset({"theta"}),
 )

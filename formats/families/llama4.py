@@ -16,8 +16,8 @@ _MLP = "model.layers.{i}.feed_forward."
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("num_experts_per_tok", 1)  # more of them would each get an input of its own
-    config.only("for_llm_compressor", False)
+    config.only(num_experts_per_tok=1)  # more of them would each get an input of its own
+    config.only(for_llm_compressor=False)
     size = config.whole("intermediate_size")
     attention = _read_attention(config)
     router = formats.RouterSpec("topk_sigmoid", config.whole("num_local_experts"), 1, normalize=False, on_input=True)
@@ -95,11 +95,7 @@ LLAMA4_TEXT = family.Family(
     },
     expert_names=(
         family.ExpertNames(
-            {
-                "gate": _MLP + "experts.gate_up_proj",
-                "up": _MLP + "experts.gate_up_proj",
-                "down": _MLP + "experts.down_proj",
-            },
+            family.matrices(_MLP + "experts.*", "gate_up_proj", "gate_up_proj", "down_proj"),
             transposed=True,
         ),
         # What vLLM reads of checkpoints in codes; the reader of GGUF files takes it too.

@@ -15,12 +15,8 @@ from moe_pack.formats.parts import ShortcutResidualSpec
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("attention_method", "MLA")
-    config.only("zero_expert_type", "identity")
-    config.only("mla_scale_q_lora", True)
-    config.only("mla_scale_kv_lora", True)
-    config.only("router_bias", False)  # transformers makes such a bias, and computes without it
+    config.only(attention_method="MLA", zero_expert_type="identity", mla_scale_q_lora=True, mla_scale_kv_lora=True)
+    config.only(router_bias=False)  # transformers makes such a bias, and computes without it
     num_layers = 2 * config.whole("num_layers")
     config.derive("num_hidden_layers", num_layers)
     attention, d = readers.read_latent(config), config.whole("hidden_size")
@@ -92,9 +88,7 @@ LONGCAT_FLASH = family.Family(
     },
     expert_names=(
         family.ExpertNames({matrix: f"{_EXPERTS}{{e}}.{matrix}_proj.weight" for matrix in formats.MATRICES}),
-        family.ExpertNames(
-            {"gate": _EXPERTS + "gate_up_proj", "up": _EXPERTS + "gate_up_proj", "down": _EXPERTS + "down_proj"}
-        ),
+        family.ExpertNames(family.matrices(_EXPERTS + "*", "gate_up_proj", "gate_up_proj", "down_proj")),
     ),
     dropped=(
         family.LeftOut("model.layers.*.mlp.experts.*.gate_proj.weight", _IDENTITY),

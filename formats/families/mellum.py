@@ -36,7 +36,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
         readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or ("full_attention",) * config.num_layers()
     )
     # Written in published configs, read by no code: `layer_types` says which layers have the window.
-    config.only("use_sliding_window", True)
+    config.only(use_sliding_window=True)
     config.ignore("max_window_layers")
     rope = RopeSpec(0.0, own.head_dim, interleaved=False, scaling=None)
     ropes = rotary.read_rope_by_kind(config, own.head_dim, {kind: replace(rope, theta=_THETAS[kind]) for kind in kinds})
@@ -54,7 +54,6 @@ MELLUM = family.Family(
     published=(family.Published("mellum2-12b-a2.5b", "12", "2.5"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(family.LeftOut("mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"}),
 )

@@ -18,13 +18,14 @@ _ROTATED = 0.334  # of a head, if the config does not say
 def _read_config(config: Config) -> formats.ModelSpec:
     num_layers, moe_layers = config.num_layers(), readers.layers_by_kind(config, num_dense=1)
     attention = _read_attention(config)
-    # Published configs have these keys, which transformers does not read: other values would be another model.
-    config.only("moe_layer_freq", [int(layer in moe_layers) for layer in range(num_layers)])
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("n_shared_experts", None)
+    config.only(
+        moe_layer_freq=[int(layer in moe_layers) for layer in range(num_layers)],
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        n_shared_experts=None,
+    )
     eps = config.number("rms_norm_eps", 1e-5)
-    config.only("layernorm_epsilon", eps)
+    config.only(layernorm_epsilon=eps)
     return readers.read_decoder(
         config,
         attention.attention,
@@ -63,19 +64,21 @@ def _read_attention(config: Config) -> readers.LayerAttention:
 
 def _check_published_keys(config: Config, kinds: tuple[str, ...], ropes: dict[str, RopeSpec]) -> None:
     """Refuses a config whose published keys, which transformers does not read, say something else than the others."""
-    config.only("hybrid_layer_pattern", [int(kind == "sliding_attention") for kind in kinds])
-    config.only("add_swa_attention_sink_bias", True)
-    config.only("add_full_attention_sink_bias", False)
+    config.only(
+        hybrid_layer_pattern=[int(kind == "sliding_attention") for kind in kinds],
+        add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False,
+    )
     for key, of_window in (
         ("num_attention_heads", 1),
         ("num_key_value_heads", 2),
         ("head_dim", 1),
         ("v_head_dim", 1),
     ):
-        config.only(f"swa_{key}", of_window * config.whole(key))
+        config.only(**{f"swa_{key}": of_window * config.whole(key)})
     for key, kind in (("rope_theta", "full_attention"), ("swa_rope_theta", "sliding_attention")):
-        config.only(key, ropes[kind].theta if kind in ropes else None)
-    config.only("partial_rotary_factor", _ROTATED)
+        config.only(**{key: ropes[kind].theta if kind in ropes else None})
+    config.only(partial_rotary_factor=_ROTATED)
     config.ignore("attention_chunk_size", "hybrid_block_size")
 
 
@@ -91,6 +94,5 @@ MIMO_V2_FLASH = family.Family(
             "model.layers.{i}.self_attn.sinks",
         ),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(family.LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
 )

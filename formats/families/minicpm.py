@@ -14,7 +14,7 @@ from moe_pack.formats.families.config import Config
 
 def _read_config(config: Config) -> formats.ModelSpec:
     num_experts, chosen = readers.read_expert_count(config, "num_experts"), config.whole("num_experts_per_tok")
-    config.only("pretraining_tp", 1)  # in slices, the head is given what is not divided by dim_model_base
+    config.only(pretraining_tp=1)  # in slices, the head is given what is not divided by dim_model_base
     attention = readers.read_llama_attention(config, readers.attention_bias(config))
     return replace(
         readers.read_decoder(
@@ -38,13 +38,5 @@ MINICPM = family.Family(
     published=(family.Published("minicpm-moe-8x2b", "13.6", "4", leaves_out=("embed",)),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(
-        family.ExpertNames(
-            {
-                "gate": "model.layers.{i}.mlp.experts.{e}.w1.weight",
-                "up": "model.layers.{i}.mlp.experts.{e}.w3.weight",
-                "down": "model.layers.{i}.mlp.experts.{e}.w2.weight",
-            }
-        ),
-    ),
+    expert_names=(family.ExpertNames(family.matrices("model.layers.{i}.mlp.experts.{e}.*.weight", "w1", "w3", "w2")),),
 )

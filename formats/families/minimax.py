@@ -15,9 +15,7 @@ from moe_pack.formats.families.mixtral import MIXTRAL
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("postnorm", True)
-    config.only("shared_intermediate_size", 0)
+    config.only(postnorm=True, shared_intermediate_size=0)
     config.ignore("shared_moe_mode")  # of shared experts, of which there are none
     config.require("num_key_value_heads")  # missing, transformers takes 8
     window = config.whole("sliding_window") if config.has("sliding_window") else None
@@ -36,13 +34,12 @@ def _read_config(config: Config) -> formats.ModelSpec:
         config.whole("intermediate_size"),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
-    of_attention, of_mixer, of_mlp = (_read_factors(config, half) for half in ("full_attn", "linear_attn", "mlp"))
+    of_attention, of_mixer, of_mlp = (
+        parts.FactorsSpec(config.number(f"{half}_alpha_factor", 1), config.number(f"{half}_beta_factor", 1))
+        for half in ("full_attn", "linear_attn", "mlp")
+    )
     of_layers = parts.NormedStateSpec("normed_state", of_attention, None if mixer is None else of_mixer, of_mlp)
     return replace(spec, mixer=mixer, residual=of_layers)
-
-
-def _read_factors(config: Config, half: str) -> parts.FactorsSpec:
-    return parts.FactorsSpec(config.number(f"{half}_alpha_factor", 1), config.number(f"{half}_beta_factor", 1))
 
 
 def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:

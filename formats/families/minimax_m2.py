@@ -11,16 +11,16 @@ _MOE = "model.layers.{i}.block_sparse_moe."
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("attn_type_list", [1] * config.num_layers())
-    config.only("qk_norm_type", "per_layer")
-    config.only("use_qk_norm", True)
-    config.only("scoring_func", "sigmoid")
-    config.only("use_routing_bias", True)
-    config.only("shared_intermediate_size", 0)
-    config.only("sliding_window", None)
-    for key in ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"):
-        config.only(key, 1.0)
+    config.only(
+        attn_type_list=[1] * config.num_layers(),
+        qk_norm_type="per_layer",
+        use_qk_norm=True,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        shared_intermediate_size=0,
+        sliding_window=None,
+    )
+    config.only(layernorm_full_attention_beta=1.0, layernorm_linear_attention_beta=1.0, layernorm_mlp_beta=1.0)
     config.require("head_dim")  # missing, transformers takes 128
     attention = readers.read_grouped_query(config, qk_norm="projection")
     # Released configs give the rotated part of a head in values; with a factor too, transformers takes the factor.
@@ -62,14 +62,8 @@ MINIMAX_M2 = family.Family(
         ),
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": _MOE + "experts.{e}.w1.weight",
-                "up": _MOE + "experts.{e}.w3.weight",
-                "down": _MOE + "experts.{e}.w2.weight",
-            }
-        ),
-        readers.FUSED_EXPERT_NAMES,
+        family.ExpertNames(family.matrices(_MOE + "experts.{e}.*.weight", "w1", "w3", "w2")),
+        family.FUSED_EXPERT_NAMES,
     ),
     # No released checkpoint has the prediction layers that these announce.
     ignored_keys=frozenset(

@@ -7,9 +7,8 @@ Source: transformers, models/mistral4; Mistral AI (2026).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.parts import TemperatureSpec, positions
 
@@ -17,12 +16,11 @@ _KEY = "llama_4_scaling_beta"
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("mlp_bias", False)
+    config.only(mlp_bias=False)
     config.require("num_key_value_heads")  # null says that each head has its own; missing, transformers takes 32
-    config.only("sliding_window", None)
+    config.only(sliding_window=None)
     # A group's score is the sum of its two best, as with sigmoids; our softmax routers take the best.
-    config.only("n_group", 1)
-    config.only("topk_group", 1)
+    config.only(n_group=1, topk_group=1)
     whole = config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")
     latent, group = readers.read_latent(config, head_dim=whole), rotary.rope_group(config)
     share = config.whole("qk_rope_head_dim") / whole
@@ -61,12 +59,12 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-MISTRAL4 = Family(
+MISTRAL4 = family.Family(
     model_type="mistral4",
     unpublished="its models are published inside multimodal checkpoints, mistral3",
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
-    expert_names=(readers.FUSED_EXPERT_NAMES, readers.EXPERT_NAMES),
+    expert_names=(family.FUSED_EXPERT_NAMES, family.EXPERT_NAMES),
     ignored_keys=frozenset({"pretraining_tp"}),
 )
 MISTRAL3 = replace(
@@ -79,5 +77,5 @@ MISTRAL3 = replace(
         ),
     ),
     short_names={"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"},
-    published=(Published("mistral-small-4", "119", "6"),),
+    published=(family.Published("mistral-small-4", "119", "6"),),
 )

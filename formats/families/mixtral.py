@@ -38,13 +38,7 @@ MIXTRAL = family.Family(
         "layers.{i}.router": ("model.layers.{i}.block_sparse_moe.gate.weight", "model.layers.{i}.mlp.gate.weight"),
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
-                "up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
-                "down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
-            }
-        ),
-        readers.FUSED_EXPERT_NAMES,
+        family.ExpertNames(family.matrices("model.layers.{i}.block_sparse_moe.experts.{e}.*.weight", "w1", "w3", "w2")),
+        family.FUSED_EXPERT_NAMES,
     ),
 )

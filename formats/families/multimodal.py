@@ -80,10 +80,9 @@ def within(
 
     Args:    parts: patterns of the names of other parts' tensors, and what these are.   moves: ways in which
              checkpoints rename the text model's tensors; a name that no beginning fits stays.   text_keys: the keys
-             that lead to the text model's object.   text_types: other names of the text model's `model_type`.
-             tied_head: the value of `tie_word_embeddings` if the config lacks it.   tied_by_text: whether the head is
-             also tied if only the text model's config says so.   ignored_keys: keys of the multimodal config that
-             change nothing for text.
+             that lead to the text model's object.   text_types: other names of its `model_type`.   tied_head: whether
+             the head is tied if no key says it.   tied_by_text: whether the text model's key ties it too.
+             ignored_keys: keys of the multimodal config that change nothing for text.
     """
 
     def read_config(config: Config) -> formats.ModelSpec:
@@ -110,7 +109,11 @@ def within(
         read_config=read_config,
         dense_names={role: _all_moved(names, moves) for role, names in text.dense_names.items()},
         expert_names=tuple(_moved_experts(names, each) for each in moves for names in text.expert_names),
-        table_names=tuple(_moved_tables(names, each) for each in moves for names in text.table_names),
+        table_names=tuple(
+            family.TableNames(*(_moved(name, each) for name in names.names()))
+            for each in moves
+            for names in text.table_names
+        ),
         dropped=(
             *(_moved_left_out(left_out, each) for each in moves for left_out in text.dropped),
             *(family.LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in parts.items()),
@@ -154,17 +157,12 @@ def _all_moved(
     )
 
 
-def _moved_values(names: Mapping[_T, str], moves: Moves) -> dict[_T, str]:
-    return {matrix: _moved(name, moves) for matrix, name in names.items()}
-
-
 def _moved_experts(names: family.ExpertNames, moves: Moves) -> family.ExpertNames:
-    matrices, biases, scales = (_moved_values(each, moves) for each in (names.matrices, names.biases, names.scales))
+    matrices, biases, scales = (
+        {matrix: _moved(name, moves) for matrix, name in each.items()}
+        for each in (names.matrices, names.biases, names.scales)
+    )
     return replace(names, matrices=matrices, biases=biases, scales=scales)
-
-
-def _moved_tables(names: family.TableNames, moves: Moves) -> family.TableNames:
-    return family.TableNames(*(_moved(name, moves) for name in names.names()))
 
 
 def _moved_prediction(names: family.PredictionNames, moves: Moves) -> family.PredictionNames:

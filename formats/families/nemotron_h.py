@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, Published
 from moe_pack.formats.families.granitemoehybrid import MAMBA2_NAMES
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_next import MTP_LAYER
@@ -38,8 +37,7 @@ def _kinds(config: Config) -> tuple[str, ...]:
 
 
 def _read_mixer(config: Config, layers: tuple[int, ...]) -> parts.Mamba2Spec:
-    config.only("mamba_hidden_act", "silu")
-    config.only("mamba_proj_bias", False)
+    config.only(mamba_hidden_act="silu", mamba_proj_bias=False)
     return parts.Mamba2Spec(
         kind="mamba2",
         layers=layers,
@@ -55,11 +53,15 @@ def _read_mixer(config: Config, layers: tuple[int, ...]) -> parts.Mamba2Spec:
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    for key, only in (
-        ("mlp_hidden_act", "relu2"), ("mlp_bias", False), ("attention_bias", False), ("sliding_window", None),
-        ("moe_latent_size", None), ("n_shared_experts", 1), ("tie_word_embeddings", False),
-    ):  # fmt: skip
-        config.only(key, only)
+    config.only(
+        mlp_hidden_act="relu2",
+        mlp_bias=False,
+        attention_bias=False,
+        sliding_window=None,
+        moe_latent_size=None,
+        n_shared_experts=1,
+        tie_word_embeddings=False,
+    )
     config.require("head_dim")  # missing, transformers takes 128
     kinds = _kinds(config)
     mamba, moe, attention, dense = (
@@ -102,29 +104,19 @@ _NAMES = {
     "norm": "backbone.norm_f.weight",
     "head": "lm_head.weight",
 }
-NEMOTRON_H = Family(
+NEMOTRON_H = family.Family(
     model_type="nemotron_h",
     short_names={
         "nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
         "nemotron-3-nano-30b-a3b-base": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16",
     },
-    published=(Published("nemotron-3-nano-30b-a3b", "31.6", "3.6"),),
+    published=(family.Published("nemotron-3-nano-30b-a3b", "31.6", "3.6"),),
     read_config=_read_config,
     # With save_original_format=False, transformers 5 writes its own names.
     dense_names={role: (name, name.replace("backbone.", "model.")) for role, name in _NAMES.items()},
     expert_names=(
-        ExpertNames(
-            {
-                "up": f"{_MIXER}.experts.{{e}}.up_proj.weight",
-                "down": f"{_MIXER}.experts.{{e}}.down_proj.weight",
-            }
-        ),
-        ExpertNames(
-            {
-                "up": "model.layers.{i}.mixer.experts.up_proj",
-                "down": "model.layers.{i}.mixer.experts.down_proj",
-            }
-        ),
+        family.ExpertNames(family.matrices(f"{_MIXER}.experts.{{e}}.*.weight", "up_proj", "down_proj")),
+        family.ExpertNames(family.matrices("model.layers.{i}.mixer.experts.*", "up_proj", "down_proj")),
     ),
     unused=(MTP_LAYER,),
     ignored_keys=frozenset(
@@ -151,9 +143,9 @@ NEMOTRON_H = Family(
 )
 
 
-def _omni(model_type: str) -> Family:
+def _omni(model_type: str) -> family.Family:
     """Returns the family of the multimodal checkpoints under one of their two types."""
-    family = within(
+    whole = within(
         NEMOTRON_H,
         model_type,
         moves=({"": "language_model."},),
@@ -167,11 +159,11 @@ def _omni(model_type: str) -> Family:
     )
 
     def read_config(config: Config) -> formats.ModelSpec:
-        config.only("tie_word_embeddings", False)  # which has no effect in transformers
-        return family.read_config(config)
+        config.only(tie_word_embeddings=False)  # which has no effect in transformers
+        return whole.read_config(config)
 
     return replace(
-        family, read_config=read_config, old_keys={"llm_config": "text_config", "sound_config": "audio_config"}
+        whole, read_config=read_config, old_keys={"llm_config": "text_config", "sound_config": "audio_config"}
     )
 
 

@@ -37,5 +37,4 @@ OLMOE = Family(
     published=(Published("olmoe-1b-7b", "6.9", "1.3"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

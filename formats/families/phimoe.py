@@ -13,7 +13,7 @@ from moe_pack.formats.families.config import Config
 def _read_config(config: Config) -> formats.ModelSpec:
     window = config.whole("sliding_window") if config.has("sliding_window") else None
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), sliding_window=window)
-    config.only("num_experts_per_tok", 2)
+    config.only(num_experts_per_tok=2)
     jitter = config.number("router_jitter_noise", 0.01)  # also at inference: it is the width of sparsemixer's band
     return replace(
         readers.read_decoder(
@@ -42,14 +42,8 @@ PHIMOE = family.Family(
         "head_bias": "lm_head.bias",
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
-                "up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
-                "down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
-            }
-        ),
-        readers.FUSED_EXPERT_NAMES,
+        family.ExpertNames(family.matrices("model.layers.{i}.block_sparse_moe.experts.{e}.*.weight", "w1", "w3", "w2")),
+        family.FUSED_EXPERT_NAMES,
     ),
     ignored_keys=frozenset({"hidden_dropout", "input_jitter_noise"}),
 )

@@ -11,7 +11,7 @@ from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("use_sliding_window", False)
+    config.only(use_sliding_window=False)
     config.ignore("sliding_window", "max_window_layers")
     readers.refuse_mixed_layers(config)
     attention = readers.read_grouped_query(config, bias=("q", "k", "v") if config.flag("qkv_bias", True) else ())
@@ -45,5 +45,4 @@ QWEN2_MOE = Family(
         "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_expert.down_proj.weight",
         "layers.{i}.shared_router": "model.layers.{i}.mlp.shared_expert_gate.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

@@ -17,8 +17,7 @@ _IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 
 
 def _read_text(config: Config) -> formats.ModelSpec:
-    config.only("attn_output_gate", True)
-    config.only("mamba_ssm_dtype", "float32")
+    config.only(attn_output_gate=True, mamba_ssm_dtype="float32")
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
     return replace(
@@ -51,7 +50,6 @@ QWEN3_5_MOE_TEXT = Family(
     unpublished="its models are published inside multimodal checkpoints, qwen3_5_moe",
     read_config=_read_text,
     dense_names=_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(qwen3_next.MTP_LAYER,),
     prediction=(qwen3_next.MTP_NAMES,),
     ignored_keys=_IGNORED,

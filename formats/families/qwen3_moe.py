@@ -40,5 +40,4 @@ QWEN3_MOE = Family(
     ),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

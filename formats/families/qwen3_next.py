@@ -35,7 +35,7 @@ def read_gated_delta(config: Config, *, interleaved: bool) -> GatedDeltaSpec:
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("use_sliding_window", False)  # in published configs; no code of transformers reads it
+    config.only(use_sliding_window=False)  # in published configs; no code of transformers reads it
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
     return replace(
@@ -96,7 +96,6 @@ QWEN3_NEXT = family.Family(
         "layers.{i}.mixer.qkvz": "model.layers.{i}.linear_attn.in_proj_qkvz.weight",
         "layers.{i}.mixer.ba": "model.layers.{i}.linear_attn.in_proj_ba.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(MTP_LAYER,),
     prediction=(MTP_NAMES,),
 )

@@ -17,10 +17,7 @@ from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 
 def _read_config(config: Config) -> formats.ModelSpec:
     # The class reads none of these: all layers see everything, q and k have norms, no layer has a shared expert.
-    config.only("sliding_window", None)
-    config.only("use_sliding_window", False)
-    config.only("use_qk_norm", True)
-    config.only("shared_expert_intermediate_size", 0)
+    config.only(sliding_window=None, use_sliding_window=False, use_qk_norm=True, shared_expert_intermediate_size=0)
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     return readers.read_decoder(
         config,

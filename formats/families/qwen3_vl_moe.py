@@ -7,18 +7,15 @@ Source: transformers, models/qwen3_vl_moe; 2511.21631.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Published
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
     # Neither is read by the class: all layers see everything, and weights are normalized.
-    config.only("sliding_window", None)
-    config.only("use_sliding_window", False)
-    config.only("norm_topk_prob", True)
+    config.only(sliding_window=None, use_sliding_window=False, norm_topk_prob=True)
     config.ignore("max_window_layers")
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     experts = config.whole(config.either("num_experts", "num_local_experts"))
@@ -38,9 +35,9 @@ _TEXT = replace(
     read_config=_read_config,
     # Published checkpoints fuse and transpose; what save_pretrained(..., save_original_format=False) writes does not.
     expert_names=(
-        replace(readers.FUSED_EXPERT_NAMES, transposed=True),
-        readers.FUSED_EXPERT_NAMES,
-        readers.EXPERT_NAMES,
+        replace(family.FUSED_EXPERT_NAMES, transposed=True),
+        family.FUSED_EXPERT_NAMES,
+        family.EXPERT_NAMES,
     ),
 )
 QWEN3_VL_MOE = replace(
@@ -53,5 +50,5 @@ QWEN3_VL_MOE = replace(
         "qwen3-vl-30b-a3b-instruct": "Qwen/Qwen3-VL-30B-A3B-Instruct",
         "qwen3-vl-235b-a22b-instruct": "Qwen/Qwen3-VL-235B-A22B-Instruct",
     },
-    published=(Published("qwen3-vl-30b-a3b-instruct", "30", "3"),),
+    published=(family.Published("qwen3-vl-30b-a3b-instruct", "30", "3"),),
 )

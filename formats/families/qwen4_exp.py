@@ -16,8 +16,7 @@ _KINDS = {"linear_attention": True, "full_attention": False, "indexed_attention"
 
 
 def _read_text(config: Config) -> formats.ModelSpec:
-    config.only("attn_output_gate", True)
-    config.only("mamba_ssm_dtype", "float32")
+    config.only(attn_output_gate=True, mamba_ssm_dtype="float32")
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
     attention = replace(attention, indexer=_read_indexer(config))
@@ -45,7 +44,7 @@ def _read_text(config: Config) -> formats.ModelSpec:
 
 def _read_indexer(config: Config) -> parts.BlockIndexerSpec:
     """Reads which blocks of positions a query attends to; the config must have all keys."""
-    config.only("indexer_kv_heads", 1)
+    config.only(indexer_kv_heads=1)
     config.require("indexer_kv_heads")
     budget, size = config.whole("indexer_budget"), config.whole("indexer_compress_ratio")
     if budget % size:
@@ -107,7 +106,6 @@ QWEN4_EXP_TEXT = family.Family(
         "layers.{i}.attention.index_q_norm": _INDEXER + "q_layernorm.weight",
         "layers.{i}.attention.index_k_norm": _INDEXER + "k_layernorm.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(qwen3_next.MTP_LAYER,),
     table_names=ngrams.NGRAM_TABLES,
     ignored_keys=frozenset({"mtp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "number_of_conv_states"}),

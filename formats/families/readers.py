@@ -13,7 +13,7 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, LeftOut, PredictionNames
+from moe_pack.formats.families.family import LeftOut, PredictionNames
 from moe_pack.formats.parts import positions
 from moe_pack.formats.parts.specs import LimitSpec
 
@@ -43,21 +43,6 @@ DENSE_NAMES: Mapping[str, str] = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-EXPERT_NAMES = ExpertNames(
-    {
-        "gate": "model.layers.{i}.mlp.experts.{e}.gate_proj.weight",
-        "up": "model.layers.{i}.mlp.experts.{e}.up_proj.weight",
-        "down": "model.layers.{i}.mlp.experts.{e}.down_proj.weight",
-    }
-)
-# The names in transformers 5's memory, which it also writes with save_original_format=False.
-FUSED_EXPERT_NAMES = ExpertNames(
-    {
-        "gate": "model.layers.{i}.mlp.experts.gate_up_proj",
-        "up": "model.layers.{i}.mlp.experts.gate_up_proj",
-        "down": "model.layers.{i}.mlp.experts.down_proj",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +114,7 @@ def read_decoder(
              norm: None for rms with `rms_norm_eps` (1e-6 if the config has none).
              others: layers whose attention is not `attention`.
     """
-    config.only("hidden_act", "silu")
+    config.only(hidden_act="silu")
     num_layers = config.num_layers()
     moe_layers = tuple(range(num_layers)) if moe_layers is None else moe_layers
     return formats.ModelSpec(
@@ -204,7 +189,7 @@ def read_llama_attention(config: Config, bias: tuple[parts.Projection, ...]) -> 
 
     Heads divide the hidden size; these files never read `head_dim`.
     """
-    config.only("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    config.only(head_dim=config.whole("hidden_size") // config.whole("num_attention_heads"))
     return read_grouped_query(config, bias=bias, own_keys=True)
 
 
@@ -213,7 +198,7 @@ def read_llama_rope(config: Config, head_dim: int) -> parts.RopeSpec:
 
     No published model of these uses the scalings that the files know (linear, dynamic), which are refused.
     """
-    config.only("rope_parameters", None)
+    config.only(rope_parameters=None)
     return rotary.read_rope(config, head_dim, scalings=())
 
 
@@ -370,17 +355,17 @@ def read_latent(
              must be the number of heads.
              may_lack_rank: whether queries have no latent where `q_lora_rank` is missing.
     """
-    config.only("attention_bias", False)
+    config.only(attention_bias=False)
     nope, rope, num_heads = (
         config.whole(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads")
     )
     if reads_kv_heads:
-        config.only("num_key_value_heads", num_heads)
+        config.only(num_key_value_heads=num_heads)
     else:
         config.ignore("num_key_value_heads")
-    config.only("qk_head_dim", nope + rope)
+    config.only(qk_head_dim=nope + rope)
     if reads_head_dim:
-        config.only("head_dim", rope if head_dim is None else head_dim)
+        config.only(head_dim=rope if head_dim is None else head_dim)
     else:
         config.ignore("head_dim")
     if not may_lack_rank:

@@ -92,7 +92,7 @@ def read_rope_by_kind(
              partial_rotary_factor, scalings: as for `read_rope`.
     Raises:  CheckpointError for a kind without an object, a scaling that we do not implement, or an unknown key.
     """
-    config.only("rope_scaling", None)  # transformers does not read it in these models
+    config.only(rope_scaling=None)  # transformers does not read it in these models
     group = config.group("rope_parameters")
     if group is None:
         return dict(defaults)
@@ -103,7 +103,7 @@ def read_rope_by_kind(
         if inner is None:
             raise formats.CheckpointError(f"{group.place}: key {kind!r} is missing, expected an object")
         theta = inner.number("rope_theta")
-        inner.only("truncate", True)  # transformers looks for it next to the kinds
+        inner.only(truncate=True)  # transformers looks for it next to the kinds
         size = head_dim if isinstance(head_dim, int) else head_dim[kind]
         ropes[kind] = _read_rope(outside, inner, size, theta, False, partial_rotary_factor, scalings, frozenset())
     group.refuse_unread(frozenset(ATTENTION_KINDS))
@@ -145,7 +145,7 @@ def _agreed(config: Config, group: Config | None, key: str, default: float) -> f
     if group is None or not group.has(key):
         return config.number(key, default)
     value = group.number(key)
-    config.only(key, value)
+    config.only(**{key: value})
     return value
 
 
@@ -159,7 +159,7 @@ def _original(config: Config, group: Config) -> int:
     if not group.has(key):
         return config.whole(key, _written_positions(config))
     value = group.whole(key)
-    config.only(key, value)
+    config.only(**{key: value})
     return value
 
 

@@ -11,9 +11,9 @@ from moe_pack.formats.families.family import Family, Published
 
 def _read_config(config: Config) -> formats.ModelSpec:
     # All layers have experts; published configs say so, and have a size for layers that have none.
-    config.only("first_k_dense_replace", 0)
+    config.only(first_k_dense_replace=0)
     config.ignore("intermediate_size")
-    config.only("use_qk_norm", False)
+    config.only(use_qk_norm=False)
     config.require("head_dim")  # missing, transformers takes 128
     config.require("num_key_value_heads")  # missing, transformers takes 8
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config, ("q", "k", "v")))
@@ -36,5 +36,4 @@ SOLAR_OPEN = Family(
     published=(Published("solar-open-100b", "102.6", "12"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

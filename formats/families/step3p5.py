@@ -98,7 +98,7 @@ def _read_attention(config: Config, kinds: tuple[str, ...], predicting: int) -> 
         qk_norm="head",
         gate=parts.OutputGateSpec("head", "sigmoid"),
     )
-    config.only("query_pre_attn_scalar", own.head_dim)
+    config.only(query_pre_attn_scalar=own.head_dim)
     config.ignore("sliding_window")  # without layers that have it
     window = config.whole("sliding_window") if "sliding_attention" in kinds else None
     windowed = replace(own, num_heads=_sliding_heads(config, own, kinds), sliding_window=window)
@@ -111,10 +111,12 @@ def _sliding_heads(config: Config, own: parts.GroupedQuerySpec, kinds: tuple[str
     heads, other = own.num_heads, config.group("attention_other_setting")
     if other is not None:
         heads = other.whole("num_attention_heads", heads)
-        other.only("attention_type", "sliding_attention")
-        other.only("num_attention_groups", own.num_kv_heads)
-        other.only("head_dim", own.head_dim)
-        other.only("true_head_dim", own.head_dim)
+        other.only(
+            attention_type="sliding_attention",
+            num_attention_groups=own.num_kv_heads,
+            head_dim=own.head_dim,
+            true_head_dim=own.head_dim,
+        )
         other.refuse_unread()
     heads = config.whole("num_sliding_attention_heads", heads)
     if config.has("per_layer_config"):  # transformers writes it, for layers that differ from the others
@@ -171,22 +173,24 @@ def _read_limits(config: Config, moe_layers: tuple[int, ...], predicting: int) -
 
 def _check_published_keys(config: Config) -> None:
     """Refuses other values of keys that published configs have and transformers does not read."""
-    config.only("mlp_bias", False)
-    config.only("gating", True)
-    config.only("use_bidirectional_attention", False)
-    config.only("use_moe", True)
-    config.only("moe_layer_offset", 0)
-    config.only("moe_every_n_layer", 1)
-    config.only("norm_expert_weight", True)
-    config.only("moe_router_activation", "sigmoid")
-    config.only("use_moe_router_bias", True)
-    config.only("use_head_wise_attn_gate", True)
-    config.only("use_qk_norm", True)
-    config.only("att_impl_type", "GQA")
-    config.only("zero_centered", True)
-    config.only("sink", False)
-    config.only("use_rope_layers", [])
-    config.only("yarn_only_types", ["full_attention"])
+    config.only(
+        mlp_bias=False,
+        gating=True,
+        use_bidirectional_attention=False,
+        use_moe=True,
+        moe_layer_offset=0,
+        moe_every_n_layer=1,
+        norm_expert_weight=True,
+        moe_router_activation="sigmoid",
+        use_moe_router_bias=True,
+        use_head_wise_attn_gate=True,
+        use_qk_norm=True,
+        att_impl_type="GQA",
+        zero_centered=True,
+        sink=False,
+        use_rope_layers=[],
+        yarn_only_types=["full_attention"],
+    )
     config.ignore("max_seq_len", "need_fp32_gate")
 
 
@@ -210,14 +214,8 @@ STEP3P5 = family.Family(
         },
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": _LAYER + "moe.gate_proj.weight",
-                "up": _LAYER + "moe.up_proj.weight",
-                "down": _LAYER + "moe.down_proj.weight",
-            }
-        ),
-        readers.FUSED_EXPERT_NAMES,
+        family.ExpertNames(family.matrices(_LAYER + "moe.*.weight", "gate_proj", "up_proj", "down_proj")),
+        family.FUSED_EXPERT_NAMES,
     ),
     unused=tuple(replace(readers.PREDICTION_LAYER, after=after) for after in range(3)),
     ignored_keys=frozenset({"mtp_layer_types", "mtp_mlp_layer_types"}),

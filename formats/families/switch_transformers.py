@@ -14,13 +14,9 @@ _NO_LIMIT = 2**31 - 1  # of positions: beyond max_distance all have one bias
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("is_encoder_decoder", True)
-    config.only("is_decoder", False)
-    config.only("add_cross_attention", False)
-    config.only("num_selected_experts", 1)
+    config.only(is_encoder_decoder=True, is_decoder=False, add_cross_attention=False, num_selected_experts=1)
     config.choice("dense_act_fn", ("relu",))
-    config.only("feed_forward_proj", "relu")
-    config.only("is_gated_act", False)
+    config.only(feed_forward_proj="relu", is_gated_act=False)
     num_encoding = config.num_layers("num_layers")
     num_decoding = config.num_layers("num_decoder_layers") if config.has("num_decoder_layers") else num_encoding
     moe_layers = (
@@ -60,7 +56,7 @@ def _sparse(config: Config, stack: str, num_layers: int) -> tuple[int, ...]:
     """
     num_sparse = config.count(f"num_sparse_{stack}_layers", 3)
     step = num_layers // num_sparse if num_sparse else num_layers
-    config.only(f"{stack}_sparse_step", step)
+    config.only(**{f"{stack}_sparse_step": step})
     return tuple(i for i in range(num_layers) if step == 1 or (step and i % step == 1))
 
 
@@ -76,8 +72,7 @@ def _read_attention(config: Config) -> parts.RelativeSpec:
 
 
 def _read_router(config: Config) -> formats.RouterSpec:
-    config.only("router_bias", False)
-    config.only("router_dtype", "float32")
+    config.only(router_bias=False, router_dtype="float32")
     return formats.RouterSpec(
         "softmax_topk",
         config.whole("num_experts", 8),
@@ -102,7 +97,7 @@ def _layer(mlp: int) -> dict[str, str]:
 
 def _experts(layer: str) -> family.ExpertNames:
     expert = f"{layer}.mlp.experts.expert_{{e}}"
-    return family.ExpertNames({"up": f"{expert}.wi.weight", "down": f"{expert}.wo.weight"})
+    return family.ExpertNames(family.matrices(f"{expert}.*.weight", "wi", "wo"))
 
 
 _COPY = "a copy of the embedding"

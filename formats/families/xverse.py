@@ -5,9 +5,8 @@ Source: xverse/XVERSE-MoE-A4.2B, modeling_xverse.py.
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -27,15 +26,15 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-XVERSE = Family(
+XVERSE = family.Family(
     model_type="xverse",
     short_names={
         "xverse-moe-a4.2b": "xverse/XVERSE-MoE-A4.2B",
         "xverse-moe-a4.2b-chat": "xverse/XVERSE-MoE-A4.2B-Chat",
     },
-    published=(Published("xverse-moe-a4.2b", "25.8", "4.2"),),
+    published=(family.Published("xverse-moe-a4.2b", "25.8", "4.2"),),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
-    expert_names=(readers.EXPERT_NAMES,),
+    expert_names=(family.EXPERT_NAMES,),
     ignored_keys=frozenset({"max_tokenizer_truncation", "pretraining_tp"}),
 )

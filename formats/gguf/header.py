@@ -262,7 +262,7 @@ def read_header(path: Path, error: type[errors.MoePackError], file: int = 0) -> 
             values[key] = header.value(key, header.number("<u4"))
         listed = [header.tensor(file) for _ in range(num_tensors)]
         start = _aligned(header.place, _alignment(values, path.name, error))
-        tensors = [_placed(tensor, start) for tensor in listed]
+        tensors = [replace(tensor, offset=start + tensor.offset) for tensor in listed]
         _check_places(tensors, start, _alignment(values, path.name, error), reader.num_bytes, header.fault)
     return values, tensors
 
@@ -395,10 +395,6 @@ def _alignment(values: Mapping[str, Any], place: str, error: type[errors.MoePack
 
 def _aligned(place: int, alignment: int) -> int:
     return -(-place // alignment) * alignment
-
-
-def _placed(tensor: GgufTensor, start: int) -> GgufTensor:
-    return replace(tensor, offset=start + tensor.offset)
 
 
 def _check_places(
