@@ -76,12 +76,11 @@ def within(
 ) -> family.Family:
     """Returns the family of multimodal checkpoints whose text model is one of the family `text`, without its models.
 
-    `tie_word_embeddings` counts where transformers reads it: in the object that the text model's is in.
-
     Args:    parts: patterns of the names of other parts' tensors, and what these are.   moves: ways in which
              checkpoints rename the text model's tensors; a name that no beginning fits stays.   text_keys: the keys
              that lead to the text model's object.   text_types: other names of its `model_type`.   tied_head: whether
-             the head is tied if no key says it.   tied_by_text: whether the text model's key ties it too.
+             the head is tied if the object that the text model's is in does not say it.
+             tied_by_text: whether the text model's own key ties it too.
              ignored_keys: keys of the multimodal config that change nothing for text.
     """
 
@@ -90,8 +89,7 @@ def within(
         is_tied = outer[-1].flag("tie_word_embeddings", tied_head)
         values.choice("model_type", (text.model_type, model_type, *text_types))
         spec = text.read_config(values)
-        if tied_by_text:
-            is_tied = is_tied or spec.tied_head
+        is_tied = is_tied or (tied_by_text and spec.tied_head)
         values.ignore("tie_word_embeddings", "quantization_config")  # which is read before
         values.refuse_unread(text.ignored_keys)
         for around in outer:
