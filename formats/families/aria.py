@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.multimodal import within
 
 
@@ -46,13 +46,10 @@ ARIA = replace(
     within(
         _TEXT,
         "aria",
-        ignored_keys=frozenset(
-            {
-                "ignore_index",
-                "max_value_projector_patch_to_query_dict",
-                "projector_patch_to_query_dict",
-                "vision_feature_layer",
-            }
+        ignored_keys=keys(
+            """
+            ignore_index max_value_projector_patch_to_query_dict projector_patch_to_query_dict vision_feature_layer
+            """
         ),
     ),
     short_names={"aria": "rhymes-ai/Aria", "aria-chat": "rhymes-ai/Aria-Chat"},

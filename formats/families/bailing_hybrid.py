@@ -11,7 +11,7 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.parts.specs import LimitSpec
 
 _BASE = 6e6  # of rotary positions
@@ -189,15 +189,10 @@ BAILING_HYBRID = family.Family(
         ),
     },
     unused=(readers.PREDICTION_LAYER,),
-    ignored_keys=frozenset(
-        {
-            "max_window_layers",
-            "mtp_loss_scaling_factor",
-            "mtp_use_kda",
-            "num_mtp_layers",
-            "num_nextn_predict_layers",
-            "pretraining_tp",
-            "seq_aux",
-        }
+    ignored_keys=keys(
+        """
+        max_window_layers mtp_loss_scaling_factor mtp_use_kda num_mtp_layers num_nextn_predict_layers pretraining_tp
+        seq_aux
+        """
     ),
 )

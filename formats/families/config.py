@@ -6,82 +6,34 @@ from typing import Any
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.parts.specs import MAX_LAYERS
 
+
+def keys(text: str) -> frozenset[str]:
+    """Returns the keys that a text lists, with spaces between them."""
+    return frozenset(text.split())
+
+
 _MAX_NUMBER = 1e38
 # Keys without effect on inference: training, tools that wrote the file, token ids (these are read from
 # generation_config.json), names of labels, and what a forward pass returns in addition to logits.
-_BOOKKEEPING = frozenset(
-    {
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "prefix",
-        "problem_type",
-        "return_dict",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "sep_token_id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "unk_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
-    }
+_BOOKKEEPING = keys(
+    """
+    _attn_implementation_autoset _name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id
+    finetuning_task id2label initializer_range label2id model_type output_attentions output_hidden_states
+    output_router_logits pad_token_id prefix problem_type return_dict router_aux_loss_coef router_jitter_noise
+    sep_token_id task_specific_params tokenizer_class torch_dtype transformers_version unk_token_id unsloth_fixed
+    unsloth_version use_bfloat16 use_cache
+    """
 )
 # How text is generated. transformers 4 wrote these into config.json; transformers 5 skips them there.
-_GENERATION = frozenset(
-    {
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "exponential_decay_length_penalty",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_scores",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "suppress_tokens",
-        "target_lookbehind",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-    }
+_GENERATION = keys(
+    """
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens
+    target_lookbehind temperature top_k top_p typical_p
+    """
 )
 # Keys that the base class of transformers writes for every model, with the value that changes nothing. Source:
 # PretrainedConfig of transformers 4.57 and PreTrainedConfig of 5.23; a test compares the list with the installed class.

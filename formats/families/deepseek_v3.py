@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import multimodal, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.family import Family, Published
 
 
@@ -86,15 +86,11 @@ KIMI_K25 = replace(
             "model.mm_projector.*": "what maps vision to the text model",
         },
         tied_head=True,
-        ignored_keys=frozenset(
-            {
-                "ignore_index",
-                "media_placeholder_token_id",
-                "projection_hidden_size",
-                "projection_layer_norm_eps",
-                "use_unified_vision_chunk",
-                "video_placeholder",
-            }
+        ignored_keys=keys(
+            """
+            ignore_index media_placeholder_token_id projection_hidden_size projection_layer_norm_eps
+            use_unified_vision_chunk video_placeholder
+            """
         ),
     ),
     short_names={"kimi-k2.5": "moonshotai/Kimi-K2.5", "kimi-k2.6": "moonshotai/Kimi-K2.6"},

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import ernie4_5_moe, family, multimodal, readers
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 
 
 def _pair(config: Config, key: str) -> tuple[int, int]:
@@ -102,19 +102,10 @@ ERNIE4_5_MOE_VL = replace(
         *_TEXT.dropped,
         *(family.LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in _PARTS.items()),
     ),
-    ignored_keys=frozenset(
-        {
-            "im_patch_id",
-            "image_end_token_id",
-            "image_start_token_id",
-            "moe_capacity",
-            "moe_multimodal_dispatch_use_allgather",
-            "pixel_hidden_size",
-            "spatial_conv_size",
-            "temporal_conv_size",
-            "video_end_token_id",
-            "video_start_token_id",
-            "vision_config",
-        }
+    ignored_keys=keys(
+        """
+        im_patch_id image_end_token_id image_start_token_id moe_capacity moe_multimodal_dispatch_use_allgather
+        pixel_hidden_size spatial_conv_size temporal_conv_size video_end_token_id video_start_token_id vision_config
+        """
     ),
 )

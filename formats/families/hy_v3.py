@@ -5,7 +5,7 @@ Source: transformers, models/hy_v3; Tencent (2026).
 
 from moe_pack import formats
 from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.family import Family, Published
 
 _MLP = "model.layers.{i}.mlp."
@@ -59,13 +59,10 @@ HY_V3 = Family(
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     # Precisions of sums, which are float32 here whatever they say; a kernel; a layer that is not run.
-    ignored_keys=frozenset(
-        {
-            "enable_attention_fp32_softmax",
-            "enable_lm_head_fp32",
-            "enable_moe_fp32_combine",
-            "num_nextn_predict_layers",
-            "use_grouped_mm",
-        }
+    ignored_keys=keys(
+        """
+        enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine num_nextn_predict_layers
+        use_grouped_mm
+        """
     ),
 )

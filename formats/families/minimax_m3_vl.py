@@ -10,7 +10,7 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, multimodal, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.parts.positions import ProportionalSpec
 
 _FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
@@ -171,21 +171,12 @@ MINIMAX_M3_VL = replace(
         "minimax_m3_vl",
         parts={**multimodal.PARTS, "patch_merge_mlp.*": "what maps vision to the text model"},
         tied_by_text=True,
-        ignored_keys=frozenset(
-            {
-                "image_grid_pinpoints",
-                "image_seq_length",
-                "img_token_compression_config",
-                "merged_hidden_size",
-                "multimodal_projector_bias",
-                "num_reward_heads",
-                "process_image_mode",
-                "projector_hidden_act",
-                "projector_hidden_size",
-                "video_token_index",
-                "vision_feature_layer",
-                "vision_feature_select_strategy",
-            }
+        ignored_keys=keys(
+            """
+            image_grid_pinpoints image_seq_length img_token_compression_config merged_hidden_size
+            multimodal_projector_bias num_reward_heads process_image_mode projector_hidden_act projector_hidden_size
+            video_token_index vision_feature_layer vision_feature_select_strategy
+            """
         ),
     ),
     short_names={"minimax-m3": "MiniMaxAI/MiniMax-M3"},

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from moe_pack import formats
 from moe_pack.formats.families import family
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 
 Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
 # Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
@@ -31,33 +31,13 @@ PARTS: Mapping[str, str] = {
     }.items()
 }
 # Keys of the multimodal config, and of objects between it and the text model's, that concern other parts alone.
-_OTHER_PARTS = frozenset(
-    {
-        "audio_config",
-        "audio_end_token_id",
-        "audio_start_token_id",
-        "audio_token_id",
-        "audio_token_index",
-        "boa_token_id",
-        "boa_token_index",
-        "boi_token_id",
-        "boi_token_index",
-        "eoa_token_id",
-        "eoa_token_index",
-        "eoi_token_id",
-        "eoi_token_index",
-        "image_end_token_id",
-        "image_start_token_id",
-        "image_token_id",
-        "image_token_index",
-        "video_end_token_id",
-        "video_start_token_id",
-        "video_token_id",
-        "vision_config",
-        "vision_end_token_id",
-        "vision_start_token_id",
-        "vision_token_id",
-    }
+_OTHER_PARTS = keys(
+    """
+    audio_config audio_end_token_id audio_start_token_id audio_token_id audio_token_index boa_token_id boa_token_index
+    boi_token_id boi_token_index eoa_token_id eoa_token_index eoi_token_id eoi_token_index image_end_token_id
+    image_start_token_id image_token_id image_token_index video_end_token_id video_start_token_id video_token_id
+    vision_config vision_end_token_id vision_start_token_id vision_token_id
+    """
 )
 _T = TypeVar("_T")
 

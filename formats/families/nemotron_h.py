@@ -11,7 +11,7 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.granitemoehybrid import MAMBA2_NAMES
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_next import MTP_LAYER
@@ -119,26 +119,12 @@ NEMOTRON_H = family.Family(
         family.ExpertNames(family.matrices("model.layers.{i}.mixer.experts.*", "up_proj", "down_proj")),
     ),
     unused=(MTP_LAYER,),
-    ignored_keys=frozenset(
-        {
-            "chunk_size",
-            "expand",
-            "hidden_dropout",
-            "mamba_ssm_cache_dtype",
-            "moe_shared_expert_overlap",
-            "mtp_hybrid_override_pattern",
-            "mtp_layers_block_type",
-            "norm_eps",
-            "num_logits_to_keep",
-            "num_nextn_predict_layers",
-            "rescale_prenorm_residual",
-            "residual_in_fp32",
-            "rope_theta",
-            "time_step_floor",
-            "time_step_limit",
-            "time_step_max",
-            "use_mamba_kernels",
-        }
+    ignored_keys=keys(
+        """
+        chunk_size expand hidden_dropout mamba_ssm_cache_dtype moe_shared_expert_overlap mtp_hybrid_override_pattern
+        mtp_layers_block_type norm_eps num_logits_to_keep num_nextn_predict_layers rescale_prenorm_residual
+        residual_in_fp32 rope_theta time_step_floor time_step_limit time_step_max use_mamba_kernels
+        """
     ),
 )
 
@@ -167,32 +153,13 @@ def _omni(model_type: str) -> family.Family:
     )
 
 
-_OMNI_IGNORED = frozenset(
-    {
-        "downsample_ratio",
-        "force_image_size",
-        "image_tag_type",
-        "img_context_token",
-        "img_context_token_id",
-        "img_end_token",
-        "img_start_token",
-        "max_sequence_length",
-        "norm_mean",
-        "norm_std",
-        "patch_size",
-        "projector_hidden_size",
-        "ps_version",
-        "sound_context_token",
-        "sound_context_token_id",
-        "template",
-        "use_thumbnail",
-        "video_context_token",
-        "video_context_token_id",
-        "video_pruning_rate",
-        "video_temporal_patch_size",
-        "vision_hidden_size",
-        "vit_hidden_size",
-    }
+_OMNI_IGNORED = keys(
+    """
+    downsample_ratio force_image_size image_tag_type img_context_token img_context_token_id img_end_token
+    img_start_token max_sequence_length norm_mean norm_std patch_size projector_hidden_size ps_version
+    sound_context_token sound_context_token_id template use_thumbnail video_context_token video_context_token_id
+    video_pruning_rate video_temporal_patch_size vision_hidden_size vit_hidden_size
+    """
 )
 NEMOTRON_H_OMNI = replace(
     _omni("nemotron_h_omni"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.family import Published
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
@@ -53,22 +53,12 @@ QWEN3_OMNI_MOE = replace(
             "talker.*": "the talker, which chooses codes of speech",
             "code2wav.*": "what makes sound of codes of speech",
         },
-        ignored_keys=frozenset(
-            {
-                "assistant_token_id",
-                "code2wav_config",
-                "enable_audio_output",
-                "im_end_token_id",
-                "im_start_token_id",
-                "position_id_per_seconds",
-                "seconds_per_chunk",
-                "system_token_id",
-                "talker_config",
-                "tts_bos_token_id",
-                "tts_eos_token_id",
-                "tts_pad_token_id",
-                "user_token_id",
-            }
+        ignored_keys=keys(
+            """
+            assistant_token_id code2wav_config enable_audio_output im_end_token_id im_start_token_id
+            position_id_per_seconds seconds_per_chunk system_token_id talker_config tts_bos_token_id tts_eos_token_id
+            tts_pad_token_id user_token_id
+            """
         ),
     ),
     short_names={

@@ -7,7 +7,7 @@ Source: transformers, models/switch_transformers; 2101.03961.
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.parts.specs import EncoderSpec
 
 _NO_LIMIT = 2**31 - 1  # of positions: beyond max_distance all have one bias
@@ -135,17 +135,10 @@ SWITCH_TRANSFORMERS = family.Family(
         family.LeftOut("encoder.embed_tokens.weight", _COPY, copy_of="shared.weight"),
         family.LeftOut("decoder.embed_tokens.weight", _COPY, copy_of="shared.weight"),
     ),
-    ignored_keys=frozenset(
-        {
-            "add_router_probs",
-            "dropout_rate",
-            "initializer_factor",
-            "n_positions",
-            "output_past",
-            "router_ignore_padding_tokens",
-            "router_jitter_noise",
-            "router_type",
-            "router_z_loss_coef",
-        }
+    ignored_keys=keys(
+        """
+        add_router_probs dropout_rate initializer_factor n_positions output_past router_ignore_padding_tokens
+        router_jitter_noise router_type router_z_loss_coef
+        """
     ),
 )
