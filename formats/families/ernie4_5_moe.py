@@ -85,6 +85,7 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
 
 ERNIE4_5_MOE = Family(
     model_type="ernie4_5_moe",
+    model_class="Ernie4_5_MoeForCausalLM",
     short_names={
         "ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT",
         "ernie-4.5-21b-a3b-thinking": "baidu/ERNIE-4.5-21B-A3B-Thinking",

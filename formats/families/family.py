@@ -10,30 +10,23 @@ from moe_pack.formats.families.config import Config
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Source tensors that are not run: a pattern of names (`*` for anything), and the reason.
+    """Source tensors that are not run. `{n}` in names is the number of layers, plus `after`."""
 
-    The pattern applies only if the checkpoint has the tensor `sign` (None: always). `{n}` in either is the number of
-    layers, plus `after`, `{e}` in the pattern the number of an expert behind the last one that is run. `copy_of` is the
-    name of a tensor that they must be equal to.
-    """
-
-    pattern: str
+    pattern: str  # of their names: `*` for anything, `{e}` for the number of an expert behind the last one that is run
     reason: str
-    sign: str | None = None
-    copy_of: str | None = None
+    sign: str | None = None  # the pattern applies only if the checkpoint has this tensor; None: always
+    copy_of: str | None = None  # the name of a tensor that they must be equal to
     after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that is not stored like its role: `transposed`, `[in, out]`, or with the role as first of `parts`.
-
-    `roles`: it has the rows of several roles, one after the other in this order, each named as in `dense_names`.
-    """
+    """A tensor that is not stored like its role."""
 
     name: str
-    transposed: bool = False
-    parts: int = 1
+    transposed: bool = False  # `[in, out]`
+    parts: int = 1  # with the role as first of so many
+    # It has the rows of several roles, one after the other in this order, each named as in `dense_names`.
     roles: tuple[str, ...] = ()
 
 
@@ -51,22 +44,19 @@ def matrices(template: str, *names: str) -> dict[formats.Matrix, str]:
 class ExpertNames:
     """One way in which checkpoints of a family name and store their experts.
 
-    `matrices` has the tensors' names, with `{i}` for the layer and `{e}` for the expert (or `{pair}`, as in
-    `dense_names`); a name without `{e}` is that of a tensor of all experts of the layer, `[E, rows, columns]`, or
-    `[E rows, columns]` if it is `one_matrix`. A matrix is stored as `[out, in]` (gate and up `[f, d]`, down `[d, f]`),
-    or as `[in, out]` if `transposed`, which may also be down alone. If gate and up have the same name, the neurons of
-    gate come first, or the two alternate if `interleaved`. `biases` has the names of biases, which are stored in the
-    same way: `[f]` for gate and up, `[d]` for down. `scales` names the scales of matrices in MXFP4 blocks. `of_gguf`:
-    what our reader of GGUF files calls the matrices, where no checkpoint has one tensor for each.
+    A matrix is stored as `[out, in]` (gate and up `[f, d]`, down `[d, f]`). If gate and up have the same name, the
+    neurons of gate come first.
     """
 
+    # The tensors' names, with `{i}` for the layer and `{e}` for the expert (or `{pair}`, as in `dense_names`). A name
+    # without `{e}` is that of a tensor of all experts of the layer, `[E, rows, columns]`.
     matrices: Mapping[formats.Matrix, str]
-    biases: Mapping[formats.Matrix, str] = field(default_factory=dict)
-    interleaved: bool = False
-    transposed: bool | Literal["down"] = False
-    one_matrix: bool = False
-    scales: Mapping[formats.Matrix, str] = field(default_factory=dict)
-    of_gguf: bool = False
+    biases: Mapping[formats.Matrix, str] = field(default_factory=dict)  # stored likewise: gate and up `[f]`, down `[d]`
+    interleaved: bool = False  # neurons of gate and up alternate
+    transposed: bool | Literal["down"] = False  # `[in, out]`; or down alone
+    one_matrix: bool = False  # all experts of the layer are `[E rows, columns]`
+    scales: Mapping[formats.Matrix, str] = field(default_factory=dict)  # of matrices in MXFP4 blocks
+    of_gguf: bool = False  # our reader of GGUF files calls them so; no checkpoint has one tensor for each
 
 
 # The names that most families share; the second are those in transformers 5's memory, which it also writes with
@@ -81,11 +71,10 @@ FUSED_EXPERT_NAMES = ExpertNames(
 class TableNames:
     """One way in which checkpoints of a family name the n-gram table of a layer, with `{i}` for the layer.
 
-    `table` is the name of a tensor with all rows, or, with `{part}`, of several whose rows follow each other, from part
-    0 on. The others name constants (I64), which the spec has too: a checkpoint that has them must have the same.
+    The last three are constants (I64) that the spec has too: a checkpoint that has them must have the same.
     """
 
-    table: str
+    table: str  # a tensor with all rows; with `{part}`, several whose rows follow each other, from part 0 on
     multipliers: str
     head_sizes: str
     head_offsets: str
@@ -99,19 +88,16 @@ class TableNames:
 class PredictionNames:
     """How checkpoints of a family name the prediction layer: a decoder layer that predicts a further token.
 
-    Names of the layer's parts begin with `layer` where those of `dense_names` and `expert_names` begin with `stack`;
-    `{n}` is the number of decoder layers. The others name what the layer has of its own: the matrix `project`, which
-    takes the normed embedding of a token and then the normed hidden state of the token before it, the norms of both,
-    and the norm before the head. `embed` and `head`: tables that some checkpoints repeat, or have for this layer alone.
+    `{n}` is the number of decoder layers.
     """
 
-    stack: str
-    layer: str
-    project: str
+    stack: str  # so begin names in `dense_names` and `expert_names` ...
+    layer: str  # ... which begin so for this layer
+    project: str  # takes the normed embedding of a token, then the normed hidden state of the token before it
     embed_norm: str
     hidden_norm: str
-    norm: str
-    embed: str | None = None
+    norm: str  # before the head
+    embed: str | None = None  # tables that some checkpoints repeat, or have for this layer alone
     head: str | None = None
 
 
@@ -131,34 +117,32 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type`.
-
-    `dense_names` maps roles to source names, with `{i}` for the layer, or `{pair}` and `{side}` (0 or 1) where the
-    source counts two of our layers as one; if a role has several names, a checkpoint has one of them. If one tensor has
-    several `roles`, each of them has the same `Stored`. A checkpoint follows one of the `expert_names`. For an encoder,
-    the roles of its layers begin with `encoder.{i}` here, its experts follow `encoder_expert_names`, and the layers of
-    both stacks count from 0.
-    `table_names`: the spellings of n-gram tables; a checkpoint follows one of them, layer by layer.
-    `prediction`: the spellings of the prediction layer, if the runtime can run it.
-    `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
-    `ignored_keys`: keys of the config that change nothing at inference. `text_keys`: in a multimodal checkpoint, the
-    keys that lead to the text model's object in the config. `old_keys`: older names of keys of the config, and what
-    they are called now. `may_lack_router_bias`: a checkpoint without any router's bias is that of a model without them.
-    """
+    """One `model_type`."""
 
     model_type: str
     read_config: Callable[[Config], formats.ModelSpec]
+    # From roles to source names, with `{i}` for the layer, or `{pair}` and `{side}` (0 or 1) where the source counts
+    # two of our layers as one. If a role has several names, a checkpoint has one of them. If one tensor has several
+    # roles, each of them has the same `Stored`. Roles of an encoder's layers begin with `encoder.{i}`; the layers of
+    # both stacks count from 0.
     dense_names: Mapping[str, DenseName | tuple[DenseName, ...]]
-    expert_names: tuple[ExpertNames, ...] = (EXPERT_NAMES, FUSED_EXPERT_NAMES)
+    expert_names: tuple[ExpertNames, ...] = (EXPERT_NAMES, FUSED_EXPERT_NAMES)  # a checkpoint follows one of them
     short_names: Mapping[str, str] = field(default_factory=dict)  # in lower case; each maps to a hub id
     published: tuple[Published, ...] = ()
     unpublished: str = ""  # why no public copy of a real config.json is in `configs`
-    dropped: tuple[LeftOut, ...] = ()
-    unused: tuple[LeftOut, ...] = ()
-    ignored_keys: frozenset[str] = frozenset()
+    model_class: str = ""  # of transformers, where it is not called as the type
+    dropped: tuple[LeftOut, ...] = ()  # not packed
+    unused: tuple[LeftOut, ...] = ()  # kept in the pack although they are not run
+    ignored_keys: frozenset[str] = frozenset()  # keys of the config that change nothing at inference
     encoder_expert_names: tuple[ExpertNames, ...] = ()
-    text_keys: tuple[str, ...] = ()
-    old_keys: Mapping[str, str] = field(default_factory=dict)
-    table_names: tuple[TableNames, ...] = ()
-    may_lack_router_bias: bool = False
-    prediction: tuple[PredictionNames, ...] = ()
+    text_keys: tuple[str, ...] = ()  # in a multimodal config, the keys that lead to the text model's object
+    old_keys: Mapping[str, str] = field(default_factory=dict)  # older names of keys, and what they are called now
+    table_names: tuple[TableNames, ...] = ()  # of n-gram tables; a checkpoint follows one of them, layer by layer
+    may_lack_router_bias: bool = False  # a checkpoint without any router's bias is that of a model without them
+    prediction: tuple[PredictionNames, ...] = ()  # the spellings of the prediction layer, if the runtime can run it
+
+    @property
+    def class_name(self) -> str:
+        """The model's class, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it."""
+        words = self.model_type.removesuffix("_text").split("_")
+        return self.model_class or f"{''.join(word.capitalize() for word in words)}ForCausalLM"

@@ -61,6 +61,7 @@ def read_granite(
 
 GRANITEMOE = family.Family(
     model_type="granitemoe",
+    model_class="GraniteMoeForCausalLM",
     short_names={
         "granite-1b-a400m": "ibm-granite/granite-3.0-1b-a400m-base",
         "granite-3.0-1b-a400m": "ibm-granite/granite-3.0-1b-a400m-base",
@@ -98,6 +99,7 @@ SHARED_NAMES: Mapping[str, str | family.Stored] = {
 GRANITEMOESHARED = replace(
     GRANITEMOE,
     model_type="granitemoeshared",
+    model_class="GraniteMoeSharedForCausalLM",
     unpublished="the class is in transformers; IBM published its weights in granitemoehybrid",
     published=(),
     read_config=_read_shared,

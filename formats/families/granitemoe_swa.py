@@ -44,6 +44,7 @@ assert isinstance(_ROUTER, tuple)
 GRANITEMOE_SWA = replace(
     granitemoe.GRANITEMOESHARED,
     model_type="granitemoe_swa",
+    model_class="GraniteMoeSWAForCausalLM",
     short_names={"granite-swash-3b-a600m": "ibm-granite/granite-swash-3b-a600m"},
     unpublished="only the sizes of ibm-granite/granite-swash-3b-a600m were found, not its rotary bases",
     published=(),

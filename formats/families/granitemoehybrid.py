@@ -87,6 +87,7 @@ MAMBA2_NAMES = {
 }
 GRANITEMOEHYBRID = Family(
     model_type="granitemoehybrid",
+    model_class="GraniteMoeHybridForCausalLM",
     short_names={
         "granite-4.0-h-tiny": "ibm-granite/granite-4.0-h-tiny",
         "granite-4.0-h-tiny-base": "ibm-granite/granite-4.0-h-tiny-base",

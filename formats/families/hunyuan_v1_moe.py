@@ -52,6 +52,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 HUNYUAN_V1_MOE = Family(
     model_type="hunyuan_v1_moe",
+    model_class="HunYuanMoEV1ForCausalLM",
     short_names={
         "hunyuan-a13b": "tencent/Hunyuan-A13B-Instruct",
         "hunyuan-a13b-instruct": "tencent/Hunyuan-A13B-Instruct",

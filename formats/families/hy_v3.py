@@ -45,6 +45,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 HY_V3 = Family(
     model_type="hy_v3",
+    model_class="HYV3ForCausalLM",
     short_names={"hy3-preview": "tencent/Hy3-preview", "hy3-preview-base": "tencent/Hy3-preview-Base"},
     published=(Published("hy3-preview-base", "295", "21"),),
     read_config=_read_config,

@@ -84,6 +84,7 @@ def _check_published_keys(config: Config, kinds: tuple[str, ...], ropes: dict[st
 
 MIMO_V2_FLASH = family.Family(
     model_type="mimo_v2_flash",
+    model_class="MiMoV2FlashForCausalLM",
     short_names={"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"},
     published=(family.Published("mimo-v2-flash", "309", "15", cached="111.36"),),
     read_config=_read_config,

@@ -68,6 +68,7 @@ _LAYER = "model.layers.{i}"
 _CONSTANT = "a constant that follows from the number of heads and layers"
 MINIMAX = family.Family(
     model_type="minimax",
+    model_class="MiniMaxForCausalLM",
     short_names={
         "minimax-text-01": "MiniMaxAI/MiniMax-Text-01-hf",
         "minimax-m1-40k": "MiniMaxAI/MiniMax-M1-40k-hf",

@@ -46,6 +46,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 MINIMAX_M2 = family.Family(
     model_type="minimax_m2",
+    model_class="MiniMaxM2ForCausalLM",
     short_names={
         "minimax-m2": "MiniMaxAI/MiniMax-M2",
         "minimax-m2.1": "MiniMaxAI/MiniMax-M2.1",

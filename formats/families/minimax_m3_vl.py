@@ -179,6 +179,7 @@ MINIMAX_M3_VL = replace(
             """
         ),
     ),
+    model_class="MiniMaxM3SparseForConditionalGeneration",
     short_names={"minimax-m3": "MiniMaxAI/MiniMax-M3"},
     published=(family.Published("minimax-m3", "427", "23", cached="68.736", active_leaves_out=("embed", "head")),),
 )

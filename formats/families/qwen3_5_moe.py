@@ -47,6 +47,7 @@ _NAMES = {
 }
 QWEN3_5_MOE_TEXT = Family(
     model_type="qwen3_5_moe_text",
+    model_class="Qwen3_5MoeForCausalLM",
     unpublished="its models are published inside multimodal checkpoints, qwen3_5_moe",
     read_config=_read_text,
     dense_names=_NAMES,

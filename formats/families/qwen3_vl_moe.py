@@ -45,6 +45,7 @@ QWEN3_VL_MOE = replace(
         _TEXT,
         "qwen3_vl_moe",
     ),
+    model_class="Qwen3VLMoeForConditionalGeneration",
     short_names={
         "qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",
         "qwen3-vl-30b-a3b-instruct": "Qwen/Qwen3-VL-30B-A3B-Instruct",
