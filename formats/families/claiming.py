@@ -42,13 +42,7 @@ class SourceMatrix:
     """The place of a matrix (or of a vector: one column) in the source, as `[num_rows, num_cols]`.
 
     Its rows are rows `first_row`, `first_row + row_step`, ... of a tensor, counted flat, of `row_size` values each; its
-    columns are the values `first_col`, `first_col + col_step`, ... of these. If `transposed`, it is instead the whole
-    tensor, `[num_cols, num_rows]`. `neurons` says whether an expert's neurons are its rows (`[f, d]`) or its columns
-    (`[d, f]`).
-
-    `codec`: the encoding of the tensor's values. `scales`: for codes, the tensor of their scales: one for 128 rows by
-    128 columns with `fp8`, one for 32 columns with `mxfp4`, one for `group_size` columns with `packed`, whose codes
-    have `num_bits` each.
+    columns are the values `first_col`, `first_col + col_step`, ... of these.
     """
 
     tensor: str
@@ -59,12 +53,14 @@ class SourceMatrix:
     row_step: int = 1
     first_col: int = 0
     col_step: int = 1
-    neurons: Literal["rows", "columns"] = "rows"
+    neurons: Literal["rows", "columns"] = "rows"  # of an expert's matrix: rows `[f, d]`, columns `[d, f]`
     codec: SourceCodec = "plain"
+    # For codes, the tensor of their scales: one for 128 rows by 128 columns with `fp8`, one for 32 columns with
+    # `mxfp4`, one for `group_size` columns with `packed`.
     scales: str | None = None
-    num_bits: int = 0
+    num_bits: int = 0  # of a `packed` code
     group_size: int = 0
-    transposed: bool = False
+    transposed: bool = False  # it is instead the whole tensor, `[num_cols, num_rows]`
 
     @property
     def is_kept(self) -> bool:
@@ -89,20 +85,20 @@ ExpertSources = dict[tuple[int, int, formats.Matrix], SourceMatrix]
 class Claims:
     """The account of a checkpoint: the place of each role and each expert's matrix, and the tensors that are not run.
 
-    Keys of `experts`, and of `expert_biases` for matrices with a bias, are decoder layer, expert and matrix. `unused`
-    (kept in the pack) and `dropped` give the reason for each tensor. `copies` names, for some dropped tensors, the
-    tensor that each must be equal to; `constants` has the numbers that a dropped tensor must have. `tables` has the
-    pieces of the n-gram table of each layer that has one, in the order of their rows.
+    Keys of `experts`, and of `expert_biases` for matrices with a bias, are decoder layer, expert and matrix.
     """
 
     dense: Mapping[str, SourceMatrix]
     experts: Mapping[tuple[int, int, formats.Matrix], SourceMatrix]
     expert_biases: Mapping[tuple[int, int, formats.Matrix], SourceMatrix]
-    unused: Mapping[str, str]
-    dropped: Mapping[str, str]
-    copies: Mapping[str, str]
+    unused: Mapping[str, str]  # the reason for each tensor that is kept in the pack
+    dropped: Mapping[str, str]  # the reason for each that is not
+    copies: Mapping[str, str]  # for some dropped tensors, the tensor that each must be equal to
+    # The pieces of the n-gram table of each layer that has one, in the order of their rows.
     tables: Mapping[int, tuple[SourceMatrix, ...]] = field(default_factory=dict)
-    constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    constants: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # the numbers that a dropped tensor must have
 
 
 def spec_of_tensors(family: Family, spec: formats.ModelSpec, tensors: Tensors) -> formats.ModelSpec:
@@ -308,7 +304,7 @@ def _claim_experts(
     matrices: ExpertSources = {}
     biases: ExpertSources = {}
     for layer in spec.moe_layers:
-        spelling = _spelling(family, spec, tensors, layer)
+        spelling = expert_spelling(family, spec, tensors, layer)
         for matrix in spec.expert.matrices:
             matrices |= _claim_matrix(spec, tensors, spelling, matrix, layer, quantization)
         for matrix in spec.expert.bias:
@@ -316,7 +312,7 @@ def _claim_experts(
     return matrices, biases
 
 
-def _spelling(family: Family, spec: formats.ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
+def expert_spelling(family: Family, spec: formats.ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
     """Returns the names of experts in a layer's stack, found by the stack's first layer with experts.
 
     If some spellings have the same names, the shape decides: one may transpose what another does not.
@@ -375,11 +371,6 @@ def expert_tensors(spec: formats.ModelSpec, spelling: ExpertNames, layer: int) -
     return shapes
 
 
-def expert_spelling(family: Family, spec: formats.ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
-    """Returns the names that a checkpoint with these tensors has for the experts of a layer."""
-    return _spelling(family, spec, tensors, layer)
-
-
 def known_spellings(family: Family, spec: formats.ModelSpec, layer: int) -> tuple[ExpertNames, ...]:
     """Returns the ways in which checkpoints of a family name and store the experts of a layer."""
     return family.encoder_expert_names if _in_stack(spec, layer)[0] else family.expert_names
@@ -388,16 +379,15 @@ def known_spellings(family: Family, spec: formats.ModelSpec, layer: int) -> tupl
 def _fused_shape(
     spec: formats.ModelSpec, spelling: ExpertNames, tensors: Tensors, name: str, shape: tuple[int, int]
 ) -> tuple[int, ...]:
-    """Returns the shape of a tensor of all experts, each of whose matrices has `shape`."""
+    """Returns the shape of a tensor of all experts, each of whose matrices has `shape`.
+
+    Experts that return their input may have rows too, which mean nothing.
+    """
+    num_experts, num_outputs = spec.router.num_experts, spec.router.num_outputs
     if spelling.one_matrix:
-        return spec.router.num_experts * shape[0], shape[1]
-    return _num_fused(spec, tensors, name), *shape
-
-
-def _num_fused(spec: formats.ModelSpec, tensors: Tensors, name: str) -> int:
-    """Returns how many experts a fused tensor has; those that return their input may have rows that mean nothing."""
-    is_with_identity = name in tensors and tensors[name][1][:1] == (spec.router.num_outputs,)
-    return spec.router.num_outputs if is_with_identity else spec.router.num_experts
+        return num_experts * shape[0], shape[1]
+    is_with_identity = name in tensors and tensors[name][1][:1] == (num_outputs,)
+    return num_outputs if is_with_identity else num_experts, *shape
 
 
 def _claim_bias(

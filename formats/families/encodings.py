@@ -18,15 +18,12 @@ SourceCodec = Literal["plain", "fp8", "mxfp4", "packed"]
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The encoding of a checkpoint's quantized tensors, by its config.
-
-    `num_bits`, `group_size`: of `packed` codes; a group of 0 columns is the whole row. `others`: further encodings of
-    other tensors by the same codec; a tensor's shape shows which it has.
-    """
+    """The encoding of a checkpoint's quantized tensors, by its config."""
 
     codec: SourceCodec = "plain"
-    num_bits: int = 0
-    group_size: int = 0
+    num_bits: int = 0  # of a `packed` code
+    group_size: int = 0  # columns that share a scale of `packed` codes; 0: the whole row
+    # Further encodings of other tensors by the same codec; a tensor's shape shows which it has.
     others: tuple["Quantization", ...] = ()
 
 
