@@ -528,8 +528,7 @@ def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors
     if shape[-1] % MXFP4_BLOCK:
         raise formats.CheckpointError(
             f"checkpoint: tensor {source.tensor!r}: config.json gives it rows of {shape[-1]} values, expected a "
-            "multiple "
-            f"of {MXFP4_BLOCK}"
+            f"multiple of {MXFP4_BLOCK}"
         )
     assert source.scales is not None, "a matrix in blocks has scales"
     blocks = (*shape[:-1], shape[-1] // MXFP4_BLOCK)

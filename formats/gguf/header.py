@@ -218,9 +218,8 @@ def _check_parts(paths: list[Path], parts: list[dict[str, Any]], num_tensors: in
     for number, (path, values) in enumerate(zip(paths, parts, strict=True)):
         if values.get("split.no") != number:
             raise formats.CheckpointError(
-                f"{path.name}: split.no is {errors.shortened(values.get('split.no'))}, expected {number} by its "
-                "name; keep "
-                "the names as llama.cpp made them"
+                f"{path.name}: split.no is {errors.shortened(values.get('split.no'))}, expected {number} by its name; "
+                "keep the names as llama.cpp made them"
             )
     total = parts[0].get("split.tensors.count")
     if isinstance(total, int) and total != num_tensors:
@@ -372,9 +371,8 @@ class _Header:
             known = package.GGMLQuantizationType(kind)
         except ValueError as fault:
             raise self.fault(
-                f"tensor {errors.shortened(name)} is of type {kind}, which the gguf package does not know; a "
-                "newer one may: "
-                "pip install -U gguf"
+                f"tensor {errors.shortened(name)} is of type {kind}, which the gguf package does not know; a newer one "
+                "may: pip install -U gguf"
             ) from fault
         block, block_bytes = package.GGML_QUANT_SIZES[known]
         if shape[-1] % block:

@@ -110,6 +110,5 @@ def _check_space(name: names.HubName, repository: HubRepository, paths: list[str
     if needed > free:
         raise formats.PackError(
             f"{name.text()}: the download needs {formats.size_text(needed)} in {cache}, where "
-            f"{formats.size_text(free)} are free; free "
-            "some, or set HF_HUB_CACHE to a folder on a larger disk"
+            f"{formats.size_text(free)} are free; free some, or set HF_HUB_CACHE to a folder on a larger disk"
         )
