@@ -144,10 +144,7 @@ def _check_text(context: click.Context) -> None:
 
 
 def environment_text(name: str) -> str:
-    """Returns a variable of the environment, empty if it is not set.
-
-    Raises:  UsageError if it is no text.
-    """
+    """Returns a variable of the environment, empty if it is not set. Raises UsageError if it is no text."""
     text = os.environ.get(name, "")
     if (fault := text_fault(text)) is not None:
         raise errors.UsageError(f"{name} {fault}; set another value")

@@ -92,10 +92,7 @@ class Part:
 
     @classmethod
     def of(cls, text: str) -> "Part":
-        """Returns the part that `I/N` means.
-
-        Raises:  ValueError if it means none.
-        """
+        """Returns the part that `I/N` means. Raises ValueError if it means none."""
         index, slash, count = text.partition("/")
         if not slash or not index.isdecimal() or not count.isdecimal() or not 1 <= int(index) <= int(count):
             raise ValueError(f"found {text!r}, expected I/N with I from 1 to N, such as 1/3")

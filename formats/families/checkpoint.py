@@ -130,10 +130,7 @@ class Checkpoint(SourceReader):
         return [(entry.name, entry.dtype, entry.shape) for entry in entries]
 
     def raw(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Reads `num_bytes` of a tensor, from byte `start` on: u8, own memory.
-
-        Raises:  CheckpointError as `rows`.
-        """
+        """Reads `num_bytes` of a tensor, from byte `start` on: u8, own memory. Raises CheckpointError as `rows`."""
         return self.files.read(tensor, start, num_bytes)
 
     def account(self) -> tuple[list[manifests.SourceFile], list[manifests.SourceTensor]]:

@@ -441,10 +441,7 @@ def _turn(
 
 
 def _why_dropped(family: Family, spec: formats.ModelSpec, name: str, tensors: Tensors) -> LeftOut:
-    """Returns why a tensor without a role is not packed.
-
-    Raises:  CheckpointError if there is no reason.
-    """
+    """Returns why a tensor without a role is not packed. Raises CheckpointError if there is no reason."""
     if name == second_head(family, spec, (name,)):
         return _TIED
     left_out = _first((_CONSTANT, *family.dropped), spec, name, tensors)

@@ -85,10 +85,7 @@ class PredictionLayer(SourceReader):
         return self._experts[0, expert, matrix]
 
     def check(self) -> None:
-        """Checks the bytes of the file that has the layer.
-
-        Raises:  PackError if they are damaged.
-        """
+        """Checks the bytes of the file that has the layer. Raises PackError if they are damaged."""
         self.pack.check_file(UNUSED_FILE)
 
 

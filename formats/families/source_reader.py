@@ -18,10 +18,7 @@ class SourceReader(ABC):
 
     @abstractmethod
     def raw(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Reads `num_bytes` of a tensor, from byte `start` on: u8, own memory.
-
-        Raises:  as `rows`.
-        """
+        """Reads `num_bytes` of a tensor, from byte `start` on: u8, own memory. Raises as `rows`."""
 
     def dtype(self, source: claiming.SourceMatrix) -> str:
         """Returns the safetensors dtype of a matrix: BF16, F16, F32; of codes F8_E4M3, U8 (MXFP4), or I32 (packed)."""

@@ -262,10 +262,7 @@ class GgufFiles(CheckpointFiles):
         return _Tensor(rows, (rows.num_rows, *tensors[0].shape[1:]), tensors[0].file)
 
     def _dense(self, spec: formats.ModelSpec, role: DenseRole, way: Stored) -> _Tensor:
-        """Returns the tensor of a role.
-
-        Raises:  CheckpointError if there is none, or it has another size.
-        """
+        """Returns the tensor of a role. Raises CheckpointError if there is none, or it has another size."""
         key, layer = role_key(spec, role.name)
         make = self._architecture.makers.get(key)
         name = "" if make else self._name(key, layer)
@@ -477,10 +474,7 @@ class GgufFiles(CheckpointFiles):
             )
 
     def _check_left_out(self) -> None:
-        """Checks that every tensor has a role.
-
-        Raises:  CheckpointError with the first that has none.
-        """
+        """Checks that every tensor has a role. Raises CheckpointError with the first that has none."""
         for name, tensor in self._stored.items():
             if name not in self._used:
                 raise formats.CheckpointError(

@@ -38,10 +38,7 @@ _TRUTH, _TEXT, _LIST = 7, 8, 9
 
 
 def gguf_package() -> Any:
-    """Returns the `gguf` package.
-
-    Raises:  CheckpointError if it is not installed.
-    """
+    """Returns the `gguf` package. Raises CheckpointError if it is not installed."""
     try:
         import gguf
         import gguf.quants
@@ -52,16 +49,13 @@ def gguf_package() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a GGUF file. `type`: the name of its GGML type. `shape`: with the contiguous dimension last.
-
-    `file`: the number of its file among those of the model.   `offset`: of its first byte there.
-    """
+    """A tensor of a GGUF file."""
 
     name: str
-    type: str
-    shape: tuple[int, ...]
-    file: int
-    offset: int
+    type: str  # the name of its GGML type
+    shape: tuple[int, ...]  # with the contiguous dimension last
+    file: int  # the number of its file among those of the model
+    offset: int  # of its first byte there
     num_bytes: int
 
     @property
@@ -267,10 +261,7 @@ def read_header(path: Path, error: type[errors.MoePackError], file: int = 0) -> 
 
 
 class _Header:
-    """The bytes of a header, taken in order, never behind the end of the file.
-
-    `place`: of the next byte.
-    """
+    """The bytes of a header, taken in order, never behind the end of the file. `place`: of the next byte."""
 
     def __init__(self, name: str, reader: formats.RangeReader, error: type[errors.MoePackError]) -> None:
         self._name, self._reader, self._error = name, reader, error

@@ -80,10 +80,7 @@ def _variants(paths: Iterable[str]) -> list[str]:
 
 
 def _chosen(name: names.HubName, variants: list[str]) -> str:
-    """Returns the folder of the pack that a name means.
-
-    Raises:  PackError if there is none, or several.
-    """
+    """Returns the folder of the pack that a name means. Raises PackError if there is none, or several."""
     others = ", ".join(f"{name.repository}:{variant}" for variant in variants if variant)
     if not variants:
         raise formats.PackError(

@@ -85,10 +85,7 @@ class StreamedFiles(checkpoint_files.ShardFiles):
         return self._small[name]
 
     def read(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Reads a range of a tensor: u8, own memory.
-
-        Raises:  CheckpointError if it cannot be fetched.
-        """
+        """Reads a range of a tensor: u8, own memory. Raises CheckpointError if it cannot be fetched."""
         entry, shard = self._entries[tensor], self._shards[tensor]
         assert 0 <= start <= start + num_bytes <= entry.num_bytes, (tensor, start, num_bytes)
         out = np.empty(num_bytes, np.uint8)

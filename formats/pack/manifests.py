@@ -362,24 +362,19 @@ class PackageVersion:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The bytes of a pack by part. `content` counts all files but the manifest; the other parts add up to it.
-
-    `headers`: of the expert files.   `padding`: between extents.   `tables`: index, thresholds, order, rotation, source
-    account.   `copied`: the source's small files.   `unused`: tensors that are not run.   `ngrams`: the files of n-gram
-    tables.
-    """
+    """The bytes of a pack by part. All but `content` add up to it."""
 
     selectors: int
     records: int
     extra: int
-    padding: int
-    headers: int
+    padding: int  # between extents
+    headers: int  # of the expert files
     dense: int
-    tables: int
-    copied: int
-    content: int
-    unused: int = json_files.added(0)
-    ngrams: int = json_files.added(0)
+    tables: int  # index, thresholds, order, rotation, source account
+    copied: int  # the source's small files
+    content: int  # of all files but the manifest
+    unused: int = json_files.added(0)  # tensors that are not run
+    ngrams: int = json_files.added(0)  # the files of n-gram tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,20 +539,19 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor and its fate. `reason` says why it is unused or dropped, and is empty for other fates.
-
-    `weights`: the number of the model's weights in it, if that is not the usual one: of words with packed codes, and of
-    a tensor of which the model uses a part.   `decoded_from`: the type in the source's file, if `dtype` is that of
-    values decoded from it.
-    """
+    """A tensor and its fate."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     fate: Fate
-    reason: str
+    reason: str  # why it is unused or dropped; empty for other fates
+    # The number of the model's weights in it, if that is not the usual one: of words with packed codes, and of a tensor
+    # of which the model uses a part.
     weights: int | None = json_files.added(None)
-    decoded_from: str | None = json_files.added(None)
+    decoded_from: str | None = json_files.added(
+        None
+    )  # the type in the file, if `dtype` is that of values decoded from it
 
     @property
     def num_weights(self) -> int:
@@ -588,8 +582,5 @@ NO_SOURCE = account_bytes((), ())
 
 
 def read_account(raw: bytes) -> SourceAccount:
-    """Reads the bytes of `source.json`.
-
-    Raises:  PackError if they are not a source account.
-    """
+    """Reads the bytes of `source.json`. Raises PackError if they are not a source account."""
     return json_files.load(SourceAccount, json_files.parse(raw, SOURCE_FILE, PackError), SOURCE_FILE, PackError)
