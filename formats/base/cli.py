@@ -256,17 +256,13 @@ class _Choice(click.Choice[str]):
 
 @dataclass(frozen=True, slots=True)
 class _CommandOption:
-    """An option of a dataclass or of a dataclass nested in it.
+    """An option of a dataclass or of a dataclass nested in it."""
 
-    `place`: the name of its parameter.   `hint`: the field's type without None.   `default`: MISSING if it is required.
-    `is_grouped`: whether it belongs to a nested dataclass that may be None.
-    """
-
-    place: str
+    place: str  # the name of its parameter
     option: commands.Option
-    hint: Any
-    default: Any
-    is_grouped: bool
+    hint: Any  # the field's type without None
+    default: Any  # MISSING if it is required
+    is_grouped: bool  # whether it belongs to a nested dataclass that may be None
 
     def click_option(self) -> Callable[[C], C]:
         """Returns the click decorator that adds the option."""
