@@ -31,6 +31,7 @@ def read_rope(
     partial_rotary_factor: float | None = None,
     scalings: tuple[Scaling, ...] = SCALINGS,
     ignored: frozenset[str] = frozenset(),
+    group: Config | None = None,
 ) -> parts.RopeSpec:
     """Reads the rotary positions of a model whose heads (or their rotated part) have `head_dim` values.
 
@@ -38,23 +39,10 @@ def read_rope(
              factor rotates whole heads, and refuses the key (most of transformers' models ignore it).
              scalings: those that the family has, in addition to none; by default all that transformers has.
              ignored: keys of `rope_parameters` that change nothing in this family.
+             group: the object with the rotary positions, if it is not the config's usual one.
     Raises:  CheckpointError for a scaling that we do not implement, or an unknown key of a scaling.
     """
-    return _read_rope(
-        config, rope_group(config), head_dim, default_theta, interleaved, partial_rotary_factor, scalings, ignored
-    )
-
-
-def _read_rope(
-    config: Config,
-    group: Config | None,
-    head_dim: int,
-    default_theta: float,
-    interleaved: bool,
-    partial_rotary_factor: float | None,
-    scalings: tuple[Scaling, ...],
-    ignored: frozenset[str],
-) -> parts.RopeSpec:
+    group = rope_group(config) if group is None else group
     theta = _agreed(config, group, "rope_theta", default_theta)
     factor = _agreed(config, group, "partial_rotary_factor", partial_rotary_factor or 1.0)
     kind = "default" if group is None else group.text(group.either("rope_type", "type"), "default")
@@ -105,7 +93,7 @@ def read_rope_by_kind(
         theta = inner.number("rope_theta")
         inner.only(truncate=True)  # transformers looks for it next to the kinds
         size = head_dim if isinstance(head_dim, int) else head_dim[kind]
-        ropes[kind] = _read_rope(outside, inner, size, theta, False, partial_rotary_factor, scalings, frozenset())
+        ropes[kind] = read_rope(outside, size, theta, False, partial_rotary_factor, scalings, group=inner)
     group.refuse_unread(frozenset(ATTENTION_KINDS))
     return ropes
 
