@@ -132,10 +132,7 @@ def text_fault(text: str) -> str | None:
 
 
 def _check_text(context: click.Context) -> None:
-    """Checks that the texts among a command's options and arguments are text. A path may have any bytes.
-
-    Raises:  click.BadParameter.
-    """
+    """Checks that the texts among a command's options and arguments are text. A path may have any bytes."""
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         for text in value if isinstance(value, tuple) else (value,):
@@ -357,10 +354,7 @@ def _gathered(kind: type[Any], values: dict[str, Any], before: str = "") -> Any:
 
 
 def _is_left_out(group: list[_CommandOption], values: dict[str, Any]) -> bool:
-    """Returns whether the required option of a group is missing, and each other option that begins it.
-
-    Raises:  UsageError if they are missing, but another option of the group is given.
-    """
+    """Returns whether the required option of a group is missing, and each other option that begins it."""
     required = next(one for one in group if one.default is MISSING)
     if any(values[one.place] is not None for one in group if one is required or one.option.begins):
         return False

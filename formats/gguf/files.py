@@ -458,10 +458,7 @@ class GgufFiles(CheckpointFiles):
             )
 
     def _check_factors(self, spec: formats.ModelSpec) -> None:
-        """Checks that the factors of rotary positions are those of the model.
-
-        Raises:  CheckpointError if they are missing, or others.
-        """
+        """Checks that the factors of rotary positions are those of the model."""
         expected = rope_factors(spec)
         if expected is None:
             return

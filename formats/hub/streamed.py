@@ -185,10 +185,7 @@ class _Pieces:
         self.fetched_bytes = 0
 
     def read(self, key: Key, num_bytes: int, start: int, out: NDArray[np.uint8]) -> None:
-        """Reads the bytes of a piece from its byte `start` on, as many as `out` has; fetches the piece if need be.
-
-        Raises:  CheckpointError.
-        """
+        """Reads the bytes of a piece from its byte `start` on, as many as `out` has; fetches the piece if need be."""
         with self._used(key, num_bytes) as file:
             done = 0
             while done < len(out):
