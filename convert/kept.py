@@ -145,7 +145,7 @@ def kept_text(plan: plans.Plan, checkpoint: families.Checkpoint, rotation: Rotat
             for matrix in checkpoint.spec.expert.matrices:
                 is_kept = checkpoint.expert_source(layer_idx, e, matrix).is_kept
                 part = expert.of(matrix)
-                if part is not None and is_kept and part.codec not in ("affine", "trellis"):
+                if part is not None and is_kept and not part.is_quantized:
                     kept[matrix, plans.format_text(part)] += 1
     if not kept:
         return None

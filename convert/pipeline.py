@@ -188,7 +188,7 @@ def kind_of_work(recipe: account.Recipe, earlier: EarlierPack | None, item: layo
 
 
 def _weight_cost(quantizer: plans.Quantizer, part: plans.PartFormat) -> float:
-    if part.codec not in ("affine", "trellis"):
+    if not part.is_quantized:
         return 0.0  # the source's codes are kept
     return _WEIGHT_COSTS[quantizer] * (_TRELLIS_COST if part.codec == "trellis" else 1.0)
 

@@ -95,7 +95,7 @@ class _Sums:
         self.error += error
         self.weight += weight
         self.largest = max(self.largest, float(difference.max()))
-        if error == 0 or part is None or part.codec not in ("affine", "trellis"):
+        if error == 0 or part is None or not part.is_quantized:
             return error == 0
         chance = _UNRELATED_DEVIATIONS / math.sqrt(source.numel())
         return _cosine(source, stored) > (min(_RELATED, chance) if part.bits == 1 else _RELATED)

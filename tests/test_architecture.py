@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_pack.formats.base.version import installed_version
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import model_types, modules
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("formats", "runtime", "calib", "convert")
@@ -143,7 +143,7 @@ def names_bound(source: Source) -> set[str]:
 @cache
 def imported(source: Source) -> frozenset[str]:
     """The modules a file imports, anywhere in it; `from package import module` counts as the module."""
-    names = {f"moe_pack.formats.families.{module}" for module in FAMILIES.values()} if source.module == TABLE else set()
+    names = {f"moe_pack.formats.families.{module}" for module in modules()} if source.module == TABLE else set()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -374,7 +374,7 @@ def code_words(source: Source) -> Iterator[tuple[int, str]]:
 
 def test_a_family_is_named_in_the_family_table_alone() -> None:
     # A name that begins inside a word is none: "variance" does not name Aria.
-    names = re.compile(f"(?<![a-z])(?:{'|'.join(map(re.escape, FAMILIES))})", re.IGNORECASE)
+    names = re.compile(f"(?<![a-z])(?:{'|'.join(map(re.escape, model_types()))})", re.IGNORECASE)
     wrong = [
         (source.module, line, word)
         for source in sources()

@@ -22,7 +22,7 @@ from moe_pack.convert.export.weights import ExportUnit, PackSource, plain_units
 from moe_pack.convert.options import Dtype
 from moe_pack.formats import Pack
 from moe_pack.formats.base import commands
-from moe_pack.formats.families import Checkpoint, family
+from moe_pack.formats.families import Checkpoint, claiming
 from moe_pack.formats.gguf import GgufFiles, find_gguf
 from moe_pack.formats.pack import writer
 from moe_pack.formats.pack.manifests import COPIED_FILES
@@ -64,7 +64,7 @@ def export_plain(pack: Pack, folder: Path, dtype: Dtype | None, work: ExportWork
     """
     source = PackSource.of(pack, work.operations)
     tensors = exported_tensors(pack, source.model, dtype)
-    claims = family.claim_tensors(source.model.family, source.model.spec, tensors)
+    claims = claiming.claim_tensors(source.model.family, source.model.spec, tensors)
     units = list(plain_units(source, claims, tensors))
     config = source.model.plain_config()
     found = _write(source, folder, units, config, dtype, {"to": "safetensors"}, work)
@@ -88,7 +88,7 @@ def export_compressed(
     source, report = PackSource.of(pack, work.operations), compressed.CodesReport()
     formats = code_formats(pack, source.model, width, group)
     tensors = exported_tensors(pack, source.model, dtype, by_expert=True)
-    claims = family.claim_tensors(source.model.family, source.model.spec, tensors)
+    claims = claiming.claim_tensors(source.model.family, source.model.spec, tensors)
     units = list(compressed.coded_units(source, claims, tensors, formats, report))
     config = {**source.model.plain_config(), "quantization_config": compressed.quantization_config(formats)}
     kinds = {str(layer): json.dumps(asdict(each)) for layer, each in formats.items()}
@@ -132,7 +132,7 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     return changed
 
 
-def num_zeros(tensors: family.Tensors, claims: family.Claims) -> int:
+def num_zeros(tensors: claiming.Tensors, claims: claiming.Claims) -> int:
     """Returns how many values of tensors that the model has a part of belong to nothing that it runs."""
     sizes = {source.tensor: math.prod(tensors[source.tensor][1]) for _, source in owners(claims)}
     return sum(sizes.values()) - sum(source.num_rows * source.num_cols for _, source in owners(claims))

@@ -32,7 +32,7 @@ from moe_pack.convert.export.weights import (
 )
 from moe_pack.convert.plan.search import FUSED_GROUPS
 from moe_pack.formats import Pack, RunError
-from moe_pack.formats.families import family
+from moe_pack.formats.families import claiming, encodings
 from moe_pack.formats.pack.safetensors import StoredTensor
 from moe_pack.formats.parts import specs
 from moe_pack.runtime.model.matrices import TORCH_DTYPES
@@ -122,7 +122,7 @@ def coded_tensors(name: str, dtype: str, shape: tuple[int, ...], code: CodeForma
     """Returns the tensors that a plain matrix `[out, in]` becomes; scales have its dtype."""
     rows, cols = shape
     return (
-        (f"{name}_packed", "I32", (rows, cols * code.width // family.WORD_BITS)),
+        (f"{name}_packed", "I32", (rows, cols * code.width // encodings.WORD_BITS)),
         (f"{name}_scale", dtype, (rows, cols // code.group)),
         (f"{name}_shape", "I64", (2,)),
     )
@@ -258,8 +258,8 @@ def _put_matrix(
 
 def coded_units(
     source: PackSource,
-    claims: family.Claims,
-    tensors: family.Tensors,
+    claims: claiming.Claims,
+    tensors: claiming.Tensors,
     formats: Mapping[int, CodeFormat],
     report: CodesReport,
 ) -> Iterator[ExportUnit]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_pack import formats
 from moe_pack.calib.quantize import LayerRotation
 from moe_pack.convert.export.source import Owner, SourceModel, owners
-from moe_pack.formats.families import family
+from moe_pack.formats.families import claiming
 from moe_pack.formats.pack import safetensors
 from moe_pack.formats.pack.codecs import affine
 from moe_pack.formats.pack.layouts import DenseLayout
@@ -93,7 +93,7 @@ class PlainExpert:
         scale, zero = (torch.empty_like(each).index_copy_(0, self._order[self._first], each) for each in pair)
         return scale, zero
 
-    def rows(self, owner: Owner, source: family.SourceMatrix) -> Rows:
+    def rows(self, owner: Owner, source: claiming.SourceMatrix) -> Rows:
         """Returns what gives the rows of a matrix or a bias as a checkpoint has them."""
         if owner.kind == "bias":
             values = self.biases[owner.name][:, None]  # type: ignore[index]  # an owner's name is a matrix
@@ -123,10 +123,10 @@ class Piece:
     first_row: int
     num_rows: int
     row_size: int
-    places: tuple[tuple[Owner, family.SourceMatrix], ...]
+    places: tuple[tuple[Owner, claiming.SourceMatrix], ...]
 
     def blocks(
-        self, rows_of: Callable[[Owner, family.SourceMatrix], Rows], dtype: torch.dtype
+        self, rows_of: Callable[[Owner, claiming.SourceMatrix], Rows], dtype: torch.dtype
     ) -> Iterator[tuple[int, Tensor]]:
         """Yields row by row of the tensor: the first row's number, and the values of some, in `dtype`."""
         given = [(source, rows_of(owner, source)) for owner, source in self.places]
@@ -138,7 +138,7 @@ class Piece:
             yield start, out
 
 
-def _fill(out: Tensor, start: int, source: family.SourceMatrix, rows: Rows) -> None:
+def _fill(out: Tensor, start: int, source: claiming.SourceMatrix, rows: Rows) -> None:
     """Puts the rows of a matrix that lie in rows `start`, ... of its tensor into `out` [rows, row_size]."""
     stop = start + len(out)
     if source.transposed:
@@ -155,9 +155,9 @@ def _fill(out: Tensor, start: int, source: family.SourceMatrix, rows: Rows) -> N
     out[first::step][: high - low, source.first_col : last_col : source.col_step] = values
 
 
-def pieces_of(claims: family.Claims) -> dict[str, list[Piece]]:
+def pieces_of(claims: claiming.Claims) -> dict[str, list[Piece]]:
     """Returns the pieces of each tensor that has values of the model, rising; matrices that interlock share one."""
-    spans: dict[str, list[tuple[int, int, int, Owner, family.SourceMatrix]]] = {}
+    spans: dict[str, list[tuple[int, int, int, Owner, claiming.SourceMatrix]]] = {}
     for owner, source in owners(claims):
         first, size = (0, source.num_rows) if source.transposed else (source.first_row, source.row_size)
         count = source.num_cols if source.transposed else (source.num_rows - 1) * source.row_step + 1
@@ -165,7 +165,7 @@ def pieces_of(claims: family.Claims) -> dict[str, list[Piece]]:
     pieces: dict[str, list[Piece]] = {}
     for tensor, found in spans.items():
         found.sort(key=lambda span: span[:2])
-        groups, end = list[list[tuple[int, int, int, Owner, family.SourceMatrix]]](), -1
+        groups, end = list[list[tuple[int, int, int, Owner, claiming.SourceMatrix]]](), -1
         for span in found:
             if span[0] < end:
                 groups[-1].append(span)
@@ -224,7 +224,7 @@ class PackSource:
 def _put_dense(source: PackSource, dtype: torch.dtype, pieces: list[Piece], put: Put) -> None:
     dense = {each.role.name: each for each in source.pack.layout.dense}
 
-    def rows_of(owner: Owner, place: family.SourceMatrix) -> Rows:
+    def rows_of(owner: Owner, place: claiming.SourceMatrix) -> Rows:
         return dense_rows(source.pack, dense[owner.name], source.operations)
 
     for piece in pieces:
@@ -281,7 +281,7 @@ class ExpertTensors:
         return f"layer {self.layer}{which}"
 
 
-def expert_groups(model: SourceModel, claims: family.Claims, tensors: family.Tensors) -> Iterator[ExpertTensors]:
+def expert_groups(model: SourceModel, claims: claiming.Claims, tensors: claiming.Tensors) -> Iterator[ExpertTensors]:
     """Yields the tensors of experts in groups that can be written one after the other."""
     by_expert: dict[tuple[int, int], list[Piece]] = {}
     for pieces in pieces_of(claims).values():
@@ -299,7 +299,7 @@ def expert_groups(model: SourceModel, claims: family.Claims, tensors: family.Ten
             yield ExpertTensors(layer, group, tuple((name, *tensors[name]) for name in used))
 
 
-def dense_units(source: PackSource, claims: family.Claims, tensors: family.Tensors) -> Iterator[ExportUnit]:
+def dense_units(source: PackSource, claims: claiming.Claims, tensors: claiming.Tensors) -> Iterator[ExportUnit]:
     """Yields the units of all tensors but those of experts."""
 
     def unit(name: str, put: Callable[[Put], None]) -> ExportUnit:
@@ -320,7 +320,7 @@ def dense_units(source: PackSource, claims: family.Claims, tensors: family.Tenso
         yield unit(name, partial(_put_unused, source.pack, name))
 
 
-def plain_units(source: PackSource, claims: family.Claims, tensors: family.Tensors) -> Iterator[ExportUnit]:
+def plain_units(source: PackSource, claims: claiming.Claims, tensors: claiming.Tensors) -> Iterator[ExportUnit]:
     """Yields the units of a checkpoint whose weights are all plain."""
     yield from dense_units(source, claims, tensors)
     for group in expert_groups(source.model, claims, tensors):

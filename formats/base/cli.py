@@ -132,10 +132,7 @@ def text_fault(text: str) -> str | None:
 
 
 def _check_text(context: click.Context) -> None:
-    """Checks that the texts among a command's options and arguments are text. A path may have any bytes.
-
-    Raises:  click.BadParameter.
-    """
+    """Checks that the texts among a command's options and arguments are text. A path may have any bytes."""
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         for text in value if isinstance(value, tuple) else (value,):
@@ -144,10 +141,7 @@ def _check_text(context: click.Context) -> None:
 
 
 def environment_text(name: str) -> str:
-    """Returns a variable of the environment, empty if it is not set.
-
-    Raises:  UsageError if it is no text.
-    """
+    """Returns a variable of the environment, empty if it is not set. Raises UsageError if it is no text."""
     text = os.environ.get(name, "")
     if (fault := text_fault(text)) is not None:
         raise errors.UsageError(f"{name} {fault}; set another value")
@@ -259,17 +253,13 @@ class _Choice(click.Choice[str]):
 
 @dataclass(frozen=True, slots=True)
 class _CommandOption:
-    """An option of a dataclass or of a dataclass nested in it.
+    """An option of a dataclass or of a dataclass nested in it."""
 
-    `place`: the name of its parameter.   `hint`: the field's type without None.   `default`: MISSING if it is required.
-    `is_grouped`: whether it belongs to a nested dataclass that may be None.
-    """
-
-    place: str
+    place: str  # the name of its parameter
     option: commands.Option
-    hint: Any
-    default: Any
-    is_grouped: bool
+    hint: Any  # the field's type without None
+    default: Any  # MISSING if it is required
+    is_grouped: bool  # whether it belongs to a nested dataclass that may be None
 
     def click_option(self) -> Callable[[C], C]:
         """Returns the click decorator that adds the option."""
@@ -364,10 +354,7 @@ def _gathered(kind: type[Any], values: dict[str, Any], before: str = "") -> Any:
 
 
 def _is_left_out(group: list[_CommandOption], values: dict[str, Any]) -> bool:
-    """Returns whether the required option of a group is missing, and each other option that begins it.
-
-    Raises:  UsageError if they are missing, but another option of the group is given.
-    """
+    """Returns whether the required option of a group is missing, and each other option that begins it."""
     required = next(one for one in group if one.default is MISSING)
     if any(values[one.place] is not None for one in group if one is required or one.option.begins):
         return False

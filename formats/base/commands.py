@@ -17,7 +17,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
@@ -32,20 +32,20 @@ _UNITS = ("", "K", "M", "G", "T")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of a command line; the function `option` documents the fields."""
+    """An option of a command line."""
 
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # `--output`, `-o`, or `--inputs/--no-inputs`
     help: str
-    metavar: str | None
-    least: float | None
-    most: float | None
-    choices: tuple[str, ...]
-    parse: Callable[[str], Any] | None
-    default_text: str | None
-    path: Literal["any", "file", "folder"]
-    mark: str | None
-    begins: bool
-    instead: Mapping[str, str]
+    metavar: str | None = None
+    least: float | None = None  # bounds of a number, both allowed
+    most: float | None = None
+    choices: tuple[str, ...] = ()  # the allowed texts, if the field's type does not list them
+    parse: Callable[[str], Any] | None = None  # makes the field's value; its ValueError says what it expects
+    default_text: str | None = None  # the default as a user would type it, if there is a `parse`
+    path: Literal["any", "file", "folder"] = "any"  # what a path may lead to, if it exists
+    mark: str | None = None  # a word by which `given` selects options
+    begins: bool = False  # a dataclass that may be None is there if this option is given; without a default it is None
+    instead: Mapping[str, str] = field(default_factory=dict)  # what to do for texts that are no choice, but are known
 
     @property
     def name(self) -> str:
@@ -54,35 +54,13 @@ class Option:
         return long.partition("/")[0]
 
 
-def option(
-    *flags: str,
-    help: str,  # noqa: A002  # as click calls it
-    metavar: str | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    choices: tuple[str, ...] = (),
-    parse: Callable[[str], Any] | None = None,
-    default_text: str | None = None,
-    path: Literal["any", "file", "folder"] = "any",
-    mark: str | None = None,
-    begins: bool = False,
-    instead: Mapping[str, str] | None = None,
-) -> Mapping[str, Option]:
-    """Returns a field's metadata: the option that sets the field.
+def option(*flags: str, **fields: Any) -> Mapping[str, Option]:
+    """Returns a field's metadata: the option that sets the field, with the `fields` of `Option`.
 
     A `bool` is a flag, which turns the field's default around; a `Literal` is a choice; a `Path` is a path; a `TextIO`
     is a UTF-8 file or `-`. Help shows the default, unless it is None or `help` has "[default: ...]" itself.
-
-    Args:    flags: `--output`, `-o`, or `--inputs/--no-inputs`.   least, most: bounds of a number, both allowed.
-             choices: the allowed texts, if the field's type does not list them.   parse: makes the field's value from
-             the text; raises ValueError with a message that says what it expects.   default_text: the default as a
-             user would type it, if there is a `parse`.   path: what a path may lead to, if it exists.
-             mark: a word by which `given` selects options.   begins: whether a dataclass that may be None is there if
-             this option of it is given; its option without a default is then None.   instead: what to do for texts that
-             are no choice, but are known.
     """
-    others = {} if instead is None else instead
-    return {_KEY: Option(flags, help, metavar, least, most, choices, parse, default_text, path, mark, begins, others)}
+    return {_KEY: Option(flags, **fields)}
 
 
 def _with_default(make: Callable[P, Mapping[str, Option]]) -> Callable[Concatenate[Any, P], Any]:
@@ -96,9 +74,9 @@ def _with_default(make: Callable[P, Mapping[str, Option]]) -> Callable[Concatena
 option_field = _with_default(option)
 
 
-def option_of(field: "Field[Any]") -> Option | None:
+def option_of(field_: "Field[Any]") -> Option | None:
     """Returns the option that sets a field; None if the command line does not set it."""
-    return cast("Option | None", field.metadata.get(_KEY))
+    return cast("Option | None", field_.metadata.get(_KEY))
 
 
 def given(options: object, mark: str | None = None) -> list[str]:
@@ -108,10 +86,10 @@ def given(options: object, mark: str | None = None) -> list[str]:
     """
     assert is_dataclass(options), "options are fields of a dataclass"
     names: list[str] = []
-    for field in fields(options):
-        value, spelled = getattr(options, field.name), option_of(field)
+    for each in fields(options):
+        value, spelled = getattr(options, each.name), option_of(each)
         if spelled is not None:
-            differs = field.default is MISSING or value != field.default
+            differs = each.default is MISSING or value != each.default
             if differs and mark in (None, spelled.mark):
                 names.append(spelled.name)
         elif is_dataclass(value):
@@ -128,10 +106,7 @@ class Part:
 
     @classmethod
     def of(cls, text: str) -> "Part":
-        """Returns the part that `I/N` means.
-
-        Raises:  ValueError if it means none.
-        """
+        """Returns the part that `I/N` means. Raises ValueError if it means none."""
         index, slash, count = text.partition("/")
         if not slash or not index.isdecimal() or not count.isdecimal() or not 1 <= int(index) <= int(count):
             raise ValueError(f"found {text!r}, expected I/N with I from 1 to N, such as 1/3")
@@ -158,35 +133,25 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Work of a stage whose units take about the same time.
+    """Work of a stage whose units take about the same time."""
 
-    `name`: as `advance` names it.   `total`: its units.   `done`: those that an earlier run has done.   `cost`: the
-    time of a unit, compared with units of the stage's other kinds; it counts until the kind's own time is measured.
-    """
-
-    name: str
-    total: int
-    done: int = 0
-    cost: float = 1.0
+    name: str  # as `advance` names it
+    total: int  # units
+    done: int = 0  # those that an earlier run has done
+    cost: float = 1.0  # the time of a unit beside those of other kinds, until the kind's own time is measured
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of long work.
-
-    `total`: its size, in `unit` ("B" for bytes; empty for things that are counted); 0 if nobody knows it.   `done`: how
-    much of it an earlier run has done.   `seconds`: an estimate of the time that is left; 0 if there is none.   `note`:
-    a line that announces the stage; empty for its size.   `kinds`: if units take unlike times, the kinds of work that
-    `total` and `done` consist of; empty if there is one.
-    """
+    """A part of long work."""
 
     name: str
-    total: int
-    unit: str = ""
-    done: int = 0
-    seconds: float = 0.0
-    note: str = ""
-    kinds: tuple[Kind, ...] = ()
+    total: int  # its size, in `unit`; 0 if nobody knows it
+    unit: str = ""  # "B" for bytes; empty for things that are counted
+    done: int = 0  # how much of it an earlier run has done
+    seconds: float = 0.0  # an estimate of the time that is left; 0 if there is none
+    note: str = ""  # a line that announces the stage; empty for its size
+    kinds: tuple[Kind, ...] = ()  # if units take unlike times, the kinds of work that it consists of
 
     @classmethod
     def of_kinds(cls, name: str, kinds: Sequence[Kind], note: str, seconds: float = 0.0) -> "Stage":

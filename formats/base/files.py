@@ -41,10 +41,7 @@ def read_at(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def write_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Writes once at byte `offset` of a file; returns the number of bytes.
-
-    Raises:  OSError.
-    """
+    """Writes once at byte `offset` of a file; returns the number of bytes. Raises OSError."""
     if hasattr(os, "pwrite"):
         return os.pwrite(descriptor, view, offset)
     with _seek_lock:
@@ -117,10 +114,7 @@ class FolderLock:
                 self._file.unlink()
 
     def sync(self) -> None:
-        """Flushes the folder's names to the disk.
-
-        Raises:  OSError.
-        """
+        """Flushes the folder's names to the disk. Raises OSError."""
         if self._file is None and self._descriptor >= 0:
             os.fsync(self._descriptor)
         else:

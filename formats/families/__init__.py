@@ -6,7 +6,8 @@ from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.formats.families.checkpoint import Checkpoint, model_spec
-    from moe_pack.formats.families.family import SCALE_BLOCK, SourceMatrix
+    from moe_pack.formats.families.claiming import SourceMatrix
+    from moe_pack.formats.families.encodings import SCALE_BLOCK
     from moe_pack.formats.families.prediction import PredictionLayer
     from moe_pack.formats.families.registry import short_names
     from moe_pack.formats.families.source_reader import SourceReader

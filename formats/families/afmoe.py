@@ -1,27 +1,27 @@
-"""Arcee's Trinity Mini, Nano and Large. Source: transformers, models/afmoe."""
+"""Trinity Mini, Nano, Large: norms also after attention and after experts, a gate for each value of the heads, a window
+in most layers, which alone rotate, sigmoid routing with a bias, dense first layers, shared experts, a scaled embedding.
+
+Source: transformers, models/afmoe.
+"""
 
 from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    for key, value in (("score_func", "sigmoid"), ("route_norm", True)):
-        config.only(key, value)
-    for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
-        config.only(key, 1)
+    config.only(score_func="sigmoid", route_norm=True)
+    config.only(n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1)
     attention = _read_attention(config)
-    rope = readers.read_rope(config, attention.head_dim)
+    rope = rotary.read_rope(config, attention.head_dim)
     expert_size, num_layers = config.whole("moe_intermediate_size"), config.num_layers()
     hidden_size = config.whole("hidden_size")
     spec = readers.read_decoder(
         config,
-        "afmoe",
         attention,
         rope if attention.sliding_window is not None else None,
         formats.RouterSpec(
@@ -36,10 +36,11 @@ def _read_config(config: Config) -> formats.ModelSpec:
         moe_layers=tuple(range(num_layers))[config.count("num_dense_layers", 1) :],
         shared_expert=formats.SharedExpertSpec(expert_size * config.whole("num_shared_experts", 2), gated=False),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
-        embedding_multiplier=hidden_size**0.5 if config.flag("mup_enabled", False) else 1.0,
     )
     return replace(
-        spec, residual=parts.NormedResidualSpec("normed", True, ("attention", "mlp"), apart=False, scaled=False)
+        spec,
+        embedding_multiplier=hidden_size**0.5 if config.flag("mup_enabled", False) else 1.0,
+        residual=parts.NormedResidualSpec("normed", True, ("attention", "mlp"), apart=False, scaled=False),
     )
 
 
@@ -69,6 +70,7 @@ AFMOE = Family(
         "trinity-nano": "arcee-ai/Trinity-Nano-Preview",
         "trinity-large": "arcee-ai/Trinity-Large-Preview",
     },
+    published=(Published("trinity-mini", "26", "3"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -79,6 +81,5 @@ AFMOE = Family(
         "layers.{i}.router": _LAYER + "mlp.router.gate.weight",
         "layers.{i}.router_bias": _LAYER + "mlp.expert_bias",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"load_balance_coeff", "use_grouped_mm"}),
 )

@@ -1,22 +1,26 @@
-"""Aria, without its vision. Source: transformers, models/aria; Aria (2410.05993)."""
+"""Aria (text): softmax over the chosen experts, two shared experts, experts fused and transposed in the source.
+
+Source: transformers, models/aria; Aria (2410.05993).
+"""
+
+from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import family, readers, rotary
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.multimodal import within
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("mlp_bias", False)
+    config.only(mlp_bias=False)
     experts, chosen = config.whole("moe_num_experts"), config.whole("moe_topk")
-    config.only("num_experts_per_tok", chosen)  # in published configs; the class never reads it
+    config.only(num_experts_per_tok=chosen)  # in published configs; the class never reads it
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True)
     expert_size = config.whole("intermediate_size")
     return readers.read_decoder(
         config,
-        "aria",
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         formats.RouterSpec("topk_softmax", experts, chosen, normalize=False),
         expert_size,
         dense_size_key=None,
@@ -27,28 +31,27 @@ def _read_config(config: Config) -> formats.ModelSpec:
 _EXPERTS = "model.layers.{i}.mlp.experts."
 _TEXT = family.Family(
     model_type="aria_text",
-    short_names={},
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
     expert_names=(
         family.ExpertNames(
-            {"gate": _EXPERTS + "fc1.weight", "up": _EXPERTS + "fc1.weight", "down": _EXPERTS + "fc2.weight"},
+            family.matrices(_EXPERTS + "*.weight", "fc1", "fc1", "fc2"),
             transposed=True,
         ),
-        family.ExpertNames(readers.FUSED_EXPERT_NAMES.matrices, transposed=True),
+        family.ExpertNames(family.FUSED_EXPERT_NAMES.matrices, transposed=True),
     ),
     ignored_keys=frozenset({"pretraining_tp"}),
 )
-ARIA = within(
-    _TEXT,
-    "aria",
-    short_names={"aria": "rhymes-ai/Aria", "aria-chat": "rhymes-ai/Aria-Chat"},
-    ignored_keys=frozenset(
-        {
-            "ignore_index",
-            "max_value_projector_patch_to_query_dict",
-            "projector_patch_to_query_dict",
-            "vision_feature_layer",
-        }
+ARIA = replace(
+    within(
+        _TEXT,
+        "aria",
+        ignored_keys=keys(
+            """
+            ignore_index max_value_projector_patch_to_query_dict projector_patch_to_query_dict vision_feature_layer
+            """
+        ),
     ),
+    short_names={"aria": "rhymes-ai/Aria", "aria-chat": "rhymes-ai/Aria-Chat"},
+    published=(family.Published("aria", "24.9", "3.5", active_leaves_out=("embed", "head", "router")),),
 )

@@ -1,9 +1,12 @@
-"""A.X K1: DeepSeek-V3 with a norm of what a layer's experts add. Source: transformers, models/axk1; 2601.09200."""
+"""A.X K1: as `deepseek_v3`, with a norm of what the experts of a layer add.
+
+Source: transformers, models/axk1; 2601.09200.
+"""
 
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import NormedResidualSpec
 
@@ -11,22 +14,19 @@ _POST_NORM = "post_mlp_layernorm.weight"
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
+    config.only(scoring_func="sigmoid")
     # Missing, transformers takes those of A.X K1.
-    for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"):
-        config.require(key)
+    config.require("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads")
     router = readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True)
     if router.n_group > 1:
-        config.only("topk_method", "noaux_tc")
+        config.only(topk_method="noaux_tc")
     config.ignore("topk_method")  # without groups, all methods choose the largest
     expert_size = config.whole("moe_intermediate_size")
     config.whole("q_lora_rank")  # queries always have a latent
     spec = readers.read_decoder(
         config,
-        "axk1",
         readers.read_latent(config),
-        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
         router,
         expert_size,
         moe_layers=readers.layers_after_dense_by_step(config),
@@ -38,13 +38,13 @@ def _read_config(config: Config) -> formats.ModelSpec:
 AXK1 = family.Family(
     model_type="axk1",
     short_names={"a.x-k1": "skt/A.X-K1"},
+    unpublished="no public copy of the file of skt/A.X-K1 was found; transformers' defaults are its sizes",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
         **readers.LATENT_NAMES,
         "layers.{i}.mlp_post_norm": (f"model.layers.{{i}}.{_POST_NORM}", f"model.layers.{{i}}.mlp.{_POST_NORM}"),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     dropped=(family.LeftOut(f"model.layers.*.{_POST_NORM}", "the norm after experts, in a layer without experts"),),
     unused=(readers.PREDICTION_LAYER,),
     ignored_keys=frozenset(

@@ -1,4 +1,5 @@
-"""A.X K2: DeepSeek-V3.2 with gates of the normed inputs and, from the latent of queries, of the heads' outputs.
+"""A.X K2: as `deepseek_v32`, with gates of the normed inputs, gates of the heads' outputs from the query latent, and
+groups where the config has them.
 
 Source: transformers, models/axk2; SK Telecom (2026).
 """
@@ -7,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
 
@@ -24,12 +25,10 @@ _ONLY = {
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    for key, value in _ONLY.items():
-        config.only(key, value)
+    config.only(**_ONLY)
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of A.X K2 Light.
-    for key in ("routed_scaling_factor", "num_key_value_heads", "index_topk"):
-        config.require(key)
+    config.require("routed_scaling_factor", "num_key_value_heads", "index_topk")
     if config.has("n_group") != config.has("topk_group"):
         raise formats.CheckpointError(f"{config.place}: n_group and topk_group must both be there, or neither")
     router = readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True)
@@ -44,9 +43,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     spec = readers.read_decoder(
         config,
-        "axk2",
         attention,
-        readers.read_rope(config, attention.qk_rope_head_dim, interleaved=True),
+        rotary.read_rope(config, attention.qk_rope_head_dim, interleaved=True),
         replace(router, zero_outside=router.n_group > 1),
         expert_size,
         moe_layers=readers.layers_after_dense_by_step(config),
@@ -61,6 +59,8 @@ AXK2 = replace(
     DEEPSEEK_V32,
     model_type="axk2",
     short_names={"a.x-k2": "skt/A.X-K2"},
+    unpublished="no public copy of the file of skt/A.X-K2 was found; transformers' defaults are sizes of A.X K2 Light",
+    published=(),
     read_config=_read_config,
     dense_names={
         **DEEPSEEK_V32.dense_names,

@@ -1,4 +1,6 @@
-"""Ling-3.0-Flash: Kimi delta attention with bounded decays, latent attention with a gate for each head.
+"""Ling-3.0-Flash: Kimi delta attention with bounded decays and gates of full rank, latent attention with a gate for
+each head, sigmoid routing with a bias and groups, dense first layers, shared expert, neurons with limits in the last
+layers.
 
 Source: transformers, models/bailing_hybrid. The limits of its last layers' neurons are in the published config; its
 authors' servers apply them (vLLM and sglang, bailing_moe_v3.py), transformers 5.23 does not read them.
@@ -8,8 +10,8 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import family, readers, rotary
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.parts.specs import LimitSpec
 
 _BASE = 6e6  # of rotary positions
@@ -41,10 +43,10 @@ _ONLY = {
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    for key, value in _ONLY.items():
-        config.only(key, value)
-    config.only("tie_word_embeddings", False)  # the class ties nothing, whatever the key says
-    config.only("q_lora_rank", None)  # Ling-3.0-Tiny has a latent of queries; transformers' class has none
+    config.derive("max_position_embeddings", config.whole(config.either("model_max_length", "max_position_embeddings")))
+    config.only(**_ONLY)
+    config.only(tie_word_embeddings=False)  # the class ties nothing, whatever the key says
+    config.only(q_lora_rank=None)  # Ling-3.0-Tiny has a latent of queries; transformers' class has none
     names = {
         usual: config.either(own, usual)
         for own, usual in (
@@ -56,8 +58,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         )
     }
     # Missing, transformers takes those of Ling-3.0-Flash.
-    for key in (names["n_group"], "topk_group", "routed_scaling_factor", "num_key_value_heads"):
-        config.require(key)
+    config.require(names["n_group"], "topk_group", "routed_scaling_factor", "num_key_value_heads")
     router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole(names["num_local_experts"]),
@@ -69,24 +70,26 @@ def _read_config(config: Config) -> formats.ModelSpec:
         scaling_factor=config.number("routed_scaling_factor"),
     )
     expert_size = config.whole("moe_intermediate_size")
-    config.only("moe_shared_expert_intermediate_size", expert_size)
+    config.only(moe_shared_expert_intermediate_size=expert_size)
     attention = replace(
         readers.read_latent(config, reads_head_dim=False, may_lack_rank=True),
         gate=parts.OutputGateSpec("head", "sigmoid"),
     )
     mixer = _read_mixer(config)
-    spec = readers.read_decoder(
-        config,
-        "bailing_hybrid",
-        attention,
-        _read_rope(config, mixer.head_dim),
-        router,
-        expert_size,
-        moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 2)),
-        shared_expert=formats.SharedExpertSpec(expert_size * config.whole(names["n_shared_experts"], 1), gated=False),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
+    spec = replace(
+        readers.read_decoder(
+            config,
+            attention,
+            _read_rope(config, mixer.head_dim),
+            router,
+            expert_size,
+            moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 2)),
+            shared_expert=formats.SharedExpertSpec(
+                expert_size * config.whole(names["n_shared_experts"], 1), gated=False
+            ),
+            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
+        ),
         mixer=mixer,
-        positions_key=config.either("model_max_length", "max_position_embeddings"),
     )
     config.ignore("first_k_dense_replace")
     limits = _read_limits(config, spec.moe_layers)
@@ -115,16 +118,16 @@ def _read_mixer(config: Config) -> parts.KimiDeltaSpec:
 
 def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     """Reads the rotary positions of latent attention; a rotated share is one of the other layers' heads."""
-    size, group = config.whole("qk_rope_head_dim"), readers.rope_group(config)
-    config.only("rotary_dim", size)
+    size, group = config.whole("qk_rope_head_dim"), rotary.rope_group(config)
+    config.only(rotary_dim=size)
     if group is not None and group.has("rope_theta"):
         config.respell("rope_theta", _BASE, group.number("rope_theta"))  # transformers always writes its default too
     is_proportional = group is not None and group.is_text("rope_type", "proportional")
     has_share = any(place is not None and place.has("partial_rotary_factor") for place in (config, group))
     if not has_share or is_proportional:  # which has a share of the rotated part
-        return readers.read_rope(config, size, _BASE, interleaved=True)
+        return rotary.read_rope(config, size, _BASE, interleaved=True)
     # Where positions are scaled, transformers rotates this share of the rotated part, which cannot run.
-    rope = readers.read_rope(config, head_dim, _BASE, interleaved=True, partial_rotary_factor=1.0, scalings=())
+    rope = rotary.read_rope(config, head_dim, _BASE, interleaved=True, partial_rotary_factor=1.0, scalings=())
     if rope.rotary_dim != size:
         raise formats.CheckpointError(
             f"{config.place}: partial_rotary_factor rotates {rope.rotary_dim} of {head_dim} values, but "
@@ -160,6 +163,7 @@ def _both(name: str) -> tuple[str, str]:
 BAILING_HYBRID = family.Family(
     model_type="bailing_hybrid",
     short_names={"ling-3.0-flash": "inclusionAI/Ling-3.0-flash"},
+    published=(family.Published("ling-3.0-flash", "124", "5.1", active_leaves_out=("embed",)),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -184,17 +188,11 @@ BAILING_HYBRID = family.Family(
             "model.layers.{i}.mlp.gate.e_score_correction_bias",
         ),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(readers.PREDICTION_LAYER,),
-    ignored_keys=frozenset(
-        {
-            "max_window_layers",
-            "mtp_loss_scaling_factor",
-            "mtp_use_kda",
-            "num_mtp_layers",
-            "num_nextn_predict_layers",
-            "pretraining_tp",
-            "seq_aux",
-        }
+    ignored_keys=keys(
+        """
+        max_window_layers mtp_loss_scaling_factor mtp_use_kda num_mtp_layers num_nextn_predict_layers pretraining_tp
+        seq_aux
+        """
     ),
 )

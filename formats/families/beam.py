@@ -1,6 +1,7 @@
-"""Beam 1.0: norms before and after both halves of a layer, which add up to sums of all outputs of the same weight.
+"""Beam 1.0: norms before and after both halves of a layer, sums in which all outputs weigh the same, gates of attention
+with biases, a window in five of six layers, which alone rotate, the others sharpened by a power of the position,
+sigmoid routing with a bias and groups, capped logits.
 
-Layers with a window rotate. The others do not, and sharpen their queries by a power of the position.
 Source: transformers, models/beam.
 """
 
@@ -8,7 +9,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 
@@ -17,15 +18,13 @@ _SHARPER = parts.TemperatureSpec(0.1, 2048, is_from_one=True, is_unrotated=False
 
 def _read_config(config: Config) -> formats.ModelSpec:
     # Missing, transformers takes those of Beam 1.0; null is no number of groups, but no softcap.
-    for key in ("head_dim", "num_key_value_heads", "n_group", "topk_group", "final_logit_softcapping"):
-        config.require(key)
+    config.require("head_dim", "num_key_value_heads", "n_group", "topk_group", "final_logit_softcapping")
     for key in ("n_group", "topk_group"):
         if not config.has(key):
             raise formats.CheckpointError(f"{config.place}: {key} is null, expected a whole number")
     layers = _read_attention(config)
     spec = readers.read_decoder(
         config,
-        "beam",
         layers.attention,
         layers.rope,
         formats.RouterSpec(
@@ -62,7 +61,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
             group.require(kind)
         rotating = set(filter(group.has, kinds))
     plain = parts.RopeSpec(1e4, own.head_dim, interleaved=False, scaling=None)
-    ropes = readers.read_rope_by_kind(config, own.head_dim, dict.fromkeys(rotating & set(kinds), plain))
+    ropes = rotary.read_rope_by_kind(config, own.head_dim, dict.fromkeys(rotating & set(kinds), plain))
     config.ignore("sliding_window")  # without layers that have it
     window = config.whole("sliding_window") if "sliding_attention" in kinds else None
 
@@ -76,7 +75,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
 def _kinds(config: Config) -> tuple[str, ...]:
     """Reads the kind of each layer: of `layer_types`, else every sixth and the last without a window."""
     num_layers = config.num_layers()
-    return readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS) or tuple(
+    return readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or tuple(
         "sliding_attention" if (i + 1) % 6 and i + 1 < num_layers else "full_attention" for i in range(num_layers)
     )
 
@@ -85,6 +84,7 @@ _LAYER = "model.layers.{i}"
 BEAM = Family(
     model_type="beam",
     short_names={"beam-1.0": "reflection/Beam-1.0-501B-A23B"},
+    unpublished="no public copy of the file of reflection/Beam-1.0-501B-A23B was found",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -94,5 +94,4 @@ BEAM = Family(
         "layers.{i}.mlp_norm": f"{_LAYER}.pre_feedforward_layernorm.weight",
         "layers.{i}.mlp_post_norm": f"{_LAYER}.post_feedforward_layernorm.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.formats.families import checkpoint_files, published, registry
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import (
+from moe_pack.formats.families.claiming import (
     Claims,
-    Family,
     SourceMatrix,
     claim_tensors,
     second_head,
     spec_of_tensors,
     stored_ways,
 )
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.given_names import given_names
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.pack import manifests, safetensors
@@ -130,10 +130,7 @@ class Checkpoint(SourceReader):
         return [(entry.name, entry.dtype, entry.shape) for entry in entries]
 
     def raw(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Reads `num_bytes` of a tensor, from byte `start` on: u8, own memory.
-
-        Raises:  CheckpointError as `rows`.
-        """
+        """Reads `num_bytes` of a tensor, from byte `start` on: u8, own memory. Raises CheckpointError as `rows`."""
         return self.files.read(tensor, start, num_bytes)
 
     def account(self) -> tuple[list[manifests.SourceFile], list[manifests.SourceTensor]]:

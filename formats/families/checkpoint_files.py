@@ -62,10 +62,7 @@ def check_small_file(raw: NDArray[np.uint8], name: str) -> None:
 
 
 class CheckpointFiles(ABC):
-    """The files of one checkpoint, open for reading: `close` them.
-
-    `folder`: where they are, for messages.
-    """
+    """The files of one checkpoint, open for reading: `close` them. `folder`: where they are, for messages."""
 
     folder: Path
 
@@ -81,10 +78,7 @@ class CheckpointFiles(ABC):
         """
 
     def config(self) -> object:
-        """Returns the values of `config.json`.
-
-        Raises:  CheckpointError if it is missing, too long or not JSON.
-        """
+        """Returns the values of `config.json`. Raises CheckpointError if it is missing, too long or not JSON."""
         return read_json(self, _CONFIG)
 
     @abstractmethod
@@ -152,10 +146,7 @@ class ShardFiles(CheckpointFiles):
         """Opens the shards and returns what their headers say."""
 
     def config(self) -> object:
-        """Returns the values of `config.json`.
-
-        Raises:  CheckpointError if it is missing, too long or not JSON.
-        """
+        """Returns the values of `config.json`. Raises CheckpointError if it is missing, too long or not JSON."""
         if not self.has(_CONFIG):
             weight_files.refuse_adapters(str(self.folder), self.names())  # which has none: its base has
         return super().config()
@@ -170,10 +161,7 @@ class ShardFiles(CheckpointFiles):
         return self._entries
 
     def weights(self) -> weight_files.WeightFiles:
-        """Returns which of the files have the weights.
-
-        Raises:  CheckpointError as `find_weights`.
-        """
+        """Returns which of the files have the weights. Raises CheckpointError as `find_weights`."""
         return weight_files.find_weights(str(self.folder), self.names(), lambda: read_json(self, weight_files.INDEX))
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -218,10 +206,7 @@ class SafetensorsFiles(FolderFiles, ShardFiles):
         return self._readers[self._shards[tensor]].read(entry.offset + start, num_bytes)
 
     def read_each(self, tensor: str, starts: Sequence[int], num_bytes: int) -> NDArray[np.uint8]:
-        """Reads several ranges of a tensor: u8 [starts, num_bytes].
-
-        Raises:  as `read`.
-        """
+        """Reads several ranges of a tensor: u8 [starts, num_bytes]. Raises as `read`."""
         offset = self._entries[tensor].offset
         return self._readers[self._shards[tensor]].read_each([offset + start for start in starts], num_bytes)
 
@@ -256,10 +241,7 @@ class SafetensorsFiles(FolderFiles, ShardFiles):
 
 
 def read_json(files: FolderFiles | CheckpointFiles, name: str) -> object:
-    """Reads a JSON file of a checkpoint.
-
-    Raises:  CheckpointError if it is missing, too long or not JSON.
-    """
+    """Reads a JSON file of a checkpoint. Raises CheckpointError if it is missing, too long or not JSON."""
     if not files.has(name):
         raise formats.CheckpointError(f"{files.folder}: {name} is missing; a checkpoint folder has one")
     return json_files.parse(files.read_file(name).tobytes(), name, formats.CheckpointError, is_foreign=True)

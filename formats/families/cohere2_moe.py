@@ -1,7 +1,8 @@
-"""North Mini Code and Command A+: both halves of a layer read one norm, and are added together.
+"""North Mini Code, Command A+ (text): attention and experts in parallel from one norm, layer norms without bias or rms
+norms, softmax or sigmoids of the largest logits, the average of shared and routed experts, a window on three of four
+layers, which alone rotate.
 
-Layers with a window rotate, and so may dense layers before those with experts; the others do not. Command A+ is
-published inside a multimodal checkpoint.
+Dense layers before those with experts may rotate too.
 Source: transformers, models/cohere2_moe and models/cohere2_vision.
 """
 
@@ -9,32 +10,32 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.multimodal import within
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("use_parallel_block", True)
-    config.only("use_gated_activation", True)
-    config.only("use_qk_norm", False)
-    config.only("position_embedding_type", "rope_gptj")
-    config.only("rotary_pct", 1.0)
+    config.only(
+        use_parallel_block=True,
+        use_gated_activation=True,
+        use_qk_norm=False,
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+    )
     config.require("head_dim")  # missing, transformers takes 128
     num_dense = config.count("first_k_dense_replace", 0)
     kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     moe_layers = tuple(i for i in range(config.num_layers()) if (kinds[i] == "sparse" if kinds else i >= num_dense))
     attention = _read_attention(config, num_dense, moe_layers)
-    rope: parts.RopeSpec | None = readers.read_rope(config, attention.head_dim, interleaved=True)
+    rope: parts.RopeSpec | None = rotary.read_rope(config, attention.head_dim, interleaved=True)
     if attention.rotated_layers == ():
         attention, rope = replace(attention, rotated_layers=None), None
     expert_size, num_shared = config.whole("intermediate_size"), config.count("num_shared_experts", 0)
     dense_size, combination = "prefix_dense_intermediate_size", "shared_expert_combination_strategy"
     spec = readers.read_decoder(
         config,
-        "cohere2_moe",
         attention,
         rope,
         _read_router(config),
@@ -43,11 +44,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
         dense_size_key=dense_size if config.has(dense_size) else "intermediate_size",
         shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
         norm=_read_norm(config),
-        tied_head=config.flag("tie_word_embeddings", True),
-        logits_scaling=1 / _logit_scale(config),
     )
     is_averaged = config.choice(combination, ("average", "sum")) == "average" and num_shared > 0
-    return replace(spec, residual=parts.ParallelResidualSpec("parallel", averaged=is_averaged))
+    return replace(
+        spec,
+        tied_head=config.flag("tie_word_embeddings", True),
+        logits_scaling=1 / _logit_scale(config),
+        residual=parts.ParallelResidualSpec("parallel", averaged=is_averaged),
+    )
 
 
 def _logit_scale(config: Config) -> float:
@@ -112,22 +116,25 @@ def _windowed_layers(config: Config, num_dense: int) -> tuple[int, ...]:
 COHERE2_MOE = Family(
     model_type="cohere2_moe",
     short_names={"north-mini-code-1.0": "CohereLabs/North-Mini-Code-1.0"},
+    unpublished="public code quotes sizes of CohereLabs/North-Mini-Code-1.0, but no public copy has the whole file",
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )
 
 
 def _read_text_config(config: Config) -> formats.ModelSpec:
     """Reads the text model inside a multimodal config, whose class in transformers does not scale logits."""
-    config.only("logit_scale", 1.0)
+    config.only(logit_scale=1.0)
     return _read_config(config)
 
 
-COHERE2_VISION = within(
-    replace(COHERE2_MOE, read_config=_read_text_config),
-    "cohere2_vision",
-    tied_head=True,
+COHERE2_VISION = replace(
+    within(
+        replace(COHERE2_MOE, read_config=_read_text_config),
+        "cohere2_vision",
+        tied_head=True,
+        ignored_keys=frozenset({"alignment_intermediate_size", "downsample_factor"}),
+    ),
     short_names={"command-a-plus": "CohereLabs/command-a-plus-05-2026-bf16"},
-    ignored_keys=frozenset({"alignment_intermediate_size", "downsample_factor"}),
+    unpublished="no public copy of the file of CohereLabs/command-a-plus-05-2026-bf16 was found",
 )

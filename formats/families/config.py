@@ -6,82 +6,34 @@ from typing import Any
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.parts.specs import MAX_LAYERS
 
+
+def keys(text: str) -> frozenset[str]:
+    """Returns the keys that a text lists, with spaces between them."""
+    return frozenset(text.split())
+
+
 _MAX_NUMBER = 1e38
 # Keys without effect on inference: training, tools that wrote the file, token ids (these are read from
 # generation_config.json), names of labels, and what a forward pass returns in addition to logits.
-_BOOKKEEPING = frozenset(
-    {
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "prefix",
-        "problem_type",
-        "return_dict",
-        "router_aux_loss_coef",
-        "router_jitter_noise",
-        "sep_token_id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "unk_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
-    }
+_BOOKKEEPING = keys(
+    """
+    _attn_implementation_autoset _name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id
+    finetuning_task id2label initializer_range label2id model_type output_attentions output_hidden_states
+    output_router_logits pad_token_id prefix problem_type return_dict router_aux_loss_coef router_jitter_noise
+    sep_token_id task_specific_params tokenizer_class torch_dtype transformers_version unk_token_id unsloth_fixed
+    unsloth_version use_bfloat16 use_cache
+    """
 )
 # How text is generated. transformers 4 wrote these into config.json; transformers 5 skips them there.
-_GENERATION = frozenset(
-    {
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "exponential_decay_length_penalty",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_scores",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "suppress_tokens",
-        "target_lookbehind",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-    }
+_GENERATION = keys(
+    """
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens
+    target_lookbehind temperature top_k top_p typical_p
+    """
 )
 # Keys that the base class of transformers writes for every model, with the value that changes nothing. Source:
 # PretrainedConfig of transformers 4.57 and PreTrainedConfig of 5.23; a test compares the list with the installed class.
@@ -116,10 +68,11 @@ class Config:
         """Returns whether the key exists and is not null."""
         return self._values.get(key) is not None
 
-    def require(self, key: str) -> None:
-        """Checks that the key exists; it may be null."""
-        if key not in self._values:
-            raise CheckpointError(f"{self.place}: key {key!r} is missing, expected a value or null")
+    def require(self, *keys: str) -> None:
+        """Checks that the keys exist; each may be null."""
+        for key in keys:
+            if key not in self._values:
+                raise CheckpointError(f"{self.place}: key {key!r} is missing, expected a value or null")
 
     def whole(self, key: str, default: int | None = None) -> int:
         """Reads a whole number from 1 to 2^31 - 1; `default` if the key is missing or null."""
@@ -264,25 +217,35 @@ class Config:
         found = [self.group(key) for key in self._values]
         return [group for group in found if group is not None]
 
-    def only(self, key: str, expected: object) -> None:
-        """Checks that `key` is missing, null or `expected`: the only value whose arithmetic we implement."""
-        self._read.add(key)
-        value = self._values.get(key)
-        if value is not None and not _is_same(value, expected):
-            raise CheckpointError(f"{self.place}: {key} is {_shown(value)}; only {expected!r} is supported")
+    def only(self, **expected: object) -> None:
+        """Checks that each key is missing, null or as given: the only value whose arithmetic we implement.
+
+        So are keys read that published configs have and no code of transformers reads: other values would be another
+        model.
+        """
+        for key, only in expected.items():
+            self._read.add(key)
+            value = self._values.get(key)
+            if value is not None and not _is_same(value, only):
+                raise CheckpointError(f"{self.place}: {key} is {_shown(value)}; only {only!r} is supported")
+
+    def derive(self, key: str, value: int) -> None:
+        """Gives a key the value that follows from other keys, which is the only one that the config may have."""
+        self.only(**{key: value})
+        self._values = self._values | {key: value}
 
     def each_whole(self, key: str, num_layers: int) -> int:
         """Reads a whole number from 1 to 2^31 - 1, which may also be a list with the same number for each layer."""
         value = self._values.get(key)
         if isinstance(value, list):
-            self.only(key, [value[0] if value else None] * num_layers)
+            self.only(**{key: [value[0] if value else None] * num_layers})
             return Config({key: value[0]}, self.place).whole(key)
         return self.whole(key)
 
     def only_each(self, key: str, expected: int, num_layers: int) -> None:
         """Checks that `key` is missing, null, `expected`, or a list with that for each layer."""
         is_list = isinstance(self._values.get(key), list)
-        self.only(key, [expected] * num_layers if is_list else expected)
+        self.only(**{key: [expected] * num_layers if is_list else expected})
 
     def ignore(self, *keys: str) -> None:
         """Accepts keys that, given the other keys, change nothing."""

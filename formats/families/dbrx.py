@@ -1,14 +1,15 @@
-"""DBRX. Source: transformers, models/dbrx; Databricks (2024).
+"""DBRX base, instruct: layer norms without bias, a bound of queries, keys and values, experts in one matrix in the
+source.
 
-Layer norms have no bias; queries, keys and values come from one matrix and are clamped to a bound.
 The base of rotary positions is in `attn_config`, where the published code reads it. transformers 5.23 takes 10,000
 unless `rope_parameters` has one; a config with two different bases is refused.
+Source: transformers, models/dbrx; Databricks (2024).
 """
 
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 
 # Each of the two objects is a config of its own, with the keys that all of them have.
@@ -24,7 +25,7 @@ def _object(config: Config, key: str) -> Config:
 
 def _read_router(ffn: Config) -> formats.RouterSpec:
     ffn.require("moe_normalize_expert_weights")  # null says that weights are not normalized; missing, it is 1
-    ffn.only("moe_normalize_expert_weights", 1)
+    ffn.only(moe_normalize_expert_weights=1)
     return formats.RouterSpec(
         "softmax_topk",
         ffn.whole("moe_num_experts"),
@@ -36,14 +37,15 @@ def _read_router(ffn: Config) -> formats.RouterSpec:
 def _read_config(config: Config) -> formats.ModelSpec:
     attn, ffn = _object(config, "attn_config"), _object(config, "ffn_config")
     num_kv_heads, theta = attn.whole("kv_n_heads"), attn.number("rope_theta")
-    config.only("num_key_value_heads", num_kv_heads)
-    config.only("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    config.only(
+        num_key_value_heads=num_kv_heads, head_dim=config.whole("hidden_size") // config.whole("num_attention_heads")
+    )
     attention = replace(
         readers.read_grouped_query(config, own_keys=True),
         num_kv_heads=num_kv_heads,
         clip=attn.number("clip_qkv"),  # without it, no code runs
     )
-    rope = readers.read_rope(config, attention.head_dim, default_theta=theta)
+    rope = rotary.read_rope(config, attention.head_dim, default_theta=theta)
     if rope.theta != theta:
         raise formats.CheckpointError(
             f"{attn.place}: rope_theta is {theta}, {config.place} has {rope.theta}; these keys must be equal"
@@ -52,13 +54,11 @@ def _read_config(config: Config) -> formats.ModelSpec:
     if activation is not None:
         activation.choice("name", ("silu",))
         activation.refuse_unread()
-    ffn.only("hidden_size", config.whole("hidden_size"))
-    ffn.only("uniform_expert_assignment", False)
+    ffn.only(hidden_size=config.whole("hidden_size"), uniform_expert_assignment=False)
     ffn.ignore("moe_jitter_eps", "moe_loss_weight")
     attn.ignore("attn_pdrop")
     spec = readers.read_decoder(
         config,
-        "dbrx",
         attention,
         rope,
         _read_router(ffn),
@@ -66,7 +66,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         dense_size_key=None,
         norm=formats.NormSpec("layer", 1e-5, unbiased=True),
     )
-    config.only("tie_word_embeddings", False)
+    config.only(tie_word_embeddings=False)
     for group in (attn, ffn):
         group.refuse_unread(_NOT_READ)
     return spec
@@ -78,6 +78,7 @@ _QKV = family.Stored(f"{_ATTENTION}.attn.Wqkv.weight", roles=tuple(f"layers.{{i}
 DBRX = family.Family(
     model_type="dbrx",
     short_names={"dbrx": "databricks/dbrx-base", "dbrx-instruct": "databricks/dbrx-instruct"},
+    published=(family.Published("dbrx-instruct", "132", "36"),),
     read_config=_read_config,
     dense_names={
         "embed": "transformer.wte.weight",
@@ -91,15 +92,11 @@ DBRX = family.Family(
     },
     expert_names=(
         family.ExpertNames(
-            {
-                "gate": f"{_BLOCK}.ffn.experts.mlp.w1",
-                "up": f"{_BLOCK}.ffn.experts.mlp.v1",
-                "down": f"{_BLOCK}.ffn.experts.mlp.w2",
-            },
+            family.matrices(f"{_BLOCK}.ffn.experts.mlp.*", "w1", "v1", "w2"),
             transposed="down",
             one_matrix=True,
         ),
-        replace(readers.EXPERT_NAMES, of_gguf=True),
+        replace(family.EXPERT_NAMES, of_gguf=True),
     ),
     ignored_keys=frozenset({"emb_pdrop", "resid_pdrop"}),
     old_keys={

@@ -1,23 +1,28 @@
-"""DeepSeek-OCR 2 as transformers has it, without what reads pages. Source: transformers, models/deepseek_ocr2."""
+"""DeepSeek-OCR 2 as transformers has it, in deepseek-community (text): as `deepseek`, with scaled weights and groups
+where the config has them.
+
+Source: transformers, models/deepseek_ocr2.
+"""
+
+from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import multimodal, readers
+from moe_pack.formats.families import multimodal, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v2 import read_router
 from moe_pack.formats.families.family import Family
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("mlp_bias", False)
+    config.only(mlp_bias=False)
     config.require("mlp_layer_types")  # the class has no default that works
     kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     expert_size = config.whole("moe_intermediate_size")
     attention = readers.read_llama_attention(config, readers.attention_bias(config))
     return readers.read_decoder(
         config,
-        "deepseek_ocr2",
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         read_router(config),
         expert_size,
         moe_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"),
@@ -27,22 +32,23 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 _TEXT = Family(
     model_type="deepseek_ocr2_text",
-    short_names={},
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"pretraining_tp"}),
 )
-DEEPSEEK_OCR2 = multimodal.within(
-    _TEXT,
-    "deepseek_ocr2",
-    moves=({}, {"model.": "model.language_model."}),
-    parts={
-        **multimodal.PARTS,
-        "model.sam_model.*": "the vision part",
-        "model.qwen2_model.*": "the vision part",
-        "model.projector.*": "what maps vision to the text model",
-        "model.view_sep*rator": "what separates views of a page",
-    },
+DEEPSEEK_OCR2 = replace(
+    multimodal.within(
+        _TEXT,
+        "deepseek_ocr2",
+        moves=({}, {"model.": "model.language_model."}),
+        parts={
+            **multimodal.PARTS,
+            "model.sam_model.*": "the vision part",
+            "model.qwen2_model.*": "the vision part",
+            "model.projector.*": "what maps vision to the text model",
+            "model.view_sep*rator": "what separates views of a page",
+        },
+    ),
     short_names={"deepseek-ocr-2": "deepseek-community/DeepSeek-OCR-2"},
+    unpublished="tests quote sizes of deepseek-community/DeepSeek-OCR-2, but no public copy has the whole file",
 )

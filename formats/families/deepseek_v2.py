@@ -1,23 +1,24 @@
-"""DeepSeek-V2 and V2-Lite. Source: transformers, models/deepseek_v2; DeepSeek-V2 (2405.04434)."""
+"""DeepSeek-V2, V2-Lite: latent attention, groups of experts, scaled weights, yarn, dense first layer, shared experts.
+
+Source: transformers, models/deepseek_v2; DeepSeek-V2 (2405.04434).
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("mlp_bias", False)
-    config.only("moe_layer_freq", 1)
-    config.only("norm_topk_prob", False)  # DeepSeek's code and transformers' differ where it is true
-    config.only("scoring_func", "softmax")
+    config.only(mlp_bias=False, moe_layer_freq=1)
+    config.only(norm_topk_prob=False)  # DeepSeek's code and transformers' differ where it is true
+    config.only(scoring_func="softmax")
     config.require("n_shared_experts")  # null says none; missing, transformers takes 2
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.count("n_shared_experts", 0)
     return readers.read_decoder(
         config,
-        "deepseek_v2",
         readers.read_latent(config),
-        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
+        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
         read_router(config),
         expert_size,
         moe_layers=readers.layers_after_dense(config, default=0),
@@ -48,8 +49,11 @@ DEEPSEEK_V2 = Family(
         "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
         "deepseek-v2-lite-chat": "deepseek-ai/DeepSeek-V2-Lite-Chat",
     },
+    published=(
+        Published("deepseek-v2-lite", "15.7", "2.4", cached="15.6", active_leaves_out=("embed",)),
+        Published("deepseek-v2", "236", "21", cached="34.6"),
+    ),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}),
 )

@@ -1,4 +1,6 @@
-"""DeepSeek-V3 and R1, Moonlight, and Kimi K2 to K2.6, which have their arithmetic under names of their own.
+"""DeepSeek-V3, V3.1, R1, Moonlight, Kimi K2 and K2 Thinking, Kimi K2.5 and K2.6 (text): latent attention, sigmoid
+routing with a bias and groups, yarn, dense first layers, shared expert, FP8; Kimi K2 Thinking, K2.5 and K2.6 have
+experts of four bits.
 
 Source: transformers, models/deepseek_v3, models/kimi_k25; DeepSeek-V3 (2412.19437); Kimi K2 (2507.20534).
 """
@@ -6,24 +8,21 @@ Source: transformers, models/deepseek_v3, models/kimi_k25; DeepSeek-V3 (2412.194
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import multimodal, readers
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families import multimodal, readers, rotary
+from moe_pack.formats.families.config import Config, keys
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
-    for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"):
-        config.require(key)  # missing, transformers takes V3's own: 8, 4, 2.5 and 128
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    config.require(
+        "n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"
+    )  # missing, transformers takes V3's own: 8, 4, 2.5 and 128
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
     return readers.read_decoder(
         config,
-        config.text("model_type"),
         readers.read_latent(config),
-        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
         moe_layers=readers.layers_after_dense(config, default=3),
@@ -43,9 +42,12 @@ DEEPSEEK_V3 = Family(
         "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
         "moonlight-16b-a3b-instruct": "moonshotai/Moonlight-16B-A3B-Instruct",
     },
+    published=(
+        Published("deepseek-v3", "671", "37", cached="35.136"),
+        Published("moonlight-16b-a3b-instruct", "15.29", "2.24", cached="15.552", leaves_out=("embed", "head")),
+    ),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     ignored_keys=frozenset(
@@ -62,35 +64,35 @@ KIMI_K2 = replace(
         "kimi-k2-instruct-0905": "moonshotai/Kimi-K2-Instruct-0905",
         "kimi-k2-thinking": "moonshotai/Kimi-K2-Thinking",
     },
+    published=(Published("kimi-k2-instruct", "1026", "32", cached="35.136"),),
 )
-KIMI_K25 = multimodal.within(
-    DEEPSEEK_V3,
-    "kimi_k25",
-    text_types=("kimi_k2",),
-    # Published checkpoints have the names of LANGUAGE_MODEL; save_pretrained of transformers 5.23 calls layers blocks.
-    moves=(
-        *multimodal.LANGUAGE_MODEL,
-        {
-            "model.layers.": "language_model.model.blocks.",
-            "model.": "language_model.model.",
-            "lm_head.": "language_model.lm_head.",
+KIMI_K25 = replace(
+    multimodal.within(
+        DEEPSEEK_V3,
+        "kimi_k25",
+        text_types=("kimi_k2",),
+        # Published checkpoints have the names of LANGUAGE_MODEL; save_pretrained of transformers 5.23 has blocks.
+        moves=(
+            *multimodal.LANGUAGE_MODEL,
+            {
+                "model.layers.": "language_model.model.blocks.",
+                "model.": "language_model.model.",
+                "lm_head.": "language_model.lm_head.",
+            },
+        ),
+        parts={
+            **multimodal.PARTS,
+            "mm_projector.*": "what maps vision to the text model",
+            "model.mm_projector.*": "what maps vision to the text model",
         },
+        tied_head=True,
+        ignored_keys=keys(
+            """
+            ignore_index media_placeholder_token_id projection_hidden_size projection_layer_norm_eps
+            use_unified_vision_chunk video_placeholder
+            """
+        ),
     ),
-    parts={
-        **multimodal.PARTS,
-        "mm_projector.*": "what maps vision to the text model",
-        "model.mm_projector.*": "what maps vision to the text model",
-    },
-    tied_head=True,
     short_names={"kimi-k2.5": "moonshotai/Kimi-K2.5", "kimi-k2.6": "moonshotai/Kimi-K2.6"},
-    ignored_keys=frozenset(
-        {
-            "ignore_index",
-            "media_placeholder_token_id",
-            "projection_hidden_size",
-            "projection_layer_norm_eps",
-            "use_unified_vision_chunk",
-            "video_placeholder",
-        }
-    ),
+    published=(Published("kimi-k2.5", "1026", "32", cached="35.136"),),
 )

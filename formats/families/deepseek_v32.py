@@ -1,36 +1,33 @@
-"""DeepSeek-V3.2: V3 with sparse attention. Source: transformers, models/deepseek_v32; DeepSeek-V3.2 (2512.02556).
+"""DeepSeek-V3.2: as `deepseek_v3`, with sparse attention: an indexer chooses the positions that a query attends to.
 
 The published inference code also rotates the indexer's queries and keys by a Hadamard matrix, which changes no score,
 and rounds them to FP8, which we, like transformers, do not.
+Source: transformers, models/deepseek_v32; DeepSeek-V3.2 (2512.02556).
 """
 
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3
+from moe_pack.formats.families.family import Published
 from moe_pack.formats.parts import IndexerSpec
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
-    config.only("mlp_bias", False)
-    config.only("rope_interleave", True)
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, mlp_bias=False, rope_interleave=True)
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
-    for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads", "index_topk"):
-        config.require(key)  # missing, transformers takes V3.2's own: 8, 4, 2.5, 128 and 2048
+    config.require(
+        "n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads", "index_topk"
+    )  # missing, transformers takes V3.2's own: 8, 4, 2.5, 128 and 2048
     indexer = IndexerSpec(config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk"))
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
     config.whole("q_lora_rank")  # the indexer's queries come from the latent
     return readers.read_decoder(
         config,
-        "deepseek_v32",
         replace(readers.read_latent(config), indexer=indexer),
-        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
+        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
         moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 3)),
@@ -47,6 +44,7 @@ DEEPSEEK_V32 = replace(
         "deepseek-v3.2": "deepseek-ai/DeepSeek-V3.2",
         "deepseek-v3.2-exp": "deepseek-ai/DeepSeek-V3.2-Exp",
     },
+    published=(Published("deepseek-v3.2", "671", "37", cached="42.944", active_leaves_out=("embed",)),),
     read_config=_read_config,
     dense_names={
         **DEEPSEEK_V3.dense_names,

@@ -1,9 +1,9 @@
-"""DeepSeek-V4: attention to a window and to compressed entries, hyper-connections, experts named by tokens.
+"""DeepSeek-V4-Flash, V4-Pro, from a 16-bit copy: attention to a window with sinks and to compressed entries for all
+positions, some of which an indexer chooses; hyper-connections; experts that a table names for each token in the first
+layers; roots of softplus as scores with a bias, clamped neurons, shared expert.
 
-The first layers have a table from tokens to experts in place of a choice by their router, whose scores are the weights
-there too. Layers attend to their window alone, or also to entries of many positions each (heavily compressed), or to
-entries of a few positions that an indexer chooses (compressed sparse).
-
+Layers attend to their window alone, or also to entries of many positions each (heavily compressed), or to entries of a
+few positions that an indexer chooses (compressed sparse).
 The published inference code also rotates the indexer's queries and keys by a Hadamard matrix, which changes no score,
 and rounds them and the entries to FP4 and FP8, which we, like transformers, do not.
 Source: transformers, models/deepseek_v4.
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.positions import YarnSpec
 from moe_pack.formats.parts.specs import LimitSpec
@@ -26,14 +26,15 @@ _ROTATED = 64 / 512  # of a head, if the config does not say
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sqrtsoftplus")
-    config.only("topk_method", "noaux_tc")
-    config.only("norm_topk_prob", True)
-    config.only("attention_bias", False)
-    config.only("mlp_bias", False)
-    config.only("num_key_value_heads", 1)
-    config.only("n_shared_experts", 1)  # whose size transformers takes from the routed experts, however many there are
+    config.only(
+        scoring_func="sqrtsoftplus",
+        topk_method="noaux_tc",
+        norm_topk_prob=True,
+        attention_bias=False,
+        mlp_bias=False,
+        num_key_value_heads=1,
+    )
+    config.only(n_shared_experts=1)  # whose size transformers takes from the routed experts, however many there are
     config.ignore("num_nextn_predict_layers", "expert_dtype")  # tensors show how they are stored
     kinds, ropes = _read_layer_kinds(config), _read_ropes(config, config.whole("head_dim"))
     most, *rest = [kind for kind, _ in Counter(kinds).most_common()]
@@ -45,7 +46,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     size = config.whole(config.either("moe_intermediate_size", "intermediate_size"))
     spec = readers.read_decoder(
         config,
-        "deepseek_v4",
         own[most],
         ropes[most],
         _read_router(config),
@@ -141,18 +141,18 @@ def _read_rates(config: Config) -> dict[str, int]:
 def _read_ropes(config: Config, head_dim: int) -> dict[str, parts.RopeSpec]:
     """Reads the rotary positions of layers of each kind: those with entries have a base and a scaling of their own."""
     theta, compress_theta = config.number("rope_theta", 1e4), config.number("compress_rope_theta", 1.6e5)
-    group = readers.rope_group(config)
+    group = rotary.rope_group(config)
     if group is not None and group.has("main") and group.has("compress"):
         labels = {label: parts.RopeSpec(theta, head_dim, True, None) for label in ("main", "compress")}
-        found = readers.read_rope_by_kind(config, head_dim, labels, partial_rotary_factor=1.0)
+        found = rotary.read_rope_by_kind(config, head_dim, labels, partial_rotary_factor=1.0)
         main, compress = (replace(found[label], interleaved=True) for label in ("main", "compress"))
         config.ignore("partial_rotary_factor", "qk_rope_head_dim")  # rope_parameters has the shares that are rotated
     else:
         share = config.whole("qk_rope_head_dim", int(_ROTATED * head_dim)) / head_dim
         share = config.number("partial_rotary_factor", share)
-        config.only("qk_rope_head_dim", int(head_dim * share))
+        config.only(qk_rope_head_dim=int(head_dim * share))
         main = parts.RopeSpec(theta, int(head_dim * share), True, None)
-        scaled = readers.read_rope(config, head_dim, theta, interleaved=True, partial_rotary_factor=share)
+        scaled = rotary.read_rope(config, head_dim, theta, interleaved=True, partial_rotary_factor=share)
         if scaled.rotary_dim != main.rotary_dim:
             raise formats.CheckpointError(
                 f"{config.place}: partial_rotary_factor rotates {scaled.rotary_dim} values in one place and "
@@ -182,6 +182,7 @@ DEEPSEEK_V4 = family.Family(
         "deepseek-v4-flash": "deepseek-ai/DeepSeek-V4-Flash",
         "deepseek-v4-pro": "deepseek-ai/DeepSeek-V4-Pro",
     },
+    published=(family.Published("deepseek-v4-flash", "284", "13"), family.Published("deepseek-v4-pro", "1573", "49")),
     read_config=_read_config,
     dense_names={
         "embed": ("model.embed_tokens.weight", "embed.weight"),
@@ -234,16 +235,10 @@ DEEPSEEK_V4 = family.Family(
     },
     expert_names=(
         *(
-            family.ExpertNames(
-                {
-                    "gate": f"{prefix}layers.{{i}}.ffn.experts.{{e}}.w1.weight",
-                    "up": f"{prefix}layers.{{i}}.ffn.experts.{{e}}.w3.weight",
-                    "down": f"{prefix}layers.{{i}}.ffn.experts.{{e}}.w2.weight",
-                }
-            )
+            family.ExpertNames(family.matrices(f"{prefix}layers.{{i}}.ffn.experts.{{e}}.*.weight", "w1", "w3", "w2"))
             for prefix in ("model.", "")
         ),
-        readers.FUSED_EXPERT_NAMES,
+        family.FUSED_EXPERT_NAMES,
     ),
     unused=(family.LeftOut("mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
 )

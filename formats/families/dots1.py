@@ -1,24 +1,24 @@
-"""dots.llm1. Source: transformers, models/dots1; dots.llm1 technical report (2506.05767)."""
+"""dots.llm1 base, inst: sigmoid routing with a bias, q and k norms a head, keys for every head, dense first layer,
+shared experts.
+
+Source: transformers, models/dots1; dots.llm1 technical report (2506.05767).
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
     _refuse_windows(config)
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     expert_size = config.whole("moe_intermediate_size")
     return readers.read_decoder(
         config,
-        "dots1",
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         readers.read_sigmoid_router(config, num_experts_per_tok=None, normalize=False),
         expert_size,
         moe_layers=readers.layers_after_dense(config, default=0),
@@ -28,19 +28,19 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 def _refuse_windows(config: Config) -> None:
     """Refuses a sliding window: in layers `layer_types` names; without it, in those from `max_window_layers` on."""
-    config.only("use_sliding_window", False)
+    config.only(use_sliding_window=False)
     readers.refuse_mixed_layers(config)
     if not config.has("layer_types") and config.count("max_window_layers", 62) < config.num_layers():
         config.require("sliding_window")  # null says that no layer has one; missing, transformers takes 4096
-        config.only("sliding_window", None)
+        config.only(sliding_window=None)
     config.ignore("sliding_window", "max_window_layers")
 
 
 DOTS1 = Family(
     model_type="dots1",
     short_names={"dots.llm1.base": "rednote-hilab/dots.llm1.base", "dots.llm1.inst": "rednote-hilab/dots.llm1.inst"},
+    published=(Published("dots.llm1.base", "142", "14"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"pretraining_tp"}),
 )

@@ -1,9 +1,15 @@
-"""ERNIE 4.5 with experts, 21B-A3B and 300B-A47B. Source: transformers, models/ernie4_5_moe; Baidu (2025)."""
+"""ERNIE 4.5 21B-A3B, 300B-A47B: softmax routing with a bias, interleaved rotation, dense first layers, shared experts,
+tied head.
+
+Source: transformers, models/ernie4_5_moe; Baidu (2025).
+"""
+
+from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, LeftOut
+from moe_pack.formats.families.family import Family, LeftOut, Published
 
 _LEAST_SUM = 1e-12
 
@@ -11,7 +17,6 @@ _LEAST_SUM = 1e-12
 def _read_config(config: Config) -> formats.ModelSpec:
     return read_ernie(
         config,
-        "ernie4_5_moe",
         config.whole(config.either("moe_num_experts", "num_experts")),
         config.whole("moe_intermediate_size"),
         _moe_layers(config),
@@ -20,7 +25,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 def read_ernie(
     config: Config,
-    family: str,
     num_experts: int,
     expert_size: int,
     moe_layers: tuple[int, ...],
@@ -30,13 +34,12 @@ def read_ernie(
 
     Args:    has_images: rotary positions have three numbers, and no scaling.
     """
-    config.only("use_bias", False)
+    config.only(use_bias=False)
     # In released configs alone; other values would be another model.
-    config.only("moe_gate", "topk")
-    config.only("moe_use_aux_free", True)
+    config.only(moe_gate="topk", moe_use_aux_free=True)
     # The sum of weights is at least this. We add it instead: in float32 that is the same for any sum above 1e-5.
     if config.number("moe_norm_min", _LEAST_SUM) != _LEAST_SUM:
-        config.only("moe_norm_min", _LEAST_SUM)
+        config.only(moe_norm_min=_LEAST_SUM)
     attention = readers.read_grouped_query(config)
     config.require("moe_num_shared_experts")  # missing, transformers takes 2
     num_shared = config.count("moe_num_shared_experts", 0)
@@ -48,23 +51,24 @@ def read_ernie(
         bias=True,
         least_sum=_LEAST_SUM,
     )
-    return readers.read_decoder(
-        config,
-        family,
-        attention,
-        readers.read_rope(
+    return replace(
+        readers.read_decoder(
             config,
-            attention.head_dim,
-            default_theta=5e5,
-            interleaved=True,
-            scalings=() if has_images else readers.SCALINGS,
-            ignored=readers.MROPE_KEYS if has_images else frozenset(),
+            attention,
+            rotary.read_rope(
+                config,
+                attention.head_dim,
+                default_theta=5e5,
+                interleaved=True,
+                scalings=() if has_images else rotary.SCALINGS,
+                ignored=rotary.MROPE_KEYS if has_images else frozenset(),
+            ),
+            router,
+            expert_size,
+            moe_layers=moe_layers,
+            shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         ),
-        router,
-        expert_size,
-        moe_layers=moe_layers,
-        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         tied_head=config.flag("tie_word_embeddings", True),
     )
 
@@ -81,11 +85,13 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
 
 ERNIE4_5_MOE = Family(
     model_type="ernie4_5_moe",
+    model_class="Ernie4_5_MoeForCausalLM",
     short_names={
         "ernie-4.5-21b-a3b": "baidu/ERNIE-4.5-21B-A3B-PT",
         "ernie-4.5-21b-a3b-thinking": "baidu/ERNIE-4.5-21B-A3B-Thinking",
         "ernie-4.5-300b-a47b": "baidu/ERNIE-4.5-300B-A47B-PT",
     },
+    published=(Published("ernie-4.5-21b-a3b", "21", "3"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -94,7 +100,6 @@ ERNIE4_5_MOE = Family(
             "model.layers.{i}.mlp.gate.moe_statics.e_score_correction_bias",
         ),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(LeftOut("model.mtp_*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"_attn_implementation", "moe_capacity", "num_nextn_predict_layers"}),
 )

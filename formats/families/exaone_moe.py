@@ -1,22 +1,23 @@
-"""K-EXAONE-236B-A23B. Source: transformers, models/exaone_moe; LG AI Research (2026)."""
+"""K-EXAONE-236B-A23B: a window on three of four layers, which alone rotate, sigmoid routing, shared expert.
+
+Source: transformers, models/exaone_moe; LG AI Research (2026).
+"""
 
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc")
     expert_size = config.whole("moe_intermediate_size")
     num_dense = config.count("first_k_dense_replace", 1)
-    config.only("first_last_k_dense_replace", num_dense)
+    config.only(first_last_k_dense_replace=num_dense)
     moe_layers = readers.layers_by_kind(config, num_dense)
-    config.only("is_moe_layer", [layer in moe_layers for layer in range(config.num_layers())])
+    config.only(is_moe_layer=[layer in moe_layers for layer in range(config.num_layers())])
     config.require("num_key_value_heads")  # missing, transformers takes 32
     attention = _read_attention(config)
     router = formats.RouterSpec(
@@ -31,9 +32,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "exaone_moe",
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         router,
         expert_size,
         moe_layers=moe_layers,
@@ -68,6 +68,7 @@ _MTP = "a multi-token-prediction layer, which plain decoding does not run"
 EXAONE_MOE = family.Family(
     model_type="exaone_moe",
     short_names={"k-exaone-236b-a23b": "LGAI-EXAONE/K-EXAONE-236B-A23B"},
+    published=(family.Published("k-exaone-236b-a23b", "236", "23"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -76,7 +77,6 @@ EXAONE_MOE = family.Family(
             "model.layers.{i}.mlp.gate.e_score_correction_bias",
         ),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(family.LeftOut("mtp.*", _MTP),),
     ignored_keys=frozenset({"num_nextn_predict_layers"}),
 )

@@ -1,86 +1,80 @@
-"""A family's facts about its checkpoints, and the account of a checkpoint by these facts.
+"""A family's facts about its checkpoints: how the config is read, and which source tensor has which role."""
 
-`Family` says how to read the config, and which source tensor has which role. `claim_tensors` applies that to the
-tensors of one checkpoint: it finds the place of every matrix, and refuses tensors that have no role.
-"""
-
-import itertools
-import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_pack import formats
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.parts import DenseRole
-from moe_pack.formats.parts.part import FLOAT_DTYPES, INTEGER_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Source tensors that are not run: a pattern of names (`*` for anything), and the reason.
+    """Source tensors that are not run. `{n}` in names is the number of layers, plus `after`."""
 
-    The pattern applies only if the checkpoint has the tensor `sign` (None: always). `{n}` in either is the number of
-    layers, plus `after`, `{e}` in the pattern the number of an expert behind the last one that is run. `copy_of` is the
-    name of a tensor that they must be equal to.
-    """
-
-    pattern: str
+    pattern: str  # of their names: `*` for anything, `{e}` for the number of an expert behind the last one that is run
     reason: str
-    sign: str | None = None
-    copy_of: str | None = None
+    sign: str | None = None  # the pattern applies only if the checkpoint has this tensor; None: always
+    copy_of: str | None = None  # the name of a tensor that they must be equal to
     after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that is not stored like its role: `transposed`, `[in, out]`, or with the role as first of `parts`.
-
-    `roles`: it has the rows of several roles, one after the other in this order, each named as in `dense_names`.
-    """
+    """A tensor that is not stored like its role."""
 
     name: str
-    transposed: bool = False
-    parts: int = 1
+    transposed: bool = False  # `[in, out]`
+    parts: int = 1  # with the role as first of so many
+    # It has the rows of several roles, one after the other in this order, each named as in `dense_names`.
     roles: tuple[str, ...] = ()
 
 
 DenseName = str | Stored
 
 
+def matrices(template: str, *names: str) -> dict[formats.Matrix, str]:
+    """Returns the tensors' names of gate, up and down, or of up and down, whose own names are `*` in a template."""
+    return {
+        matrix: template.replace("*", name) for matrix, name in zip(formats.MATRICES[-len(names) :], names, strict=True)
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """One way in which checkpoints of a family name and store their experts.
 
-    `matrices` has the tensors' names, with `{i}` for the layer and `{e}` for the expert (or `{pair}`, as in
-    `dense_names`); a name without `{e}` is that of a tensor of all experts of the layer, `[E, rows, columns]`, or
-    `[E rows, columns]` if it is `one_matrix`. A matrix is stored as `[out, in]` (gate and up `[f, d]`, down `[d, f]`),
-    or as `[in, out]` if `transposed`, which may also be down alone. If gate and up have the same name, the neurons of
-    gate come first, or the two alternate if `interleaved`. `biases` has the names of biases, which are stored in the
-    same way: `[f]` for gate and up, `[d]` for down. `scales` names the scales of matrices in MXFP4 blocks. `of_gguf`:
-    what our reader of GGUF files calls the matrices, where no checkpoint has one tensor for each.
+    A matrix is stored as `[out, in]` (gate and up `[f, d]`, down `[d, f]`). If gate and up have the same name, the
+    neurons of gate come first.
     """
 
+    # The tensors' names, with `{i}` for the layer and `{e}` for the expert (or `{pair}`, as in `dense_names`). A name
+    # without `{e}` is that of a tensor of all experts of the layer, `[E, rows, columns]`.
     matrices: Mapping[formats.Matrix, str]
-    biases: Mapping[formats.Matrix, str] = field(default_factory=dict)
-    interleaved: bool = False
-    transposed: bool | Literal["down"] = False
-    one_matrix: bool = False
-    scales: Mapping[formats.Matrix, str] = field(default_factory=dict)
-    of_gguf: bool = False
+    biases: Mapping[formats.Matrix, str] = field(default_factory=dict)  # stored likewise: gate and up `[f]`, down `[d]`
+    interleaved: bool = False  # neurons of gate and up alternate
+    transposed: bool | Literal["down"] = False  # `[in, out]`; or down alone
+    one_matrix: bool = False  # all experts of the layer are `[E rows, columns]`
+    scales: Mapping[formats.Matrix, str] = field(default_factory=dict)  # of matrices in MXFP4 blocks
+    of_gguf: bool = False  # our reader of GGUF files calls them so; no checkpoint has one tensor for each
+
+
+# The names that most families share; the second are those in transformers 5's memory, which it also writes with
+# save_original_format=False.
+EXPERT_NAMES = ExpertNames(matrices("model.layers.{i}.mlp.experts.{e}.*.weight", "gate_proj", "up_proj", "down_proj"))
+FUSED_EXPERT_NAMES = ExpertNames(
+    matrices("model.layers.{i}.mlp.experts.*", "gate_up_proj", "gate_up_proj", "down_proj")
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TableNames:
     """One way in which checkpoints of a family name the n-gram table of a layer, with `{i}` for the layer.
 
-    `table` is the name of a tensor with all rows, or, with `{part}`, of several whose rows follow each other, from part
-    0 on. The others name constants (I64), which the spec has too: a checkpoint that has them must have the same.
+    The last three are constants (I64) that the spec has too: a checkpoint that has them must have the same.
     """
 
-    table: str
+    table: str  # a tensor with all rows; with `{part}`, several whose rows follow each other, from part 0 on
     multipliers: str
     head_sizes: str
     head_offsets: str
@@ -94,609 +88,61 @@ class TableNames:
 class PredictionNames:
     """How checkpoints of a family name the prediction layer: a decoder layer that predicts a further token.
 
-    Names of the layer's parts begin with `layer` where those of `dense_names` and `expert_names` begin with `stack`;
-    `{n}` is the number of decoder layers. The others name what the layer has of its own: the matrix `project`, which
-    takes the normed embedding of a token and then the normed hidden state of the token before it, the norms of both,
-    and the norm before the head. `embed` and `head`: tables that some checkpoints repeat, or have for this layer alone.
+    `{n}` is the number of decoder layers.
     """
 
-    stack: str
-    layer: str
-    project: str
+    stack: str  # so begin names in `dense_names` and `expert_names` ...
+    layer: str  # ... which begin so for this layer
+    project: str  # takes the normed embedding of a token, then the normed hidden state of the token before it
     embed_norm: str
     hidden_norm: str
-    norm: str
-    embed: str | None = None
+    norm: str  # before the head
+    embed: str | None = None  # tables that some checkpoints repeat, or have for this layer alone
     head: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """One `model_type`.
+class Published:
+    """A model whose `config.json` is in `configs`, and what its publisher prints of it."""
 
-    `dense_names` maps roles to source names, with `{i}` for the layer, or `{pair}` and `{side}` (0 or 1) where the
-    source counts two of our layers as one; if a role has several names, a checkpoint has one of them. If one tensor has
-    several `roles`, each of them has the same `Stored`. A checkpoint follows one of the `expert_names`. For an encoder,
-    the roles of its layers begin with `encoder.{i}` here, its experts follow `encoder_expert_names`, and the layers of
-    both stacks count from 0.
-    `table_names`: the spellings of n-gram tables; a checkpoint follows one of them, layer by layer.
-    `prediction`: the spellings of the prediction layer, if the runtime can run it.
-    `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
-    `ignored_keys`: keys of the config that change nothing at inference. `text_keys`: in a multimodal checkpoint, the
-    keys that lead to the text model's object in the config. `old_keys`: older names of keys of the config, and what
-    they are called now. `may_lack_router_bias`: a checkpoint without any router's bias is that of a model without them.
-    """
+    name: str  # of the file, and a short name
+    total: str  # parameters in billions
+    active: str  # those of a token, in billions
+    cached: str | None = None  # values cached a token, in thousands; None where nobody printed it
+    leaves_out: tuple[str, ...] = ()  # dense roles, of all layers, that neither number counts
+    total_leaves_out: tuple[str, ...] = ()  # those that the first does not count
+    active_leaves_out: tuple[str, ...] = ()  # those that the second does not count
+    adds_prediction_layer: bool = False  # whether the total has the layer that plain decoding does not run
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type`."""
 
     model_type: str
-    short_names: Mapping[str, str]
     read_config: Callable[[Config], formats.ModelSpec]
+    # From roles to source names, with `{i}` for the layer, or `{pair}` and `{side}` (0 or 1) where the source counts
+    # two of our layers as one. If a role has several names, a checkpoint has one of them. If one tensor has several
+    # roles, each of them has the same `Stored`. Roles of an encoder's layers begin with `encoder.{i}`; the layers of
+    # both stacks count from 0.
     dense_names: Mapping[str, DenseName | tuple[DenseName, ...]]
-    expert_names: tuple[ExpertNames, ...]
-    dropped: tuple[LeftOut, ...] = ()
-    unused: tuple[LeftOut, ...] = ()
-    ignored_keys: frozenset[str] = frozenset()
+    expert_names: tuple[ExpertNames, ...] = (EXPERT_NAMES, FUSED_EXPERT_NAMES)  # a checkpoint follows one of them
+    short_names: Mapping[str, str] = field(default_factory=dict)  # in lower case; each maps to a hub id
+    published: tuple[Published, ...] = ()
+    unpublished: str = ""  # why no public copy of a real config.json is in `configs`
+    model_class: str = ""  # of transformers, where it is not called as the type
+    dropped: tuple[LeftOut, ...] = ()  # not packed
+    unused: tuple[LeftOut, ...] = ()  # kept in the pack although they are not run
+    ignored_keys: frozenset[str] = frozenset()  # keys of the config that change nothing at inference
     encoder_expert_names: tuple[ExpertNames, ...] = ()
-    text_keys: tuple[str, ...] = ()
-    old_keys: Mapping[str, str] = field(default_factory=dict)
-    table_names: tuple[TableNames, ...] = ()
-    may_lack_router_bias: bool = False
-    prediction: tuple[PredictionNames, ...] = ()
-
-
-SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix
-MXFP4_BLOCK = 32  # columns that share a scale of an MXFP4 matrix
-WORD_BITS = 32  # of a word with packed codes
-SourceCodec = Literal["plain", "fp8", "mxfp4", "packed"]
-_DTYPES: Mapping[SourceCodec | Literal["integers"], tuple[str, ...]] = {
-    "plain": FLOAT_DTYPES,
-    "integers": INTEGER_DTYPES,
-    "fp8": ("F8_E4M3",),
-    "mxfp4": ("U8",),
-    "packed": ("I32",),
-}
-Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of every source tensor, by name
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """The encoding of a checkpoint's quantized tensors, by its config.
-
-    `num_bits`, `group_size`: of `packed` codes; a group of 0 columns is the whole row. `others`: further encodings of
-    other tensors by the same codec; a tensor's shape shows which it has.
-    """
-
-    codec: SourceCodec = "plain"
-    num_bits: int = 0
-    group_size: int = 0
-    others: tuple["Quantization", ...] = ()
-
-
-PLAIN = Quantization()
-_CONSTANT = LeftOut("*.rotary_emb.inv_freq", "a constant the runtime computes")
-_TIED = LeftOut("", "tied: the embedding is the head")
-_SHAPE = "the shape of a packed matrix, which config.json gives too"
-
-
-@dataclass(frozen=True, slots=True)
-class SourceMatrix:
-    """The place of a matrix (or of a vector: one column) in the source, as `[num_rows, num_cols]`.
-
-    Its rows are rows `first_row`, `first_row + row_step`, ... of a tensor, counted flat, of `row_size` values each; its
-    columns are the values `first_col`, `first_col + col_step`, ... of these. If `transposed`, it is instead the whole
-    tensor, `[num_cols, num_rows]`. `neurons` says whether an expert's neurons are its rows (`[f, d]`) or its columns
-    (`[d, f]`).
-
-    `codec`: the encoding of the tensor's values. `scales`: for codes, the tensor of their scales: one for 128 rows by
-    128 columns with `fp8`, one for 32 columns with `mxfp4`, one for `group_size` columns with `packed`, whose codes
-    have `num_bits` each.
-    """
-
-    tensor: str
-    first_row: int
-    num_rows: int
-    num_cols: int
-    row_size: int
-    row_step: int = 1
-    first_col: int = 0
-    col_step: int = 1
-    neurons: Literal["rows", "columns"] = "rows"
-    codec: SourceCodec = "plain"
-    scales: str | None = None
-    num_bits: int = 0
-    group_size: int = 0
-    transposed: bool = False
+    text_keys: tuple[str, ...] = ()  # in a multimodal config, the keys that lead to the text model's object
+    old_keys: Mapping[str, str] = field(default_factory=dict)  # older names of keys, and what they are called now
+    table_names: tuple[TableNames, ...] = ()  # of n-gram tables; a checkpoint follows one of them, layer by layer
+    may_lack_router_bias: bool = False  # a checkpoint without any router's bias is that of a model without them
+    prediction: tuple[PredictionNames, ...] = ()  # the spellings of the prediction layer, if the runtime can run it
 
     @property
-    def is_kept(self) -> bool:
-        """Whether the values are codes that a format of packs keeps."""
-        return self.codec in ("fp8", "mxfp4")
-
-    def tensors(self) -> tuple[str, ...]:
-        """Returns the names of its tensor and, for codes, of the tensor of its scales."""
-        return (self.tensor,) if self.scales is None else (self.tensor, self.scales)
-
-    def number(self, row: int, col: int) -> tuple[int, int]:
-        """Returns row and column, in the tensor counted flat, of a value of the matrix."""
-        if self.transposed:
-            return col, row
-        return self.first_row + row * self.row_step, self.first_col + col * self.col_step
-
-
-ExpertSources = dict[tuple[int, int, formats.Matrix], SourceMatrix]
-
-
-@dataclass(frozen=True, slots=True)
-class Claims:
-    """The account of a checkpoint: the place of each role and each expert's matrix, and the tensors that are not run.
-
-    Keys of `experts`, and of `expert_biases` for matrices with a bias, are decoder layer, expert and matrix. `unused`
-    (kept in the pack) and `dropped` give the reason for each tensor. `copies` names, for some dropped tensors, the
-    tensor that each must be equal to; `constants` has the numbers that a dropped tensor must have. `tables` has the
-    pieces of the n-gram table of each layer that has one, in the order of their rows.
-    """
-
-    dense: Mapping[str, SourceMatrix]
-    experts: Mapping[tuple[int, int, formats.Matrix], SourceMatrix]
-    expert_biases: Mapping[tuple[int, int, formats.Matrix], SourceMatrix]
-    unused: Mapping[str, str]
-    dropped: Mapping[str, str]
-    copies: Mapping[str, str]
-    tables: Mapping[int, tuple[SourceMatrix, ...]] = field(default_factory=dict)
-    constants: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-def spec_of_tensors(family: Family, spec: formats.ModelSpec, tensors: Tensors) -> formats.ModelSpec:
-    """Returns the spec of a checkpoint with these tensors: that of its config, or without the routers' bias."""
-    roles = [f"layers.{layer}.router_bias" for layer in spec.moe_layers if family.may_lack_router_bias]
-    if not roles or any(way.name in tensors for role in roles for way in stored_ways(family, spec, role)):
-        return spec
-    return replace(spec, router=replace(spec.router, bias=False))
-
-
-def second_head(family: Family, spec: formats.ModelSpec, tensors: Collection[str]) -> str | None:
-    """Returns the name of the head's tensor in a checkpoint whose config says that the embedding is the head; or None.
-
-    It is a copy of the embedding, or else the config is wrong.
-    """
-    ways = stored_ways(family, spec, "head") if spec.tied_head else ()
-    return next((name for way in ways for name in (way.name, f"{way.name}_packed") if name in tensors), None)
-
-
-def claim_tensors(
-    family: Family, spec: formats.ModelSpec, tensors: Tensors, quantization: Quantization = PLAIN
-) -> Claims:
-    """Accounts for every source tensor.
-
-    Args:    tensors: dtype and shape by name.   quantization: the encoding of some of them by the config.
-    Raises:  CheckpointError for a tensor that is missing, has another shape or an unknown dtype, or has no role.
-    """
-    dense = _claim_dense(family, spec, formats.dense_roles(spec), tensors, quantization)
-    experts, biases = _claim_experts(family, spec, tensors, quantization)
-    tables, constants = _claim_tables(family, spec, tensors)
-    sources = itertools.chain(dense.values(), experts.values(), biases.values(), *tables.values())
-    claimed = {name for source in sources for name in source.tensors()}
-    unused, dropped, copies = dict[str, str](), dict[str, str](), dict[str, str]()
-    for name in tensors:
-        if name in claimed:
-            continue
-        if name.endswith("_shape") and f"{name.removesuffix('_shape')}_packed" in claimed:
-            dropped[name] = _SHAPE
-            continue
-        if name in constants:
-            dropped[name] = "constants that the config gives"
-            continue
-        kept = _first(family.unused, spec, name, tensors)
-        if kept is not None:
-            unused[name] = kept.reason
-            continue
-        left_out = _why_dropped(family, spec, name, tensors)
-        dropped[name] = left_out.reason
-        if left_out.copy_of is not None:
-            copies[name] = left_out.copy_of
-    return Claims(dense, experts, biases, unused, dropped, copies, tables, constants)
-
-
-def claim_parts(
-    family: Family,
-    spec: formats.ModelSpec,
-    roles: Sequence[DenseRole],
-    tensors: Tensors,
-    quantization: Quantization = PLAIN,
-) -> tuple[dict[str, SourceMatrix], ExpertSources]:
-    """Returns the places of some dense roles and of all experts, whatever other tensors there are.
-
-    Raises:  CheckpointError as `claim_tensors`, for a tensor that is missing or has another shape or dtype.
-    """
-    dense = _claim_dense(family, spec, roles, tensors, quantization)
-    return dense, _claim_experts(family, spec, tensors, quantization)[0]
-
-
-def _claim_dense(
-    family: Family, spec: formats.ModelSpec, wanted: Sequence[DenseRole], tensors: Tensors, quantization: Quantization
-) -> dict[str, SourceMatrix]:
-    """Returns the place of each role's tensor."""
-    dense, roles = {}, {role.name: role for role in wanted}
-    for role in roles.values():
-        stored = _present(stored_ways(family, spec, role.name), tensors)
-        name, stacked = stored.name, stored.roles
-        cols = role.shape[1] if len(role.shape) == 2 else 1
-        sizes = [roles[other].shape[0] for other in stacked] or [role.shape[0]]
-        first = sum(sizes[: stacked.index(role.name)]) if stacked else 0
-        source = SourceMatrix(name, first, role.shape[0], cols, cols, transposed=stored.transposed)
-        if role.quantizable and not stacked:
-            source = _with_scales(source, tensors, quantization)
-        shape = (sum(sizes), *role.shape[1:])
-        shape = shape[::-1] if stored.transposed else shape if stored.parts == 1 else (stored.parts, *shape)
-        shape = _shape_of(role, shape, tensors[name][1]) if name in tensors else shape
-        kind = "integers" if role.integers else source.codec
-        if role.name == "head" and source.tensor not in tensors:
-            raise formats.CheckpointError(
-                f"checkpoint: tensor {source.tensor!r} is missing: the model was saved without its head; save it again "
-                "with transformers' AutoModelForCausalLM"
-            )
-        _check_tensor(source.tensor, _stored_shape(source, shape), tensors, kind)
-        dense[role.name] = source
-    return dense
-
-
-def _shape_of(role: DenseRole, shape: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a tensor: a vector may be one row; a mixer's or n-grams' any shape of as many values."""
-    is_vector = len(shape) == 1 and math.prod(found) == shape[0]
-    is_shaped = ".mixer." in role.name or ".ngrams." in role.name
-    return found if is_vector and (found == (1, *shape) or is_shaped) else shape
-
-
-def role_key(spec: formats.ModelSpec, role: str) -> tuple[str, int]:
-    """Returns a role's key in `dense_names`, and its layer in its stack (0 if it is of none)."""
-    first, _, rest = role.partition(".")
-    if first != "layers":
-        return role, 0
-    number, _, name = rest.partition(".")
-    is_encoding, layer = _in_stack(spec, int(number))
-    return f"{'encoder' if is_encoding else 'layers'}.{{i}}.{name}", layer
-
-
-def _in_stack(spec: formats.ModelSpec, layer: int) -> tuple[bool, int]:
-    """Returns whether a layer is the encoder's, and its number in its stack."""
-    num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
-    return layer < num_encoding, layer if layer < num_encoding else layer - num_encoding
-
-
-def stored_ways(family: Family, spec: formats.ModelSpec, role: str) -> tuple[Stored, ...]:
-    """Returns the ways in which the dense tensor with this role may be stored in the source."""
-    key, layer = role_key(spec, role)
-    assert key in family.dense_names, f"dense_names of family {family.model_type!r} has no role {key!r}"
-    names = family.dense_names[key]
-    ways = names if isinstance(names, tuple) else (names,)
-    stored = (Stored(way) if isinstance(way, str) else way for way in ways)
-    number = role.split(".")[1] if "." in role else ""
-    return tuple(
-        replace(way, name=named(way.name, layer), roles=tuple(other.format(i=number) for other in way.roles))
-        for way in stored
-    )
-
-
-def named(template: str, layer: int, expert: int = 0) -> str:
-    """Returns a tensor's name."""
-    return template.format(i=layer, pair=layer // 2, side=layer % 2, e=expert)
-
-
-def _present(stored: tuple[Stored, ...], tensors: Tensors) -> Stored:
-    """Returns the first of these that the source has, plain or packed, or the first if it has none."""
-    return next((way for way in stored if _is_present(way.name, tensors)), stored[0])
-
-
-def _is_present(name: str, tensors: Tensors) -> bool:
-    return name in tensors or f"{name}_packed" in tensors
-
-
-def _claim_tables(
-    family: Family, spec: formats.ModelSpec, tensors: Tensors
-) -> tuple[dict[int, tuple[SourceMatrix, ...]], dict[str, tuple[int, ...]]]:
-    """Returns the pieces of each n-gram table, and the numbers of each tensor of constants that there is."""
-    tables, constants = dict[int, tuple[SourceMatrix, ...]](), dict[str, tuple[int, ...]]()
-    if spec.ngrams is None:
-        return tables, constants
-    assert family.table_names, f"family {family.model_type!r} has n-grams, but no table_names"
-    for place, layer in enumerate(spec.ngrams.layers):
-        spellings = [
-            tuple(name.format(i=layer, part="{part}") for name in names.names()) for names in family.table_names
-        ]
-        table, *others = next((each for each in spellings if each[0].format(part=0) in tensors), spellings[0])
-        tables[layer] = _claim_table(table, spec.ngrams.table_shape(layer), tensors)
-        sizes = spec.ngrams.head_sizes[place]
-        offsets = (0, *itertools.accumulate(sizes[:-1]))
-        for name, values in zip(others, (spec.ngrams.multipliers[place], sizes, offsets), strict=True):
-            if name in tensors:
-                constants[name] = values
-                if tensors[name] != ("I64", (len(values),)):
-                    dtype, shape = tensors[name]
-                    raise formats.CheckpointError(
-                        f"checkpoint: tensor {name!r} is {dtype} {list(shape)}, expected I64 {[len(values)]}"
-                    )
-    return tables, constants
-
-
-def _claim_table(template: str, shape: tuple[int, int], tensors: Tensors) -> tuple[SourceMatrix, ...]:
-    """Returns the pieces of a table of this shape: all its parts, or one tensor."""
-    numbers = itertools.takewhile(lambda part: template.format(part=part) in tensors, itertools.count())
-    names = [template.format(part=part) for part in numbers] if "{part}" in template else [template]
-    if "{part}" not in template or not names:
-        _check_tensor(template.format(part=0), shape, tensors)
-    (num_rows, num_cols), pieces = shape, list[SourceMatrix]()
-    for name in names:
-        dtype, found = tensors[name]
-        rows = found[0] if found else 0
-        _check_tensor(name, (rows, num_cols), tensors)
-        if dtype != tensors[names[0]][0]:
-            raise formats.CheckpointError(
-                f"checkpoint: tensor {name!r} is {dtype}, expected {tensors[names[0]][0]} as {names[0]!r}"
-            )
-        pieces.append(SourceMatrix(name, 0, rows, num_cols, num_cols))
-    if sum(piece.num_rows for piece in pieces) != num_rows:
-        raise formats.CheckpointError(
-            f"checkpoint: {len(names)} tensors from {names[0]!r} on have {sum(p.num_rows for p in pieces)} rows, "
-            f"expected {num_rows}"
-        )
-    return tuple(pieces)
-
-
-def _claim_experts(
-    family: Family, spec: formats.ModelSpec, tensors: Tensors, quantization: Quantization
-) -> tuple[ExpertSources, ExpertSources]:
-    """Returns the places of the experts' matrices, and of their biases."""
-    matrices: ExpertSources = {}
-    biases: ExpertSources = {}
-    for layer in spec.moe_layers:
-        spelling = _spelling(family, spec, tensors, layer)
-        for matrix in spec.expert.matrices:
-            matrices |= _claim_matrix(spec, tensors, spelling, matrix, layer, quantization)
-        for matrix in spec.expert.bias:
-            biases |= _claim_bias(spec, tensors, spelling, matrix, layer)
-    return matrices, biases
-
-
-def _spelling(family: Family, spec: formats.ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
-    """Returns the names of experts in a layer's stack, found by the stack's first layer with experts.
-
-    If some spellings have the same names, the shape decides: one may transpose what another does not.
-    """
-    is_encoding, _ = _in_stack(spec, layer)
-    known = known_spellings(family, spec, layer)
-    first = next(number for other in spec.moe_layers for at, number in [_in_stack(spec, other)] if at == is_encoding)
-    found = [names for names in known if _is_present(named(names.matrices["up"], first), tensors)] or [known[0]]
-
-    def fits(names: ExpertNames) -> bool:
-        name = named(names.matrices["up"], first)
-        _, shape = _matrix_place(spec, names, "up", name, 0)
-        return name in tensors and tensors[name][1][-2:] == shape
-
-    return next(filter(fits, found), found[0])
-
-
-def _claim_matrix(
-    spec: formats.ModelSpec,
-    tensors: Tensors,
-    spelling: ExpertNames,
-    matrix: formats.Matrix,
-    layer: int,
-    quantization: Quantization,
-) -> ExpertSources:
-    """Returns the places of a matrix of all experts of a layer."""
-    template, claims = spelling.matrices[matrix], ExpertSources()
-    fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
-    for expert in range(num_experts):
-        name = named(template, number, expert)
-        source, shape = _matrix_place(spec, spelling, matrix, name, expert if fused else 0)
-        whole = _fused_shape(spec, spelling, tensors, name, shape) if fused else shape
-        if matrix in spelling.scales:
-            source = replace(source, codec="mxfp4", scales=named(spelling.scales[matrix], number, expert))
-        elif not fused:
-            source = _with_scales(source, tensors, quantization)
-        if not fused or expert == 0:
-            _check_matrix(source, whole, tensors, quantization)
-        claims[layer, expert, matrix] = source
-    return claims
-
-
-def expert_tensors(spec: formats.ModelSpec, spelling: ExpertNames, layer: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors that have the experts of a layer, and their biases, in a spelling."""
-    (_, number), shapes = _in_stack(spec, layer), dict[str, tuple[int, ...]]()
-    for expert in range(spec.router.num_experts):
-        for matrix in spec.expert.matrices:
-            name = named(spelling.matrices[matrix], number, expert)
-            _, shape = _matrix_place(spec, spelling, matrix, name, 0)
-            fused = "{e}" not in spelling.matrices[matrix]
-            shapes[name] = _fused_shape(spec, spelling, {}, name, shape) if fused else shape
-        for matrix in spec.expert.bias:
-            name = named(spelling.biases[matrix], number, expert)
-            _, length = _bias_place(spec, spelling, matrix, name, 0)
-            shapes[name] = length if "{e}" in spelling.biases[matrix] else (spec.router.num_experts, *length)
-    return shapes
-
-
-def expert_spelling(family: Family, spec: formats.ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
-    """Returns the names that a checkpoint with these tensors has for the experts of a layer."""
-    return _spelling(family, spec, tensors, layer)
-
-
-def known_spellings(family: Family, spec: formats.ModelSpec, layer: int) -> tuple[ExpertNames, ...]:
-    """Returns the ways in which checkpoints of a family name and store the experts of a layer."""
-    return family.encoder_expert_names if _in_stack(spec, layer)[0] else family.expert_names
-
-
-def _fused_shape(
-    spec: formats.ModelSpec, spelling: ExpertNames, tensors: Tensors, name: str, shape: tuple[int, int]
-) -> tuple[int, ...]:
-    """Returns the shape of a tensor of all experts, each of whose matrices has `shape`."""
-    if spelling.one_matrix:
-        return spec.router.num_experts * shape[0], shape[1]
-    return _num_fused(spec, tensors, name), *shape
-
-
-def _num_fused(spec: formats.ModelSpec, tensors: Tensors, name: str) -> int:
-    """Returns how many experts a fused tensor has; those that return their input may have rows that mean nothing."""
-    is_with_identity = name in tensors and tensors[name][1][:1] == (spec.router.num_outputs,)
-    return spec.router.num_outputs if is_with_identity else spec.router.num_experts
-
-
-def _claim_bias(
-    spec: formats.ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: formats.Matrix, layer: int
-) -> ExpertSources:
-    """Returns the places of the bias of a matrix of all experts of a layer."""
-    template, claims = spelling.biases[matrix], ExpertSources()
-    fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
-    for expert in range(num_experts):
-        name = named(template, number, expert)
-        source, shape = _bias_place(spec, spelling, matrix, name, expert if fused else 0)
-        if not fused or expert == 0:
-            _check_tensor(name, (num_experts, *shape) if fused else shape, tensors)
-        claims[layer, expert, matrix] = source
-    return claims
-
-
-def _matrix_place(
-    spec: formats.ModelSpec, spelling: ExpertNames, matrix: formats.Matrix, name: str, slot: int
-) -> tuple[SourceMatrix, tuple[int, int]]:
-    """Returns the place of an expert's matrix, the `slot`-th of a tensor, and the shape of each of these matrices."""
-    d, f = spec.hidden_size, spec.expert.intermediate_size
-    first, step, size = _turn(spec, spelling, spelling.matrices, matrix, f)
-    if (matrix == "down") == (spelling.transposed in (True, matrix)):
-        return SourceMatrix(name, slot * size + first, f, d, d, row_step=step), (size, d)
-    place = SourceMatrix(name, slot * d, d, f, size, first_col=first, col_step=step, neurons="columns")
-    return place, (d, size)
-
-
-def _bias_place(
-    spec: formats.ModelSpec, spelling: ExpertNames, matrix: formats.Matrix, name: str, slot: int
-) -> tuple[SourceMatrix, tuple[int]]:
-    """Returns the place of an expert's bias, and its shape, as `_matrix_place` does for a matrix."""
-    num_values = spec.hidden_size if matrix == "down" else spec.expert.intermediate_size
-    first, step, size = _turn(spec, spelling, spelling.biases, matrix, num_values)
-    return SourceMatrix(name, slot * size + first, num_values, 1, 1, row_step=step), (size,)
-
-
-def _turn(
-    spec: formats.ModelSpec,
-    spelling: ExpertNames,
-    names: Mapping[formats.Matrix, str],
-    matrix: formats.Matrix,
-    count: int,
-) -> tuple[int, int, int]:
-    """Returns first and step of a matrix's `count` neurons among those of its tensor, and the number of these."""
-    sharing = [other for other in spec.expert.matrices if names.get(other) == names[matrix]]
-    place, num_sharing = sharing.index(matrix), len(sharing)
-    first, step = (place, num_sharing) if spelling.interleaved else (place * count, 1)
-    return first, step, num_sharing * count
-
-
-def _why_dropped(family: Family, spec: formats.ModelSpec, name: str, tensors: Tensors) -> LeftOut:
-    """Returns why a tensor without a role is not packed.
-
-    Raises:  CheckpointError if there is no reason.
-    """
-    if name == second_head(family, spec, (name,)):
-        return _TIED
-    left_out = _first((_CONSTANT, *family.dropped), spec, name, tensors)
-    if left_out is None:
-        raise formats.CheckpointError(
-            f"checkpoint: tensor {name!r} has no role in the model that config.json describes; the pack would lose it"
-        )
-    return left_out
-
-
-def _first(left_out: tuple[LeftOut, ...], spec: formats.ModelSpec, name: str, tensors: Tensors) -> LeftOut | None:
-    """Returns the first whose pattern a name follows, or None."""
-    for candidate in left_out:
-        n = spec.num_hidden_layers + candidate.after
-        applies = candidate.sign is None or candidate.sign.format(n=n) in tensors
-        if applies and _follows(name, candidate.pattern, n, spec.router.num_experts):
-            return candidate
-    return None
-
-
-def _follows(name: str, pattern: str, n: int, num_experts: int) -> bool:
-    """Returns whether a name follows the pattern of a `LeftOut`."""
-    if "{e}" not in pattern:
-        return fnmatchcase(name, pattern.format(n=n))
-    experts = re.escape(pattern.format(n=n, e="{e}")).replace(r"\*", ".*").replace(r"\{e\}", "([0-9]+)")
-    found = re.fullmatch(experts, name)
-    return found is not None and int(found[1]) >= num_experts
-
-
-def _with_scales(source: SourceMatrix, tensors: Tensors, quantization: Quantization) -> SourceMatrix:
-    """Returns the matrix of a whole tensor with its scales, which are checked, if it is in codes as the config says."""
-    if quantization.codec == "packed":
-        return _with_packed(source, tensors, quantization)
-    if quantization.codec != "fp8" or tensors.get(source.tensor, ("",))[0] != "F8_E4M3":
-        return source
-    scales, other = f"{source.tensor}_scale_inv", f"{source.tensor.removesuffix('weight')}scale"
-    if scales not in tensors and other in tensors:
-        raise formats.CheckpointError(
-            f"checkpoint: tensor {other!r} has the scales of {source.tensor!r}, which are not supported under this "
-            "name; use a 16-bit copy"
-        )
-    blocks = (-(-source.num_rows // SCALE_BLOCK), -(-source.num_cols // SCALE_BLOCK))
-    _check_tensor(scales, blocks, tensors)
-    return replace(source, codec="fp8", scales=scales)
-
-
-def _with_packed(source: SourceMatrix, tensors: Tensors, quantization: Quantization) -> SourceMatrix:
-    """Returns the matrix in the words of `weight_packed` in place of `weight`, if the checkpoint has only those."""
-    packed = f"{source.tensor}_packed"
-    if source.tensor in tensors or packed not in tensors:
-        return source
-    known = [(each.num_bits, each.group_size or source.num_cols) for each in (quantization, *quantization.others)]
-    num_cols, scales = source.num_cols, f"{source.tensor}_scale"
-    found = [tensors[name][1][-1:] for name in (packed, scales) if name in tensors]
-    fitting = [each for each in known if found == [(num_cols * each[0] // WORD_BITS,), (num_cols // each[1],)]]
-    num_bits, group_size = (fitting or known)[0]
-    if num_cols % group_size or num_cols * num_bits % WORD_BITS:
-        raise formats.CheckpointError(
-            f"checkpoint: tensor {packed!r}: config.json gives it rows of {num_cols} values, expected whole groups of "
-            f"{group_size} and whole words of {WORD_BITS // num_bits}"
-        )
-    _check_tensor(scales, (source.num_rows, num_cols // group_size), tensors)
-    return replace(source, tensor=packed, codec="packed", scales=scales, num_bits=num_bits, group_size=group_size)
-
-
-def _stored_shape(source: SourceMatrix, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a tensor whose values have `shape`: packed, it has a word for several columns."""
-    return (*shape[:-1], shape[-1] * source.num_bits // WORD_BITS) if source.codec == "packed" else shape
-
-
-def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors, quantization: Quantization) -> None:
-    """Checks that the tensor of an expert's matrix has `shape`; for MXFP4 blocks, also the tensor of their scales."""
-    if source.codec != "mxfp4":
-        _check_tensor(source.tensor, _stored_shape(source, shape), tensors, source.codec)
-        return
-    if quantization.codec != "mxfp4":
-        raise formats.CheckpointError(
-            f"checkpoint: tensor {source.tensor!r} is in MXFP4 blocks, but config.json has no "
-            "quantization_config for them"
-        )
-    if shape[-1] % MXFP4_BLOCK:
-        raise formats.CheckpointError(
-            f"checkpoint: tensor {source.tensor!r}: config.json gives it rows of {shape[-1]} values, expected a "
-            "multiple "
-            f"of {MXFP4_BLOCK}"
-        )
-    assert source.scales is not None, "a matrix in blocks has scales"
-    blocks = (*shape[:-1], shape[-1] // MXFP4_BLOCK)
-    _check_tensor(source.tensor, (*blocks, MXFP4_BLOCK // 2), tensors, "mxfp4")
-    _check_tensor(source.scales, blocks, tensors, "mxfp4")
-
-
-def _check_tensor(
-    name: str, expected: tuple[int, ...], tensors: Tensors, codec: SourceCodec | Literal["integers"] = "plain"
-) -> None:
-    if name not in tensors:
-        raise formats.CheckpointError(f"checkpoint: tensor {name!r} is missing")
-    dtype, shape = tensors[name]
-    if shape != expected:
-        raise formats.CheckpointError(f"checkpoint: tensor {name!r} has shape {list(shape)}, expected {list(expected)}")
-    if dtype not in _DTYPES[codec]:
-        one_of = "one of " if len(_DTYPES[codec]) > 1 else ""
-        raise formats.CheckpointError(
-            f"checkpoint: tensor {name!r} is {dtype}, expected {one_of}{', '.join(_DTYPES[codec])}"
-        )
+    def class_name(self) -> str:
+        """The model's class, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it."""
+        words = self.model_type.removesuffix("_text").split("_")
+        return self.model_class or f"{''.join(word.capitalize() for word in words)}ForCausalLM"

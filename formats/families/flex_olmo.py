@@ -1,9 +1,12 @@
-"""FlexOlmo-7x7B. Source: transformers, models/flex_olmo; Shi et al., "FlexOlmo" (2507.07024)."""
+"""FlexOlmo-7x7B: as `olmoe`, with norms after attention and after experts in place of those before.
+
+Source: transformers, models/flex_olmo; Shi et al., "FlexOlmo" (2507.07024).
+"""
 
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.parts import NormedResidualSpec
@@ -19,9 +22,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     spec = readers.read_decoder(
         config,
-        "flex_olmo",
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=500000.0),
+        rotary.read_rope(config, attention.head_dim, default_theta=500000.0),
         formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),
         config.whole("intermediate_size"),
     )
@@ -31,11 +33,11 @@ def _read_config(config: Config) -> formats.ModelSpec:
 FLEX_OLMO = Family(
     model_type="flex_olmo",
     short_names={"flexolmo": "allenai/FlexOlmo-7x7B-1T", "flexolmo-7x7b": "allenai/FlexOlmo-7x7B-1T"},
+    unpublished="no public copy of the file of allenai/FlexOlmo-7x7B-1T was found",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
         "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm.weight",
         "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

@@ -1,12 +1,13 @@
-"""Flint. Source: transformers, models/flint.
+"""Flint: sigmoid routing without a bias, q and k norms a head, sinks, windows in most layers, which alone rotate,
+shared expert, dense first layers.
 
-Layers with a window rotate, and the others do not. The router has sigmoids without a bias.
+Source: transformers, models/flint.
 """
 
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.parts import GroupedQuerySpec
@@ -14,7 +15,7 @@ from moe_pack.formats.parts import GroupedQuerySpec
 
 def _read_config(config: Config) -> formats.ModelSpec:
     attention = _read_attention(config)
-    rope = readers.read_rope(config, attention.head_dim)
+    rope = rotary.read_rope(config, attention.head_dim)
     router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole("num_experts"),
@@ -24,7 +25,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     config.require("shared_expert_intermediate_size")  # missing, transformers takes 1024
     return readers.read_decoder(
         config,
-        "flint",
         attention,
         None if attention.sliding_window is None else rope,
         router,
@@ -72,6 +72,7 @@ _SHARED = "model.layers.{i}.mlp.shared_expert."
 FLINT = Family(
     model_type="flint",
     short_names={"flint": "RecursiveSI/flint"},
+    unpublished="no public copy of the file of RecursiveSI/flint was found; transformers' defaults are its sizes",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -83,5 +84,4 @@ FLINT = Family(
         "layers.{i}.shared.up": _SHARED + "up_proj.weight",
         "layers.{i}.shared.down": _SHARED + "down_proj.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

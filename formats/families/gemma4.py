@@ -1,7 +1,8 @@
-"""Gemma 4 with experts, such as 26B-A4B; images and sounds are not read.
+"""Gemma 4 26B-A4B (text): a dense block next to the routed experts, each with norms before and after, GELU, a window in
+five of six layers, larger heads whose values are their keys in the others, rotated in part, a router with scales,
+capped logits.
 
-A layer has a dense block and routed experts next to each other, which is a shared expert here. In layers without a
-window, heads have another size, and values are the projection of keys.
+The dense block is a shared expert here.
 Source: transformers, models/gemma4.
 """
 
@@ -9,39 +10,37 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, multimodal, readers
+from moe_pack.formats.families import family, multimodal, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.positions import ProportionalSpec
 
-_FULL, _SLIDING = readers.ATTENTION_KINDS
+_FULL, _SLIDING = rotary.ATTENTION_KINDS
 
 
 def _read_text(config: Config) -> formats.ModelSpec:
     if not config.flag("enable_moe_block", False):
         raise readers.dense_model(config)
-    config.only("hidden_activation", "gelu_pytorch_tanh")
+    config.only(hidden_activation="gelu_pytorch_tanh")
     config.require("hidden_size_per_layer_input")  # missing, transformers takes 256
-    config.only("hidden_size_per_layer_input", 0)
-    config.only("num_kv_shared_layers", 0)
-    config.only("use_bidirectional_attention", "vision")  # of images; null means none
+    config.only(hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+    config.only(use_bidirectional_attention="vision")  # of images; null means none
     config.ignore("use_double_wide_mlp", "vocab_size_per_layer_input")  # of layers that share keys, and of their inputs
     attention = _read_attention(config)
     experts, chosen = config.whole("num_experts"), config.whole("top_k_experts")
     spec = readers.read_decoder(
         config,
-        "gemma4_text",
         attention.attention,
         attention.rope,
         formats.RouterSpec("softmax_topk", experts, chosen, normalize=True, input_scale=True, expert_scale=True),
         config.whole("moe_intermediate_size"),
         dense_size_key=None,
         shared_expert=formats.SharedExpertSpec(config.whole("intermediate_size"), gated=False),
-        tied_head=config.flag("tie_word_embeddings", True),
-        embedding_multiplier=config.whole("hidden_size") ** 0.5,
         others=attention.others,
     )
     return replace(
         spec,
+        tied_head=config.flag("tie_word_embeddings", True),
+        embedding_multiplier=config.whole("hidden_size") ** 0.5,
         expert=formats.ExpertSpec(
             "gelu_tanh", spec.expert.intermediate_size, formats.MATRICES, bias=(), extra_floats=0
         ),
@@ -55,7 +54,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", scale=1.0)
     own = replace(own, v_norm=True)
     num_layers, from_keys = config.num_layers(), config.flag("attention_k_eq_v", False)
-    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS)
+    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS)
     kinds = kinds or tuple(_SLIDING if (i + 1) % 6 else _FULL for i in range(num_layers))
     kinds = (*kinds[:-1], _FULL)  # as transformers makes of any last layer
     heads = [_heads(config, own, layer, kind, from_keys) for layer, kind in enumerate(kinds)]
@@ -97,7 +96,7 @@ def _read_ropes(config: Config, heads: dict[str, parts.GroupedQuerySpec]) -> dic
     for kind, each in heads.items():
         quarter = ProportionalSpec("proportional", each.head_dim // 8, 1.0) if kind == _FULL else None
         defaults[kind] = replace(defaults[kind], rotary_dim=each.head_dim, scaling=quarter)
-    ropes = readers.read_rope_by_kind(
+    ropes = rotary.read_rope_by_kind(
         config,
         {kind: each.head_dim for kind, each in heads.items()},
         {kind: defaults[kind] for kind in heads},
@@ -114,7 +113,7 @@ def _read_ropes(config: Config, heads: dict[str, parts.GroupedQuerySpec]) -> dic
 _LAYER = "model.layers.{i}."
 GEMMA4_TEXT = family.Family(
     model_type="gemma4_text",
-    short_names={},
+    unpublished="its models are published inside multimodal checkpoints, gemma4",
     read_config=_read_text,
     dense_names={
         **readers.DENSE_NAMES,
@@ -131,28 +130,25 @@ GEMMA4_TEXT = family.Family(
         **{f"layers.{{i}}.shared.{matrix}": f"{_LAYER}mlp.{matrix}_proj.weight" for matrix in formats.MATRICES},
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": _LAYER + "experts.gate_up_proj",
-                "up": _LAYER + "experts.gate_up_proj",
-                "down": _LAYER + "experts.down_proj",
-            }
-        ),
+        family.ExpertNames(family.matrices(_LAYER + "experts.*", "gate_up_proj", "gate_up_proj", "down_proj")),
     ),
 )
-GEMMA4 = multimodal.within(
-    GEMMA4_TEXT,
-    "gemma4",
-    parts={
-        **multimodal.PARTS,
-        "model.embed_vision.*": "what maps vision to the text model",
-        "model.audio_tower.*": "the audio part",
-        "model.embed_audio.*": "what maps sounds to the text model",
-    },
-    tied_head=True,
+GEMMA4 = replace(
+    multimodal.within(
+        GEMMA4_TEXT,
+        "gemma4",
+        parts={
+            **multimodal.PARTS,
+            "model.embed_vision.*": "what maps vision to the text model",
+            "model.audio_tower.*": "the audio part",
+            "model.embed_audio.*": "what maps sounds to the text model",
+        },
+        tied_head=True,
+        ignored_keys=frozenset({"vision_soft_tokens_per_image"}),
+    ),
     short_names={
         "gemma-4-26b-a4b": "google/gemma-4-26B-A4B",
         "gemma-4-26b-a4b-it": "google/gemma-4-26B-A4B-it",
     },
-    ignored_keys=frozenset({"vision_soft_tokens_per_image"}),
+    published=(family.Published("gemma-4-26b-a4b", "25.2", "3.8", cached="112.640"),),
 )

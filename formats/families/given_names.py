@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from moe_pack import formats
-from moe_pack.formats.families.family import Family, stored_ways
+from moe_pack.formats.families.claiming import stored_ways
+from moe_pack.formats.families.family import Family
 
 # Wrappers in any place: of torch.compile, of sharded training, and of recomputed activations.
 _WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")

@@ -1,9 +1,13 @@
-"""GLM-4.5 and GLM-4.5-Air. Source: transformers, models/glm4_moe; GLM-4.5 (2508.06471)."""
+"""GLM-4.5, GLM-4.5-Air: sigmoid routing with a bias, half of each head rotated, q and k norms, dense first layers,
+shared expert.
+
+Source: transformers, models/glm4_moe; GLM-4.5 (2508.06471).
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -14,9 +18,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.count("n_shared_experts", 1)
     return readers.read_decoder(
         config,
-        "glm4_moe",
         attention,
-        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.5),
+        rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.5),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
         moe_layers=readers.layers_after_dense(config, default=1),
@@ -28,9 +31,12 @@ def _read_config(config: Config) -> formats.ModelSpec:
 GLM4_MOE = Family(
     model_type="glm4_moe",
     short_names={"glm-4.5-air": "zai-org/GLM-4.5-Air", "glm-4.5": "zai-org/GLM-4.5"},
+    published=(
+        Published("glm-4.5-air", "106", "12", cached="94.208", leaves_out=("embed", "head")),
+        Published("glm-4.5", "355", "32", cached="188.416", leaves_out=("embed", "head"), adds_prediction_layer=True),
+    ),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     ignored_keys=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),

@@ -1,28 +1,26 @@
-"""GLM-4.7-Flash: the experts of GLM-4.5 under DeepSeek's attention. Source: transformers, models/glm4_moe_lite."""
+"""GLM-4.7-Flash: the attention of `deepseek_v3`, the experts of `glm4_moe`.
+
+Source: transformers, models/glm4_moe_lite.
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
+    config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     if not config.has("mlp_layer_types"):
-        config.only("first_k_dense_replace", 1)
+        config.only(first_k_dense_replace=1)
     config.ignore("first_k_dense_replace")
     # Missing, transformers takes those of GLM-4.7-Flash.
-    for key in ("num_key_value_heads", "routed_scaling_factor"):
-        config.require(key)
+    config.require("num_key_value_heads", "routed_scaling_factor")
     expert_size = config.whole("moe_intermediate_size")
     return readers.read_decoder(
         config,
-        "glm4_moe_lite",
         readers.read_latent(config),
-        readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
         readers.read_sigmoid_router(config, num_experts_per_tok=4, normalize=True),
         expert_size,
         moe_layers=readers.layers_by_kind(config, num_dense=1),
@@ -34,9 +32,9 @@ def _read_config(config: Config) -> formats.ModelSpec:
 GLM4_MOE_LITE = Family(
     model_type="glm4_moe_lite",
     short_names={"glm-4.7-flash": "zai-org/GLM-4.7-Flash"},
+    published=(Published("glm-4.7-flash", "30", "3"),),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     ignored_keys=frozenset({"num_nextn_predict_layers", "pretraining_tp"}),

@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2's attention, in which layers may share what one indexer chose, under the experts of GLM-4.5.
+"""GLM-5, 5.1, 5.2, 5.3: as `deepseek_v32`; several layers share what one indexer chose.
 
 Source: transformers, models/glm_moe_dsa; IndexCache (2603.12201) for shared choices.
 """
@@ -7,24 +7,25 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
+from moe_pack.formats.families.family import Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("topk_method", "noaux_tc")
-    config.only("moe_layer_freq", 1)
-    config.only("mlp_bias", False)
-    config.only("rope_interleave", True)
-    config.only("indexer_rope_interleave", True)
-    config.only("moe_router_dtype", "float32")
+    config.only(
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        moe_layer_freq=1,
+        mlp_bias=False,
+        rope_interleave=True,
+        indexer_rope_interleave=True,
+        moe_router_dtype="float32",
+    )
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of GLM-5.
-    for key in ("routed_scaling_factor", "num_key_value_heads", "index_topk"):
-        config.require(key)
+    config.require("routed_scaling_factor", "num_key_value_heads", "index_topk")
     indexer = parts.IndexerSpec(
         config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk"), interleaved=True
     )
@@ -32,10 +33,9 @@ def _read_config(config: Config) -> formats.ModelSpec:
     config.whole("q_lora_rank")  # the indexer's queries come from the latent
     # Published configs have 192 as head_dim, which transformers replaces.
     attention = replace(readers.read_latent(config, reads_head_dim=False), indexer=indexer)
-    rope = readers.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True)
+    rope = rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True)
     spec = readers.read_decoder(
         config,
-        "glm_moe_dsa",
         attention,
         rope,
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
@@ -74,6 +74,7 @@ GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     short_names={f"glm-{name}": f"zai-org/GLM-{name}" for name in ("5", "5.1", "5.2", "5.3")},
+    published=(Published("glm-5.3", "744", "40", cached="47.616", active_leaves_out=("embed",)),),
     read_config=_read_config,
     ignored_keys=DEEPSEEK_V32.ignored_keys | {"index_share_for_mtp_iteration"},
 )

@@ -1,10 +1,14 @@
-"""gpt-oss 20b and 120b. Source: transformers, models/gpt_oss; the model card (2508.10925)."""
+"""gpt-oss-20b, 120b: attention sinks, a window on every second layer, a router with a bias, clamped and biased experts,
+fused and interleaved in the source.
+
+Source: transformers, models/gpt_oss; the model card (2508.10925).
+"""
 
 from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.positions import YarnSpec
 
@@ -13,15 +17,13 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 def _read_config(config: Config) -> formats.ModelSpec:
     attention, rope = _read_attention(config), _read_rope(config)
-    config.only("swiglu_alpha", 1.702)
-    config.only("swiglu_limit", 7.0)
+    config.only(swiglu_alpha=1.702, swiglu_limit=7.0)
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok", 4)
-    config.only("experts_per_token", chosen)  # the same by its first name; nobody reads it
+    config.only(experts_per_token=chosen)  # the same by its first name; nobody reads it
     if isinstance(rope.scaling, YarnSpec):
-        config.only("initial_context_length", rope.scaling.original_max_position_embeddings)  # likewise
+        config.only(initial_context_length=rope.scaling.original_max_position_embeddings)  # likewise
     spec = readers.read_decoder(
         config,
-        "gpt_oss",
         attention,
         rope,
         formats.RouterSpec("topk_softmax", experts, chosen, normalize=False, logit_bias=True),
@@ -65,7 +67,7 @@ def _read_rope(config: Config) -> parts.RopeSpec:
         raise formats.CheckpointError(
             f"{config.place}: rope_parameters and rope_scaling are missing, expected one of them"
         )
-    return readers.read_rope(config, config.whole("head_dim"), default_theta=150000.0)
+    return rotary.read_rope(config, config.whole("head_dim"), default_theta=150000.0)
 
 
 _EXPERTS = "model.layers.{i}.mlp.experts."
@@ -82,6 +84,10 @@ _EACH_BIAS: dict[formats.Matrix, str] = {matrix: f"{name}.bias" for matrix, name
 GPT_OSS = family.Family(
     model_type="gpt_oss",
     short_names={"gpt-oss-20b": "openai/gpt-oss-20b", "gpt-oss-120b": "openai/gpt-oss-120b"},
+    published=(
+        family.Published("gpt-oss-20b", "20.91", "3.61", active_leaves_out=("embed",)),
+        family.Published("gpt-oss-120b", "116.83", "5.13", active_leaves_out=("embed",)),
+    ),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -91,24 +97,16 @@ GPT_OSS = family.Family(
     },
     expert_names=(
         family.ExpertNames(
-            {"gate": _EXPERTS + "gate_up_proj", "up": _EXPERTS + "gate_up_proj", "down": _EXPERTS + "down_proj"},
+            family.matrices(_EXPERTS + "*", "gate_up_proj", "gate_up_proj", "down_proj"),
             biases=_BIASES,
             interleaved=True,
             transposed=True,
         ),
         family.ExpertNames(
-            {
-                "gate": _EXPERTS + "gate_up_proj_blocks",
-                "up": _EXPERTS + "gate_up_proj_blocks",
-                "down": _EXPERTS + "down_proj_blocks",
-            },
+            family.matrices(_EXPERTS + "*", "gate_up_proj_blocks", "gate_up_proj_blocks", "down_proj_blocks"),
             biases=_BIASES,
             interleaved=True,
-            scales={
-                "gate": _EXPERTS + "gate_up_proj_scales",
-                "up": _EXPERTS + "gate_up_proj_scales",
-                "down": _EXPERTS + "down_proj_scales",
-            },
+            scales=family.matrices(_EXPERTS + "*", "gate_up_proj_scales", "gate_up_proj_scales", "down_proj_scales"),
         ),
         family.ExpertNames(
             {matrix: f"{name}.weight" for matrix, name in _EACH.items()}, biases=_EACH_BIAS, of_gguf=True

@@ -1,4 +1,5 @@
-"""Granite 3 MoE, 1B-A400M and 3B-A800M, and the same with a shared expert.
+"""Granite 3 MoE 1B, 3B: multipliers of embedding, residual, attention and logits; experts fused in the source; a shared
+expert in `granitemoeshared`.
 
 Source: transformers, models/granitemoe and models/granitemoeshared; Granite 3.0 (IBM, 2024).
 """
@@ -7,23 +8,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, Stored
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    return read_granite(config, "granitemoe", _same_in_all_layers(config), None)
+    return read_granite(config, _same_in_all_layers(config), None)
 
 
 def _read_shared(config: Config) -> formats.ModelSpec:
-    return read_granite(config, "granitemoeshared", _same_in_all_layers(config), read_shared_expert(config))
+    return read_granite(config, _same_in_all_layers(config), read_shared_expert(config))
 
 
 def _same_in_all_layers(config: Config) -> readers.LayerAttention:
     attention = read_granite_attention(config)
-    return readers.LayerAttention(attention, readers.read_rope(config, attention.head_dim), others=())
+    return readers.LayerAttention(attention, rotary.read_rope(config, attention.head_dim), others=())
 
 
 def read_granite_attention(config: Config) -> GroupedQuerySpec:
@@ -39,33 +39,39 @@ def read_shared_expert(config: Config) -> formats.SharedExpertSpec | None:
 
 
 def read_granite(
-    config: Config, family: str, attention: readers.LayerAttention, shared_expert: formats.SharedExpertSpec | None
+    config: Config, attention: readers.LayerAttention, shared_expert: formats.SharedExpertSpec | None
 ) -> formats.ModelSpec:
     """Reads a Granite model of experts, with this attention and shared expert."""
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok")
-    return readers.read_decoder(
-        config,
-        family,
-        attention.attention,
-        attention.rope,
-        formats.RouterSpec("topk_softmax", experts, chosen, normalize=False),
-        config.whole("intermediate_size"),
-        shared_expert=shared_expert,
+    return replace(
+        readers.read_decoder(
+            config,
+            attention.attention,
+            attention.rope,
+            formats.RouterSpec("topk_softmax", experts, chosen, normalize=False),
+            config.whole("intermediate_size"),
+            shared_expert=shared_expert,
+            others=attention.others,
+        ),
         embedding_multiplier=config.number("embedding_multiplier", 1),
         residual_multiplier=config.number("residual_multiplier", 1),
         logits_scaling=config.number("logits_scaling", 1),
-        others=attention.others,
     )
 
 
-GRANITEMOE = Family(
+GRANITEMOE = family.Family(
     model_type="granitemoe",
+    model_class="GraniteMoeForCausalLM",
     short_names={
         "granite-1b-a400m": "ibm-granite/granite-3.0-1b-a400m-base",
         "granite-3.0-1b-a400m": "ibm-granite/granite-3.0-1b-a400m-base",
         "granite-3b-a800m": "ibm-granite/granite-3.0-3b-a800m-base",
         "granite-3.0-3b-a800m": "ibm-granite/granite-3.0-3b-a800m-base",
     },
+    published=(
+        family.Published("granite-3.0-1b-a400m", "1.3", "0.4"),
+        family.Published("granite-3.0-3b-a800m", "3.3", "0.8"),
+    ),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -75,31 +81,27 @@ GRANITEMOE = Family(
         ),
     },
     expert_names=(
-        ExpertNames(
-            {
-                "gate": "model.layers.{i}.block_sparse_moe.input_linear.weight",
-                "up": "model.layers.{i}.block_sparse_moe.input_linear.weight",
-                "down": "model.layers.{i}.block_sparse_moe.output_linear.weight",
-            }
+        family.ExpertNames(
+            family.matrices(
+                "model.layers.{i}.block_sparse_moe.*.weight", "input_linear", "input_linear", "output_linear"
+            )
         ),
-        ExpertNames(
-            {
-                "gate": "model.layers.{i}.block_sparse_moe.experts.gate_up_proj",
-                "up": "model.layers.{i}.block_sparse_moe.experts.gate_up_proj",
-                "down": "model.layers.{i}.block_sparse_moe.experts.down_proj",
-            }
+        family.ExpertNames(
+            family.matrices("model.layers.{i}.block_sparse_moe.experts.*", "gate_up_proj", "gate_up_proj", "down_proj")
         ),
     ),
 )
 _SHARED = ("layers.{i}.shared.gate", "layers.{i}.shared.up")
-SHARED_NAMES: Mapping[str, str | Stored] = {
-    **{role: Stored("model.layers.{i}.shared_mlp.input_linear.weight", roles=_SHARED) for role in _SHARED},
+SHARED_NAMES: Mapping[str, str | family.Stored] = {
+    **{role: family.Stored("model.layers.{i}.shared_mlp.input_linear.weight", roles=_SHARED) for role in _SHARED},
     "layers.{i}.shared.down": "model.layers.{i}.shared_mlp.output_linear.weight",
 }
 GRANITEMOESHARED = replace(
     GRANITEMOE,
     model_type="granitemoeshared",
-    short_names={},
+    model_class="GraniteMoeSharedForCausalLM",
+    unpublished="the class is in transformers; IBM published its weights in granitemoehybrid",
+    published=(),
     read_config=_read_shared,
     dense_names={
         **GRANITEMOE.dense_names,

@@ -1,24 +1,23 @@
-"""Granite Swash 3B-A600M: Granite's experts, and attention with sinks and a window in most layers.
+"""Granite Swash 3B-A600M: as `granitemoeshared`, with sinks, a window in three layers of four, and a rotary base for
+each layer, or none.
 
-Each layer may have a rotary base of its own, or no rotary positions. Source: transformers, models/granitemoe_swa.
+Source: transformers, models/granitemoe_swa.
 """
 
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import granitemoe, readers
+from moe_pack.formats.families import granitemoe, readers, rotary
 from moe_pack.formats.families.config import Config
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    return granitemoe.read_granite(
-        config, "granitemoe_swa", _read_attention(config), granitemoe.read_shared_expert(config)
-    )
+    return granitemoe.read_granite(config, _read_attention(config), granitemoe.read_shared_expert(config))
 
 
 def _read_attention(config: Config) -> readers.LayerAttention:
     own, num_layers = replace(granitemoe.read_granite_attention(config), sinks=True), config.num_layers()
-    rope = readers.read_rope(config, own.head_dim)
+    rope = rotary.read_rope(config, own.head_dim)
     thetas = config.numbers("layer_rope_theta") or (rope.theta,) * num_layers
     if len(thetas) != num_layers:
         raise formats.CheckpointError(
@@ -35,7 +34,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
 
 def _layer_kinds(config: Config) -> tuple[str, ...]:
     """The kind of each layer: as `layer_types` says, else every fourth layer from the first has no window."""
-    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS)
+    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS)
     return kinds or tuple("sliding_attention" if i % 4 else "full_attention" for i in range(config.num_layers()))
 
 
@@ -45,7 +44,10 @@ assert isinstance(_ROUTER, tuple)
 GRANITEMOE_SWA = replace(
     granitemoe.GRANITEMOESHARED,
     model_type="granitemoe_swa",
+    model_class="GraniteMoeSWAForCausalLM",
     short_names={"granite-swash-3b-a600m": "ibm-granite/granite-swash-3b-a600m"},
+    unpublished="only the sizes of ibm-granite/granite-swash-3b-a600m were found, not its rotary bases",
+    published=(),
     read_config=_read_config,
     expert_names=granitemoe.GRANITEMOESHARED.expert_names[::-1],
     dense_names={

@@ -1,12 +1,15 @@
-"""Granite 4.0 H with experts, Tiny and Small: Mamba-2, and attention in every tenth layer, usually without positions.
+"""Granite 4.0 H Tiny, Small: Mamba-2, attention in every tenth layer without positions, shared expert fused in the
+source, multipliers.
 
 Source: transformers, models/granitemoehybrid; Granite 4.0 (IBM, 2025).
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
-from moe_pack.formats.families import granitemoe, readers
+from moe_pack.formats.families import granitemoe, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.parts import Mamba2Spec
 
 MAMBA_LAYERS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
@@ -45,22 +48,23 @@ def _read_config(config: Config) -> formats.ModelSpec:
     scale = config.number("attention_multiplier", 1)
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True, scale=scale)
     is_rotary = config.choice("position_embedding_type", ("nope", "rope")) == "rope"
-    rope = readers.read_rope(config, attention.head_dim)
+    rope = rotary.read_rope(config, attention.head_dim)
     limits = config.unbounded("time_step_limit")
     if limits not in ((), (0.0, float("inf"))):
         raise formats.CheckpointError(
             f"{config.place}: time_step_limit is {list(limits)}; only [0.0, Infinity] is supported"
         )
-    return readers.read_decoder(
-        config,
-        "granitemoehybrid",
-        attention,
-        rope if is_rotary else None,
-        formats.RouterSpec(
-            "topk_softmax", config.whole("num_local_experts"), config.whole("num_experts_per_tok"), normalize=False
+    return replace(
+        readers.read_decoder(
+            config,
+            attention,
+            rope if is_rotary else None,
+            formats.RouterSpec(
+                "topk_softmax", config.whole("num_local_experts"), config.whole("num_experts_per_tok"), normalize=False
+            ),
+            config.whole("intermediate_size"),
+            shared_expert=formats.SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False),
         ),
-        config.whole("intermediate_size"),
-        shared_expert=formats.SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False),
         embedding_multiplier=config.number("embedding_multiplier", 1),
         residual_multiplier=config.number("residual_multiplier", 1),
         logits_scaling=config.number("logits_scaling", 1),
@@ -83,12 +87,14 @@ MAMBA2_NAMES = {
 }
 GRANITEMOEHYBRID = Family(
     model_type="granitemoehybrid",
+    model_class="GraniteMoeHybridForCausalLM",
     short_names={
         "granite-4.0-h-tiny": "ibm-granite/granite-4.0-h-tiny",
         "granite-4.0-h-tiny-base": "ibm-granite/granite-4.0-h-tiny-base",
         "granite-4.0-h-small": "ibm-granite/granite-4.0-h-small",
         "granite-4.0-h-small-base": "ibm-granite/granite-4.0-h-small-base",
     },
+    published=(Published("granite-4.0-h-tiny", "7", "1"),),
     read_config=_read_config,
     dense_names={
         **granitemoe.GRANITEMOE.dense_names,

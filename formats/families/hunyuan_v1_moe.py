@@ -1,30 +1,33 @@
-"""Hunyuan-A13B. Source: transformers, models/hunyuan_v1_moe; Tencent (2025)."""
+"""Hunyuan-A13B: q and k norms after the rotation, whose base a fixed alpha stretches, shared expert.
+
+Source: transformers, models/hunyuan_v1_moe; Tencent (2025).
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 _MLP = "model.layers.{i}.mlp."
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
     num_layers = config.num_layers()
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("use_qk_norm", True)
-    config.only("use_mixed_mlp_moe", True)
-    config.only("use_cla", False)
-    config.only("mlp_bias", False)
-    config.only("moe_layer_num_skipped", 0)
-    config.only("norm_type", "rms")
-    config.only("use_mla", False)
+    config.only(
+        use_qk_norm=True,
+        use_mixed_mlp_moe=True,
+        use_cla=False,
+        mlp_bias=False,
+        moe_layer_num_skipped=0,
+        norm_type="rms",
+        use_mla=False,
+    )
     # A published config has a list with a value for each layer.
     size = config.whole("intermediate_size")
     config.only_each("moe_intermediate_size", size, num_layers)
     config.only_each("num_shared_expert", 1, num_layers)
     config.only(
-        "attention_head_dim",
-        config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads")),
+        attention_head_dim=config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
     )
     attention = readers.read_grouped_query(
         config, bias=readers.attention_bias(config), qk_norm="rotated_head", own_keys=True
@@ -37,9 +40,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "hunyuan_v1_moe",
         attention,
-        readers.read_rope(config, attention.head_dim, scalings=(*readers.SCALINGS, "ntk_alpha")),
+        rotary.read_rope(config, attention.head_dim, scalings=(*rotary.SCALINGS, "ntk_alpha")),
         router,
         size,
         dense_size_key=None,
@@ -50,10 +52,12 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 HUNYUAN_V1_MOE = Family(
     model_type="hunyuan_v1_moe",
+    model_class="HunYuanMoEV1ForCausalLM",
     short_names={
         "hunyuan-a13b": "tencent/Hunyuan-A13B-Instruct",
         "hunyuan-a13b-instruct": "tencent/Hunyuan-A13B-Instruct",
     },
+    published=(Published("hunyuan-a13b-instruct", "80", "13"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -62,7 +66,6 @@ HUNYUAN_V1_MOE = Family(
         "layers.{i}.router": _MLP + "gate.wg.weight",
         **{f"layers.{{i}}.shared.{matrix}": f"{_MLP}shared_mlp.{matrix}_proj.weight" for matrix in formats.MATRICES},
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset(
         {"eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "org_vocab_size", "pad_id", "pretraining_tp"}
     ),

@@ -1,24 +1,24 @@
-"""Hy3. Source: transformers, models/hy_v3; Tencent (2026)."""
+"""Hy3: sigmoid routing with a bias, q and k norms a head, dense first layer, shared expert.
+
+Source: transformers, models/hy_v3; Tencent (2026).
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families.config import Config, keys
+from moe_pack.formats.families.family import Family, Published
 
 _MLP = "model.layers.{i}.mlp."
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("moe_router_enable_expert_bias", True)
-    config.only("moe_router_use_sigmoid", True)
-    config.only("qk_norm", True)
-    config.only("route_norm", True)
-    config.only("mlp_bias", False)
+    config.only(
+        moe_router_enable_expert_bias=True, moe_router_use_sigmoid=True, qk_norm=True, route_norm=True, mlp_bias=False
+    )
     expert_size = config.whole("moe_intermediate_size")
-    config.only("expert_hidden_dim", expert_size)
+    config.only(expert_hidden_dim=expert_size)
     if not config.has("mlp_layer_types"):
-        config.only("first_k_dense_replace", 1)
+        config.only(first_k_dense_replace=1)
     config.ignore("first_k_dense_replace")
     config.require("head_dim")  # missing, transformers takes 128
     config.require("num_key_value_heads")  # missing, transformers takes 8
@@ -33,9 +33,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "hy_v3",
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=11_158_840.0),
+        rotary.read_rope(config, attention.head_dim, default_theta=11_158_840.0),
         router,
         expert_size,
         moe_layers=readers.layers_by_kind(config, num_dense=1),
@@ -46,7 +45,9 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 HY_V3 = Family(
     model_type="hy_v3",
+    model_class="HYV3ForCausalLM",
     short_names={"hy3-preview": "tencent/Hy3-preview", "hy3-preview-base": "tencent/Hy3-preview-Base"},
+    published=(Published("hy3-preview-base", "295", "21"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -56,17 +57,13 @@ HY_V3 = Family(
         "layers.{i}.shared.up": (_MLP + "shared_mlp.up_proj.weight", _MLP + "shared_experts.up_proj.weight"),
         "layers.{i}.shared.down": (_MLP + "shared_mlp.down_proj.weight", _MLP + "shared_experts.down_proj.weight"),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     # Precisions of sums, which are float32 here whatever they say; a kernel; a layer that is not run.
-    ignored_keys=frozenset(
-        {
-            "enable_attention_fp32_softmax",
-            "enable_lm_head_fp32",
-            "enable_moe_fp32_combine",
-            "num_nextn_predict_layers",
-            "use_grouped_mm",
-        }
+    ignored_keys=keys(
+        """
+        enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine num_nextn_predict_layers
+        use_grouped_mm
+        """
     ),
 )

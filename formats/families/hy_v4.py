@@ -1,4 +1,5 @@
-"""Hy4: GLM-5's attention with sinks and gates, in several residual streams, and limits of the routed experts' neurons.
+"""Hy4 preview: as `glm_moe_dsa`, with sinks and a gate for each value of the heads, residual streams that do not mix,
+and limits of the routed experts' neurons.
 
 Source: transformers, models/hy_v4; Tencent (2026).
 """
@@ -7,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
 from moe_pack.formats.parts.specs import LimitSpec
@@ -26,12 +27,10 @@ _ONLY = {
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    for key, value in _ONLY.items():
-        config.only(key, value)
+    config.only(**_ONLY)
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of a smaller Hy4.
-    for key in ("routed_scaling_factor", "index_topk"):
-        config.require(key)
+    config.require("routed_scaling_factor", "index_topk")
     eps = config.number("rms_norm_eps", 1e-5)
     config.whole("q_lora_rank")  # the indexer's queries come from the latent
     indexer = parts.IndexerSpec(
@@ -47,11 +46,10 @@ def _read_config(config: Config) -> formats.ModelSpec:
         gate=parts.OutputGateSpec("value", "sigmoid"),
         sinks=True,
     )
-    rope = readers.read_rope(config, attention.qk_rope_head_dim)
+    rope = rotary.read_rope(config, attention.qk_rope_head_dim)
     expert_size = config.whole("moe_intermediate_size")
     spec = readers.read_decoder(
         config,
-        "hy_v4",
         attention,
         rope,
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
@@ -101,6 +99,7 @@ def _gate_names(module: str, published: str, other: str) -> tuple[str, str]:
 HY_V4 = family.Family(
     model_type="hy_v4",
     short_names={"hy4-preview": "tencent/Hy4-preview"},
+    unpublished="public code quotes sizes of tencent/Hy4-preview, but no public copy of its file was found",
     read_config=_read_config,
     dense_names={
         **DEEPSEEK_V32.dense_names,
@@ -126,7 +125,7 @@ HY_V4 = family.Family(
             for role, name in _STREAMS.items()
         },
     },
-    expert_names=(readers.FUSED_EXPERT_NAMES, readers.EXPERT_NAMES),
+    expert_names=(family.FUSED_EXPERT_NAMES, family.EXPERT_NAMES),
     unused=(family.LeftOut("model.mtp_layers.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     # What sinks begin with, the loss of a layer that is not run, and the precision of a product, float32 here.
     ignored_keys=frozenset(

@@ -1,9 +1,11 @@
-"""Jamba 1.5 Mini and Large, Jamba v0.1: Mamba, and attention without positions in every eighth layer.
+"""Jamba v0.1, 1.5 Mini and Large: Mamba, attention in every eighth layer without positions, experts in every second
+layer.
 
 Source: transformers, models/jamba; Jamba (2403.19887).
 """
 
 import math
+from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
@@ -40,18 +42,19 @@ def _read_mixer(config: Config) -> MambaSpec | None:
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("sliding_window", None)  # in published configs; no code of transformers reads it
+    config.only(sliding_window=None)  # in published configs; no code of transformers reads it
     num_experts = config.whole("num_experts", 16)
     if num_experts == 1:
         raise readers.dense_model(config)
-    return readers.read_decoder(
-        config,
-        "jamba",
-        readers.read_grouped_query(config),
-        None,
-        formats.RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False),
-        config.whole("intermediate_size"),
-        moe_layers=_every(config, "expert", 2, 1),
+    return replace(
+        readers.read_decoder(
+            config,
+            readers.read_grouped_query(config),
+            None,
+            formats.RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False),
+            config.whole("intermediate_size"),
+            moe_layers=_every(config, "expert", 2, 1),
+        ),
         mixer=_read_mixer(config),
     )
 
@@ -80,6 +83,7 @@ JAMBA = family.Family(
         "jamba-1.5-mini": "ai21labs/AI21-Jamba-1.5-Mini",
         "jamba-1.5-large": "ai21labs/AI21-Jamba-1.5-Large",
     },
+    published=(family.Published("jamba-v0.1", "52", "12"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -90,20 +94,8 @@ JAMBA = family.Family(
         "norm": "model.final_layernorm.weight",
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": f"{_MLP}.experts.{{e}}.gate_proj.weight",
-                "up": f"{_MLP}.experts.{{e}}.up_proj.weight",
-                "down": f"{_MLP}.experts.{{e}}.down_proj.weight",
-            }
-        ),
-        family.ExpertNames(
-            {
-                "gate": f"{_MLP}.experts.gate_up_proj",
-                "up": f"{_MLP}.experts.gate_up_proj",
-                "down": f"{_MLP}.experts.down_proj",
-            }
-        ),
+        family.ExpertNames(family.matrices(f"{_MLP}.experts.{{e}}.*.weight", "gate_proj", "up_proj", "down_proj")),
+        family.ExpertNames(family.matrices(f"{_MLP}.experts.*", "gate_up_proj", "gate_up_proj", "down_proj")),
     ),
     ignored_keys=frozenset({"num_logits_to_keep", "use_associative_scan", "use_mamba_kernels", "use_mambapy"}),
 )

@@ -1,7 +1,10 @@
-"""Kimi-Linear-48B-A3B: Kimi delta attention, and latent attention without positions.
+"""Kimi-Linear-48B-A3B: Kimi delta attention (a decay for each key), latent attention without positions, sigmoid routing
+with a bias.
 
 Source: transformers, models/kimi_linear; Kimi Linear (2510.26692).
 """
+
+from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
@@ -58,12 +61,15 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
+    config.derive("max_position_embeddings", config.whole(config.either("model_max_length", "max_position_embeddings")))
     # Written in the published config, read by no code of transformers.
-    config.only("mla_use_nope", True)
-    config.only("moe_router_activation_func", "sigmoid")
-    config.only("moe_layer_freq", 1)
-    config.only("use_grouped_topk", True)
-    config.only("rope_scaling", None)
+    config.only(
+        mla_use_nope=True,
+        moe_router_activation_func="sigmoid",
+        moe_layer_freq=1,
+        use_grouped_topk=True,
+        rope_scaling=None,
+    )
     config.require("num_key_value_heads")  # missing, transformers takes 32
     router = formats.RouterSpec(
         "sigmoid_topk",
@@ -77,19 +83,19 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     expert_size = config.whole("moe_intermediate_size")
     num_shared = config.whole(config.either("num_shared_experts", "n_shared_experts"), 1)
-    config.only("tie_word_embeddings", False)  # the class ties nothing, whatever the key says
-    return readers.read_decoder(
-        config,
-        "kimi_linear",
-        readers.read_latent(config, reads_head_dim=False),  # transformers replaces it
-        None,
-        router,
-        expert_size,
-        moe_layers=_moe_layers(config),
-        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+    config.only(tie_word_embeddings=False)  # the class ties nothing, whatever the key says
+    return replace(
+        readers.read_decoder(
+            config,
+            readers.read_latent(config, reads_head_dim=False),  # transformers replaces it
+            None,
+            router,
+            expert_size,
+            moe_layers=_moe_layers(config),
+            shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
+            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        ),
         mixer=_read_mixer(config),
-        positions_key=config.either("model_max_length", "max_position_embeddings"),
     )
 
 
@@ -102,6 +108,7 @@ KIMI_LINEAR = family.Family(
         "kimi-linear-48b-a3b-base": "moonshotai/Kimi-Linear-48B-A3B-Base",
         "kimi-linear-48b-a3b-instruct": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
     },
+    published=(family.Published("kimi-linear-48b-a3b-instruct", "48", "3", total_leaves_out=("embed", "head")),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -130,14 +137,6 @@ KIMI_LINEAR = family.Family(
             for name in ("gate", "up", "down")
         },
     },
-    expert_names=(
-        family.ExpertNames(
-            {
-                "gate": f"{_MOE}.experts.{{e}}.w1.weight",
-                "up": f"{_MOE}.experts.{{e}}.w3.weight",
-                "down": f"{_MOE}.experts.{{e}}.w2.weight",
-            }
-        ),
-    ),
+    expert_names=(family.ExpertNames(family.matrices(f"{_MOE}.experts.{{e}}.*.weight", "w1", "w3", "w2")),),
     ignored_keys=frozenset({"pretraining_tp", "num_nextn_predict_layers", "rope_theta"}),
 )

@@ -1,29 +1,26 @@
-"""Kolibri 1: norms before and after both halves of a layer. Source: transformers, models/kolibri1.
+"""Kolibri 1: norms before and after both halves of a layer, experts chosen by logits with a bias and weighted by
+sigmoids, a window on four of five layers, which alone rotate, shared expert.
 
-Layers with a window rotate, and the others do not.
+Source: transformers, models/kolibri1.
 """
 
 from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("attention_bias", False)
-    config.only("use_sliding_window", True)
+    config.only(attention_bias=False, use_sliding_window=True)
     # Missing, transformers takes those of Kolibri 1.
-    for key in ("head_dim", "num_key_value_heads"):
-        config.require(key)
+    config.require("head_dim", "num_key_value_heads")
     attention = _read_attention(config)
-    rope = readers.read_rope(config, attention.head_dim)
+    rope = rotary.read_rope(config, attention.head_dim)
     spec = readers.read_decoder(
         config,
-        "kolibri1",
         attention,
         None if attention.sliding_window is None else rope,
         formats.RouterSpec(
@@ -65,6 +62,7 @@ _LAYER = "model.layers.{i}"
 KOLIBRI1 = Family(
     model_type="kolibri1",
     short_names={"kolibri-1": "Aleph-Alpha/Kolibri-1", "kolibri-1-bf16": "Aleph-Alpha/Kolibri-1-BF16"},
+    unpublished="no public copy of the file of Aleph-Alpha/Kolibri-1 was found; transformers' defaults are its sizes",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -78,6 +76,5 @@ KOLIBRI1 = Family(
             f"{_LAYER}.mlp.gate.e_score_correction_bias",
         ),
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"head_dtype"}),  # the head is float32 here, whatever it says
 )

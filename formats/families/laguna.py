@@ -1,27 +1,29 @@
-"""Laguna XS. Source: transformers, models/laguna; poolside (2026).
+"""Laguna XS.2, XS 2.1: a window in three layers of four, which have more heads and rotate whole heads, the others half
+of each; softplus gates of heads, q and k norms a head, sigmoid routing with a bias, shared expert, dense first layer.
 
-Layers with a window have more heads, and rotary positions of their own. A gate multiplies each head's output.
+Source: transformers, models/laguna; poolside (2026).
 """
 
 from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
     attention, moe_layers = _read_attention(config), readers.layers_by_kind(config, num_dense=1)
-    # Published configs have these keys, which transformers does not read: other values would be another model.
-    config.only("mlp_only_layers", [layer for layer in range(config.num_layers()) if layer not in moe_layers])
-    config.only("decoder_sparse_step", 1)
-    config.only("norm_topk_prob", True)
-    config.only("qkv_bias", config.flag("attention_bias", False))
-    config.only("moe_router_score_func", "sigmoid")
-    config.only("moe_apply_router_weight_on_input", False)
-    config.only("moe_router_logit_softcapping", 0.0)
+    config.only(
+        mlp_only_layers=[layer for layer in range(config.num_layers()) if layer not in moe_layers],
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        qkv_bias=config.flag("attention_bias", False),
+        moe_router_score_func="sigmoid",
+        moe_apply_router_weight_on_input=False,
+        moe_router_logit_softcapping=0.0,
+    )
     router = formats.RouterSpec(
         "sigmoid_topk",
         config.whole("num_experts"),
@@ -32,7 +34,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "laguna",
         attention.attention,
         attention.rope,
         router,
@@ -48,7 +49,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 128
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     own = replace(own, gate=_read_gate(config))
-    kinds = readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS) or ("full_attention",) * num_layers
+    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or ("full_attention",) * num_layers
     heads = config.counts("num_attention_heads_per_layer") or (own.num_heads,) * num_layers
     if len(heads) != num_layers:
         raise formats.CheckpointError(
@@ -60,7 +61,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
         "full_attention": parts.RopeSpec(5e5, int(own.head_dim * 0.5), interleaved=False, scaling=None),
         "sliding_attention": parts.RopeSpec(1e4, own.head_dim, interleaved=False, scaling=None),
     }
-    ropes = readers.read_rope_by_kind(
+    ropes = rotary.read_rope_by_kind(
         config, own.head_dim, {kind: usual[kind] for kind in kinds}, partial_rotary_factor=1.0
     )
     windows = {"full_attention": None, "sliding_attention": window}
@@ -82,6 +83,7 @@ _BIAS, _SHARED = "e_score_correction_bias", "model.layers.{i}.mlp.shared_expert"
 LAGUNA = Family(
     model_type="laguna",
     short_names={"laguna-xs.2": "poolside/Laguna-XS.2", "laguna-xs-2.1": "poolside/Laguna-XS-2.1"},
+    published=(Published("laguna-xs-2.1", "33", "3"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -92,5 +94,4 @@ LAGUNA = Family(
             for matrix in ("gate", "up", "down")
         },
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

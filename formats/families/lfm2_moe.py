@@ -1,10 +1,12 @@
-"""LFM2-8B-A1B: short convolutions between gates, and attention in a quarter of the layers.
+"""LFM2-8B-A1B: short convolutions between gates, dense first layers, sigmoid routing with a bias.
 
 Source: transformers, models/lfm2_moe; LFM2 (Liquid AI, 2025).
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import ShortConvSpec
 
@@ -29,15 +31,16 @@ def _read_config(config: Config) -> formats.ModelSpec:
         scaling_factor=config.number("routed_scaling_factor", 1),
         least_sum=1e-6 if normalize else 0.0,
     )
-    return readers.read_decoder(
-        config,
-        "lfm2_moe",
-        attention,
-        readers.read_rope(config, attention.head_dim, default_theta=1e6),
-        router,
-        config.whole("moe_intermediate_size"),
-        moe_layers=tuple(range(config.num_layers()))[config.count("num_dense_layers", 2) :],
-        norm=formats.NormSpec("rms", config.number("norm_eps", 1e-5)),
+    return replace(
+        readers.read_decoder(
+            config,
+            attention,
+            rotary.read_rope(config, attention.head_dim, default_theta=1e6),
+            router,
+            config.whole("moe_intermediate_size"),
+            moe_layers=tuple(range(config.num_layers()))[config.count("num_dense_layers", 2) :],
+            norm=formats.NormSpec("rms", config.number("norm_eps", 1e-5)),
+        ),
         tied_head=config.flag(config.either("tie_embedding", "tie_word_embeddings"), True),
         mixer=conv if layers else None,
     )
@@ -48,6 +51,7 @@ _MLP = f"{_LAYER}.feed_forward"
 LFM2_MOE = family.Family(
     model_type="lfm2_moe",
     short_names={"lfm2-8b-a1b": "LiquidAI/LFM2-8B-A1B"},
+    published=(family.Published("lfm2-8b-a1b", "8.3", "1.5"),),
     read_config=_read_config,
     dense_names={
         "embed": "model.embed_tokens.weight",
@@ -72,20 +76,8 @@ LFM2_MOE = family.Family(
         "head": "lm_head.weight",
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": f"{_MLP}.experts.{{e}}.w1.weight",
-                "up": f"{_MLP}.experts.{{e}}.w3.weight",
-                "down": f"{_MLP}.experts.{{e}}.w2.weight",
-            }
-        ),
-        family.ExpertNames(
-            {
-                "gate": f"{_MLP}.experts.gate_up_proj",
-                "up": f"{_MLP}.experts.gate_up_proj",
-                "down": f"{_MLP}.experts.down_proj",
-            }
-        ),
+        family.ExpertNames(family.matrices(f"{_MLP}.experts.{{e}}.*.weight", "w1", "w3", "w2")),
+        family.ExpertNames(family.matrices(f"{_MLP}.experts.*", "gate_up_proj", "gate_up_proj", "down_proj")),
     ),
     ignored_keys=frozenset({"theta"}),
 )

@@ -1,14 +1,14 @@
-"""Llama 4 Scout and Maverick, alone and in a multimodal checkpoint. Source: transformers, models/llama4; Meta (2025).
+"""Llama 4 Scout, Maverick (text): one expert a token, whose input the router's weight multiplies; layers that rotate
+see a chunk, the others all of the text, sharpened by position.
 
-The router's weight multiplies the input of a token's one expert. Layers that rotate see a chunk of the text; the others
-see all of it, without positions.
+Source: transformers, models/llama4; Meta (2025).
 """
 
 from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 
@@ -16,16 +16,15 @@ _MLP = "model.layers.{i}.feed_forward."
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("num_experts_per_tok", 1)  # more of them would each get an input of its own
-    config.only("for_llm_compressor", False)
+    config.only(num_experts_per_tok=1)  # more of them would each get an input of its own
+    config.only(for_llm_compressor=False)
     size = config.whole("intermediate_size")
     attention = _read_attention(config)
     router = formats.RouterSpec("topk_sigmoid", config.whole("num_local_experts"), 1, normalize=False, on_input=True)
     return readers.read_decoder(
         config,
-        "llama4_text",
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True),
+        rotary.read_rope(config, attention.head_dim, default_theta=5e5, interleaved=True),
         router,
         size,
         moe_layers=_moe_layers(config),
@@ -82,7 +81,7 @@ def _rotated_layers(config: Config) -> tuple[int, ...]:
 
 LLAMA4_TEXT = family.Family(
     model_type="llama4_text",
-    short_names={},
+    unpublished="its models are published inside multimodal checkpoints, llama4",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -96,24 +95,23 @@ LLAMA4_TEXT = family.Family(
     },
     expert_names=(
         family.ExpertNames(
-            {
-                "gate": _MLP + "experts.gate_up_proj",
-                "up": _MLP + "experts.gate_up_proj",
-                "down": _MLP + "experts.down_proj",
-            },
+            family.matrices(_MLP + "experts.*", "gate_up_proj", "gate_up_proj", "down_proj"),
             transposed=True,
         ),
         # What vLLM reads of checkpoints in codes; the reader of GGUF files takes it too.
         family.ExpertNames({matrix: f"{_MLP}experts.{{e}}.{matrix}_proj.weight" for matrix in formats.MATRICES}),
     ),
 )
-LLAMA4 = within(
-    LLAMA4_TEXT,
-    "llama4",
+LLAMA4 = replace(
+    within(
+        LLAMA4_TEXT,
+        "llama4",
+    ),
     short_names={
         "llama-4-scout": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
         "llama-4-scout-17b-16e": "meta-llama/Llama-4-Scout-17B-16E",
         "llama-4-maverick": "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
         "llama-4-maverick-17b-128e": "meta-llama/Llama-4-Maverick-17B-128E",
     },
+    published=(family.Published("llama-4-scout-17b-16e", "108", "17"),),
 )

@@ -1,4 +1,5 @@
-"""LongCat-Flash: two attentions and two dense experts a layer, of which each is a layer here.
+"""LongCat-Flash: two attentions and two dense experts a layer, which are two layers here; the routed experts join the
+hidden state one layer later; experts that return their input; scaled latents.
 
 The routed experts of a layer are those of its first half, beside the first dense expert, and join the hidden state at
 the end of its second half.
@@ -8,20 +9,16 @@ Source: transformers, models/longcat_flash; LongCat-Flash (2509.01322).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import ShortcutResidualSpec
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("attention_method", "MLA")
-    config.only("zero_expert_type", "identity")
-    config.only("mla_scale_q_lora", True)
-    config.only("mla_scale_kv_lora", True)
-    config.only("router_bias", False)  # transformers makes such a bias, and computes without it
+    config.only(attention_method="MLA", zero_expert_type="identity", mla_scale_q_lora=True, mla_scale_kv_lora=True)
+    config.only(router_bias=False)  # transformers makes such a bias, and computes without it
     num_layers = 2 * config.whole("num_layers")
-    config.only("num_hidden_layers", num_layers)
+    config.derive("num_hidden_layers", num_layers)
     attention, d = readers.read_latent(config), config.whole("hidden_size")
     if attention.qk_rope_head_dim != 64:
         config.require("head_dim")  # missing, transformers rotates 64 values
@@ -44,16 +41,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
     dense_key = config.either("ffn_hidden_size", "intermediate_size")
     spec = readers.read_decoder(
         config,
-        "longcat_flash",
         attention,
-        readers.read_rope(config, attention.qk_rope_head_dim, default_theta=1e7, interleaved=True),
+        rotary.read_rope(config, attention.qk_rope_head_dim, default_theta=1e7, interleaved=True),
         router,
         config.whole(config.either("expert_ffn_hidden_size", "moe_intermediate_size"), 2048),
         moe_layers=tuple(range(0, num_layers, 2)),
         dense_size_key=dense_key,
         shared_expert=formats.SharedExpertSpec(config.whole(dense_key), gated=False),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
-        num_layers=num_layers,
     )
     return replace(spec, residual=ShortcutResidualSpec("shortcut", spec.moe_layers))
 
@@ -76,6 +71,7 @@ LONGCAT_FLASH = family.Family(
         "longcat-flash-chat": "meituan-longcat/LongCat-Flash-Chat",
         "longcat-flash-thinking": "meituan-longcat/LongCat-Flash-Thinking",
     },
+    unpublished="no public copy of the file of meituan-longcat/LongCat-Flash-Chat was found",
     read_config=_read_config,
     dense_names={
         **{
@@ -92,9 +88,7 @@ LONGCAT_FLASH = family.Family(
     },
     expert_names=(
         family.ExpertNames({matrix: f"{_EXPERTS}{{e}}.{matrix}_proj.weight" for matrix in formats.MATRICES}),
-        family.ExpertNames(
-            {"gate": _EXPERTS + "gate_up_proj", "up": _EXPERTS + "gate_up_proj", "down": _EXPERTS + "down_proj"}
-        ),
+        family.ExpertNames(family.matrices(_EXPERTS + "*", "gate_up_proj", "gate_up_proj", "down_proj")),
     ),
     dropped=(
         family.LeftOut("model.layers.*.mlp.experts.*.gate_proj.weight", _IDENTITY),

@@ -1,12 +1,12 @@
-"""Mellum 2. Source: transformers, models/mellum.
+"""Mellum2-12B-A2.5B: as `qwen3_moe`, with a window in three layers of four, which have rotary positions of their own.
 
-Layers with a window and layers without have rotary positions of their own.
+Source: transformers, models/mellum.
 """
 
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import RopeSpec
 
@@ -18,7 +18,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     attention = _read_attention(config)
     return readers.read_decoder(
         config,
-        "mellum",
         attention.attention,
         attention.rope,
         formats.RouterSpec(
@@ -34,15 +33,13 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 128
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     kinds = (
-        readers.read_kinds(config, "layer_types", readers.ATTENTION_KINDS) or ("full_attention",) * config.num_layers()
+        readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or ("full_attention",) * config.num_layers()
     )
     # Written in published configs, read by no code: `layer_types` says which layers have the window.
-    config.only("use_sliding_window", True)
+    config.only(use_sliding_window=True)
     config.ignore("max_window_layers")
     rope = RopeSpec(0.0, own.head_dim, interleaved=False, scaling=None)
-    ropes = readers.read_rope_by_kind(
-        config, own.head_dim, {kind: replace(rope, theta=_THETAS[kind]) for kind in kinds}
-    )
+    ropes = rotary.read_rope_by_kind(config, own.head_dim, {kind: replace(rope, theta=_THETAS[kind]) for kind in kinds})
     config.ignore("sliding_window")  # without layers that have it
     windowed = replace(own, sliding_window=config.whole("sliding_window")) if "sliding_attention" in kinds else own
     return readers.LayerAttention.of((windowed if kind == "sliding_attention" else own, ropes[kind]) for kind in kinds)
@@ -54,9 +51,9 @@ MELLUM = family.Family(
         "mellum2-12b-a2.5b": "JetBrains/Mellum2-12B-A2.5B-Base",
         "mellum2-12b-a2.5b-thinking": "JetBrains/Mellum2-12B-A2.5B-Thinking",
     },
+    published=(family.Published("mellum2-12b-a2.5b", "12", "2.5"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(family.LeftOut("mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"}),
 )

@@ -1,4 +1,5 @@
-"""MiniMax-Text-01 and M1: lightning attention in seven layers of eight, and a residual from the normed hidden state.
+"""MiniMax-Text-01, M1 (as `-hf`): lightning attention (a fixed decay for each head) in seven layers of eight, sums of
+normed hidden states and outputs by factors, half of each head rotated.
 
 Source: transformers, models/minimax; MiniMax-01 (2501.08313). A `rotary_dim` is read as in MiniMax's own modeling file,
 which rotates so many values of each head; transformers rotates all, whatever the key says.
@@ -8,15 +9,13 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.mixtral import MIXTRAL
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("postnorm", True)
-    config.only("shared_intermediate_size", 0)
+    config.only(postnorm=True, shared_intermediate_size=0)
     config.ignore("shared_moe_mode")  # of shared experts, of which there are none
     config.require("num_key_value_heads")  # missing, transformers takes 8
     window = config.whole("sliding_window") if config.has("sliding_window") else None
@@ -24,7 +23,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     mixer = _read_mixer(config, attention.num_heads, attention.head_dim)
     spec = readers.read_decoder(
         config,
-        "minimax",
         attention,
         _read_rope(config, attention.head_dim),
         formats.RouterSpec(
@@ -35,23 +33,21 @@ def _read_config(config: Config) -> formats.ModelSpec:
         ),
         config.whole("intermediate_size"),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
-        mixer=mixer,
     )
-    of_attention, of_mixer, of_mlp = (_read_factors(config, half) for half in ("full_attn", "linear_attn", "mlp"))
+    of_attention, of_mixer, of_mlp = (
+        parts.FactorsSpec(config.number(f"{half}_alpha_factor", 1), config.number(f"{half}_beta_factor", 1))
+        for half in ("full_attn", "linear_attn", "mlp")
+    )
     of_layers = parts.NormedStateSpec("normed_state", of_attention, None if mixer is None else of_mixer, of_mlp)
-    return replace(spec, residual=of_layers)
-
-
-def _read_factors(config: Config, half: str) -> parts.FactorsSpec:
-    return parts.FactorsSpec(config.number(f"{half}_alpha_factor", 1), config.number(f"{half}_beta_factor", 1))
+    return replace(spec, mixer=mixer, residual=of_layers)
 
 
 def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     """Reads rotary positions; with a `rotary_dim`, which is that of published models, they have no scaling."""
     if not config.has("rotary_dim"):
         config.ignore("rotary_dim")
-        return readers.read_rope(config, head_dim, default_theta=1e6)
-    rope = readers.read_rope(config, head_dim, default_theta=1e6, scalings=())
+        return rotary.read_rope(config, head_dim, default_theta=1e6)
+    rope = rotary.read_rope(config, head_dim, default_theta=1e6, scalings=())
     return replace(rope, rotary_dim=config.whole("rotary_dim"))
 
 
@@ -72,11 +68,13 @@ _LAYER = "model.layers.{i}"
 _CONSTANT = "a constant that follows from the number of heads and layers"
 MINIMAX = family.Family(
     model_type="minimax",
+    model_class="MiniMaxForCausalLM",
     short_names={
         "minimax-text-01": "MiniMaxAI/MiniMax-Text-01-hf",
         "minimax-m1-40k": "MiniMaxAI/MiniMax-M1-40k-hf",
         "minimax-m1-80k": "MiniMaxAI/MiniMax-M1-80k-hf",
     },
+    unpublished="no public copy of the file of MiniMaxAI/MiniMax-Text-01-hf was found, only keys in other files",
     read_config=_read_config,
     dense_names={
         **MIXTRAL.dense_names,

@@ -1,23 +1,26 @@
-"""MiniMax-M2, M2.1 and M2.7. Source: transformers, models/minimax_m2; its released modeling_minimax_m2.py."""
+"""MiniMax-M2, M2.1, M2.7: sigmoid routing with a bias, q and k norms over all heads, half of each head rotated.
+
+Source: transformers, models/minimax_m2; its released modeling_minimax_m2.py.
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 
 _MOE = "model.layers.{i}.block_sparse_moe."
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("attn_type_list", [1] * config.num_layers())
-    config.only("qk_norm_type", "per_layer")
-    config.only("use_qk_norm", True)
-    config.only("scoring_func", "sigmoid")
-    config.only("use_routing_bias", True)
-    config.only("shared_intermediate_size", 0)
-    config.only("sliding_window", None)
-    for key in ("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"):
-        config.only(key, 1.0)
+    config.only(
+        attn_type_list=[1] * config.num_layers(),
+        qk_norm_type="per_layer",
+        use_qk_norm=True,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        shared_intermediate_size=0,
+        sliding_window=None,
+    )
+    config.only(layernorm_full_attention_beta=1.0, layernorm_linear_attention_beta=1.0, layernorm_mlp_beta=1.0)
     config.require("head_dim")  # missing, transformers takes 128
     attention = readers.read_grouped_query(config, qk_norm="projection")
     # Released configs give the rotated part of a head in values; with a factor too, transformers takes the factor.
@@ -31,9 +34,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "minimax_m2",
         attention,
-        readers.read_rope(
+        rotary.read_rope(
             config, attention.head_dim, default_theta=5e6, partial_rotary_factor=rotary_dim / attention.head_dim
         ),
         router,
@@ -44,11 +46,13 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 MINIMAX_M2 = family.Family(
     model_type="minimax_m2",
+    model_class="MiniMaxM2ForCausalLM",
     short_names={
         "minimax-m2": "MiniMaxAI/MiniMax-M2",
         "minimax-m2.1": "MiniMaxAI/MiniMax-M2.1",
         "minimax-m2.7": "MiniMaxAI/MiniMax-M2.7",
     },
+    published=(family.Published("minimax-m2.7", "229", "10", active_leaves_out=("embed", "head")),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -59,14 +63,8 @@ MINIMAX_M2 = family.Family(
         ),
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": _MOE + "experts.{e}.w1.weight",
-                "up": _MOE + "experts.{e}.w3.weight",
-                "down": _MOE + "experts.{e}.w2.weight",
-            }
-        ),
-        readers.FUSED_EXPERT_NAMES,
+        family.ExpertNames(family.matrices(_MOE + "experts.{e}.*.weight", "w1", "w3", "w2")),
+        family.FUSED_EXPERT_NAMES,
     ),
     # No released checkpoint has the prediction layers that these announce.
     ignored_keys=frozenset(

@@ -1,36 +1,41 @@
-"""MiniMax-M3, without its vision. Source: transformers, models/minimax_m3_vl."""
+"""MiniMax-M3 (text): attention to blocks of positions that an indexer with keys of its own chooses for each key head,
+zero-centered norms, clamped neurons, sigmoid routing with a bias, half of each head rotated, dense first layers, shared
+expert.
+
+Source: transformers, models/minimax_m3_vl.
+"""
 
 from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, multimodal, readers
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import family, multimodal, readers, rotary
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.parts.positions import ProportionalSpec
 
 _FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    # Written in published configs, read by no code of transformers: other values would be another model.
-    config.only("scoring_func", "sigmoid")
-    config.only("use_routing_bias", True)
-    config.only("use_qk_norm", True)
-    config.only("qk_norm_type", "per_head")
-    config.only("use_gemma_norm", True)
-    config.only("attention_output_gate", False)
-    config.only("n_shared_experts", 1)
-    config.only("swiglu_alpha", 1.702)
-    config.only("swiglu_limit", 7.0)
+    config.only(
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        use_qk_norm=True,
+        qk_norm_type="per_head",
+        use_gemma_norm=True,
+        attention_output_gate=False,
+        n_shared_experts=1,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+    )
     config.respell("hidden_act", "swigluoai", "silu")  # the neuron function is the same, whatever it says
     # Missing, transformers takes M3's own.
-    for key in ("head_dim", "num_key_value_heads", "shared_intermediate_size", "routed_scaling_factor", "rotary_dim"):
-        config.require(key)
+    config.require("head_dim", "num_key_value_heads", "shared_intermediate_size", "routed_scaling_factor", "rotary_dim")
     num_layers = config.num_layers()
     plain = readers.read_grouped_query(config, qk_norm="head")
-    rope = readers.read_rope(config, plain.head_dim, default_theta=5e6, partial_rotary_factor=1.0)
+    rope = rotary.read_rope(config, plain.head_dim, default_theta=5e6, partial_rotary_factor=1.0)
     pairs = rope.scaling.rotated_pairs if isinstance(rope.scaling, ProportionalSpec) else rope.rotary_dim // 2
-    config.only("rotary_dim", 2 * pairs)  # the same, which transformers does not read
+    config.only(rotary_dim=2 * pairs)  # the same, which transformers does not read
     indexer, sparse = _read_indexer(config)
     full = tuple(layer for layer in range(num_layers) if layer not in sparse)
     router = formats.RouterSpec(
@@ -44,7 +49,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     size = config.whole("intermediate_size")
     spec = readers.read_decoder(
         config,
-        "minimax_m3_vl_text",
         replace(plain, indexer=indexer) if sparse else plain,
         rope,
         router,
@@ -89,11 +93,9 @@ def _read_indexer(config: Config) -> tuple[parts.BlockIndexerSpec, tuple[int, ..
     flags: tuple[int, ...] = ()
     if group is not None:
         # Nobody reads these: other values would be another model.
-        group.only("use_sparse_attention", True)
-        group.only("sparse_score_type", "max")
-        group.only("sparse_init_block", 0)
+        group.only(use_sparse_attention=True, sparse_score_type="max", sparse_init_block=0)
         flags = _flags(group, "sparse_attention_freq", num_layers)
-        group.only("sparse_disable_index_value", list(flags))
+        group.only(sparse_disable_index_value=list(flags))
 
     def size(key: str, legacy: str, default: int, least: int = 1) -> int:
         found = config.count(key, default)
@@ -138,7 +140,6 @@ def _neurons(role: str, moe: str, name: str) -> dict[str, tuple[family.DenseName
 
 _TEXT = family.Family(
     model_type="minimax_m3_vl_text",
-    short_names={},
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -158,38 +159,27 @@ _TEXT = family.Family(
         },
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": _MOE + "experts.{e}.w1.weight",
-                "up": _MOE + "experts.{e}.w3.weight",
-                "down": _MOE + "experts.{e}.w2.weight",
-            }
-        ),
-        readers.FUSED_EXPERT_NAMES,
+        family.ExpertNames(family.matrices(_MOE + "experts.{e}.*.weight", "w1", "w3", "w2")),
+        family.FUSED_EXPERT_NAMES,
     ),
     unused=(family.LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"num_mtp_modules", "num_nextn_predict_layers"}),
 )
-MINIMAX_M3_VL = multimodal.within(
-    _TEXT,
-    "minimax_m3_vl",
-    parts={**multimodal.PARTS, "patch_merge_mlp.*": "what maps vision to the text model"},
-    tied_by_text=True,
-    short_names={"minimax-m3": "MiniMaxAI/MiniMax-M3"},
-    ignored_keys=frozenset(
-        {
-            "image_grid_pinpoints",
-            "image_seq_length",
-            "img_token_compression_config",
-            "merged_hidden_size",
-            "multimodal_projector_bias",
-            "num_reward_heads",
-            "process_image_mode",
-            "projector_hidden_act",
-            "projector_hidden_size",
-            "video_token_index",
-            "vision_feature_layer",
-            "vision_feature_select_strategy",
-        }
+MINIMAX_M3_VL = replace(
+    multimodal.within(
+        _TEXT,
+        "minimax_m3_vl",
+        parts={**multimodal.PARTS, "patch_merge_mlp.*": "what maps vision to the text model"},
+        tied_by_text=True,
+        ignored_keys=keys(
+            """
+            image_grid_pinpoints image_seq_length img_token_compression_config merged_hidden_size
+            multimodal_projector_bias num_reward_heads process_image_mode projector_hidden_act projector_hidden_size
+            video_token_index vision_feature_layer vision_feature_select_strategy
+            """
+        ),
     ),
+    model_class="MiniMaxM3SparseForConditionalGeneration",
+    short_names={"minimax-m3": "MiniMaxAI/MiniMax-M3"},
+    published=(family.Published("minimax-m3", "427", "23", cached="68.736", active_leaves_out=("embed", "head")),),
 )

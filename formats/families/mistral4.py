@@ -1,14 +1,14 @@
-"""Mistral Small 4, alone and in a multimodal checkpoint. Source: transformers, models/mistral4; Mistral AI (2026).
+"""Mistral Small 4 (text): latent attention, sharpened by position, yarn, shared expert.
 
-The router is DeepSeek-V3's with a softmax in place of sigmoids. Queries far from the beginning are sharpened.
+The router is DeepSeek-V3's with a softmax in place of sigmoids.
+Source: transformers, models/mistral4; Mistral AI (2026).
 """
 
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.parts import TemperatureSpec, positions
 
@@ -16,16 +16,15 @@ _KEY = "llama_4_scaling_beta"
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("mlp_bias", False)
+    config.only(mlp_bias=False)
     config.require("num_key_value_heads")  # null says that each head has its own; missing, transformers takes 32
-    config.only("sliding_window", None)
+    config.only(sliding_window=None)
     # A group's score is the sum of its two best, as with sigmoids; our softmax routers take the best.
-    config.only("n_group", 1)
-    config.only("topk_group", 1)
+    config.only(n_group=1, topk_group=1)
     whole = config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")
-    latent, group = readers.read_latent(config, head_dim=whole), readers.rope_group(config)
+    latent, group = readers.read_latent(config, head_dim=whole), rotary.rope_group(config)
     share = config.whole("qk_rope_head_dim") / whole
-    rope = readers.read_rope(
+    rope = rotary.read_rope(
         config,
         whole,
         interleaved=config.flag("rope_interleave", True),
@@ -51,7 +50,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     return readers.read_decoder(
         config,
-        "mistral4",
         replace(latent, temperature=temperature),
         rope,
         router,
@@ -61,20 +59,23 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-MISTRAL4 = Family(
+MISTRAL4 = family.Family(
     model_type="mistral4",
-    short_names={},
+    unpublished="its models are published inside multimodal checkpoints, mistral3",
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
-    expert_names=(readers.FUSED_EXPERT_NAMES, readers.EXPERT_NAMES),
+    expert_names=(family.FUSED_EXPERT_NAMES, family.EXPERT_NAMES),
     ignored_keys=frozenset({"pretraining_tp"}),
 )
-MISTRAL3 = within(
-    MISTRAL4,
-    "mistral3",
-    tied_head=True,
-    short_names={"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"},
-    ignored_keys=frozenset(
-        {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"}
+MISTRAL3 = replace(
+    within(
+        MISTRAL4,
+        "mistral3",
+        tied_head=True,
+        ignored_keys=frozenset(
+            {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"}
+        ),
     ),
+    short_names={"mistral-small-4": "mistralai/Mistral-Small-4-119B-2603"},
+    published=(family.Published("mistral-small-4", "119", "6"),),
 )

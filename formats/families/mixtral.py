@@ -1,7 +1,10 @@
-"""Mixtral 8x7B and 8x22B. Source: transformers, models/mixtral; Jiang et al., "Mixtral of Experts" (2401.04088)."""
+"""Mixtral 8x7B, 8x22B: sliding window, where the config has one.
+
+Source: transformers, models/mixtral; Jiang et al., "Mixtral of Experts" (2401.04088).
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 
 
@@ -11,9 +14,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok", 2)
     return readers.read_decoder(
         config,
-        "mixtral",
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=1e6),
+        rotary.read_rope(config, attention.head_dim, default_theta=1e6),
         formats.RouterSpec("softmax_topk", experts, chosen, normalize=True),
         config.whole("intermediate_size"),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
@@ -29,19 +31,14 @@ MIXTRAL = family.Family(
         "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1",
         "mixtral-8x22b-instruct": "mistralai/Mixtral-8x22B-Instruct-v0.1",
     },
+    published=(family.Published("mixtral-8x7b", "46.7", "12.9"), family.Published("mixtral-8x22b", "141", "39")),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
         "layers.{i}.router": ("model.layers.{i}.block_sparse_moe.gate.weight", "model.layers.{i}.mlp.gate.weight"),
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
-                "up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
-                "down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
-            }
-        ),
-        readers.FUSED_EXPERT_NAMES,
+        family.ExpertNames(family.matrices("model.layers.{i}.block_sparse_moe.experts.{e}.*.weight", "w1", "w3", "w2")),
+        family.FUSED_EXPERT_NAMES,
     ),
 )

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from moe_pack import formats
 from moe_pack.formats.families import family
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 
 Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
 # Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
@@ -31,33 +31,13 @@ PARTS: Mapping[str, str] = {
     }.items()
 }
 # Keys of the multimodal config, and of objects between it and the text model's, that concern other parts alone.
-_OTHER_PARTS = frozenset(
-    {
-        "audio_config",
-        "audio_end_token_id",
-        "audio_start_token_id",
-        "audio_token_id",
-        "audio_token_index",
-        "boa_token_id",
-        "boa_token_index",
-        "boi_token_id",
-        "boi_token_index",
-        "eoa_token_id",
-        "eoa_token_index",
-        "eoi_token_id",
-        "eoi_token_index",
-        "image_end_token_id",
-        "image_start_token_id",
-        "image_token_id",
-        "image_token_index",
-        "video_end_token_id",
-        "video_start_token_id",
-        "video_token_id",
-        "vision_config",
-        "vision_end_token_id",
-        "vision_start_token_id",
-        "vision_token_id",
-    }
+_OTHER_PARTS = keys(
+    """
+    audio_config audio_end_token_id audio_start_token_id audio_token_id audio_token_index boa_token_id boa_token_index
+    boi_token_id boi_token_index eoa_token_id eoa_token_index eoi_token_id eoi_token_index image_end_token_id
+    image_start_token_id image_token_id image_token_index video_end_token_id video_start_token_id video_token_id
+    vision_config vision_end_token_id vision_start_token_id vision_token_id
+    """
 )
 _T = TypeVar("_T")
 
@@ -72,20 +52,16 @@ def within(
     text_types: tuple[str, ...] = (),
     tied_head: bool = False,
     tied_by_text: bool = False,
-    short_names: Mapping[str, str] | None = None,
     ignored_keys: frozenset[str] = frozenset(),
-    old_keys: Mapping[str, str] | None = None,
 ) -> family.Family:
-    """Returns the family of multimodal checkpoints whose text model is one of the family `text`.
-
-    `tie_word_embeddings` counts where transformers reads it: in the object that the text model's is in.
+    """Returns the family of multimodal checkpoints whose text model is one of the family `text`, without its models.
 
     Args:    parts: patterns of the names of other parts' tensors, and what these are.   moves: ways in which
              checkpoints rename the text model's tensors; a name that no beginning fits stays.   text_keys: the keys
-             that lead to the text model's object.   text_types: other names of the text model's `model_type`.
-             tied_head: the value of `tie_word_embeddings` if the config lacks it.   tied_by_text: whether the head is
-             also tied if only the text model's config says so.   ignored_keys: keys of the multimodal config that
-             change nothing for text.   old_keys: older names of its keys, and what they are called now.
+             that lead to the text model's object.   text_types: other names of its `model_type`.   tied_head: whether
+             the head is tied if the object that the text model's is in does not say it.
+             tied_by_text: whether the text model's own key ties it too.
+             ignored_keys: keys of the multimodal config that change nothing for text.
     """
 
     def read_config(config: Config) -> formats.ModelSpec:
@@ -93,24 +69,29 @@ def within(
         is_tied = outer[-1].flag("tie_word_embeddings", tied_head)
         values.choice("model_type", (text.model_type, model_type, *text_types))
         spec = text.read_config(values)
-        if tied_by_text:
-            is_tied = is_tied or spec.tied_head
+        is_tied = is_tied or (tied_by_text and spec.tied_head)
         values.ignore("tie_word_embeddings", "quantization_config")  # which is read before
         values.refuse_unread(text.ignored_keys)
         for around in outer:
             around.ignore("tie_word_embeddings", "quantization_config")
         for between in outer[1:]:
             between.refuse_unread(_OTHER_PARTS | ignored_keys)
-        return replace(spec, family=model_type, tied_head=is_tied)
+        return replace(spec, tied_head=is_tied)
 
     return replace(
         text,
         model_type=model_type,
-        short_names=short_names or {},
+        short_names={},
+        published=(),
+        unpublished="",
         read_config=read_config,
         dense_names={role: _all_moved(names, moves) for role, names in text.dense_names.items()},
         expert_names=tuple(_moved_experts(names, each) for each in moves for names in text.expert_names),
-        table_names=tuple(_moved_tables(names, each) for each in moves for names in text.table_names),
+        table_names=tuple(
+            family.TableNames(*(_moved(name, each) for name in names.names()))
+            for each in moves
+            for names in text.table_names
+        ),
         dropped=(
             *(_moved_left_out(left_out, each) for each in moves for left_out in text.dropped),
             *(family.LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in parts.items()),
@@ -119,7 +100,7 @@ def within(
         prediction=tuple(_moved_prediction(names, each) for each in moves for names in text.prediction),
         ignored_keys=_OTHER_PARTS | ignored_keys,
         text_keys=text_keys,
-        old_keys=old_keys or {},
+        old_keys={},
     )
 
 
@@ -154,17 +135,12 @@ def _all_moved(
     )
 
 
-def _moved_values(names: Mapping[_T, str], moves: Moves) -> dict[_T, str]:
-    return {matrix: _moved(name, moves) for matrix, name in names.items()}
-
-
 def _moved_experts(names: family.ExpertNames, moves: Moves) -> family.ExpertNames:
-    matrices, biases, scales = (_moved_values(each, moves) for each in (names.matrices, names.biases, names.scales))
+    matrices, biases, scales = (
+        {matrix: _moved(name, moves) for matrix, name in each.items()}
+        for each in (names.matrices, names.biases, names.scales)
+    )
     return replace(names, matrices=matrices, biases=biases, scales=scales)
-
-
-def _moved_tables(names: family.TableNames, moves: Moves) -> family.TableNames:
-    return family.TableNames(*(_moved(name, moves) for name in names.names()))
 
 
 def _moved_prediction(names: family.PredictionNames, moves: Moves) -> family.PredictionNames:

@@ -1,4 +1,5 @@
-"""Nemotron 3 Nano: layers of Mamba-2, of attention without positions, of experts, or of a dense expert, each alone.
+"""Nemotron 3 Nano 30B-A3B, Nano Omni (text): layers of Mamba-2, attention without positions, experts, or a dense
+expert, each alone; experts of two matrices with a squared ReLU, sigmoid routing with a bias.
 
 Nemotron 3 Nano Omni has the same text model. The checkpoint's type was published as NemotronH_Nano_Omni_Reasoning_V3,
 with other names of its parts in the config; transformers calls it nemotron_h_omni.
@@ -9,9 +10,8 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families import family, readers
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.granitemoehybrid import MAMBA2_NAMES
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_next import MTP_LAYER
@@ -32,13 +32,12 @@ def _kinds(config: Config) -> tuple[str, ...]:
         raise formats.CheckpointError(f"{config.place}: layers are {unknown}; supported: {', '.join(sorted(known))}")
     if len(found) > MAX_LAYERS:
         raise formats.CheckpointError(f"{config.place}: {len(found)} layers, expected at most {MAX_LAYERS}")
-    config.only("num_hidden_layers", len(found))
+    config.derive("num_hidden_layers", len(found))
     return tuple(known[kind] for kind in found)
 
 
 def _read_mixer(config: Config, layers: tuple[int, ...]) -> parts.Mamba2Spec:
-    config.only("mamba_hidden_act", "silu")
-    config.only("mamba_proj_bias", False)
+    config.only(mamba_hidden_act="silu", mamba_proj_bias=False)
     return parts.Mamba2Spec(
         kind="mamba2",
         layers=layers,
@@ -54,11 +53,15 @@ def _read_mixer(config: Config, layers: tuple[int, ...]) -> parts.Mamba2Spec:
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    for key, only in (
-        ("mlp_hidden_act", "relu2"), ("mlp_bias", False), ("attention_bias", False), ("sliding_window", None),
-        ("moe_latent_size", None), ("n_shared_experts", 1), ("tie_word_embeddings", False),
-    ):  # fmt: skip
-        config.only(key, only)
+    config.only(
+        mlp_hidden_act="relu2",
+        mlp_bias=False,
+        attention_bias=False,
+        sliding_window=None,
+        moe_latent_size=None,
+        n_shared_experts=1,
+        tie_word_embeddings=False,
+    )
     config.require("head_dim")  # missing, transformers takes 128
     kinds = _kinds(config)
     mamba, moe, attention, dense = (
@@ -67,7 +70,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size = config.whole("moe_intermediate_size")
     spec = readers.read_decoder(
         config,
-        "nemotron_h",
         readers.read_grouped_query(config),
         None,
         readers.read_sigmoid_router(config, num_experts_per_tok=2, normalize=True),
@@ -76,12 +78,11 @@ def _read_config(config: Config) -> formats.ModelSpec:
         dense_size_key=None,
         shared_expert=formats.SharedExpertSpec(config.whole("moe_shared_expert_intermediate_size"), gated=False),
         norm=formats.NormSpec("rms", config.number("layer_norm_epsilon", 1e-5)),
-        mixer=_read_mixer(config, mamba) if mamba else None,
-        num_layers=len(kinds),
     )
     dense_size = config.whole("intermediate_size", 21504)
     return replace(
         spec,
+        mixer=_read_mixer(config, mamba) if mamba else None,
         dense_intermediate_size=dense_size if dense else None,
         expert=formats.ExpertSpec("relu2", expert_size, ("up", "down"), bias=(), extra_floats=0),
         halves=parts.HalvesSpec(first=tuple(sorted(mamba + attention)), second=tuple(sorted(moe + dense))),
@@ -103,57 +104,34 @@ _NAMES = {
     "norm": "backbone.norm_f.weight",
     "head": "lm_head.weight",
 }
-NEMOTRON_H = Family(
+NEMOTRON_H = family.Family(
     model_type="nemotron_h",
     short_names={
         "nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
         "nemotron-3-nano-30b-a3b-base": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16",
     },
+    published=(family.Published("nemotron-3-nano-30b-a3b", "31.6", "3.6"),),
     read_config=_read_config,
     # With save_original_format=False, transformers 5 writes its own names.
     dense_names={role: (name, name.replace("backbone.", "model.")) for role, name in _NAMES.items()},
     expert_names=(
-        ExpertNames(
-            {
-                "up": f"{_MIXER}.experts.{{e}}.up_proj.weight",
-                "down": f"{_MIXER}.experts.{{e}}.down_proj.weight",
-            }
-        ),
-        ExpertNames(
-            {
-                "up": "model.layers.{i}.mixer.experts.up_proj",
-                "down": "model.layers.{i}.mixer.experts.down_proj",
-            }
-        ),
+        family.ExpertNames(family.matrices(f"{_MIXER}.experts.{{e}}.*.weight", "up_proj", "down_proj")),
+        family.ExpertNames(family.matrices("model.layers.{i}.mixer.experts.*", "up_proj", "down_proj")),
     ),
     unused=(MTP_LAYER,),
-    ignored_keys=frozenset(
-        {
-            "chunk_size",
-            "expand",
-            "hidden_dropout",
-            "mamba_ssm_cache_dtype",
-            "moe_shared_expert_overlap",
-            "mtp_hybrid_override_pattern",
-            "mtp_layers_block_type",
-            "norm_eps",
-            "num_logits_to_keep",
-            "num_nextn_predict_layers",
-            "rescale_prenorm_residual",
-            "residual_in_fp32",
-            "rope_theta",
-            "time_step_floor",
-            "time_step_limit",
-            "time_step_max",
-            "use_mamba_kernels",
-        }
+    ignored_keys=keys(
+        """
+        chunk_size expand hidden_dropout mamba_ssm_cache_dtype moe_shared_expert_overlap mtp_hybrid_override_pattern
+        mtp_layers_block_type norm_eps num_logits_to_keep num_nextn_predict_layers rescale_prenorm_residual
+        residual_in_fp32 rope_theta time_step_floor time_step_limit time_step_max use_mamba_kernels
+        """
     ),
 )
 
 
-def _omni(model_type: str) -> Family:
+def _omni(model_type: str) -> family.Family:
     """Returns the family of the multimodal checkpoints under one of their two types."""
-    family = within(
+    whole = within(
         NEMOTRON_H,
         model_type,
         moves=({"": "language_model."},),
@@ -163,44 +141,32 @@ def _omni(model_type: str) -> Family:
             **dict.fromkeys(("sound_encoder.*", "audio_tower.*"), "the audio part"),
             **dict.fromkeys(("sound_projection.*", "embed_audio.*"), "what maps audio to the text model"),
         },
-        short_names={} if model_type == "nemotron_h_omni" else _OMNI_NAMES,
         ignored_keys=_OMNI_IGNORED,
-        old_keys={"llm_config": "text_config", "sound_config": "audio_config"},
     )
 
     def read_config(config: Config) -> formats.ModelSpec:
-        config.only("tie_word_embeddings", False)  # which has no effect in transformers
-        return family.read_config(config)
+        config.only(tie_word_embeddings=False)  # which has no effect in transformers
+        return whole.read_config(config)
 
-    return replace(family, read_config=read_config)
+    return replace(
+        whole, read_config=read_config, old_keys={"llm_config": "text_config", "sound_config": "audio_config"}
+    )
 
 
-_OMNI_NAMES = {"nemotron-3-nano-omni-30b-a3b": "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16"}
-_OMNI_IGNORED = frozenset(
-    {
-        "downsample_ratio",
-        "force_image_size",
-        "image_tag_type",
-        "img_context_token",
-        "img_context_token_id",
-        "img_end_token",
-        "img_start_token",
-        "max_sequence_length",
-        "norm_mean",
-        "norm_std",
-        "patch_size",
-        "projector_hidden_size",
-        "ps_version",
-        "sound_context_token",
-        "sound_context_token_id",
-        "template",
-        "use_thumbnail",
-        "video_context_token",
-        "video_context_token_id",
-        "video_pruning_rate",
-        "video_temporal_patch_size",
-        "vision_hidden_size",
-        "vit_hidden_size",
-    }
+_OMNI_IGNORED = keys(
+    """
+    downsample_ratio force_image_size image_tag_type img_context_token img_context_token_id img_end_token
+    img_start_token max_sequence_length norm_mean norm_std patch_size projector_hidden_size ps_version
+    sound_context_token sound_context_token_id template use_thumbnail video_context_token video_context_token_id
+    video_pruning_rate video_temporal_patch_size vision_hidden_size vit_hidden_size
+    """
 )
-NEMOTRON_H_OMNI, NEMOTRON_H_NANO_OMNI = map(_omni, ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3"))
+NEMOTRON_H_OMNI = replace(
+    _omni("nemotron_h_omni"),
+    unpublished="tests quote parts of the file, no public copy has all of it; its text model is nemotron_h's",
+)
+NEMOTRON_H_NANO_OMNI = replace(
+    _omni("NemotronH_Nano_Omni_Reasoning_V3"),
+    short_names={"nemotron-3-nano-omni-30b-a3b": "nvidia/Nemotron-3-Nano-Omni-30B-A3B-Reasoning-BF16"},
+    unpublished="as nemotron_h_omni, of which it is the older name",
+)

@@ -48,8 +48,7 @@ def read_ngrams(config: Config) -> ngrams.NgramSpec | None:
     if not 2 <= ngram_size <= ngrams.MAX_NGRAM_SIZE or len(layers) * num_heads > ngrams.MAX_HEADS:
         raise CheckpointError(
             f"{config.place}: ngram_size is {ngram_size} and heads_per_ngram {heads}, expected 2 to "
-            f"{ngrams.MAX_NGRAM_SIZE} "
-            f"and at most {ngrams.MAX_HEADS} heads in all layers"
+            f"{ngrams.MAX_NGRAM_SIZE} and at most {ngrams.MAX_HEADS} heads in all layers"
         )
     return ngrams.hashed_ngrams(
         tuple(layer - 1 for layer in layers),

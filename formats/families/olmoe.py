@@ -1,11 +1,14 @@
-"""OLMoE-1B-7B. Source: transformers, models/olmoe; Muennighoff et al., "OLMoE" (2409.02060)."""
+"""OLMoE-1B-7B: q and k norms over all heads at once, and a bound of queries, keys and values, where the config has one.
+
+Source: transformers, models/olmoe; Muennighoff et al., "OLMoE" (2409.02060).
+"""
 
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -16,9 +19,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     experts, chosen = config.whole("num_experts"), config.whole("num_experts_per_tok", 8)
     return readers.read_decoder(
         config,
-        "olmoe",
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),
         config.whole("intermediate_size"),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
@@ -32,7 +34,7 @@ OLMOE = Family(
         "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924",
         "olmoe-1b-7b-instruct": "allenai/OLMoE-1B-7B-0924-Instruct",
     },
+    published=(Published("olmoe-1b-7b", "6.9", "1.3"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

@@ -15,18 +15,10 @@ from numpy.typing import NDArray
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.base import json_files
+from moe_pack.formats.families.claiming import SourceMatrix, Tensors, claim_parts
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import (
-    DenseName,
-    ExpertNames,
-    Family,
-    PredictionNames,
-    Quantization,
-    SourceMatrix,
-    Stored,
-    Tensors,
-    claim_parts,
-)
+from moe_pack.formats.families.encodings import Quantization
+from moe_pack.formats.families.family import DenseName, ExpertNames, Family, PredictionNames, Stored
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.pack.layouts import UNUSED_FILE
@@ -93,10 +85,7 @@ class PredictionLayer(SourceReader):
         return self._experts[0, expert, matrix]
 
     def check(self) -> None:
-        """Checks the bytes of the file that has the layer.
-
-        Raises:  PackError if they are damaged.
-        """
+        """Checks the bytes of the file that has the layer. Raises PackError if they are damaged."""
         self.pack.check_file(UNUSED_FILE)
 
 

@@ -1,22 +1,25 @@
-"""Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B. Source: transformers, models/qwen2_moe; Qwen2 technical report (2407.10671)."""
+"""Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B: shared expert behind a sigmoid, weights not normalized, q, k and v biases, layers
+without experts.
+
+Source: transformers, models/qwen2_moe; Qwen2 technical report (2407.10671).
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("use_sliding_window", False)
+    config.only(use_sliding_window=False)
     config.ignore("sliding_window", "max_window_layers")
     readers.refuse_mixed_layers(config)
     attention = readers.read_grouped_query(config, bias=("q", "k", "v") if config.flag("qkv_bias", True) else ())
     experts, chosen = config.whole("num_experts"), config.whole("num_experts_per_tok")
     return readers.read_decoder(
         config,
-        "qwen2_moe",
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", False)),
         config.whole("moe_intermediate_size"),
         moe_layers=readers.layers_by_step(config),
@@ -33,6 +36,7 @@ QWEN2_MOE = Family(
         "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B",
         "qwen2-57b-a14b-instruct": "Qwen/Qwen2-57B-A14B-Instruct",
     },
+    published=(Published("qwen1.5-moe-a2.7b", "14.3", "2.7"), Published("qwen2-57b-a14b", "57", "14")),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -41,5 +45,4 @@ QWEN2_MOE = Family(
         "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_expert.down_proj.weight",
         "layers.{i}.shared_router": "model.layers.{i}.mlp.shared_expert_gate.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

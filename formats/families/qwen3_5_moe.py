@@ -1,35 +1,38 @@
-"""The text model of Qwen3.5 and Qwen3.6 with experts, such as Qwen3.6-35B-A3B; images and videos are not read.
+"""Qwen3.5 and Qwen3.6 with experts, such as Qwen3.6-35B-A3B (text): as `qwen3_next`; the text model inside a config
+with `text_config`, or alone.
 
 For text, the three sections of a position are equal, so that positions are those of any rotary embedding.
 Source: transformers, models/qwen3_5_moe.
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
-from moe_pack.formats.families import qwen3_next, readers
+from moe_pack.formats.families import qwen3_next, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.families.multimodal import within
 
 _IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 
 
 def _read_text(config: Config) -> formats.ModelSpec:
-    config.only("attn_output_gate", True)
-    config.only("mamba_ssm_dtype", "float32")
+    config.only(attn_output_gate=True, mamba_ssm_dtype="float32")
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
-    return readers.read_decoder(
-        config,
-        "qwen3_5_moe_text",
-        attention,
-        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=readers.MROPE_KEYS),
-        formats.RouterSpec(
-            "softmax_topk", config.whole("num_experts"), config.whole("num_experts_per_tok"), normalize=True
+    return replace(
+        readers.read_decoder(
+            config,
+            attention,
+            rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=rotary.MROPE_KEYS),
+            formats.RouterSpec(
+                "softmax_topk", config.whole("num_experts"), config.whole("num_experts_per_tok"), normalize=True
+            ),
+            config.whole("moe_intermediate_size"),
+            dense_size_key=None,
+            shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
+            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         ),
-        config.whole("moe_intermediate_size"),
-        dense_size_key=None,
-        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         mixer=qwen3_next.read_gated_delta(config, interleaved=False),
     )
 
@@ -44,21 +47,24 @@ _NAMES = {
 }
 QWEN3_5_MOE_TEXT = Family(
     model_type="qwen3_5_moe_text",
-    short_names={},
+    model_class="Qwen3_5MoeForCausalLM",
+    unpublished="its models are published inside multimodal checkpoints, qwen3_5_moe",
     read_config=_read_text,
     dense_names=_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(qwen3_next.MTP_LAYER,),
     prediction=(qwen3_next.MTP_NAMES,),
     ignored_keys=_IGNORED,
 )
-QWEN3_5_MOE = within(
-    QWEN3_5_MOE_TEXT,
-    "qwen3_5_moe",
+QWEN3_5_MOE = replace(
+    within(
+        QWEN3_5_MOE_TEXT,
+        "qwen3_5_moe",
+    ),
     short_names={
         "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
         "qwen3.5-122b-a10b": "Qwen/Qwen3.5-122B-A10B",
         "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B",
         "qwen3.6-35b-a3b": "Qwen/Qwen3.6-35B-A3B",
     },
+    published=(Published("qwen3.6-35b-a3b", "35", "3"),),
 )

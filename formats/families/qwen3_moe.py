@@ -1,9 +1,12 @@
-"""Qwen3-30B-A3B and Qwen3-235B-A22B. Source: transformers, models/qwen3_moe; Qwen3 technical report (2505.09388)."""
+"""Qwen3-30B-A3B, 235B-A22B, Coder: q and k norms a head, head size of its own.
+
+Source: transformers, models/qwen3_moe; Qwen3 technical report (2505.09388).
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -13,9 +16,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     experts = config.whole(config.either("num_experts", "num_local_experts"))
     return readers.read_decoder(
         config,
-        "qwen3_moe",
         attention,
-        readers.read_rope(config, attention.head_dim),
+        rotary.read_rope(config, attention.head_dim),
         formats.RouterSpec(
             "softmax_topk", experts, config.whole("num_experts_per_tok"), config.flag("norm_topk_prob", False)
         ),
@@ -32,7 +34,10 @@ QWEN3_MOE = Family(
         "qwen3-coder-30b-a3b": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
     },
+    published=(
+        Published("qwen3-30b-a3b", "30.5", "3.3", cached="49.152"),
+        Published("qwen3-235b-a22b", "235", "22", cached="96.256"),
+    ),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

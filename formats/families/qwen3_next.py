@@ -1,10 +1,13 @@
-"""Qwen3-Next-80B-A3B and Qwen3-Coder-Next.
+"""Qwen3-Next-80B-A3B, Qwen3-Coder-Next: Gated DeltaNet in three layers of four, attention with gates in the others, a
+quarter of each head rotated, zero-centered norms, shared expert behind a sigmoid.
 
 Source: transformers, models/qwen3_next; Gated Delta Networks (2412.06464).
 """
 
+from dataclasses import replace
+
 from moe_pack import formats
-from moe_pack.formats.families import family, readers
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import GatedDeltaSpec
 
@@ -32,24 +35,25 @@ def read_gated_delta(config: Config, *, interleaved: bool) -> GatedDeltaSpec:
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("use_sliding_window", False)  # in published configs; no code of transformers reads it
+    config.only(use_sliding_window=False)  # in published configs; no code of transformers reads it
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
-    return readers.read_decoder(
-        config,
-        "qwen3_next",
-        attention,
-        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25),
-        formats.RouterSpec(
-            "softmax_topk",
-            config.whole(config.either("num_experts", "num_local_experts")),
-            config.whole("num_experts_per_tok"),
-            config.flag("norm_topk_prob", True),
+    return replace(
+        readers.read_decoder(
+            config,
+            attention,
+            rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25),
+            formats.RouterSpec(
+                "softmax_topk",
+                config.whole(config.either("num_experts", "num_local_experts")),
+                config.whole("num_experts_per_tok"),
+                config.flag("norm_topk_prob", True),
+            ),
+            config.whole("moe_intermediate_size"),
+            moe_layers=readers.layers_by_step(config),
+            shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
+            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         ),
-        config.whole("moe_intermediate_size"),
-        moe_layers=readers.layers_by_step(config),
-        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
         mixer=read_gated_delta(config, interleaved=True),
     )
 
@@ -84,6 +88,7 @@ QWEN3_NEXT = family.Family(
         "qwen3-next-80b-a3b-thinking": "Qwen/Qwen3-Next-80B-A3B-Thinking",
         "qwen3-coder-next": "Qwen/Qwen3-Coder-Next",
     },
+    published=(family.Published("qwen3-next-80b-a3b-instruct", "79.67", "3.87"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -91,7 +96,6 @@ QWEN3_NEXT = family.Family(
         "layers.{i}.mixer.qkvz": "model.layers.{i}.linear_attn.in_proj_qkvz.weight",
         "layers.{i}.mixer.ba": "model.layers.{i}.linear_attn.in_proj_ba.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(MTP_LAYER,),
     prediction=(MTP_NAMES,),
 )

@@ -1,4 +1,5 @@
-"""Qwen4-Exp and Qwen3.8-Flash-Next: four residual streams, n-gram embeddings, attention to blocks; text alone.
+"""Qwen3.8-Flash-Next, Qwen4-Exp (text): as `qwen3_5_moe`, with four residual streams behind gates in place of norms,
+attention to blocks of positions that an indexer chooses, and in one layer a table of n-grams that stays on the disk.
 
 Source: transformers, models/qwen4_exp.
 """
@@ -7,7 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, ngrams, qwen3_next, readers
+from moe_pack.formats.families import family, ngrams, qwen3_next, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 
@@ -15,16 +16,14 @@ _KINDS = {"linear_attention": True, "full_attention": False, "indexed_attention"
 
 
 def _read_text(config: Config) -> formats.ModelSpec:
-    config.only("attn_output_gate", True)
-    config.only("mamba_ssm_dtype", "float32")
+    config.only(attn_output_gate=True, mamba_ssm_dtype="float32")
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
     attention = replace(attention, indexer=_read_indexer(config))
     spec = readers.read_decoder(
         config,
-        "qwen4_exp_text",
         attention,
-        readers.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=readers.MROPE_KEYS),
+        rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=rotary.MROPE_KEYS),
         formats.RouterSpec(
             "softmax_topk",
             config.whole("num_experts", 512),
@@ -35,18 +34,17 @@ def _read_text(config: Config) -> formats.ModelSpec:
         dense_size_key=None,
         shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
-        mixer=_read_mixer(config),
     )
-    group = readers.rope_group(config)
+    group = rotary.rope_group(config)
     if group is None or not group.has("partial_rotary_factor"):
         config.require("partial_rotary_factor")  # missing, transformers refuses the config
     residual = parts.GatedStreamsSpec("gated_streams", config.whole("hc_count", 4), config.whole("hc_lowrank", 320))
-    return replace(spec, residual=residual, ngrams=ngrams.read_ngrams(config))
+    return replace(spec, mixer=_read_mixer(config), residual=residual, ngrams=ngrams.read_ngrams(config))
 
 
 def _read_indexer(config: Config) -> parts.BlockIndexerSpec:
     """Reads which blocks of positions a query attends to; the config must have all keys."""
-    config.only("indexer_kv_heads", 1)
+    config.only(indexer_kv_heads=1)
     config.require("indexer_kv_heads")
     budget, size = config.whole("indexer_budget"), config.whole("indexer_compress_ratio")
     if budget % size:
@@ -91,7 +89,7 @@ _INDEXER = _LAYER + "self_attn.indexer."
 _INDEX_ROLES = ("layers.{i}.attention.index_q", "layers.{i}.attention.index_k")
 QWEN4_EXP_TEXT = family.Family(
     model_type="qwen4_exp_text",
-    short_names={},
+    unpublished="its models are published inside multimodal checkpoints, qwen4_exp",
     read_config=_read_text,
     dense_names={
         **readers.DENSE_NAMES,
@@ -108,14 +106,18 @@ QWEN4_EXP_TEXT = family.Family(
         "layers.{i}.attention.index_q_norm": _INDEXER + "q_layernorm.weight",
         "layers.{i}.attention.index_k_norm": _INDEXER + "k_layernorm.weight",
     },
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
     unused=(qwen3_next.MTP_LAYER,),
     table_names=ngrams.NGRAM_TABLES,
     ignored_keys=frozenset({"mtp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "number_of_conv_states"}),
 )
-QWEN4_EXP = within(
-    QWEN4_EXP_TEXT,
-    "qwen4_exp",
+QWEN4_EXP = replace(
+    within(
+        QWEN4_EXP_TEXT,
+        "qwen4_exp",
+        ignored_keys=frozenset({"language_model_only"}),
+    ),
     short_names={"qwen3.8-flash-next": "Qwen/Qwen3.8-Flash-Next", "qwen4-exp": "Qwen/Qwen4-Exp"},
-    ignored_keys=frozenset({"language_model_only"}),
+    published=(
+        family.Published("qwen3.8-flash-next", "176", "6", cached="13.824", active_leaves_out=("embed", "head")),
+    ),
 )

@@ -1,250 +1,21 @@
 """Readers for the keys of `config.json` that many families share; a family's file reads the keys of its own.
 
-- Rotary positions: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5. Nearly all families have
-  each scaling that transformers has for all its models; a family's file says which, if it has others. Source:
-  transformers, modeling_rope_utils.py.
-- Rotary positions of each kind of layer, and attention that differs by layer: `read_rope_by_kind`, `LayerAttention`.
-- Decoders: the `ModelSpec` of nearly all decoder-only families, their tensor names, grouped-query attention, routers.
-- Multi-head latent attention in DeepSeek's configs and checkpoints. Source: DeepSeek-V2 (2405.04434).
-- `quantization_config`: the codec of the quantized tensors. Each tensor's name and dtype show whether it is quantized.
+They read the `ModelSpec` of nearly all decoder-only families, grouped-query attention, routers, layers with experts,
+attention that differs by layer, and multi-head latent attention in DeepSeek's configs (DeepSeek-V2, 2405.04434).
 """
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_pack import formats
 from moe_pack.formats import parts
+from moe_pack.formats.families import rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import PLAIN, SCALE_BLOCK, ExpertNames, LeftOut, PredictionNames, Quantization
+from moe_pack.formats.families.family import LeftOut, PredictionNames
 from moe_pack.formats.parts import positions
 from moe_pack.formats.parts.specs import LimitSpec
-
-# `ntk_alpha` is Hunyuan's fixed alpha, `mscales` is Phi-3.5-MoE's longrope with two of them.
-Scaling = Literal["linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "ntk_alpha", "mscales"]
-# Those that transformers has for all models. Source: modeling_rope_utils.py, ROPE_INIT_FUNCTIONS.
-SCALINGS: tuple[Scaling, ...] = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-_OWN: Mapping[Scaling, Scaling] = {"ntk_alpha": "dynamic", "mscales": "longrope"}  # under which names configs have them
-ATTENTION_KINDS = ("full_attention", "sliding_attention")
-# How a head's values are divided among the three numbers of a position, which are the same for text.
-MROPE_KEYS = frozenset({"mrope_interleaved", "mrope_section"})
-
-
-def read_rope(
-    config: Config,
-    head_dim: int,
-    default_theta: float = 1e4,
-    interleaved: bool = False,
-    partial_rotary_factor: float | None = None,
-    scalings: tuple[Scaling, ...] = SCALINGS,
-    ignored: frozenset[str] = frozenset(),
-) -> parts.RopeSpec:
-    """Reads the rotary positions of a model whose heads (or their rotated part) have `head_dim` values.
-
-    Args:    default_theta, partial_rotary_factor: the family's, if the config has none; a family without a partial
-             factor rotates whole heads, and refuses the key (most of transformers' models ignore it).
-             scalings: those that the family has, in addition to none; by default all that transformers has.
-             ignored: keys of `rope_parameters` that change nothing in this family.
-    Raises:  CheckpointError for a scaling that we do not implement, or an unknown key of a scaling.
-    """
-    return _read_rope(
-        config, rope_group(config), head_dim, default_theta, interleaved, partial_rotary_factor, scalings, ignored
-    )
-
-
-def _read_rope(
-    config: Config,
-    group: Config | None,
-    head_dim: int,
-    default_theta: float,
-    interleaved: bool,
-    partial_rotary_factor: float | None,
-    scalings: tuple[Scaling, ...],
-    ignored: frozenset[str],
-) -> parts.RopeSpec:
-    theta = _agreed(config, group, "rope_theta", default_theta)
-    factor = _agreed(config, group, "partial_rotary_factor", partial_rotary_factor or 1.0)
-    kind = "default" if group is None else group.text(group.either("rope_type", "type"), "default")
-    if partial_rotary_factor is None and factor != 1 and kind != "proportional":
-        raise formats.CheckpointError(f"{config.place}: partial_rotary_factor is {factor}; only 1.0 is supported")
-    if kind == "dynamic" and "ntk_alpha" in scalings and group is not None and group.number("alpha", 0):
-        return parts.RopeSpec(_ntk_alpha(config, group, theta, head_dim), head_dim, interleaved, None)
-    own = next((each for each in scalings if _OWN.get(each, each) == kind), None)
-    if own in (None, "ntk_alpha") and kind != "default":
-        names = ["dynamic with an alpha" if each == "ntk_alpha" else _OWN.get(each, each) for each in scalings]
-        known = ", ".join(("default", *names))
-        raise formats.CheckpointError(f"{config.place}: rope_type {kind!r} is not supported; supported: {known}")
-    scaling: positions.ScalingSpec | None = None
-    if group is not None and kind == "proportional":
-        scaling = positions.ProportionalSpec("proportional", int(factor * head_dim // 2), group.number("factor", 1.0))
-        factor = 1.0
-    elif group is not None and own is not None:
-        scaling = _READ[own](config, group)
-    if group is not None:
-        group.refuse_unread(ignored)
-    return parts.RopeSpec(theta, int(head_dim * factor), interleaved, scaling)
-
-
-def read_rope_by_kind(
-    config: Config,
-    head_dim: int | Mapping[str, int],
-    defaults: Mapping[str, parts.RopeSpec],
-    partial_rotary_factor: float | None = None,
-    scalings: tuple[Scaling, ...] = SCALINGS,
-) -> dict[str, parts.RopeSpec]:
-    """Reads the rotary positions of each kind of layer, for which `rope_parameters` has an object each.
-
-    Args:    head_dim: of all kinds, or of each.
-             defaults: of each kind that layers have, for a config without `rope_parameters`.
-             partial_rotary_factor, scalings: as for `read_rope`.
-    Raises:  CheckpointError for a kind without an object, a scaling that we do not implement, or an unknown key.
-    """
-    config.only("rope_scaling", None)  # transformers does not read it in these models
-    group = config.group("rope_parameters")
-    if group is None:
-        return dict(defaults)
-    outside = Config({"max_position_embeddings": config.whole("max_position_embeddings")}, config.place)
-    ropes = {}
-    for kind in sorted(defaults):
-        inner = group.group(kind)
-        if inner is None:
-            raise formats.CheckpointError(f"{group.place}: key {kind!r} is missing, expected an object")
-        theta = inner.number("rope_theta")
-        inner.only("truncate", True)  # transformers looks for it next to the kinds
-        size = head_dim if isinstance(head_dim, int) else head_dim[kind]
-        ropes[kind] = _read_rope(outside, inner, size, theta, False, partial_rotary_factor, scalings, frozenset())
-    group.refuse_unread(frozenset(ATTENTION_KINDS))
-    return ropes
-
-
-def _ntk_alpha(config: Config, group: Config, theta: float, head_dim: int) -> float:
-    """Returns the base of positions that a fixed alpha stretches; the keys of yarn and of `dynamic` change nothing.
-
-    Source: transformers, models/hunyuan_v1_moe, compute_ntk_alpha_rope_parameters.
-    """
-    alpha = group.number("alpha")
-    if not 1 <= alpha < 1e6 or head_dim <= 2:
-        raise formats.CheckpointError(
-            f"{group.place}: alpha is {alpha}, expected 1 to 1e6, with heads of more than two values"
-        )
-    group.refuse_unread(frozenset({"beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"}))
-    return float(theta * alpha ** (head_dim / (head_dim - 2)))
-
-
-def yarn_scale(config: Config) -> float:
-    """Returns the factor on the scale of attention: from yarn's `mscale_all_dim` if it has one, else 1.
-
-    Source: DeepSeek-V2's modeling code, softmax_scale.
-    """
-    group = rope_group(config)
-    if group is None or not group.number("mscale_all_dim", 0):
-        return 1.0
-    return _mscale(group.number("factor"), group.number("mscale_all_dim")) ** 2
-
-
-def rope_group(config: Config) -> Config | None:
-    """Returns the object with the rotary positions, of which each call has an account of its own; None without one."""
-    return config.group(config.either("rope_parameters", "rope_scaling"))
-
-
-def _agreed(config: Config, group: Config | None, key: str, default: float) -> float:
-    """Reads a number that may be in the group, next to it, or in both with the same value."""
-    if group is None or not group.has(key):
-        return config.number(key, default)
-    value = group.number(key)
-    config.only(key, value)
-    return value
-
-
-def _written_positions(config: Config) -> int:
-    return config.whole(config.either("max_position_embeddings", "model_max_length"))
-
-
-def _original(config: Config, group: Config) -> int:
-    """Reads the context of the first training: in the group, next to it, or all positions."""
-    key = "original_max_position_embeddings"
-    if not group.has(key):
-        return config.whole(key, _written_positions(config))
-    value = group.whole(key)
-    config.only(key, value)
-    return value
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _yarn(config: Config, group: Config) -> positions.YarnSpec:
-    group.require("factor")
-    original = _original(config, group)
-    factor, mscale = _factor(config, group, original), group.number("mscale", 0)
-    all_dim = group.number("mscale_all_dim", 0)
-    is_consistent = bool(mscale) == bool(all_dim) or (mscale, all_dim) == (1, 0)
-    if not is_consistent or not 0 <= mscale < 1e6 or not 0 <= all_dim < 1e6:
-        # With only one of them, DeepSeek's code and transformers' use different factors.
-        raise formats.CheckpointError(
-            f"{group.place}: mscale is {mscale} and mscale_all_dim is {all_dim}; both must be above 0, or neither"
-        )
-    natural = _mscale(factor, mscale) / _mscale(factor, all_dim) if all_dim else None
-    return positions.YarnSpec(
-        kind="yarn",
-        factor=factor,
-        original_max_position_embeddings=original,
-        beta_fast=group.number("beta_fast", 32),
-        beta_slow=group.number("beta_slow", 1),
-        attention_factor=group.number("attention_factor", natural or _mscale(factor, 1)),
-        truncate=group.flag("truncate", True),
-    )
-
-
-def _factor(config: Config, group: Config, original: int) -> float:
-    """Reads how much longer the context is than the original one; null says that the config has both."""
-    return group.number("factor") if group.has("factor") else _written_positions(config) / original
-
-
-def _longrope(config: Config, group: Config) -> positions.LongRopeSpec:
-    original = _original(config, group)
-    factor = _factor(config, group, original)
-    if factor > 1 and original == 1:
-        raise formats.CheckpointError(f"{group.place}: original_max_position_embeddings is 1, expected more")
-    natural = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    mscale = group.number("attention_factor", natural)
-    short, long = group.numbers("short_factor"), group.numbers("long_factor")
-    return positions.LongRopeSpec("longrope", original, short, long, short_mscale=mscale, long_mscale=mscale)
-
-
-def _longrope_with_mscales(config: Config, group: Config) -> positions.LongRopeSpec:
-    return positions.LongRopeSpec(
-        kind="longrope",
-        original_max_position_embeddings=_original(config, group),
-        short_factor=group.numbers("short_factor"),
-        long_factor=group.numbers("long_factor"),
-        short_mscale=group.number("short_mscale"),
-        long_mscale=group.number("long_mscale"),
-    )
-
-
-def _llama3(config: Config, group: Config) -> positions.Llama3Spec:
-    low, high = group.number("low_freq_factor"), group.number("high_freq_factor")
-    return positions.Llama3Spec("llama3", group.number("factor"), low, high, _original(config, group))
-
-
-def _dynamic(config: Config, group: Config) -> positions.DynamicSpec:
-    group.ignore("original_max_position_embeddings")  # transformers 4 accepted it, and no version reads it
-    return positions.DynamicSpec("dynamic", group.number("factor"), _written_positions(config))
-
-
-_READ: Mapping[Scaling, Callable[[Config, Config], positions.ScalingSpec]] = {
-    "linear": lambda config, group: positions.LinearSpec("linear", group.number("factor")),
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "longrope": _longrope,
-    "mscales": _longrope_with_mscales,
-    "llama3": _llama3,
-}
-
 
 # The names of tensors that most families share; roles are those of `dense_roles`.
 DENSE_NAMES: Mapping[str, str] = {
@@ -272,21 +43,6 @@ DENSE_NAMES: Mapping[str, str] = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-EXPERT_NAMES = ExpertNames(
-    {
-        "gate": "model.layers.{i}.mlp.experts.{e}.gate_proj.weight",
-        "up": "model.layers.{i}.mlp.experts.{e}.up_proj.weight",
-        "down": "model.layers.{i}.mlp.experts.{e}.down_proj.weight",
-    }
-)
-# The names in transformers 5's memory, which it also writes with save_original_format=False.
-FUSED_EXPERT_NAMES = ExpertNames(
-    {
-        "gate": "model.layers.{i}.mlp.experts.gate_up_proj",
-        "up": "model.layers.{i}.mlp.experts.gate_up_proj",
-        "down": "model.layers.{i}.mlp.experts.down_proj",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +96,6 @@ PREDICTION_NAMES = PredictionNames(
 
 def read_decoder(
     config: Config,
-    family: str,
     attention: parts.AttentionSpec,
     rope: parts.RopeSpec | None,
     router: formats.RouterSpec,
@@ -350,59 +105,46 @@ def read_decoder(
     dense_size_key: str | None = "intermediate_size",
     shared_expert: formats.SharedExpertSpec | None = None,
     norm: formats.NormSpec | None = None,
-    head_bias: bool = False,
-    tied_head: bool | None = None,
-    embedding_multiplier: float = 1.0,
-    residual_multiplier: float = 1.0,
-    logits_scaling: float = 1.0,
-    mixer: parts.MixerSpec | None = None,
     others: tuple[parts.OtherAttentionSpec, ...] = (),
-    positions_key: str = "max_position_embeddings",
-    num_layers: int | None = None,
 ) -> formats.ModelSpec:
     """Reads a decoder of silu-gated experts; values that are not given are read from their usual keys.
 
     Args:    intermediate_size: of an expert.   moe_layers: None for all.
              dense_size_key: the key of the size of layers without experts; ignored if there are none.
              norm: None for rms with `rms_norm_eps` (1e-6 if the config has none).
-             tied_head: None for `tie_word_embeddings` (false if the config has none).
-             mixer: what some layers have in place of attention.   others: layers whose attention is not `attention`.
-             positions_key: of the number of positions.
-             num_layers: None for `num_hidden_layers`.
+             others: layers whose attention is not `attention`.
     """
-    config.only("hidden_act", "silu")
-    num_layers = config.num_layers() if num_layers is None else num_layers
+    config.only(hidden_act="silu")
+    num_layers = config.num_layers()
     moe_layers = tuple(range(num_layers)) if moe_layers is None else moe_layers
-    ropes = (rope, *(each.rope for each in others))
     return formats.ModelSpec(
-        family=family,
+        family="",  # `read_spec` names it
         hidden_size=config.whole("hidden_size"),
         vocab_size=config.whole("vocab_size"),
         num_hidden_layers=num_layers,
         moe_layers=moe_layers,
         dense_intermediate_size=_dense_size(config, dense_size_key, len(moe_layers) < num_layers),
-        max_position_embeddings=_num_positions(config.whole(positions_key), ropes),
+        max_position_embeddings=_num_positions(config, (rope, *(each.rope for each in others))),
         norm=norm or formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
-        tied_head=config.flag("tie_word_embeddings", False) if tied_head is None else tied_head,
-        head_bias=head_bias,
-        embedding_multiplier=embedding_multiplier,
-        residual_multiplier=residual_multiplier,
-        logits_scaling=logits_scaling,
+        tied_head=config.flag("tie_word_embeddings", False),
+        head_bias=False,
+        embedding_multiplier=1.0,
+        residual_multiplier=1.0,
+        logits_scaling=1.0,
         attention=attention,
         rope=rope,
         router=router,
         expert=formats.ExpertSpec("silu", intermediate_size, formats.MATRICES, bias=(), extra_floats=0),
         shared_expert=shared_expert,
-        mixer=mixer,
         others=others,
     )
 
 
-def _num_positions(written: int, ropes: Iterable[parts.RopeSpec | None]) -> int:
-    """Returns the number of positions; `max_position_embeddings` are those that dynamic scaling leaves as they are."""
+def _num_positions(config: Config, ropes: Iterable[parts.RopeSpec | None]) -> int:
+    """Reads the number of positions; `max_position_embeddings` are those that dynamic scaling leaves as they are."""
     scalings = (rope.scaling for rope in ropes if rope is not None)
     factor = max((each.factor for each in scalings if isinstance(each, positions.DynamicSpec)), default=1.0)
-    return min(int(written * max(factor, 1.0)), 2**31 - 1)
+    return min(int(config.whole("max_position_embeddings") * max(factor, 1.0)), 2**31 - 1)
 
 
 def _dense_size(config: Config, key: str | None, is_used: bool) -> int | None:
@@ -447,7 +189,7 @@ def read_llama_attention(config: Config, bias: tuple[parts.Projection, ...]) -> 
 
     Heads divide the hidden size; these files never read `head_dim`.
     """
-    config.only("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    config.only(head_dim=config.whole("hidden_size") // config.whole("num_attention_heads"))
     return read_grouped_query(config, bias=bias, own_keys=True)
 
 
@@ -456,8 +198,8 @@ def read_llama_rope(config: Config, head_dim: int) -> parts.RopeSpec:
 
     No published model of these uses the scalings that the files know (linear, dynamic), which are refused.
     """
-    config.only("rope_parameters", None)
-    return read_rope(config, head_dim, scalings=())
+    config.only(rope_parameters=None)
+    return rotary.read_rope(config, head_dim, scalings=())
 
 
 def read_expert_count(config: Config, key: str) -> int:
@@ -613,17 +355,17 @@ def read_latent(
              must be the number of heads.
              may_lack_rank: whether queries have no latent where `q_lora_rank` is missing.
     """
-    config.only("attention_bias", False)
+    config.only(attention_bias=False)
     nope, rope, num_heads = (
         config.whole(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads")
     )
     if reads_kv_heads:
-        config.only("num_key_value_heads", num_heads)
+        config.only(num_key_value_heads=num_heads)
     else:
         config.ignore("num_key_value_heads")
-    config.only("qk_head_dim", nope + rope)
+    config.only(qk_head_dim=nope + rope)
     if reads_head_dim:
-        config.only("head_dim", rope if head_dim is None else head_dim)
+        config.only(head_dim=rope if head_dim is None else head_dim)
     else:
         config.ignore("head_dim")
     if not may_lack_rank:
@@ -636,111 +378,6 @@ def read_latent(
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope,
         v_head_dim=config.whole("v_head_dim"),
-        scale=(nope + rope) ** -0.5 * yarn_scale(config),
+        scale=(nope + rope) ** -0.5 * rotary.yarn_scale(config),
         lora_norm_eps=1e-6,  # transformers does not read rms_norm_eps here
     )
-
-
-_KEY = "quantization_config"
-
-
-def read_quantization(config: Config, text_keys: tuple[str, ...] = ()) -> Quantization:
-    """Reads the encoding of a checkpoint's quantized tensors; that of none without a `quantization_config`.
-
-    Which tensors are quantized is seen by the tensors. How activations are rounded is ignored: they stay in float32.
-    Args:    text_keys: the keys that lead to the text model's object, each of which may have the key too.
-    Raises:  CheckpointError for any other quantization, or for objects that say different things.
-    """
-    found, place = list[Quantization](), config
-    for key in (*text_keys, None):
-        group = place.group(_KEY)
-        if group is not None and not group.is_empty:  # an empty one is left by programs that dequantize
-            found.append(_quantization(group))
-        inner = None if key is None else place.group(key)
-        if inner is None:
-            break
-        place = inner
-    if len(set(found)) > 1:
-        raise formats.CheckpointError(f"{place.place}: {_KEY} differs from that outside; these must be equal")
-    return found[0] if found else PLAIN
-
-
-def _quantization(group: Config) -> Quantization:
-    """Reads one `quantization_config`."""
-    if (method := group.text("quant_method", "")) == "fp8":
-        group.choice("fmt", ("e4m3",))
-        group.choice("activation_scheme", ("dynamic",))
-        group.choice("scale_fmt", ("float", "ue8m0"))  # of activations; those of weights are stored as they are
-        size, wanted = group.counts("weight_block_size"), [SCALE_BLOCK, SCALE_BLOCK]
-        if list(size) != wanted:
-            raise formats.CheckpointError(
-                f"{group.place}: weight_block_size is {list(size)}; only {wanted} is supported"
-            )
-        quantization = Quantization("fp8")
-    elif method == "mxfp4":
-        quantization = Quantization("mxfp4")
-    elif method == "compressed-tensors":
-        quantization = _compressed(group)
-    else:
-        raise formats.CheckpointError(
-            f"{group.place}: quant_method is {method!r}, supported: fp8, mxfp4, compressed-tensors; use the 16-bit "
-            "original"
-        )
-    # Tensors show how experts are stored.
-    group.ignore("modules_to_not_convert", "ignored_layers", "dequantize", "expert_dtype")
-    group.refuse_unread()
-    return quantization
-
-
-def _compressed(group: Config) -> Quantization:
-    """Reads the codes that compressed-tensors packs in words, of one kind or of several.
-
-    Source: compressed-tensors 0.20, quantization/quant_args.py and compressors/pack_quantized.
-    """
-    group.require("format")
-    group.choice("format", ("pack-quantized",))
-    group.choice("quantization_status", ("compressed",))
-    group.only("kv_cache_scheme", None)
-    for key in ("sparsity_config", "transform_config"):
-        group.only(key, {})
-    group.ignore("ignore", "global_compression_ratio", "version")
-    found = tuple(dict.fromkeys(_packed(each) for each in _schemes(group)))
-    if not found:
-        raise formats.CheckpointError(f"{group.place}: config_groups has no weights; at least one kind is needed")
-    return replace(found[0], others=found[1:])
-
-
-def _schemes(group: Config) -> Iterator[Config]:
-    """Yields the weights' object of each of the groups of modules."""
-    groups = group.group("config_groups")
-    for scheme in () if groups is None else groups.groups():
-        weights = scheme.group("weights")
-        if weights is None:
-            raise formats.CheckpointError(
-                f"{scheme.place}: weights is missing; only groups with quantized weights are supported"
-            )
-        scheme.ignore("targets", "input_activations")
-        scheme.only("output_activations", None)
-        scheme.only("format", "pack-quantized")
-        scheme.refuse_unread()
-        yield weights
-
-
-def _packed(weights: Config) -> Quantization:
-    """Reads how the weights of a group of modules are quantized."""
-    num_bits = weights.whole("num_bits")
-    if num_bits not in (4, 8):
-        raise formats.CheckpointError(f"{weights.place}: num_bits is {num_bits}; only 4 and 8 are supported")
-    weights.only("type", "int")
-    weights.only("symmetric", True)
-    weights.only("dynamic", False)
-    weights.only("block_structure", None)
-    weights.choice("actorder", ("weight", "static"))  # for the calibration; others store the columns in that order
-    if weights.choice("strategy", ("group", "channel")) == "channel":
-        weights.only("group_size", -1)
-        group_size = 0
-    else:
-        group_size = weights.whole("group_size")
-    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-    weights.refuse_unread()
-    return Quantization("packed", num_bits, group_size)

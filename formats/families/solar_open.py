@@ -1,25 +1,27 @@
-"""Solar Open 100B. Source: transformers, models/solar_open; Upstage (2026)."""
+"""Solar Open 100B: as `glm4_moe`, without dense layers and norms, whole heads rotated.
+
+Source: transformers, models/solar_open; Upstage (2026).
+"""
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
     # All layers have experts; published configs say so, and have a size for layers that have none.
-    config.only("first_k_dense_replace", 0)
+    config.only(first_k_dense_replace=0)
     config.ignore("intermediate_size")
-    config.only("use_qk_norm", False)
+    config.only(use_qk_norm=False)
     config.require("head_dim")  # missing, transformers takes 128
     config.require("num_key_value_heads")  # missing, transformers takes 8
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config, ("q", "k", "v")))
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
     return readers.read_decoder(
         config,
-        "solar_open",
         attention,
-        readers.read_rope(config, attention.head_dim, default_theta=1e6),
+        rotary.read_rope(config, attention.head_dim, default_theta=1e6),
         readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
         expert_size,
         dense_size_key=None,
@@ -31,7 +33,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 SOLAR_OPEN = Family(
     model_type="solar_open",
     short_names={"solar-open-100b": "upstage/Solar-Open-100B"},
+    published=(Published("solar-open-100b", "102.6", "12"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
-    expert_names=(readers.EXPERT_NAMES, readers.FUSED_EXPERT_NAMES),
 )

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats.families import family
+from moe_pack.formats.families import claiming, encodings
 from moe_pack.formats.pack import safetensors
 
 
@@ -18,25 +18,22 @@ class SourceReader(ABC):
 
     @abstractmethod
     def raw(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Reads `num_bytes` of a tensor, from byte `start` on: u8, own memory.
+        """Reads `num_bytes` of a tensor, from byte `start` on: u8, own memory. Raises as `rows`."""
 
-        Raises:  as `rows`.
-        """
-
-    def dtype(self, source: family.SourceMatrix) -> str:
+    def dtype(self, source: claiming.SourceMatrix) -> str:
         """Returns the safetensors dtype of a matrix: BF16, F16, F32; of codes F8_E4M3, U8 (MXFP4), or I32 (packed)."""
         return self.entry(source.tensor).dtype
 
-    def scale_dtype(self, source: family.SourceMatrix) -> str:
+    def scale_dtype(self, source: claiming.SourceMatrix) -> str:
         """Returns the safetensors dtype of the scales of a matrix of codes."""
         assert source.scales is not None, f"{source}: has no scales"
         return self.entry(source.scales).dtype
 
-    def num_bytes(self, source: family.SourceMatrix) -> int:
+    def num_bytes(self, source: claiming.SourceMatrix) -> int:
         """Returns a matrix's bytes in the source, without its scales."""
         return source.num_rows * source.num_cols * self.value_bits(source) // 8
 
-    def rows(self, source: family.SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
+    def rows(self, source: claiming.SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
         """Reads rows `start` to `stop` of a matrix (or elements of a vector) in the source's bytes: u8, own memory.
 
         Raises:  CheckpointError, or PackError for a pack's file, if it is cut short or cannot be read.
@@ -54,7 +51,7 @@ class SourceReader(ABC):
         values = read.reshape(stop - start, source.row_size, bits // 8)
         return values[:, source.first_col : last_col : source.col_step].reshape(-1)
 
-    def scales(self, source: family.SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
+    def scales(self, source: claiming.SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
         """Reads the scales of rows `start` to `stop` of a matrix of codes: u8 [rows, bytes], own memory.
 
         With `fp8`, a row of scales belongs to 128 rows of codes; all that overlap `start` to `stop` are read.
@@ -64,8 +61,8 @@ class SourceReader(ABC):
         entry = self.entry(source.scales)
         row_bytes = entry.shape[-1] * safetensors.DTYPE_BYTES[entry.dtype]
         if source.codec == "fp8":
-            first = start // family.SCALE_BLOCK
-            return self._strided(source.scales, first, -(-stop // family.SCALE_BLOCK) - first, 1, row_bytes)
+            first = start // encodings.SCALE_BLOCK
+            return self._strided(source.scales, first, -(-stop // encodings.SCALE_BLOCK) - first, 1, row_bytes)
         step = source.row_step
         return self._strided(source.scales, source.first_row + start * step, stop - start, step, row_bytes)
 
@@ -74,7 +71,7 @@ class SourceReader(ABC):
         span = max(0, (count - 1) * step + 1)  # rows of the tensor from the first to the last
         return self.raw(tensor, first * row_bytes, span * row_bytes).reshape(span, row_bytes)[::step]
 
-    def value_bits(self, source: family.SourceMatrix) -> int:
+    def value_bits(self, source: claiming.SourceMatrix) -> int:
         """Returns the bits of a value, or of its code, in the source."""
         if source.codec == "packed":
             return source.num_bits

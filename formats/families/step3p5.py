@@ -1,7 +1,8 @@
-"""Step-3.5-Flash, and the text model of Step-3.7-Flash. Source: transformers, models/step3p7; StepFun (2026).
+"""Step-3.5-Flash, Step-3.7-Flash (text): a window in three layers of four, which have more heads and rotate whole
+heads, the others half of each; a gate for each head, q and k norms a head, zero-centered norms, SiLU capped in the last
+layers, sigmoid routing with a bias, shared expert, dense first layers.
 
-Layers with a window have more heads, and rotary positions of their own. A gate multiplies each head's output. In some
-layers, what SiLU gives is capped.
+Source: transformers, models/step3p7; StepFun (2026).
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, multimodal, readers
+from moe_pack.formats.families import family, multimodal, readers, rotary
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.specs import LimitSpec
 
@@ -21,8 +22,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     predicting = config.count(config.either("num_nextn_predict_layers", "num_mtp_layers"), 0)
     kinds = _of_layers(config, "layer_types", config.texts("layer_types"), predicting)
     kinds = kinds or ("full_attention",) * config.num_layers()
-    if unknown := set(kinds) - set(readers.ATTENTION_KINDS):
-        known = ", ".join(readers.ATTENTION_KINDS)
+    if unknown := set(kinds) - set(rotary.ATTENTION_KINDS):
+        known = ", ".join(rotary.ATTENTION_KINDS)
         raise formats.CheckpointError(f"{config.place}: layer_types has {sorted(unknown)}; supported: {known}")
     attention, moe_layers = _read_attention(config, kinds, predicting), _moe_layers(config, predicting)
     _check_published_keys(config)
@@ -37,7 +38,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     shared_size = config.whole(config.either("share_expert_dim", "share_expert_dims"))
     spec = readers.read_decoder(
         config,
-        "step3p5",
         attention.attention,
         attention.rope,
         router,
@@ -98,7 +98,7 @@ def _read_attention(config: Config, kinds: tuple[str, ...], predicting: int) -> 
         qk_norm="head",
         gate=parts.OutputGateSpec("head", "sigmoid"),
     )
-    config.only("query_pre_attn_scalar", own.head_dim)
+    config.only(query_pre_attn_scalar=own.head_dim)
     config.ignore("sliding_window")  # without layers that have it
     window = config.whole("sliding_window") if "sliding_attention" in kinds else None
     windowed = replace(own, num_heads=_sliding_heads(config, own, kinds), sliding_window=window)
@@ -111,10 +111,12 @@ def _sliding_heads(config: Config, own: parts.GroupedQuerySpec, kinds: tuple[str
     heads, other = own.num_heads, config.group("attention_other_setting")
     if other is not None:
         heads = other.whole("num_attention_heads", heads)
-        other.only("attention_type", "sliding_attention")
-        other.only("num_attention_groups", own.num_kv_heads)
-        other.only("head_dim", own.head_dim)
-        other.only("true_head_dim", own.head_dim)
+        other.only(
+            attention_type="sliding_attention",
+            num_attention_groups=own.num_kv_heads,
+            head_dim=own.head_dim,
+            true_head_dim=own.head_dim,
+        )
         other.refuse_unread()
     heads = config.whole("num_sliding_attention_heads", heads)
     if config.has("per_layer_config"):  # transformers writes it, for layers that differ from the others
@@ -131,7 +133,7 @@ def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predictin
     """Reads the rotary positions of each kind: an object for each, or lists with a base and a share for each layer."""
     usual = {kind: parts.RopeSpec(1e4, head_dim, interleaved=False, scaling=None) for kind in kinds}
     if config.has("rope_parameters"):
-        return readers.read_rope_by_kind(config, head_dim, usual, partial_rotary_factor=1.0)
+        return rotary.read_rope_by_kind(config, head_dim, usual, partial_rotary_factor=1.0)
     objects: dict[str, dict[str, Any]] = {}
     thetas = _each(config, "rope_theta", 1e4, predicting)
     shares = _of_layers(config, "partial_rotary_factors", config.numbers("partial_rotary_factors"), predicting)
@@ -148,7 +150,7 @@ def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predictin
     if "full_attention" in objects:  # layers with a window are never scaled
         objects["full_attention"] |= scaling
     written = {"max_position_embeddings": config.whole("max_position_embeddings"), "rope_parameters": objects}
-    return readers.read_rope_by_kind(Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0)
+    return rotary.read_rope_by_kind(Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0)
 
 
 def _each(config: Config, key: str, default: float, predicting: int) -> tuple[float, ...]:
@@ -171,22 +173,24 @@ def _read_limits(config: Config, moe_layers: tuple[int, ...], predicting: int) -
 
 def _check_published_keys(config: Config) -> None:
     """Refuses other values of keys that published configs have and transformers does not read."""
-    config.only("mlp_bias", False)
-    config.only("gating", True)
-    config.only("use_bidirectional_attention", False)
-    config.only("use_moe", True)
-    config.only("moe_layer_offset", 0)
-    config.only("moe_every_n_layer", 1)
-    config.only("norm_expert_weight", True)
-    config.only("moe_router_activation", "sigmoid")
-    config.only("use_moe_router_bias", True)
-    config.only("use_head_wise_attn_gate", True)
-    config.only("use_qk_norm", True)
-    config.only("att_impl_type", "GQA")
-    config.only("zero_centered", True)
-    config.only("sink", False)
-    config.only("use_rope_layers", [])
-    config.only("yarn_only_types", ["full_attention"])
+    config.only(
+        mlp_bias=False,
+        gating=True,
+        use_bidirectional_attention=False,
+        use_moe=True,
+        moe_layer_offset=0,
+        moe_every_n_layer=1,
+        norm_expert_weight=True,
+        moe_router_activation="sigmoid",
+        use_moe_router_bias=True,
+        use_head_wise_attn_gate=True,
+        use_qk_norm=True,
+        att_impl_type="GQA",
+        zero_centered=True,
+        sink=False,
+        use_rope_layers=[],
+        yarn_only_types=["full_attention"],
+    )
     config.ignore("max_seq_len", "need_fp32_gate")
 
 
@@ -194,6 +198,7 @@ _LAYER = "model.layers.{i}."
 STEP3P5 = family.Family(
     model_type="step3p5",
     short_names={"step-3.5-flash": "stepfun-ai/Step-3.5-Flash"},
+    unpublished="no public copy of the file of stepfun-ai/Step-3.5-Flash was found; step3p7 has its text model's sizes",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -209,24 +214,21 @@ STEP3P5 = family.Family(
         },
     },
     expert_names=(
-        family.ExpertNames(
-            {
-                "gate": _LAYER + "moe.gate_proj.weight",
-                "up": _LAYER + "moe.up_proj.weight",
-                "down": _LAYER + "moe.down_proj.weight",
-            }
-        ),
-        readers.FUSED_EXPERT_NAMES,
+        family.ExpertNames(family.matrices(_LAYER + "moe.*.weight", "gate_proj", "up_proj", "down_proj")),
+        family.FUSED_EXPERT_NAMES,
     ),
     unused=tuple(replace(readers.PREDICTION_LAYER, after=after) for after in range(3)),
     ignored_keys=frozenset({"mtp_layer_types", "mtp_mlp_layer_types"}),
 )
 # Published checkpoints have the names of the text model alone.
-STEP3P7 = multimodal.within(
-    STEP3P5,
-    "step3p7",
-    parts={**multimodal.PARTS, "vit_large_projector.*": "what maps vision to the text model"},
-    moves=({}, {"model.": "model.language_model."}),
+STEP3P7 = replace(
+    multimodal.within(
+        STEP3P5,
+        "step3p7",
+        parts={**multimodal.PARTS, "vit_large_projector.*": "what maps vision to the text model"},
+        moves=({}, {"model.": "model.language_model."}),
+        ignored_keys=frozenset({"projector_bias", "understand_projector_stride"}),
+    ),
     short_names={"step-3.7-flash": "stepfun-ai/Step-3.7-Flash"},
-    ignored_keys=frozenset({"projector_bias", "understand_projector_stride"}),
+    published=(family.Published("step-3.7-flash", "196", "11", cached="92.16", leaves_out=("embed", "head")),),
 )

@@ -1,22 +1,22 @@
-"""Switch Transformers: base-8 to base-256, large-128. Source: transformers, models/switch_transformers; 2101.03961."""
+"""Switch base-8 to base-256, large-128: encoder and decoder, experts of two matrices with ReLU, one expert a token up
+to its capacity, attention by relative position.
+
+Source: transformers, models/switch_transformers; 2101.03961.
+"""
 
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.parts.specs import EncoderSpec
 
 _NO_LIMIT = 2**31 - 1  # of positions: beyond max_distance all have one bias
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only("is_encoder_decoder", True)
-    config.only("is_decoder", False)
-    config.only("add_cross_attention", False)
-    config.only("num_selected_experts", 1)
+    config.only(is_encoder_decoder=True, is_decoder=False, add_cross_attention=False, num_selected_experts=1)
     config.choice("dense_act_fn", ("relu",))
-    config.only("feed_forward_proj", "relu")
-    config.only("is_gated_act", False)
+    config.only(feed_forward_proj="relu", is_gated_act=False)
     num_encoding = config.num_layers("num_layers")
     num_decoding = config.num_layers("num_decoder_layers") if config.has("num_decoder_layers") else num_encoding
     moe_layers = (
@@ -26,7 +26,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     d, f, is_tied = config.whole("d_model"), config.whole("d_ff"), config.flag("tie_word_embeddings", True)
     is_all = len(moe_layers) == num_encoding + num_decoding
     return formats.ModelSpec(
-        family="switch_transformers",
+        family="",  # `read_spec` names it
         hidden_size=d,
         vocab_size=config.whole("vocab_size"),
         num_hidden_layers=num_encoding + num_decoding,
@@ -56,7 +56,7 @@ def _sparse(config: Config, stack: str, num_layers: int) -> tuple[int, ...]:
     """
     num_sparse = config.count(f"num_sparse_{stack}_layers", 3)
     step = num_layers // num_sparse if num_sparse else num_layers
-    config.only(f"{stack}_sparse_step", step)
+    config.only(**{f"{stack}_sparse_step": step})
     return tuple(i for i in range(num_layers) if step == 1 or (step and i % step == 1))
 
 
@@ -72,8 +72,7 @@ def _read_attention(config: Config) -> parts.RelativeSpec:
 
 
 def _read_router(config: Config) -> formats.RouterSpec:
-    config.only("router_bias", False)
-    config.only("router_dtype", "float32")
+    config.only(router_bias=False, router_dtype="float32")
     return formats.RouterSpec(
         "softmax_topk",
         config.whole("num_experts", 8),
@@ -98,7 +97,7 @@ def _layer(mlp: int) -> dict[str, str]:
 
 def _experts(layer: str) -> family.ExpertNames:
     expert = f"{layer}.mlp.experts.expert_{{e}}"
-    return family.ExpertNames({"up": f"{expert}.wi.weight", "down": f"{expert}.wo.weight"})
+    return family.ExpertNames(family.matrices(f"{expert}.*.weight", "wi", "wo"))
 
 
 _COPY = "a copy of the embedding"
@@ -109,6 +108,11 @@ SWITCH_TRANSFORMERS = family.Family(
         **{f"switch-base-{n}": f"google/switch-base-{n}" for n in (8, 16, 32, 64, 128, 256)},
         "switch-large-128": "google/switch-large-128",
     },
+    published=(
+        family.Published("switch-base-16", "1.1", "0.223"),
+        family.Published("switch-base-128", "7.4", "0.22"),
+        family.Published("switch-large-128", "26", "0.74"),
+    ),
     read_config=_read_config,
     dense_names={
         "embed": "shared.weight",
@@ -131,17 +135,10 @@ SWITCH_TRANSFORMERS = family.Family(
         family.LeftOut("encoder.embed_tokens.weight", _COPY, copy_of="shared.weight"),
         family.LeftOut("decoder.embed_tokens.weight", _COPY, copy_of="shared.weight"),
     ),
-    ignored_keys=frozenset(
-        {
-            "add_router_probs",
-            "dropout_rate",
-            "initializer_factor",
-            "n_positions",
-            "output_past",
-            "router_ignore_padding_tokens",
-            "router_jitter_noise",
-            "router_type",
-            "router_z_loss_coef",
-        }
+    ignored_keys=keys(
+        """
+        add_router_probs dropout_rate initializer_factor n_positions output_past router_ignore_padding_tokens
+        router_jitter_noise router_type router_z_loss_coef
+        """
     ),
 )

@@ -79,16 +79,12 @@ def read_values(files: TextFiles, name: str) -> Values:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The tokens that the files next to tokenizer.json name.
+    """The tokens that the files next to tokenizer.json name."""
 
-    `listed`: tokens with their number, which the tokenizer has to give them.   `named`: the text of each token that has
-    a name, as `eos_token`.   `extra`: the texts of more special tokens.   `flags`: how a token is found in a text.
-    """
-
-    listed: dict[int, str]
-    named: dict[str, str]
-    extra: tuple[str, ...]
-    flags: dict[str, dict[str, bool]]
+    listed: dict[int, str]  # tokens with their number, which the tokenizer has to give them
+    named: dict[str, str]  # the text of each token that has a name, as `eos_token`
+    extra: tuple[str, ...]  # the texts of more special tokens
+    flags: dict[str, dict[str, bool]]  # how a token is found in a text
 
     @classmethod
     def of(cls, read: Reader, error: type[MoePackError]) -> "SpecialTokens":

@@ -29,15 +29,11 @@ _MOST_NAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files that have a model's weights.
+    """The files that have a model's weights."""
 
-    `shards`: their names, sorted.   `weight_map`: each tensor's shard by the index; None if no index is read.
-    `notes`: lines for users on files that are not read.
-    """
-
-    shards: tuple[str, ...]
-    weight_map: Mapping[str, str] | None
-    notes: tuple[str, ...]
+    shards: tuple[str, ...]  # their names, sorted
+    weight_map: Mapping[str, str] | None  # each tensor's shard by the index; None if no index is read
+    notes: tuple[str, ...]  # lines for users on files that are not read
 
 
 @dataclass(frozen=True, slots=True)

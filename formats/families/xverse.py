@@ -1,12 +1,12 @@
-"""XVERSE-MoE-A4.2B. Source: xverse/XVERSE-MoE-A4.2B, modeling_xverse.py.
+"""XVERSE-MoE-A4.2B: shared experts, weights normalized by their sum and a millionth.
 
 transformers has no class for it; tests/support/references/xverse.py stands in for one.
+Source: xverse/XVERSE-MoE-A4.2B, modeling_xverse.py.
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers
+from moe_pack.formats.families import family, readers
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -17,7 +17,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     num_shared = config.whole("num_shared_experts") if config.has("num_shared_experts") else 0
     return readers.read_decoder(
         config,
-        "xverse",
         attention,
         readers.read_llama_rope(config, attention.head_dim),
         formats.RouterSpec("softmax_topk", num_experts, chosen, normalize=True, least_sum=1e-6),
@@ -27,14 +26,15 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-XVERSE = Family(
+XVERSE = family.Family(
     model_type="xverse",
     short_names={
         "xverse-moe-a4.2b": "xverse/XVERSE-MoE-A4.2B",
         "xverse-moe-a4.2b-chat": "xverse/XVERSE-MoE-A4.2B-Chat",
     },
+    published=(family.Published("xverse-moe-a4.2b", "25.8", "4.2"),),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
-    expert_names=(readers.EXPERT_NAMES,),
+    expert_names=(family.EXPERT_NAMES,),
     ignored_keys=frozenset({"max_tokenizer_truncation", "pretraining_tp"}),
 )

@@ -67,25 +67,17 @@ GATE_UP_EXPERTS = "blk.{i}.ffn_gate_up_exps"  # both in one tensor, which newer 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One value of `general.architecture`.
+    """One value of `general.architecture`."""
 
-    `config` makes the values of `config.json`. `names`: roles whose GGUF names are not those of `TENSOR_NAMES`.
-    `changes`: what was done to the values of roles.   `makers`: roles that several tensors make, or that are in another
-    order.   `keeps_mxfp4`: whether the family has names for MXFP4 blocks.   `fuses_qkv`: whether llama.cpp needs
-    queries, keys and values in one tensor.   `fuses_gate_up`: whether its converter has the experts' gate and up so.
-    `fuses_shared`: whether llama.cpp needs those of the shared expert so, under the name of up.
-    `one_row`: roles whose vectors are one row in the family's checkpoints.
-    """
-
-    config: Callable[[Metadata], Values]
-    names: Mapping[str, str] = field(default_factory=dict)
-    changes: Mapping[str, Change] = field(default_factory=dict)
-    makers: Mapping[str, Maker] = field(default_factory=dict)
-    keeps_mxfp4: bool = False
-    fuses_qkv: bool = False
-    fuses_gate_up: bool = False
-    fuses_shared: bool = False
-    one_row: tuple[str, ...] = ()
+    config: Callable[[Metadata], Values]  # makes the values of `config.json`
+    names: Mapping[str, str] = field(default_factory=dict)  # of roles whose GGUF names are not those of `TENSOR_NAMES`
+    changes: Mapping[str, Change] = field(default_factory=dict)  # what was done to the values of roles
+    makers: Mapping[str, Maker] = field(default_factory=dict)  # roles that several tensors make, or in another order
+    keeps_mxfp4: bool = False  # whether the family has names for MXFP4 blocks
+    fuses_qkv: bool = False  # whether llama.cpp needs queries, keys and values in one tensor
+    fuses_gate_up: bool = False  # whether its converter has the experts' gate and up so
+    fuses_shared: bool = False  # whether llama.cpp needs those of the shared expert so, under the name of up
+    one_row: tuple[str, ...] = ()  # roles whose vectors are one row in the family's checkpoints
 
 
 # The router of DeepSeek-V3 in its published config. transformers needs no such key; vLLM makes no bias without.
@@ -240,10 +232,7 @@ def windows(m: Metadata, period: int, full_first: bool = False) -> list[str]:
 
 
 def needs_sigmoid(m: Metadata, usual: int = 2) -> None:
-    """Checks that the router's scores are sigmoids.
-
-    Raises:  CheckpointError if they are not.
-    """
+    """Checks that the router's scores are sigmoids. Raises CheckpointError if they are not."""
     if (gating := m.whole("expert_gating_func", usual)) != 2:
         raise CheckpointError(
             f"{m.place}: {m.architecture}.expert_gating_func is {gating}, expected 2 (sigmoid) in this architecture"

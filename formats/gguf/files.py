@@ -19,9 +19,10 @@ from moe_pack import formats
 from moe_pack.formats.base.commands import did_you_mean
 from moe_pack.formats.families import weight_files
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
+from moe_pack.formats.families.claiming import named, role_key, stored_ways
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family, Stored, named, role_key, stored_ways
-from moe_pack.formats.families.registry import read_spec
+from moe_pack.formats.families.family import ExpertNames, Family, Stored
+from moe_pack.formats.families.registry import family_of, read_spec
 from moe_pack.formats.gguf import architecture
 from moe_pack.formats.gguf.decoders import DECODERS
 from moe_pack.formats.gguf.factors import rope_factors
@@ -49,50 +50,6 @@ from moe_pack.formats.pack.safetensors import TensorEntry
 from moe_pack.formats.parts import DenseRole, GroupedQuerySpec, mixers
 
 ARCHITECTURES: Mapping[str, architecture.Architecture] = {**DECODERS, **HYBRIDS, **LATENTS, **WINDOWED}
-# The model's class by `model_type`, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it.
-_CLASSES: Mapping[str, str] = {
-    "afmoe": "AfmoeForCausalLM",
-    "bailing_hybrid": "BailingHybridForCausalLM",
-    "cohere2_moe": "Cohere2MoeForCausalLM",
-    "dbrx": "DbrxForCausalLM",
-    "deepseek": "DeepseekForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "dots1": "Dots1ForCausalLM",
-    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
-    "exaone_moe": "ExaoneMoeForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-    "granitemoe_swa": "GraniteMoeSWAForCausalLM",
-    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
-    "granitemoeshared": "GraniteMoeSharedForCausalLM",
-    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
-    "hy_v3": "HYV3ForCausalLM",
-    "jamba": "JambaForCausalLM",
-    "kimi_linear": "KimiLinearForCausalLM",
-    "laguna": "LagunaForCausalLM",
-    "lfm2_moe": "Lfm2MoeForCausalLM",
-    "llama4_text": "Llama4ForCausalLM",
-    "mellum": "MellumForCausalLM",
-    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
-    "minimax": "MiniMaxForCausalLM",
-    "minimax_m2": "MiniMaxM2ForCausalLM",
-    "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
-    "mistral4": "Mistral4ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "nemotron_h": "NemotronHForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-    "step3p5": "Step3p5ForCausalLM",
-}
 
 
 def architecture_of(metadata: Metadata) -> architecture.Architecture:
@@ -206,7 +163,9 @@ class GgufFiles(CheckpointFiles):
 
     def _make_config(self) -> architecture.Values:
         values = self._architecture.config(self.metadata)
-        values = {"architectures": [_CLASSES[values["model_type"]]], **values}
+        family = family_of(values["model_type"])
+        assert family is not None, values["model_type"]
+        values = {"architectures": [family.class_name], **values}
         types = {tensor.type for name, tensor in self._stored.items() if "_exps.weight" in name}
         if types == {"MXFP4"} and self._architecture.keeps_mxfp4:
             values["quantization_config"] = {"quant_method": "mxfp4"}
@@ -303,10 +262,7 @@ class GgufFiles(CheckpointFiles):
         return _Tensor(rows, (rows.num_rows, *tensors[0].shape[1:]), tensors[0].file)
 
     def _dense(self, spec: formats.ModelSpec, role: DenseRole, way: Stored) -> _Tensor:
-        """Returns the tensor of a role.
-
-        Raises:  CheckpointError if there is none, or it has another size.
-        """
+        """Returns the tensor of a role. Raises CheckpointError if there is none, or it has another size."""
         key, layer = role_key(spec, role.name)
         make = self._architecture.makers.get(key)
         name = "" if make else self._name(key, layer)
@@ -502,10 +458,7 @@ class GgufFiles(CheckpointFiles):
             )
 
     def _check_factors(self, spec: formats.ModelSpec) -> None:
-        """Checks that the factors of rotary positions are those of the model.
-
-        Raises:  CheckpointError if they are missing, or others.
-        """
+        """Checks that the factors of rotary positions are those of the model."""
         expected = rope_factors(spec)
         if expected is None:
             return
@@ -518,10 +471,7 @@ class GgufFiles(CheckpointFiles):
             )
 
     def _check_left_out(self) -> None:
-        """Checks that every tensor has a role.
-
-        Raises:  CheckpointError with the first that has none.
-        """
+        """Checks that every tensor has a role. Raises CheckpointError with the first that has none."""
         for name, tensor in self._stored.items():
             if name not in self._used:
                 raise formats.CheckpointError(

@@ -38,10 +38,7 @@ _TRUTH, _TEXT, _LIST = 7, 8, 9
 
 
 def gguf_package() -> Any:
-    """Returns the `gguf` package.
-
-    Raises:  CheckpointError if it is not installed.
-    """
+    """Returns the `gguf` package. Raises CheckpointError if it is not installed."""
     try:
         import gguf
         import gguf.quants
@@ -52,16 +49,13 @@ def gguf_package() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a GGUF file. `type`: the name of its GGML type. `shape`: with the contiguous dimension last.
-
-    `file`: the number of its file among those of the model.   `offset`: of its first byte there.
-    """
+    """A tensor of a GGUF file."""
 
     name: str
-    type: str
-    shape: tuple[int, ...]
-    file: int
-    offset: int
+    type: str  # the name of its GGML type
+    shape: tuple[int, ...]  # with the contiguous dimension last
+    file: int  # the number of its file among those of the model
+    offset: int  # of its first byte there
     num_bytes: int
 
     @property
@@ -218,9 +212,8 @@ def _check_parts(paths: list[Path], parts: list[dict[str, Any]], num_tensors: in
     for number, (path, values) in enumerate(zip(paths, parts, strict=True)):
         if values.get("split.no") != number:
             raise formats.CheckpointError(
-                f"{path.name}: split.no is {errors.shortened(values.get('split.no'))}, expected {number} by its "
-                "name; keep "
-                "the names as llama.cpp made them"
+                f"{path.name}: split.no is {errors.shortened(values.get('split.no'))}, expected {number} by its name; "
+                "keep the names as llama.cpp made them"
             )
     total = parts[0].get("split.tensors.count")
     if isinstance(total, int) and total != num_tensors:
@@ -262,16 +255,13 @@ def read_header(path: Path, error: type[errors.MoePackError], file: int = 0) -> 
             values[key] = header.value(key, header.number("<u4"))
         listed = [header.tensor(file) for _ in range(num_tensors)]
         start = _aligned(header.place, _alignment(values, path.name, error))
-        tensors = [_placed(tensor, start) for tensor in listed]
+        tensors = [replace(tensor, offset=start + tensor.offset) for tensor in listed]
         _check_places(tensors, start, _alignment(values, path.name, error), reader.num_bytes, header.fault)
     return values, tensors
 
 
 class _Header:
-    """The bytes of a header, taken in order, never behind the end of the file.
-
-    `place`: of the next byte.
-    """
+    """The bytes of a header, taken in order, never behind the end of the file. `place`: of the next byte."""
 
     def __init__(self, name: str, reader: formats.RangeReader, error: type[errors.MoePackError]) -> None:
         self._name, self._reader, self._error = name, reader, error
@@ -372,9 +362,8 @@ class _Header:
             known = package.GGMLQuantizationType(kind)
         except ValueError as fault:
             raise self.fault(
-                f"tensor {errors.shortened(name)} is of type {kind}, which the gguf package does not know; a "
-                "newer one may: "
-                "pip install -U gguf"
+                f"tensor {errors.shortened(name)} is of type {kind}, which the gguf package does not know; a newer one "
+                "may: pip install -U gguf"
             ) from fault
         block, block_bytes = package.GGML_QUANT_SIZES[known]
         if shape[-1] % block:
@@ -395,10 +384,6 @@ def _alignment(values: Mapping[str, Any], place: str, error: type[errors.MoePack
 
 def _aligned(place: int, alignment: int) -> int:
     return -(-place // alignment) * alignment
-
-
-def _placed(tensor: GgufTensor, start: int) -> GgufTensor:
-    return replace(tensor, offset=start + tensor.offset)
 
 
 def _check_places(

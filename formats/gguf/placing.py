@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack import formats
-from moe_pack.formats.families.family import role_key
+from moe_pack.formats.families.claiming import role_key
 from moe_pack.formats.gguf import header
 from moe_pack.formats.gguf.architecture import (
     EXPERT_TENSORS,

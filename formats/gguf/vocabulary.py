@@ -180,7 +180,11 @@ class _Source:
             (*configs, ("config.json", text_files.text_config(configs[1][1]))), self.tokenizer, formats.RunError
         )
         numbers = dict.fromkeys((self.last, self._token("eos_token"), *found))
-        return [number for number in numbers if number is not None and self._has(number)]
+        return [
+            number
+            for number in numbers
+            if number is not None and (0 <= number < 2**32 and self.tokenizer.id_to_token(number) is not None)
+        ]
 
     def templates(self) -> Values:
         """Returns the chat template: `chat_template.jinja`, else one or several by name of tokenizer_config.json."""
@@ -199,9 +203,6 @@ class _Source:
             formats.parse(self._files[name], name, formats.RunError, is_foreign=True) if name in self._files else {}
         )
         return values if isinstance(values, dict) else {}
-
-    def _has(self, number: int) -> bool:
-        return 0 <= number < 2**32 and self.tokenizer.id_to_token(number) is not None
 
     def _read_merges(self) -> list[tuple[str, str]]:
         """Returns the merges in their order. Files before 2024 write each as one text."""

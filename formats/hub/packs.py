@@ -80,10 +80,7 @@ def _variants(paths: Iterable[str]) -> list[str]:
 
 
 def _chosen(name: names.HubName, variants: list[str]) -> str:
-    """Returns the folder of the pack that a name means.
-
-    Raises:  PackError if there is none, or several.
-    """
+    """Returns the folder of the pack that a name means. Raises PackError if there is none, or several."""
     others = ", ".join(f"{name.repository}:{variant}" for variant in variants if variant)
     if not variants:
         raise formats.PackError(
@@ -110,6 +107,5 @@ def _check_space(name: names.HubName, repository: HubRepository, paths: list[str
     if needed > free:
         raise formats.PackError(
             f"{name.text()}: the download needs {formats.size_text(needed)} in {cache}, where "
-            f"{formats.size_text(free)} are free; free "
-            "some, or set HF_HUB_CACHE to a folder on a larger disk"
+            f"{formats.size_text(free)} are free; free some, or set HF_HUB_CACHE to a folder on a larger disk"
         )

@@ -99,10 +99,7 @@ class HubRepository:
         return [path.removeprefix(top) for path in self.files if path.startswith(top)]
 
     def read(self, path: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Reads a range of a file: u8 [num_bytes], own memory.
-
-        Raises:  as `fetch`.
-        """
+        """Reads a range of a file: u8 [num_bytes], own memory. Raises as `fetch`."""
         raw = bytearray()
         self.fetch(path, start, num_bytes, raw.extend)
         return np.frombuffer(raw, np.uint8)
@@ -268,10 +265,7 @@ def patiently(
 
 
 def import_client(name: HubName, error: type[MoePackError]) -> Any:
-    """Returns the package `huggingface_hub`.
-
-    Raises:  `error` if it is not installed.
-    """
+    """Returns the package `huggingface_hub`. Raises `error` if it is not installed."""
     try:
         import huggingface_hub
         import huggingface_hub.constants
@@ -367,9 +361,6 @@ def cached_snapshot(name: HubName, error: type[MoePackError]) -> Path | None:
 
 
 def has_repository(name: HubName, error: type[MoePackError]) -> bool:
-    """Returns whether the hub has a repository that this user may see.
-
-    Raises:  `error` if the hub cannot be asked.
-    """
+    """Returns whether the hub has a repository that this user may see. Raises `error` if the hub cannot be asked."""
     client = import_client(name, error)
     return bool(patiently(name, error, lambda: client.HfApi().repo_exists(name.repository)))

@@ -85,10 +85,7 @@ class StreamedFiles(checkpoint_files.ShardFiles):
         return self._small[name]
 
     def read(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Reads a range of a tensor: u8, own memory.
-
-        Raises:  CheckpointError if it cannot be fetched.
-        """
+        """Reads a range of a tensor: u8, own memory. Raises CheckpointError if it cannot be fetched."""
         entry, shard = self._entries[tensor], self._shards[tensor]
         assert 0 <= start <= start + num_bytes <= entry.num_bytes, (tensor, start, num_bytes)
         out = np.empty(num_bytes, np.uint8)
@@ -188,10 +185,7 @@ class _Pieces:
         self.fetched_bytes = 0
 
     def read(self, key: Key, num_bytes: int, start: int, out: NDArray[np.uint8]) -> None:
-        """Reads the bytes of a piece from its byte `start` on, as many as `out` has; fetches the piece if need be.
-
-        Raises:  CheckpointError.
-        """
+        """Reads the bytes of a piece from its byte `start` on, as many as `out` has; fetches the piece if need be."""
         with self._used(key, num_bytes) as file:
             done = 0
             while done < len(out):

@@ -1,17 +1,16 @@
-"""The codecs: rows of weights as bytes, and bytes as weights. No other module of this folder imports torch.
+"""The codecs: rows of weights as bytes, and bytes as weights. No other module of formats imports torch.
 
 `calib/quantize/plain.py` chooses scales, zeros and codes; docs/pack.md specifies the bytes. Tensors may be on any
 device.
 
 To add a codec:
 
-1. plan.py: `Codec`, `PartFormat`, `format_fault`, `quantizer_fault`, `format_text`. manifest.py: number and feature.
+1. plans.py: its name and a line of `CODECS`, from which sizes, faults, features and numbers follow.
 2. Here: a class with encode and decode, and a line in `_CODECS`. docs/pack.md: its number and its bytes.
-3. The CPU: native/kernels.h, layout.cpp, codes.h, row_kernels.h, and `_CODECS` in runtime/cpu/kernels.py. The GPU:
-   runtime/gpu/kernels/rows.py and products.py. Each numbers codecs in its own way.
-4. Codes: calib/quantize/, or convert/kept.py if a source has them; then convert/cli/options.py,
-   convert/synthetic.py and convert/plan/machines.py (rates).
-5. Tests: tests/support/second_reader.py and named_formats.py; tests/native/layouts.cpp and plain.cpp.
+3. The CPU: native/layout.cpp, codes.h and row_kernels.h, and `_CODECS` in runtime/cpu/kernels.py. The GPU:
+   runtime/gpu/kernels/rows.py.
+4. Codes: calib/quantize/, or convert/kept.py if a source has them; then scales in convert/synthetic.py.
+5. Tests: tests/support/second_reader.py and named_formats.py.
 
 `TRELLIS_HASH` and `TRELLIS_LEVELS` are the tables of the codec `trellis`. They are part of the format
 (docs/trellis-tables.json) and never change. tests/bench/trellis_tables.py made them.

@@ -28,18 +28,14 @@ Bytes2D = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A matrix's bytes in a row.
-
-    `offset`: where its `code_bytes` codes begin.   `scales_offset`: where its scales, its zeros and then its bias, if
-    any, begin.   `num_bytes`: of codes, scales and zeros.
-    """
+    """A matrix's bytes in a row."""
 
     name: str
     format: plans.PartFormat
-    offset: int
-    scales_offset: int
+    offset: int  # where its codes begin
+    scales_offset: int  # where its scales, its zeros and then its bias, if any, begin
     code_bytes: int
-    num_bytes: int
+    num_bytes: int  # of codes, scales and zeros
     has_bias: bool
 
     @property
@@ -259,40 +255,31 @@ class NgramLayout:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A range of a file that is written, and entered in the journal, at once.
-
-    It is a header, an expert's extent, rows of a dense tensor from `first_row` on, bytes of an unused tensor from
-    `start` on, or rows of an n-gram table from `first_row` on. `role` is the tensor's name in its file. `layer` counts
-    MoE layers for experts, and layers with n-grams for tables.
-    """
+    """A range of a file that is written, and entered in the journal, at once."""
 
     kind: Literal["header", "expert", "dense", "unused", "ngrams"]
     file: str
     offset: int
     num_bytes: int
-    layer: int = -1
+    layer: int = -1  # counts MoE layers for experts, and layers with n-grams for tables
     expert: int = -1
-    role: str = ""
-    first_row: int = 0
-    start: int = 0
+    role: str = ""  # the tensor's name in its file
+    first_row: int = 0  # of a dense tensor's rows, or of an n-gram table's
+    start: int = 0  # of an unused tensor's bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PackLayout:
-    """The files and extents of a pack. In `experts[l][e]` and `expert_files[l]`, `l` counts MoE layers.
-
-    `offsets[l][e]` is the offset of the expert's extent in its layer's file, in bytes.   `rotation_bytes`: of the
-    vectors of rotated layers; 0 if no layer is rotated.
-    """
+    """The files and extents of a pack. `l` counts MoE layers."""
 
     spec: specs.ModelSpec
-    experts: tuple[tuple[ExpertLayout, ...], ...]
-    offsets: tuple[tuple[int, ...], ...]
-    expert_files: tuple[safetensors.TensorFileLayout, ...]
+    experts: tuple[tuple[ExpertLayout, ...], ...]  # [l][e]
+    offsets: tuple[tuple[int, ...], ...]  # [l][e]: of the expert's extent in its layer's file, in bytes
+    expert_files: tuple[safetensors.TensorFileLayout, ...]  # [l]
     dense: tuple[DenseLayout, ...]
     dense_file: safetensors.TensorFileLayout
     unused_file: safetensors.TensorFileLayout | None = None
-    rotation_bytes: int = 0
+    rotation_bytes: int = 0  # of the vectors of rotated layers; 0 if no layer is rotated
     ngrams: tuple[NgramLayout, ...] = ()
 
     def files(self) -> Iterator[tuple[str, safetensors.TensorFileLayout]]:

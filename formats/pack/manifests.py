@@ -32,8 +32,7 @@ ORDER_FILE = "order.safetensors"
 ROTATION_FILE = "rotation.safetensors"
 
 NO_PART = 0  # codec of a matrix that the expert does not have
-_CODEC_IDS: dict[plans.Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5, "trellis": 6}
-_CODEC_NAMES = {number: name for name, number in _CODEC_IDS.items()}
+_CODEC_NAMES = {facts.number: name for name, facts in plans.CODECS.items()}
 _NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F32": "<f4"}
 
 Array = NDArray[Any]
@@ -81,7 +80,7 @@ def index_bytes(layout: layouts.PackLayout, plan: plans.Plan, digests: Mapping[t
             for m, matrix in enumerate(specs.MATRICES):
                 part = plan.experts[l][e].of(matrix)
                 if part is not None:
-                    arrays["codec"][l, e, m] = _CODEC_IDS[part.codec]
+                    arrays["codec"][l, e, m] = part.facts.number
                     arrays["width"][l, e, m] = part.width
                     arrays["group"][l, e, m] = part.group
                     arrays["scale_bits"][l, e, m] = part.scale_bits
@@ -306,22 +305,7 @@ VERSION = 3
 MAX_MANIFEST_BYTES = 1_000_000
 MAX_SMALL_BYTES = 256 << 20  # of a copied file, and of the source account
 _INDEX_ENTRY_BYTES = 128  # more than an expert has in the index
-FEATURES = frozenset(
-    {
-        "affine",
-        "bf16",
-        "byte_scales",
-        "dense_rows",
-        "e5m2",
-        "fp8",
-        "mxfp4",
-        "ngrams",
-        "repeated",
-        "rotated",
-        "trellis",
-        "unused",
-    }
-)
+FEATURES = frozenset((*plans.CODECS, "byte_scales", "dense_rows", "ngrams", "repeated", "rotated", "unused"))
 REQUIRED_FILES = (INDEX_FILE, layouts.DENSE_FILE, THRESHOLDS_FILE, ORDER_FILE, SOURCE_FILE)
 COPIED_FILES = (
     "config.json",
@@ -378,24 +362,19 @@ class PackageVersion:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The bytes of a pack by part. `content` counts all files but the manifest; the other parts add up to it.
-
-    `headers`: of the expert files.   `padding`: between extents.   `tables`: index, thresholds, order, rotation, source
-    account.   `copied`: the source's small files.   `unused`: tensors that are not run.   `ngrams`: the files of n-gram
-    tables.
-    """
+    """The bytes of a pack by part. All but `content` add up to it."""
 
     selectors: int
     records: int
     extra: int
-    padding: int
-    headers: int
+    padding: int  # between extents
+    headers: int  # of the expert files
     dense: int
-    tables: int
-    copied: int
-    content: int
-    unused: int = json_files.added(0)
-    ngrams: int = json_files.added(0)
+    tables: int  # index, thresholds, order, rotation, source account
+    copied: int  # the source's small files
+    content: int  # of all files but the manifest
+    unused: int = json_files.added(0)  # tensors that are not run
+    ngrams: int = json_files.added(0)  # the files of n-gram tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,20 +539,19 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor and its fate. `reason` says why it is unused or dropped, and is empty for other fates.
-
-    `weights`: the number of the model's weights in it, if that is not the usual one: of words with packed codes, and of
-    a tensor of which the model uses a part.   `decoded_from`: the type in the source's file, if `dtype` is that of
-    values decoded from it.
-    """
+    """A tensor and its fate."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     fate: Fate
-    reason: str
+    reason: str  # why it is unused or dropped; empty for other fates
+    # The number of the model's weights in it, if that is not the usual one: of words with packed codes, and of a tensor
+    # of which the model uses a part.
     weights: int | None = json_files.added(None)
-    decoded_from: str | None = json_files.added(None)
+    decoded_from: str | None = json_files.added(
+        None
+    )  # the type in the file, if `dtype` is that of values decoded from it
 
     @property
     def num_weights(self) -> int:
@@ -604,8 +582,5 @@ NO_SOURCE = account_bytes((), ())
 
 
 def read_account(raw: bytes) -> SourceAccount:
-    """Reads the bytes of `source.json`.
-
-    Raises:  PackError if they are not a source account.
-    """
+    """Reads the bytes of `source.json`. Raises PackError if they are not a source account."""
     return json_files.load(SourceAccount, json_files.parse(raw, SOURCE_FILE, PackError), SOURCE_FILE, PackError)

@@ -1,8 +1,10 @@
 """The plan of a pack: the selector kind and, for every matrix, its codec, width and group.
 
-This file has facts and counts of bytes. `codecs` turns weights into these bytes, `layout` puts them into rows.
+This file has the facts of codecs and counts of bytes. `codecs` turns weights into these bytes, `layouts` puts them into
+rows.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,26 +23,52 @@ BLOCK = 64  # codes lie in blocks of this many
 
 
 @dataclass(frozen=True, slots=True)
-class PartFormat:
-    """How one matrix's rows are stored.
+class CodecFacts:
+    """The facts of a codec; `codecs` has its arithmetic. Without scales or quantizers its weights are plain values."""
 
-    `bf16`: 16-bit values (width 16, no groups, no scales). `affine`: `w = (code - zero) * scale`, codes of `width`
-    bits, one scale and zero for each `group` values along the row (0: the whole row), kept as float16
-    (`scale_bits` 16) or as one byte each with one float16 multiplier a row for scales and one for zeros (8).
-    `trellis`: `w = value * scale`, values selected by the last 7 bits of a stream to which every two weights
-    add `width` bits; scales as in `affine`, no zeros.
-    The other codecs keep the codes of quantized checkpoints, `w = code * scale`, each in one format: `fp8`: E4M3 and a
-    float32 scale for 128 values; `mxfp4`: E2M1 and an E8M0 scale for 32; `e5m2`: E5M2 and an E8M0 scale a row.
-    """
+    number: int  # in the index
+    widths: tuple[int, ...]  # bits of a code
+    groups: tuple[int, ...] = (ROW_GROUP,)
+    scale_bits: tuple[int, ...] = (16,)  # 16: float16; 8: E8M0, or of a quantized codec bytes with a multiplier a row
+    quantizers: tuple[Quantizer, ...] = ()  # those that choose codes for weights; none: codes are a checkpoint's
+    has_scales: bool = True
+    has_zeros: bool = False
+    weights_per_code: int = 1
+
+
+CODECS: Mapping[Codec, CodecFacts] = {
+    # Little-endian bfloat16.
+    "bf16": CodecFacts(1, (16,), has_scales=False),
+    # `w = (code - zero) * scale`.
+    "affine": CodecFacts(2, WIDTHS, (ROW_GROUP, *GROUPS), (16, 8), QUANTIZERS, has_zeros=True),
+    # Codes of quantized checkpoints, `w = code * scale`: E4M3, E5M2 and E2M1.
+    "fp8": CodecFacts(3, (8,), (128,), (32,)),
+    "e5m2": CodecFacts(4, (8,), (ROW_GROUP,), (8,)),
+    "mxfp4": CodecFacts(5, (4,), (32,), (8,)),
+    # `w = value * scale`, values selected by the last 7 bits of a stream to which every two weights add `width` bits.
+    "trellis": CodecFacts(
+        6, TRELLIS_WIDTHS, (ROW_GROUP, *GROUPS), (16, 8), ("nearest", "calibrated"), weights_per_code=2
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PartFormat:
+    """How one matrix's rows are stored."""
 
     codec: Codec
-    width: int
-    group: int
+    width: int  # bits of a code
+    group: int  # values along the row that share a scale and, with `affine`, a zero; 0: the whole row
     scale_bits: int
+
+    @property
+    def facts(self) -> CodecFacts:
+        """The facts of its codec."""
+        return CODECS[self.codec]
 
     def num_groups(self, num_cols: int) -> int:
         """Returns the number of groups in a row of `num_cols` values; the last may be shorter."""
-        if self.codec == "bf16":
+        if not self.facts.has_scales:
             return 0
         return 1 if self.group == ROW_GROUP else -(-num_cols // self.group)
 
@@ -50,13 +78,12 @@ class PartFormat:
 
     def scale_bytes(self, num_cols: int) -> int:
         """Returns the bytes of a row's scales."""
-        groups = self.num_groups(num_cols)
         multiplier = 2 if self.has_byte_scales else 0
-        return groups * self.scale_bits // 8 + multiplier
+        return self.num_groups(num_cols) * self.scale_bits // 8 + multiplier
 
     def zero_bytes(self, num_cols: int) -> int:
         """Returns the bytes of a row's zeros."""
-        return self.scale_bytes(num_cols) if self.codec == "affine" else 0
+        return self.scale_bytes(num_cols) if self.facts.has_zeros else 0
 
     def part_bytes(self, num_cols: int) -> int:
         """Returns the bytes of a row's codes, scales and zeros."""
@@ -65,44 +92,52 @@ class PartFormat:
     @property
     def bits(self) -> float:
         """The bits of a weight's code; a trellis's width counts two weights."""
-        return self.width / 2 if self.codec == "trellis" else self.width
+        return self.width if self.facts.weights_per_code == 1 else self.width / self.facts.weights_per_code
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its codes are chosen for weights."""
+        return bool(self.facts.quantizers)
 
     @property
     def keeps_source(self) -> bool:
         """Whether it keeps a quantized source's codes; weights are never quantized to it."""
-        return self.codec in ("fp8", "e5m2", "mxfp4")
+        return self.facts.has_scales and not self.is_quantized
 
     @property
     def has_byte_scales(self) -> bool:
         """Whether scales (and zeros) are bytes, with a float16 multiplier a row for each of the two."""
-        return self.codec in ("affine", "trellis") and self.scale_bits == 8
+        return self.is_quantized and self.scale_bits == 8
 
 
-BF16 = PartFormat("bf16", 16, ROW_GROUP, 16)
-FP8 = PartFormat("fp8", 8, 128, 32)
-E5M2 = PartFormat("e5m2", 8, ROW_GROUP, 8)
-MXFP4 = PartFormat("mxfp4", 4, 32, 8)
-_ONLY = {part.codec: part for part in (BF16, FP8, E5M2, MXFP4)}  # the codecs that have one format
+def _one_format(codec: Codec) -> PartFormat:
+    facts = CODECS[codec]
+    return PartFormat(codec, facts.widths[0], facts.groups[0], facts.scale_bits[0])
+
+
+BF16, FP8 = _one_format("bf16"), _one_format("fp8")
+E5M2, MXFP4 = _one_format("e5m2"), _one_format("mxfp4")
 
 
 def format_fault(part: PartFormat, num_cols: int) -> str | None:
     """Returns why rows of `num_cols` values cannot be stored as `part`, or None."""
-    if part != _ONLY.get(part.codec, part):
-        return _only_fault(part, _ONLY[part.codec])
-    if part == BF16:
+    facts = part.facts
+    if not part.is_quantized and part != _one_format(part.codec):
+        return _only_fault(part, _one_format(part.codec))
+    if not facts.has_scales:
         return None
-    if part.codec in ("affine", "trellis"):
-        if part.codec == "affine" and part.width not in WIDTHS:
-            return f"width {part.width}, expected one of {', '.join(map(str, WIDTHS))} (or 16 for bf16)"
-        if part.codec == "trellis" and part.width not in TRELLIS_WIDTHS:
-            return f"trellis of width {part.width}, expected one of {', '.join(map(str, TRELLIS_WIDTHS))}"
-        if part.group != ROW_GROUP and part.group not in GROUPS:
-            return f"group size {part.group}, expected one of {', '.join(map(str, GROUPS))} or row"
-        if part.scale_bits not in (8, 16):
-            return f"scales of {part.scale_bits} bits, expected 8 or 16"
+    if part.width not in facts.widths:
+        widths = ", ".join(map(str, facts.widths))
+        if part.codec == "affine":
+            return f"width {part.width}, expected one of {widths} (or 16 for bf16)"
+        return f"{part.codec} of width {part.width}, expected one of {widths}"
+    if part.group not in facts.groups:
+        return f"group size {part.group}, expected one of {', '.join(map(str, GROUPS))} or row"
+    if part.scale_bits not in facts.scale_bits:
+        return f"scales of {part.scale_bits} bits, expected 8 or 16"
     if num_cols % BLOCK:
         return f"rows of {num_cols} values, expected a multiple of {BLOCK}"
-    if part.codec in ("affine", "trellis") and part.group != ROW_GROUP and num_cols % part.group:
+    if part.is_quantized and part.group != ROW_GROUP and num_cols % part.group:
         return f"group size {part.group} does not divide rows of {num_cols} values"
     return None
 
@@ -111,8 +146,8 @@ def quantizer_fault(part: PartFormat, quantizer: Quantizer) -> str | None:
     """Returns why the quantizer has no method for `part`, or None."""
     if part.codec == "affine" and part.width == 1 and quantizer == "absmax":
         return "width 1 has no absmax quantization; use hqq or nearest"
-    if part.codec == "trellis" and quantizer in ("hqq", "absmax"):
-        return f"a trellis has no {quantizer} quantization; use calibrated or nearest"
+    if part.is_quantized and quantizer not in part.facts.quantizers:
+        return f"a {part.codec} has no {quantizer} quantization; use {' or '.join(sorted(part.facts.quantizers))}"
     return None
 
 
@@ -140,7 +175,7 @@ def trellis_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
 
 def format_text(part: PartFormat) -> str:
     """Returns the name of a format in tables: `bf16`, `4 bit g64`, `2 bit row, byte scales`, `2.5 bit trellis row`."""
-    if part.codec not in ("affine", "trellis"):
+    if not part.is_quantized:
         return part.codec
     kind = " trellis" if part.codec == "trellis" else ""
     group = "row" if part.group == ROW_GROUP else f"g{part.group}"

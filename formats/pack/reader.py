@@ -312,9 +312,8 @@ class Pack:
         listed, file = self.manifest.expert_files[layer_idx], self.layout.expert_files[layer_idx]
         if (listed.bytes, listed.header_bytes) != (file.num_bytes, len(file.header)):
             raise PackError(
-                f"{manifests.MANIFEST_FILE}: {listed.name} has {listed.bytes} bytes, {listed.header_bytes} of "
-                "them header; "
-                f"the index gives {file.num_bytes} and {len(file.header)}"
+                f"{manifests.MANIFEST_FILE}: {listed.name} has {listed.bytes} bytes, {listed.header_bytes} of them "
+                f"header; the index gives {file.num_bytes} and {len(file.header)}"
             )
         if listed.header_sha256 != hashlib.sha256(file.header).hexdigest():
             raise PackError(

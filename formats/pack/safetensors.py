@@ -85,10 +85,7 @@ class RangeReader:
         return out
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Reads a range of the file into memory, as long as that is.
-
-        Raises:  as `read`.
-        """
+        """Reads a range of the file into memory, as long as that is. Raises as `read`."""
         num_bytes, done = len(view), 0
         while done < num_bytes:
             try:

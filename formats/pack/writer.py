@@ -463,10 +463,7 @@ class PackWriter:
         return (self._items[number] for number in islice(self._done, start, None))
 
     def refresh(self) -> None:
-        """Learns which items other parts have written.
-
-        Raises:  ConversionError if an item has other bytes there.
-        """
+        """Learns which items other parts have written. Raises ConversionError if an item has other bytes there."""
         for number, digests, note in self._others.new_lines():
             if number >= len(self._items):
                 continue

@@ -4,7 +4,7 @@
     python tests/bench/family_table.py --docs
 
 The first line counts the model types with experts in the installed transformers. After the families come the types that
-are refused, each with its reason. `--docs` measures nothing: it writes the count and the reasons into docs/families.md.
+are refused, each with its reason. `--docs` measures nothing: it writes the generated parts of docs/families.md.
 Every tiny checkpoint of tests/support/families.py is made, packed in 16 bit and run against transformers (prefill,
 token by token, 32 greedy tokens); every published config is read and counted; every config near a known one is tried.
 Exit code 1 if anything fails.
@@ -25,10 +25,10 @@ from support.close_configs import CLOSE, refusal
 from support.close_rows import Close
 from support.expert_types import PAGE, REASONS, count_line, faults, with_generated
 from support.families import BASE, TINY, Comparison, compare, is_bounded
-from support.published import PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
+from support.published import PUBLISHED, UNPUBLISHED, Published, active, agrees, counted, spec_of, total
 from tqdm import tqdm
 
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import model_types
 from moe_pack.formats.parts.specs import cached_values, num_active_parameters, num_parameters
 
 TOLERANCE = 1e-4
@@ -112,7 +112,7 @@ def sizes(published: Published) -> dict[str, object]:
         "active_parameters": num_active_parameters(spec),
         "kv_bytes_per_token_16_bit": 2 * cached,
         "published": [published.total, published.active],
-        "published_counts": published.counted,
+        "published_counts": counted(published),
         "agrees": agrees(total(published, spec), 1e9, published.total)
         and agrees(active(published, spec), 1e9, published.active)
         and (published.cached is None or agrees(cached, 1e3, published.cached)),
@@ -130,7 +130,9 @@ def print_row(row: Row) -> None:
     for named in row.refused:
         print(f"{'':12} refused: {named}")
     missing = (
-        [] if row.models or row.family in UNPUBLISHED else ["no published model: add one to tests/support/published.py"]
+        []
+        if row.models or row.family in UNPUBLISHED
+        else ["no published model: give the family `published` or `unpublished`"]
     )
     for failed in [*row.failed, *row.refused_wrongly, *missing]:
         print(f"{'':12} FAIL  {failed}")
@@ -162,15 +164,15 @@ def print_reasons() -> None:
 
 
 def write_docs() -> None:
-    """Writes the count and the reasons into docs/families.md; stops if families and reasons contradict."""
+    """Writes the generated parts of docs/families.md; stops if families and reasons contradict."""
     if faults():
         raise SystemExit("\n".join(faults()))
     PAGE.write_text(with_generated(PAGE.read_text("utf-8")), encoding="utf-8")
 
 
 @click.command(help=__doc__)
-@click.option("--family", type=click.Choice(sorted(FAMILIES)), help="This one alone.")
-@click.option("--docs", is_flag=True, help="Write the count and the reasons into docs/families.md.")
+@click.option("--family", type=click.Choice(model_types()), help="This one alone.")
+@click.option("--docs", is_flag=True, help="Write the generated parts of docs/families.md.")
 @benchlib.json_option
 def main(family: str | None, docs: bool, as_json: bool) -> None:
     """Measures and prints; exit code 1 if anything fails."""
@@ -183,7 +185,7 @@ def main(family: str | None, docs: bool, as_json: bool) -> None:
         print(f"{count_line()}\n".replace("**", ""))
         print(f"{'family':12} {'':5} {'shapes':>6} {'prefill':>9} {'by token':>9} {'greedy':>9} {'refused':>8}")
     rows = []
-    for name in [family] if family else FAMILIES:
+    for name in [family] if family else model_types():
         rows.append(measure(name))
         if not as_json:
             print_row(rows[-1])

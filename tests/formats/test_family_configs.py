@@ -14,10 +14,9 @@ from moe_pack.formats.families.readers import (
     layers_after_dense,
     layers_by_step,
     read_grouped_query,
-    read_rope,
     window_if_used,
-    yarn_scale,
 )
+from moe_pack.formats.families.rotary import read_rope, yarn_scale
 from moe_pack.formats.parts import RopeSpec
 from moe_pack.formats.parts.positions import (
     DynamicSpec,
@@ -129,7 +128,7 @@ def test_the_one_value_supported_or_none_at_all_is_accepted() -> None:
     for expected, value in cases:
         with case(expected, value):
             for given in (config(a=value), config()):
-                given.only("a", expected)
+                given.only(a=expected)
                 given.refuse_unread()
 
 
@@ -156,7 +155,7 @@ def test_any_other_value_is_refused_and_true_is_no_1() -> None:
     for expected, value in cases:
         with case(expected, value):
             message = f"a is {value!r}; only {expected!r} is supported"
-            assert refusal(lambda c: c.only("a", expected), a=value) == message
+            assert refusal(lambda c: c.only(a=expected), a=value) == message
 
 
 def test_the_spelling_that_is_there_is_found_and_both_count_as_read() -> None:

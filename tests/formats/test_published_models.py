@@ -10,12 +10,12 @@ from support.built_configs import built
 from support.cases import case
 from support.families import class_of, quiet_transformers, text_values, with_text
 from support.multimodal_parts import MULTIMODAL, OTHER_PARTS
-from support.published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
+from support.published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, path_of, spec_of, total
 from support.references import REFERENCES
 
 from moe_pack.formats import MATRICES
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.registry import FAMILIES, family_of, read_spec
+from moe_pack.formats.families.registry import family_of, model_types, read_spec
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
 from moe_pack.formats.parts.positions import LongRopeSpec, YarnSpec
 from moe_pack.formats.parts.specs import attending, cached_values, num_parameters
@@ -26,15 +26,15 @@ def by_name(name: str) -> Published:
 
 
 def test_every_family_and_every_fixture_has_a_row() -> None:
-    assert {spec_of(model).family for model in PUBLISHED} == set(FAMILIES) - set(UNPUBLISHED)
-    assert {model.path for model in PUBLISHED} == set(CONFIGS.glob("*.json"))
+    assert {spec_of(model).family for model in PUBLISHED} == set(model_types()) - set(UNPUBLISHED)
+    assert {path_of(model) for model in PUBLISHED} == set(CONFIGS.glob("*.json"))
 
 
 def parameters_of_the_class(published: Published) -> int:
     """Counts those of the reference's tensors, or of the class of transformers."""
     from transformers import AutoConfig
 
-    values = json.loads(published.path.read_text())
+    values = json.loads(path_of(published).read_text())
     if values["model_type"] in REFERENCES:
         reference = REFERENCES[values["model_type"]]
         return sum(map(math.prod, reference.shapes(reference.completed(values)).values()))
@@ -70,7 +70,7 @@ def test_parameters_are_those_of_transformers_or_the_reference_to_the_last_one()
 
 def test_parameters_are_those_published() -> None:
     for published in PUBLISHED:
-        with case(published):
+        with case(published.name):
             spec = spec_of(published)
             assert agrees(total(published, spec), 1e9, published.total)
             assert agrees(active(published, spec), 1e9, published.active)
@@ -81,7 +81,7 @@ def cached_as_published(published: Published) -> bool:
 
     `2 n_kv d_h l`, from the config's own numbers, for the layers with attention.
     """
-    spec, values = spec_of(published), text_values(json.loads(published.path.read_text()))
+    spec, values = spec_of(published), text_values(json.loads(path_of(published).read_text()))
     if published.cached is not None:
         return agrees(cached_values(spec), 1e3, published.cached)
     if spec.encoder is not None:  # heads with keys of their own; decoder layers keep those of text and answer
@@ -107,7 +107,7 @@ def test_keys_that_transformers_writes_in_another_way_mean_the_same(name: str, t
     from transformers import AutoConfig
 
     published = by_name(name)
-    AutoConfig.for_model(**json.loads(published.path.read_text())).save_pretrained(tmp_path)
+    AutoConfig.for_model(**json.loads(path_of(published).read_text())).save_pretrained(tmp_path)
     rewritten = json.loads((tmp_path / "config.json").read_text())
     assert "rope_parameters" in text_values(rewritten)
     assert read_spec(Config(rewritten, "config.json"))[1] == spec_of(published)

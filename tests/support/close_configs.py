@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.readers import ATTENTION_KINDS
+from moe_pack.formats.families.rotary import ATTENTION_KINDS
 from support.built_configs import NEMOTRON
 from support.close_rows import _ATTN, _FFN, GEMMA, GROUPS, ONE_ROPE, ONLY, OUTSIDE, PROPORTIONAL, ROWS, Close, scalings
 from support.families import (

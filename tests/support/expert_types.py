@@ -6,7 +6,7 @@ has a line for each type that is not a family yet. When it becomes a family, `fa
 
     python tests/bench/family_table.py --docs
 
-writes the count and the table of reasons into docs/families.md.
+writes the count, the table of families and that of reasons into docs/families.md.
 """
 
 import ast
@@ -15,12 +15,14 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.registry import model_types, modules
 from support.models import TESTS
 
 PAGE = TESTS.parent / "docs" / "families.md"
@@ -270,7 +272,7 @@ def unfound_folders() -> set[str]:
 
 def supported() -> list[str]:
     """The types with experts that are families."""
-    return [model_type for model_type in found() if model_type in FAMILIES]
+    return [model_type for model_type in found() if model_type in model_types()]
 
 
 def in_group(group: Group) -> list[Reason]:
@@ -283,7 +285,7 @@ def faults() -> list[str]:
     reasons = [reason.model_type for reason in REASONS]
     here = "REASONS in tests/support/expert_types.py"
     return [
-        *(f"{name}: is supported now; remove its reason from {here}" for name in reasons if name in FAMILIES),
+        *(f"{name}: is supported now; remove its reason from {here}" for name in reasons if name in model_types()),
         *(f"{name}: has two reasons in {here}" for name in sorted(set(reasons)) if reasons.count(name) > 1),
         *(
             f"{name}: has a reason, but no experts in transformers {library()}; remove it from {here}"
@@ -293,7 +295,7 @@ def faults() -> list[str]:
         *(
             f"{name}: has experts, but is no family and has no reason; add one to {here}"
             for name in found()
-            if name not in FAMILIES and name not in reasons
+            if name not in model_types() and name not in reasons
         ),
     ]
 
@@ -315,7 +317,7 @@ def count_line() -> str:
 def _beyond() -> str:
     """The families that are not in the count, and why."""
     known = {each.model_type for each in config_classes().values()}
-    others = [name for name in FAMILIES if name not in found()]
+    others = [name for name in model_types() if name not in found()]
     absent = [f"`{name}`" for name in others if name not in known]
     wholes = [f"`{name}`" for name in others if name in known and name not in parts()]
     inner = [f"`{name}` (a part of `{parts()[name]}`)" for name in others if name in parts()]
@@ -331,7 +333,22 @@ def generated() -> dict[str, str]:
     """The parts of docs/families.md that are written from the data, by their names."""
     paragraph = f"{count_line()} ([why](#not-supported-and-why)). {_beyond()}"
     filled = textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
-    return {"count": filled, "reasons": "\n\n".join((_table("text decoder, not yet"), _table("not a text decoder")))}
+    reasons = "\n\n".join((_table("text decoder, not yet"), _table("not a text decoder")))
+    return {"count": filled, "families": _families(), "reasons": reasons}
+
+
+def _families() -> str:
+    """The table of families: the first paragraph of each module, which has models, a colon, and what is particular."""
+    rows = ["| family | models | what is particular |", "| --- | --- | --- |"]
+    for name in modules():
+        module = import_module(f"moe_pack.formats.families.{name}")
+        own = re.findall(r"^([A-Z]\w*) = ", Path(str(module.__file__)).read_text("utf-8"), re.MULTILINE)
+        types = [each.model_type for key, each in vars(module).items() if key in own and isinstance(each, Family)]
+        first = " ".join(str(module.__doc__).partition("\n\n")[0].split()).removesuffix(".")
+        models, _, particular = first.partition(": ")
+        assert types and particular, f"{name}.py begins with its models, a colon, and what is particular"
+        rows.append(f"| {', '.join(f'`{each}`' for each in types)} | {models} | {particular} |")
+    return "\n".join(rows)
 
 
 def _table(group: Group) -> str:

@@ -16,7 +16,7 @@ from support.native import INSTRUCTION_SETS, operations_limited_to
 from torch import Tensor
 
 from moe_pack.formats import Pack, PackError, Selector
-from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.families.registry import model_types
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.cpu import Kernels
@@ -131,7 +131,7 @@ def test_logits_are_those_without_kernels_at_any_width(tmp_path: Path, native: N
 
 @pytest.mark.slow
 def test_logits_of_other_families_are_those_without_kernels(tmp_path: Path, native: NativeOperations) -> None:
-    for number, family in enumerate(FAMILIES):
+    for number, family in enumerate(model_types()):
         case_folder = tmp_path / str(number)
         case_folder.mkdir()
         with case(family):
