@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.formats import parts
 from moe_pack.formats.pack.layouts import Part
+from moe_pack.formats.parts import attention
 from moe_pack.runtime import cpu
 from moe_pack.runtime.model import caches, mixers, router
 from moe_pack.runtime.model.caches import rotate
@@ -81,7 +81,7 @@ class Operations:
         angles: caches.Angles,
         interleaved: bool,
         cache: caches.LayerCache,
-        spec: parts.GroupedQuerySpec,
+        spec: attention.GroupedQuerySpec,
         window: int | None,
         sinks: Tensor | None,
         chosen: Tensor | None = None,
@@ -313,7 +313,7 @@ def _attend_cache_blocks(
     q: Tensor,
     cache: caches.LayerCache,
     first: int,
-    spec: parts.GroupedQuerySpec,
+    spec: attention.GroupedQuerySpec,
     window: int | None,
     sinks: Tensor | None,
     chosen: Tensor | None,
@@ -353,7 +353,7 @@ def attend_entry_blocks(
     q: Tensor,
     cache: caches.LayerCache,
     compressed: caches.EntryCache,
-    spec: parts.CompressedSpec,
+    spec: attention.CompressedSpec,
     start: int,
     num_entries: int,
     seen: Tensor | None,
@@ -391,7 +391,7 @@ def attend_entry_blocks(
 
 
 def _attend_blocks(
-    q: Tensor, keys: Tensor, values: Tensor, start: int, chosen: Tensor, spec: parts.GroupedQuerySpec
+    q: Tensor, keys: Tensor, values: Tensor, start: int, chosen: Tensor, spec: attention.GroupedQuerySpec
 ) -> Tensor:
     """Returns the attention of queries [heads, T, head_dim] from position `start` on over blocks of keys from 0 on.
 
@@ -495,7 +495,7 @@ class NativeOperations(Operations):
         angles: caches.Angles,
         interleaved: bool,
         cache: caches.LayerCache,
-        spec: parts.GroupedQuerySpec,
+        spec: attention.GroupedQuerySpec,
         window: int | None,
         sinks: Tensor | None,
         chosen: Tensor | None = None,
