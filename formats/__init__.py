@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from moe_pack.formats.pack.reader import Pack
     from moe_pack.formats.pack.safetensors import RangeReader
+    from moe_pack.formats.parts.part import NormSpec
     from moe_pack.formats.parts.specs import (
         MATRICES,
         ExpertSpec,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         Matrix,
         ModelSpec,
         NeuronFunction,
-        NormSpec,
         RouterSpec,
         Selector,
         SharedExpertSpec,

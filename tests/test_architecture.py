@@ -71,6 +71,23 @@ FAMILY_TABLES = (
     "moe_pack.runtime.serve.protocols.constraints",
 )
 
+# Where code looks at the class of a model's part: where parts are defined and computed, and in the files below, which
+# read configs into parts, say parts in the words of GGUF, or choose a GPU's kernels. All others ask the part.
+PARTS = ("moe_pack.formats.parts", "moe_pack.runtime.model")
+LOOK_AT_PARTS = {
+    "moe_pack.formats.families.deepseek_v4",
+    "moe_pack.formats.families.gpt_oss",
+    "moe_pack.formats.families.minimax_m3_vl",
+    "moe_pack.formats.families.mistral4",
+    "moe_pack.formats.families.prediction",
+    "moe_pack.formats.families.readers",
+    "moe_pack.formats.gguf.factors",
+    "moe_pack.formats.gguf.files",
+    "moe_pack.formats.gguf.metadata",
+    "moe_pack.formats.gguf.placing",
+    "moe_pack.runtime.gpu.token_layers",
+}
+
 MAX_FACE_NAMES = 40
 FOR_USERS = {
     "moe_pack.runtime": {"Model", "load"},
@@ -383,6 +400,18 @@ def test_a_family_is_named_in_the_family_table_alone() -> None:
         if names.search(word)
     ]
     assert wrong == []
+
+
+def test_a_part_is_asked_and_its_class_is_not_looked_at() -> None:
+    found = {
+        source.module
+        for source in sources()
+        if not source.module.startswith(PARTS)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"
+        if re.search(r"Spec\b", ast.unparse(node.args[1]))
+    }
+    assert found == LOOK_AT_PARTS
 
 
 def written_by_hand() -> list[Path]:

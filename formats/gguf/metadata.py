@@ -169,26 +169,31 @@ def _mixer(spec: specs.ModelSpec) -> Values:
     return {}
 
 
+def _grouped(spec: specs.ModelSpec, layer: int | None = None) -> parts.GroupedQuerySpec:
+    """Returns the attention of a layer, or of most layers, in a model whose architecture has this kind."""
+    attention = spec.attention if layer is None else spec.attention_of(layer)
+    assert isinstance(attention, parts.GroupedQuerySpec), "an architecture with grouped-query attention"
+    return attention
+
+
+def _latent(spec: specs.ModelSpec) -> parts.LatentSpec:
+    assert isinstance(spec.attention, parts.LatentSpec), "an architecture with latent attention"
+    return spec.attention
+
+
 def _granite(spec: specs.ModelSpec) -> Values:
-    assert isinstance(spec.attention, parts.GroupedQuerySpec), "Granite's attention"
     return {
         "attention.scale": spec.attention.scale,
         "embedding_scale": spec.embedding_multiplier,
         "residual_scale": spec.residual_multiplier,
         "logit_scale": spec.logits_scaling,
-        "rope.dimension_count": spec.attention.head_dim,  # also without rotary positions
+        "rope.dimension_count": _grouped(spec).head_dim,  # also without rotary positions
     }
 
 
 def _windows(spec: specs.ModelSpec) -> Values:
     layers = range(spec.num_hidden_layers)
-    return {"attention.sliding_window_pattern": [_has_window(spec, layer) for layer in layers]}
-
-
-def _has_window(spec: specs.ModelSpec, layer: int) -> bool:
-    attention = spec.attention_of(layer)
-    assert isinstance(attention, parts.GroupedQuerySpec), "attention with windows"
-    return attention.window(layer) is not None
+    return {"attention.sliding_window_pattern": [spec.attention_of(i).window(i) is not None for i in layers]}
 
 
 def _by_kind(spec: specs.ModelSpec) -> Values:
@@ -196,9 +201,7 @@ def _by_kind(spec: specs.ModelSpec) -> Values:
 
     The usual keys are those of layers without a window; those of layers with one end in `_swa`.
     """
-    kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
-    attentions = [kind for kind in kinds if isinstance(kind, parts.GroupedQuerySpec)]
-    assert len(attentions) == len(kinds), "attention with windows"
+    attentions = [_grouped(spec, layer) for layer in range(spec.num_hidden_layers)]
     sliding = [attention.window(layer) is not None for layer, attention in enumerate(attentions)]
     full = sliding.index(False) if False in sliding else 0
     own, rope = attentions[full], spec.rope_of(full)
@@ -230,8 +233,7 @@ def _one_if_alike(values: list[int]) -> int | list[int]:
 
 def _windowed(spec: specs.ModelSpec) -> Values:
     """Returns the keys of architectures that must have a window, and heads of keys for each layer."""
-    kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
-    heads = [each.num_kv_heads for each in kinds if isinstance(each, parts.GroupedQuerySpec)]
+    heads = [_grouped(spec, layer).num_kv_heads for layer in range(spec.num_hidden_layers)]
     return {
         "attention.sliding_window": spec.max_position_embeddings,
         **_by_kind(spec),
@@ -240,15 +242,13 @@ def _windowed(spec: specs.ModelSpec) -> Values:
 
 
 def _mimo(spec: specs.ModelSpec) -> Values:
-    assert isinstance(spec.attention, parts.GroupedQuerySpec), "MiMo's attention"
-    return {"attention.value_scale": spec.attention.value_scale, **_windowed(spec)}
+    return {"attention.value_scale": _grouped(spec).value_scale, **_windowed(spec)}
 
 
 def _step35(spec: specs.ModelSpec) -> Values:
-    kinds = [spec.attention_of(layer) for layer in range(spec.num_hidden_layers)]
     values = {
         **_windowed(spec),
-        "attention.head_count": [each.num_heads for each in kinds if isinstance(each, parts.GroupedQuerySpec)],
+        "attention.head_count": [spec.attention_of(layer).num_heads for layer in range(spec.num_hidden_layers)],
         "rope.dimension_count": None,  # half of a head, or all of it in layers with a window
     }
     return values | _limits(spec)
@@ -265,7 +265,7 @@ def _limits(spec: specs.ModelSpec) -> Values:
 
 
 def _indexed(spec: specs.ModelSpec) -> Values:
-    indexer = spec.attention.indexer if isinstance(spec.attention, parts.LatentSpec) else None
+    indexer = _latent(spec).indexer
     assert indexer is not None, "an indexer"
     return {
         "attention.indexer.head_count": indexer.num_heads,
@@ -275,13 +275,13 @@ def _indexed(spec: specs.ModelSpec) -> Values:
 
 
 def _mistral4(spec: specs.ModelSpec) -> Values:
-    temperature = spec.attention.temperature if isinstance(spec.attention, parts.LatentSpec) else None
+    temperature = _latent(spec).temperature
     assert temperature is not None, "queries that are sharpened"
     return {"attention.temperature_scale": temperature.slope, "attention.temperature_length": temperature.length}
 
 
 def _minimax_m3(spec: specs.ModelSpec) -> Values:
-    indexer = spec.attention.indexer if isinstance(spec.attention, parts.GroupedQuerySpec) else None
+    indexer = _grouped(spec).indexer
     assert indexer is not None, "an indexer of blocks"
     return {
         "attention.indexer.head_count": indexer.num_heads,
@@ -322,29 +322,18 @@ def _cohere(spec: specs.ModelSpec) -> Values:
 
 
 def _nemotron(spec: specs.ModelSpec) -> Values:
-    assert isinstance(spec.attention, parts.GroupedQuerySpec), "Nemotron's attention"
     layers, size = range(spec.num_hidden_layers), spec.expert.source_size
     return {
         "attention.layer_norm_epsilon": spec.norm.eps,  # llama.cpp needs both
         "feed_forward_length": [size if layer in spec.moe_layers else 0 for layer in layers],
-        "rope.dimension_count": spec.attention.head_dim,
+        "rope.dimension_count": _grouped(spec).head_dim,
     }
-
-
-def _kimi_linear(spec: specs.ModelSpec) -> Values:
-    assert isinstance(spec.attention, parts.LatentSpec), "Kimi Linear's attention"
-    return {"attention.value_length": spec.attention.v_head_dim}
 
 
 def _step(spec: specs.ModelSpec) -> Values:
     """Returns every how many layers there are experts."""
     layers = spec.moe_layers
     return {"interleave_moe_layer_step": layers[1] - layers[0] if len(layers) > 1 else layers[0] + 1}
-
-
-def _dbrx(spec: specs.ModelSpec) -> Values:
-    assert isinstance(spec.attention, parts.GroupedQuerySpec), "DBRX's attention"
-    return {"attention.clamp_kqv": spec.attention.clip}
 
 
 def _gemma4(spec: specs.ModelSpec) -> Values:
@@ -362,9 +351,8 @@ def _gemma4(spec: specs.ModelSpec) -> Values:
 
 def _granite_swa(spec: specs.ModelSpec) -> Values:
     layers = range(spec.num_hidden_layers)
-    kinds = [kind for kind, _ in spec.attention_kinds if isinstance(kind, parts.GroupedQuerySpec)]
     ropes = [rope for _, rope in spec.attention_kinds if rope is not None]
-    windows = [kind.sliding_window for kind in kinds if kind.sliding_window is not None]
+    windows = [window for i in layers if (window := spec.attention_of(i).window(i)) is not None]
     return {
         **_rope(ropes[0]),
         **_granite(spec),
@@ -389,10 +377,6 @@ def _text_sections(spec: specs.ModelSpec) -> Values:
     return {"rope.dimension_sections": [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]}
 
 
-def _ernie(spec: specs.ModelSpec) -> Values:
-    return {"interleave_moe_layer_step": 1}
-
-
 _EXTRAS: Mapping[str, Extras] = {
     "granitemoe": _granite,
     "granitehybrid": _granite,
@@ -400,8 +384,8 @@ _EXTRAS: Mapping[str, Extras] = {
     "exaone-moe": _windows,
     "nemotron_h_moe": _nemotron,
     "llama4": _step,
-    "ernie4_5-moe": _ernie,
-    "dbrx": _dbrx,
+    "ernie4_5-moe": lambda spec: {"interleave_moe_layer_step": 1},
+    "dbrx": lambda spec: {"attention.clamp_kqv": _grouped(spec).clip},
     "deepseek32": _indexed,
     "mistral4": _mistral4,
     "bailingmoe3": _bailing,
@@ -410,7 +394,7 @@ _EXTRAS: Mapping[str, Extras] = {
     "glm-dsa": _shared_choices,
     "mimo2": _mimo,
     "step35": _step35,
-    "kimi-linear": _kimi_linear,
+    "kimi-linear": lambda spec: {"attention.value_length": _latent(spec).v_head_dim},
     "mellum": _by_kind,
     "laguna": _laguna,
     "granite_swa": _granite_swa,

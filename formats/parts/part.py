@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal
 
+from moe_pack.formats.base.json_files import added
+
 Shape = tuple[int, ...]
 
 
@@ -60,3 +62,33 @@ class Part:
     def lacks(self, runner: Runner) -> Iterator[str]:
         """Yields, in words, all of this part that a runner cannot compute."""
         yield from ()
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec(Part):
+    """Norms of the hidden state. `rms`: `x / rms(x) * weight`. `layer`: `(x - mean) / deviation * weight + bias`."""
+
+    kind: Literal["rms", "layer"]
+    eps: float  # added to the mean square
+    zero_centered: bool = added(False)  # weights are stored less 1, also those of the norms of queries and keys
+    unbiased: bool = added(False)  # a `layer` norm without a bias
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether each norm has a bias."""
+        return self.kind == "layer" and not self.unbiased
+
+    @property
+    def offset(self) -> float:
+        """What is added to each stored weight."""
+        return 1.0 if self.zero_centered else 0.0
+
+    def roles(self, name: str, d: int) -> Iterator[DenseRole]:
+        """Yields the tensors of a norm of this name, for a hidden size d."""
+        yield DenseRole(name, (d,), False, self.offset)
+        if self.has_bias:
+            yield DenseRole(f"{name}_bias", (d,), False)
+
+    def lacks(self, runner: Runner) -> Iterator[str]:
+        if runner == "gpu" and self.unbiased:
+            yield "layer norms without bias"

@@ -23,12 +23,6 @@ class Scaling(part.Part, ABC):
         """Returns why so many values of a head cannot rotate with this scaling, or None."""
 
 
-def _context_fault(num_tokens: int) -> str | None:
-    if not 0 < num_tokens < 2**31:
-        return f"original_max_position_embeddings is {num_tokens}, expected 1 to 2^31 - 1"
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class LinearSpec(Scaling):
     """All frequencies are divided by a factor.
@@ -60,8 +54,6 @@ class DynamicSpec(Scaling):
         return True
 
     def fault(self, rotary_dim: int) -> str | None:
-        if (fault := _context_fault(self.original_max_position_embeddings)) is not None:
-            return fault
         if not 1 <= self.factor < 1e6:
             return f"dynamic factor is {self.factor}, expected 1 to 1e6"
         return None if rotary_dim > 2 else f"dynamic scaling needs a rotary_dim above 2, found {rotary_dim}"
@@ -83,8 +75,6 @@ class YarnSpec(Scaling):
     truncate: bool  # the two bounds are rounded outwards to whole dimensions
 
     def fault(self, rotary_dim: int) -> str | None:
-        if (fault := _context_fault(self.original_max_position_embeddings)) is not None:
-            return fault
         if not 1 <= self.factor < 1e6 or not 0 < self.attention_factor < 1e6:
             return f"yarn factor {self.factor} or attention_factor {self.attention_factor} is out of range"
         slow, fast = self.beta_slow, self.beta_fast
@@ -112,8 +102,6 @@ class LongRopeSpec(Scaling):
         return True
 
     def fault(self, rotary_dim: int) -> str | None:
-        if (fault := _context_fault(self.original_max_position_embeddings)) is not None:
-            return fault
         for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if len(factors) != rotary_dim // 2 or not all(0 < factor < 1e6 for factor in factors):
                 return f"longrope {name} must be {rotary_dim // 2} numbers between 0 and 1e6"
@@ -136,8 +124,6 @@ class Llama3Spec(Scaling):
     original_max_position_embeddings: int  # the original context
 
     def fault(self, rotary_dim: int) -> str | None:
-        if (fault := _context_fault(self.original_max_position_embeddings)) is not None:
-            return fault
         low, high = self.low_freq_factor, self.high_freq_factor
         if not 1 <= self.factor < 1e6 or not 0 < low <= high < 1e6:
             return f"llama3 factor {self.factor}, low_freq_factor {low} or high_freq_factor {high} is out of range"
@@ -196,7 +182,12 @@ class RopeSpec(part.Part):
         """Returns why positions cannot rotate so, whatever the heads, or None."""
         if not 1 < self.theta < 1e12:
             return f"rope theta is {self.theta}, expected between 1 and 1e12"
-        return None if self.scaling is None else self.scaling.fault(self.rotary_dim)
+        if self.scaling is None:
+            return None
+        context = getattr(self.scaling, "original_max_position_embeddings", 1)  # those by length or by bands have one
+        if not 0 < context < 2**31:
+            return f"original_max_position_embeddings is {context}, expected 1 to 2^31 - 1"
+        return self.scaling.fault(self.rotary_dim)
 
     def lacks(self, runner: part.Runner) -> Iterator[str]:
         if self.scaling is not None:

@@ -7,9 +7,9 @@ hidden state has between layers (`streams`), which tensors it needs, and whether
 what each kind computes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal
 
 from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts import part
@@ -23,19 +23,11 @@ class ModelFacts:
 
     num_layers: int
     moe_layers: tuple[int, ...]
-    norm: str  # the kind of its norms
-    has_plain_norms: bool  # whether they are rms norms whose weights are stored as they are
+    norm: part.NormSpec
     multiplier: float  # of the output of each half
     has_mixer: bool
     has_shared_expert: bool
     weighs_inputs: bool  # router weights multiply the input of experts
-
-
-class Norms(Protocol):
-    """Makes the tensors of a norm of hidden states."""
-
-    def __call__(self, name: str) -> Iterable[part.DenseRole]:
-        """Returns the tensors of the norm of this name."""
 
 
 class Residual(part.Part):
@@ -66,16 +58,14 @@ class Residual(part.Part):
         """Whether halves read hidden states that are not normed, or add to what they read."""
         return False
 
-    def half_roles(
-        self, half: Half, d: int, offset: float, has_experts: bool, norms: Norms
-    ) -> Iterator[part.DenseRole]:
-        """Yields the tensors of a half around attention or experts, for a hidden size d; `offset`: of norms."""
+    def half_roles(self, half: Half, has_experts: bool, d: int, norm: part.NormSpec) -> Iterator[part.DenseRole]:
+        """Yields the tensors of a half around attention or experts, for a hidden size d."""
         if self.has_input_norm(half, has_experts):
-            yield from norms(f"{half}_norm")
+            yield from norm.roles(f"{half}_norm", d)
 
-    def final_roles(self, d: int, offset: float, norms: Norms) -> Iterator[part.DenseRole]:
+    def final_roles(self, d: int, norm: part.NormSpec) -> Iterator[part.DenseRole]:
         """Yields the tensors after the last layer."""
-        yield from norms("norm")
+        yield from norm.roles("norm", d)
 
     def fault(self, model: ModelFacts) -> str | None:
         """Returns why it cannot be the residual of a model, or None."""
@@ -103,6 +93,7 @@ class NormedResidualSpec(Residual):
     (by depth).
     """
 
+    streams: ClassVar[int] = 1  # the hidden state itself
     kind: Literal["normed"]
     before: bool  # a half's input is normed
     after: tuple[Literal["attention", "mlp", "experts"], ...]  # halves whose output is normed; `experts`: in MoE layers
@@ -112,11 +103,6 @@ class NormedResidualSpec(Residual):
     scaled: bool  # a learned number multiplies the hidden state after each layer
     # Before the n-th sum, the hidden state is multiplied by `sqrt((n - 1) / n)` and the output by `sqrt(1 / n)`.
     by_depth: bool = added(False)
-
-    @property
-    def streams(self) -> int:
-        """One: the hidden state itself."""
-        return 1
 
     def has_input_norm(self, half: Half, has_experts: bool) -> bool:
         return self.before and not (self.apart and has_experts and half == "mlp")
@@ -128,15 +114,13 @@ class NormedResidualSpec(Residual):
     def is_read_as_is(self) -> bool:
         return not self.before
 
-    def half_roles(
-        self, half: Half, d: int, offset: float, has_experts: bool, norms: Norms
-    ) -> Iterator[part.DenseRole]:
-        yield from Residual.half_roles(self, half, d, offset, has_experts, norms)
+    def half_roles(self, half: Half, has_experts: bool, d: int, norm: part.NormSpec) -> Iterator[part.DenseRole]:
+        yield from Residual.half_roles(self, half, has_experts, d, norm)
         if self.apart and has_experts:
             for name in ("shared_norm", "experts_norm", "shared_post_norm", "experts_post_norm"):
-                yield from norms(name)
+                yield from norm.roles(name, d)
         if self.has_output_norm(half, has_experts):
-            yield from norms(f"{half}_post_norm")
+            yield from norm.roles(f"{half}_post_norm", d)
         if self.scaled and half == "mlp":
             yield part.DenseRole("scale", (1,), False)
 
@@ -144,7 +128,8 @@ class NormedResidualSpec(Residual):
         if self.by_depth and model.multiplier != 1.0:
             return f"residual by_depth cannot have a residual_multiplier of {model.multiplier}"
         if self.apart:
-            if not model.has_shared_expert or not model.has_plain_norms or model.weighs_inputs:
+            has_plain_norms = model.norm.kind == "rms" and not model.norm.zero_centered
+            if not model.has_shared_expert or not has_plain_norms or model.weighs_inputs:
                 return "residual apart needs a shared expert, rms norms, and router weights on outputs"
             if not self.before:
                 return "residual apart needs norms before"
@@ -163,13 +148,9 @@ class ShortcutResidualSpec(Residual):
     Source: LongCat-Flash (2509.01322), section 2.1.2; transformers, models/longcat_flash.
     """
 
+    streams: ClassVar[int] = 2  # the hidden state, and what waits
     kind: Literal["shortcut"]
     layers: tuple[int, ...]  # rising; no two follow each other
-
-    @property
-    def streams(self) -> int:
-        """Two: the hidden state, and what waits."""
-        return 2
 
     def own_fault(self, model: ModelFacts) -> str | None:
         layers = self.layers
@@ -187,13 +168,9 @@ class ParallelResidualSpec(Residual):
     Source: transformers, models/cohere2_moe.
     """
 
+    streams: ClassVar[int] = 2  # the hidden state, and what the first half adds
     kind: Literal["parallel"]
     averaged: bool  # the sum of shared and routed experts is halved
-
-    @property
-    def streams(self) -> int:
-        """Two: the hidden state, and what the first half adds."""
-        return 2
 
     def has_input_norm(self, half: Half, has_experts: bool) -> bool:
         return half == "attention"
@@ -211,21 +188,15 @@ class GatedNormsSpec(Residual):
     Source: transformers, models/axk2, AXK2GatedRMSNorm.
     """
 
+    streams: ClassVar[int] = 1  # the hidden state itself
     kind: Literal["gated_norms"]
     rank: int  # values between the two matrices of the gates
-
-    @property
-    def streams(self) -> int:
-        """One: the hidden state itself."""
-        return 1
 
     def has_input_gates(self, half: Half, has_experts: bool) -> bool:
         return half == "attention" or has_experts
 
-    def half_roles(
-        self, half: Half, d: int, offset: float, has_experts: bool, norms: Norms
-    ) -> Iterator[part.DenseRole]:
-        yield from norms(f"{half}_norm")
+    def half_roles(self, half: Half, has_experts: bool, d: int, norm: part.NormSpec) -> Iterator[part.DenseRole]:
+        yield from norm.roles(f"{half}_norm", d)
         if self.has_input_gates(half, has_experts):
             yield part.DenseRole(f"{half}_gates.down", (self.rank, d), False)
             yield part.DenseRole(f"{half}_gates.up", (d, self.rank), False)
@@ -249,14 +220,12 @@ class GatedStreamsSpec(Residual):
     def has_input_norm(self, half: Half, has_experts: bool) -> bool:
         return False
 
-    def half_roles(
-        self, half: Half, d: int, offset: float, has_experts: bool, norms: Norms
-    ) -> Iterator[part.DenseRole]:
-        yield from self._gates(f"{half}_streams", d, offset)
+    def half_roles(self, half: Half, has_experts: bool, d: int, norm: part.NormSpec) -> Iterator[part.DenseRole]:
+        yield from self._gates(f"{half}_streams", d, norm.offset)
         yield part.DenseRole(f"{half}_streams.inject", (self.streams, self.streams * d), False)
 
-    def final_roles(self, d: int, offset: float, norms: Norms) -> Iterator[part.DenseRole]:
-        yield from self._gates("streams", d, offset)
+    def final_roles(self, d: int, norm: part.NormSpec) -> Iterator[part.DenseRole]:
+        yield from self._gates("streams", d, norm.offset)
 
     def _gates(self, name: str, d: int, offset: float) -> Iterator[part.DenseRole]:
         width = self.streams * d
@@ -289,15 +258,13 @@ class MixedStreamsSpec(Residual):
         """The weights of a half: to read, to enter, and to mix."""
         return self.streams * (2 + (self.streams if self.mixing else 0))
 
-    def half_roles(
-        self, half: Half, d: int, offset: float, has_experts: bool, norms: Norms
-    ) -> Iterator[part.DenseRole]:
+    def half_roles(self, half: Half, has_experts: bool, d: int, norm: part.NormSpec) -> Iterator[part.DenseRole]:
         yield from self._weights(f"{half}_streams", self.num_weights, d, 3 if self.mixing else 2)
-        yield from norms(f"{half}_norm")
+        yield from norm.roles(f"{half}_norm", d)
 
-    def final_roles(self, d: int, offset: float, norms: Norms) -> Iterator[part.DenseRole]:
+    def final_roles(self, d: int, norm: part.NormSpec) -> Iterator[part.DenseRole]:
         yield from self._weights("streams", self.streams, d, 1)
-        yield from norms("norm")
+        yield from norm.roles("norm", d)
 
     def _weights(self, name: str, number: int, d: int, num_scales: int) -> Iterator[part.DenseRole]:
         yield part.DenseRole(f"{name}.weights", (number, self.streams * d), False)
@@ -328,15 +295,11 @@ class NormedStateSpec(Residual):
     Source: MiniMax-01 (2501.08313), section 2.2.4; transformers, models/minimax, MiniMaxDecoderLayer.
     """
 
+    streams: ClassVar[int] = 1  # the hidden state itself
     kind: Literal["normed_state"]
     attention: FactorsSpec  # of first halves with attention
     mixer: FactorsSpec | None  # of first halves with a mixer; null: there are none
     mlp: FactorsSpec  # of second halves
-
-    @property
-    def streams(self) -> int:
-        """One: the hidden state itself."""
-        return 1
 
     @property
     def is_read_as_is(self) -> bool:
@@ -356,8 +319,8 @@ MAX_STREAMS = 64
 
 
 def _streams_fault(kind: str, streams: int, model: ModelFacts) -> str | None:
-    if model.norm != "rms":
-        return f"a {kind} residual needs norms of kind rms, found {model.norm}"
+    if model.norm.kind != "rms":
+        return f"a {kind} residual needs norms of kind rms, found {model.norm.kind}"
     return None if 2 <= streams <= MAX_STREAMS else f"residual streams is {streams}, expected 2 to {MAX_STREAMS}"
 
 

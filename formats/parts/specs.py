@@ -15,7 +15,6 @@ The file also has what follows from a spec alone:
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from moe_pack.formats import parts  # its face loads a kind of part for a model that has one
@@ -29,7 +28,7 @@ from moe_pack.formats.parts.attention import (
     rope_fault,
 )
 from moe_pack.formats.parts.latent import IndexerSpec, LatentSpec
-from moe_pack.formats.parts.part import DenseRole, are_layers
+from moe_pack.formats.parts.part import DenseRole, NormSpec, are_layers
 from moe_pack.formats.parts.positions import RopeSpec
 from moe_pack.formats.parts.residual import PLAIN, Half, ModelFacts, ResidualSpec
 from moe_pack.formats.parts.router import RouterSpec as RouterSpec  # the face of `formats` offers it
@@ -51,25 +50,6 @@ class LimitedFunction:
 
 
 NeuronFunction = NeuronName | LimitedFunction  # of an expert; a limited one always has its limit
-
-
-@dataclass(frozen=True, slots=True)
-class NormSpec(part.Part):
-    """Norms of the hidden state. `rms`: `x / rms(x) * weight`. `layer`: `(x - mean) / deviation * weight + bias`."""
-
-    kind: Literal["rms", "layer"]
-    eps: float  # added to the mean square
-    zero_centered: bool = added(False)  # weights are stored less 1, also those of the norms of queries and keys
-    unbiased: bool = added(False)  # a `layer` norm without a bias
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether each norm has a bias."""
-        return self.kind == "layer" and not self.unbiased
-
-    def lacks(self, runner: part.Runner) -> Iterator[str]:
-        if runner == "gpu" and self.unbiased:
-            yield "layer norms without bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +299,8 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     for stack in ("",) if spec.encoder is None else ("encoder_", ""):
         roles += _under(stack, spec.attention.stack_roles())
     if spec.encoder is not None:
-        roles += _norm(spec, "encoder_norm")
-    roles += (spec.residual or PLAIN).final_roles(spec.hidden_size, _offset(spec.norm), partial(_norm, spec))
+        roles += spec.norm.roles("encoder_norm", spec.hidden_size)
+    roles += (spec.residual or PLAIN).final_roles(spec.hidden_size, spec.norm)
     if not spec.tied_head:
         roles.append(DenseRole("head", (spec.vocab_size, spec.hidden_size), True))
     if spec.head_bias:
@@ -335,7 +315,7 @@ def usual_dtypes(spec: ModelSpec) -> tuple[str, ...]:
 
 def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
     if (ngrams := spec.ngrams_of(layer)) is not None:
-        yield from _under("ngrams.", ngrams.roles(spec.hidden_size, spec.stream_width, _offset(spec.norm)))
+        yield from _under("ngrams.", ngrams.roles(spec.hidden_size, spec.stream_width, spec.norm.offset))
     if spec.has_first(layer):
         yield from _first_half(spec, layer, is_crossing)
     if not spec.has_second(layer):
@@ -353,8 +333,7 @@ def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) ->
 
 
 def _half_roles(spec: ModelSpec, half: Half, has_experts: bool) -> Iterator[DenseRole]:
-    residual, offset = spec.residual or PLAIN, _offset(spec.norm)
-    return residual.half_roles(half, spec.hidden_size, offset, has_experts, partial(_norm, spec))
+    return (spec.residual or PLAIN).half_roles(half, has_experts, spec.hidden_size, spec.norm)
 
 
 def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[DenseRole]:
@@ -363,23 +342,14 @@ def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[Dens
     if mixer is not None:
         yield from _under("mixer.", mixer.roles(spec.hidden_size))
         return
-    yield from _under("attention.", attention.roles(spec.hidden_size, _offset(spec.norm)))
+    yield from _under("attention.", attention.roles(spec.hidden_size, spec.norm.offset))
     if is_crossing:
-        yield from _norm(spec, "cross_norm")
-        yield from _under("cross.", attention.roles(spec.hidden_size, _offset(spec.norm)))
+        yield from spec.norm.roles("cross_norm", spec.hidden_size)
+        yield from _under("cross.", attention.roles(spec.hidden_size, spec.norm.offset))
 
 
 def _under(prefix: str, roles: Iterator[DenseRole]) -> Iterator[DenseRole]:
     return (replace(role, name=f"{prefix}{role.name}") for role in roles)
-
-
-def _offset(norm: NormSpec) -> float:
-    return 1.0 if norm.zero_centered else 0.0
-
-
-def _norm(spec: ModelSpec, name: str) -> list[DenseRole]:
-    weight = DenseRole(name, (spec.hidden_size,), False, _offset(spec.norm))
-    return [weight, DenseRole(f"{name}_bias", (spec.hidden_size,), False)] if spec.norm.has_bias else [weight]
 
 
 def _mlp(spec: ModelSpec, name: str, intermediate_size: int) -> Iterator[DenseRole]:
@@ -595,8 +565,7 @@ def _residual_fault(spec: ModelSpec) -> str | None:
     facts = ModelFacts(
         num_layers=spec.num_hidden_layers,
         moe_layers=spec.moe_layers,
-        norm=spec.norm.kind,
-        has_plain_norms=spec.norm.kind == "rms" and not spec.norm.zero_centered,
+        norm=spec.norm,
         multiplier=spec.residual_multiplier,
         has_mixer=spec.mixer is not None,
         has_shared_expert=spec.shared_expert is not None,

@@ -180,13 +180,6 @@ def product_by_blocks(x: Tensor, num_rows: int, num_cols: int, rows: Callable[[i
     return y
 
 
-def kernels_attend(spec: GroupedQuerySpec) -> bool:
-    """Whether native kernels compute every pass of such attention; torch computes what they lack."""
-    return (
-        spec.value_dim == spec.head_dim and spec.indexer is None and not spec.chunked and spec.qk_norm != "rotated_head"
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeProduct:
     """The product with rows u8 [rows, row bytes] in one piece, whose layout is from `row_numbers`, by a kernel."""

@@ -41,8 +41,8 @@ class _Source:
 def keys_of(name: str) -> list[Key]:
     """Returns the keys of a dataclass in their order."""
     source = _classes()[name]
-    fields = [node for node in source.tree.body if isinstance(node, ast.AnnAssign)]
-    return [_key(field, source.comments) for field in fields]
+    annotated = [node for node in source.tree.body if isinstance(node, ast.AnnAssign)]
+    return [_key(field, source.comments) for field in annotated if "ClassVar" not in ast.unparse(field.annotation)]
 
 
 def summary_of(name: str) -> str:
