@@ -314,9 +314,8 @@ def memory_line(
         return None
     needed = -(-workers * largest >> 30)
     return (
-        f"{at_once} of {workers} workers run at once, because an expert takes up to "
-        f"{commands.size_text(largest)}; --memory "
-        f"{needed}G is enough for all"
+        f"{at_once} of {workers} workers run at once, because an expert takes up to {commands.size_text(largest)}; "
+        f"--memory {needed}G is enough for all"
     )
 
 

@@ -1,7 +1,7 @@
 """Options of commands as dataclass fields, and the protocol by which long work reports its progress.
 
 An option is spelled once: as a field of the dataclass that carries it. The field's metadata describes the option:
-`field(default=0.8, metadata=option("--temperature", help="..."))`. The field's type and default are the option's.
+`option_field(0.8, "--temperature", help="...")`. The field's type and default are the option's.
 `formats/base/cli.py` derives the command line from these fields; this file does not import click.
 
 If a field's type is another dataclass with options, the command gets these options too. If such a field may be None, it
@@ -16,8 +16,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 from moe_pack.formats.base.errors import PackError
 
@@ -80,6 +81,19 @@ def option(
     """
     others = {} if instead is None else instead
     return {_KEY: Option(flags, help, metavar, least, most, choices, parse, default_text, path, mark, begins, others)}
+
+
+Spelling = ParamSpec("Spelling")
+
+
+def _with_default(spelled: Callable[Spelling, Mapping[str, Option]]) -> Callable[Concatenate[Any, Spelling], Any]:
+    def made(default: Any, *args: Spelling.args, **kwargs: Spelling.kwargs) -> Any:
+        return dataclass_field(default=default, metadata=spelled(*args, **kwargs))
+
+    return made
+
+
+option_field = _with_default(option)  # a field with this default, which the option of these arguments sets
 
 
 def option_of(field: "Field[Any]") -> Option | None:
