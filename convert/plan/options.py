@@ -151,7 +151,7 @@ class Target:
         help="How formats are chosen. knapsack: for each expert by itself, with a bound on what a better choice "
         "could gain. edgemoe: as that paper does. uniform: all experts alike.",
     )
-    # A paper's pack in place of a search
+    # A paper's pack in place of a search.
     preset: PresetName | None = commands.option_field(
         None,
         "--preset",

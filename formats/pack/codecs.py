@@ -9,7 +9,7 @@ To add a codec:
 2. Here: a class with encode and decode, and a line in `_CODECS`. docs/pack.md: its number and its bytes.
 3. The CPU: native/kernels.h, layout.cpp, codes.h, row_kernels.h, and `_CODECS` in runtime/cpu/kernels.py. The GPU:
    runtime/gpu/kernels/rows.py and products.py. Each numbers codecs in its own way.
-4. Codes: calib/quantize/, or convert/kept.py if a source has them; then convert/cli/options.py,
+4. Codes: calib/quantize/, or convert/encoding.py if a source has them; then convert/options.py,
    convert/synthetic.py and convert/plan/machines.py (rates).
 5. Tests: tests/support/second_reader.py and named_formats.py; tests/native/layouts.cpp and plain.cpp.
 
