@@ -76,9 +76,8 @@ def check_calibration(
         )
     if not profile.calibrates:
         raise formats.PlanError(
-            f"--profile {profile.folder}: has no inputs of experts, which --quantizer calibrated needs; profile "
-            f"the model "
-            "again, without --no-inputs"
+            f"--profile {profile.folder}: has no inputs of experts, which --quantizer calibrated needs; profile the "
+            "model again, without --no-inputs"
         )
     if rotation is not None and not profile.has_inputs:
         raise formats.PlanError(

@@ -114,9 +114,7 @@ def _accounted(pack: formats.Pack) -> str:
         if (tensor.fate in ("unused", "dropped")) != bool(tensor.reason):
             raise formats.PackError(
                 f"{manifests.SOURCE_FILE}: tensor {tensor.name!r}: found fate {tensor.fate} and reason "
-                f"{tensor.reason!r}, "
-                f"expected "
-                "a reason for a tensor that is left out, and for no other"
+                f"{tensor.reason!r}, expected a reason for a tensor that is left out, and for no other"
             )
     if totals(pack.layout, pack.manifest.files) != pack.manifest.totals:
         raise formats.PackError(f"{manifests.MANIFEST_FILE}: totals do not match the sizes of the files")

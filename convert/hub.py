@@ -182,9 +182,8 @@ def check_stream_space(files: hub.StreamedFiles, output: Path, output_bytes: int
     )
     if needed > free:
         raise formats.ConversionError(
-            f"{output}: needs {formats.size_text(needed)} on its disk ({parts}), where {formats.size_text(free)} "
-            "can be used; free "
-            "some, or give less with --stream-space"
+            f"{output}: needs {formats.size_text(needed)} on its disk ({parts}), where {formats.size_text(free)} can "
+            "be used; free some, or give less with --stream-space"
         )
     return f"the disk needs {formats.size_text(needed)}: {parts}"
 

@@ -181,9 +181,8 @@ def _kept_dense(
 def _check_kept(checkpoint: families.Checkpoint, source: families.SourceMatrix, part: plans.PartFormat) -> None:
     if _codes_format(source) != part:
         raise errors.PlanError(
-            f"plan: {checkpoint.place(source)} is {checkpoint.dtype(source)} and cannot be kept as "
-            f"{part.codec}; make a "
-            "plan for this checkpoint"
+            f"plan: {checkpoint.place(source)} is {checkpoint.dtype(source)} and cannot be kept as {part.codec}; make "
+            "a plan for this checkpoint"
         )
 
 

@@ -49,37 +49,31 @@ FIELD_OPTION = formats.option(
 class PartOptions:
     """How several machines share the work. At most one of `part` and `ray` is given."""
 
-    part: commands.Part | None = field(
-        default=None,
-        metadata=formats.option(
-            "--part",
-            parse=commands.Part.of,
-            metavar="I/N",
-            mark="many",
-            help="Make part I of N; run the same command with each I, on as many machines, over an output folder that "
-            "all of them see. A part that is done makes what others have left, so any part may be killed, and the "
-            "result has the bytes of one process. The same command without --part continues too.",
-        ),
+    part: commands.Part | None = commands.option_field(
+        None,
+        "--part",
+        parse=commands.Part.of,
+        metavar="I/N",
+        mark="many",
+        help="Make part I of N; run the same command with each I, on as many machines, over an output folder that "
+        "all of them see. A part that is done makes what others have left, so any part may be killed, and the "
+        "result has the bytes of one process. The same command without --part continues too.",
     )
-    ray: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--ray",
-            metavar="ADDRESS",
-            mark="many",
-            help="Let a Ray cluster make the parts, over an output folder that all its machines see: auto is the "
-            "cluster that runs on this machine, HOST:PORT that of a head node, local a new one of this machine.",
-        ),
+    ray: str | None = commands.option_field(
+        None,
+        "--ray",
+        metavar="ADDRESS",
+        mark="many",
+        help="Let a Ray cluster make the parts, over an output folder that all its machines see: auto is the "
+        "cluster that runs on this machine, HOST:PORT that of a head node, local a new one of this machine.",
     )
-    num_parts: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--parts",
-            least=1,
-            metavar="N",
-            mark="many",
-            help="With --ray: number of parts.  [default: as many as the cluster has room for, by CPUs and memory]",
-        ),
+    num_parts: int | None = commands.option_field(
+        None,
+        "--parts",
+        least=1,
+        metavar="N",
+        mark="many",
+        help="With --ray: number of parts.  [default: as many as the cluster has room for, by CPUs and memory]",
     )
 
     def check(self) -> None:
@@ -100,23 +94,19 @@ class PartOptions:
 class StreamOptions:
     """Whether a source on the hub is read without downloading it whole, and how much of it the disk may have."""
 
-    is_given: bool = field(
-        default=False,
-        metadata=formats.option(
-            "--stream",
-            help="Read a source on the hub without downloading it whole: pieces are fetched when they are needed, and "
-            "removed for others.",
-        ),
+    is_given: bool = commands.option_field(
+        False,
+        "--stream",
+        help="Read a source on the hub without downloading it whole: pieces are fetched when they are needed, and "
+        "removed for others.",
     )
-    space_bytes: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--stream-space",
-            parse=commands.read_size,
-            metavar="SIZE",
-            help="With --stream: disk space for pieces of the source, where the output is. With less, more pieces are "
-            f"fetched twice.  [default: {hub.STREAM_BYTES >> 30}G]",
-        ),
+    space_bytes: int | None = commands.option_field(
+        None,
+        "--stream-space",
+        parse=commands.read_size,
+        metavar="SIZE",
+        help="With --stream: disk space for pieces of the source, where the output is. With less, more pieces are "
+        f"fetched twice.  [default: {hub.STREAM_BYTES >> 30}G]",
     )
 
     def check(self) -> None:
@@ -131,33 +121,27 @@ class StreamOptions:
 class TextOptions:
     """The calibration text."""
 
-    data: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--data",
-            metavar="NAME_OR_FILE",
-            help="A text, JSONL or Parquet file, or the name of a data set (NAME:CONFIG:SPLIT), of text or of "
-            "conversations (lists of messages), which the model's chat template writes.  [default: our sample]",
-        ),
+    data: str | None = commands.option_field(
+        None,
+        "--data",
+        metavar="NAME_OR_FILE",
+        help="A text, JSONL or Parquet file, or the name of a data set (NAME:CONFIG:SPLIT), of text or of "
+        "conversations (lists of messages), which the model's chat template writes.  [default: our sample]",
     )
     field_name: str | None = field(default=None, metadata=FIELD_OPTION)
-    num_tokens: int = field(
-        default=CALIBRATION_TOKENS,
-        metadata=formats.option(
-            "--tokens",
-            least=256,
-            metavar="N",
-            help="Number of tokens. The last fifth is held out: it checks what was measured on the others.",
-        ),
+    num_tokens: int = commands.option_field(
+        CALIBRATION_TOKENS,
+        "--tokens",
+        least=256,
+        metavar="N",
+        help="Number of tokens. The last fifth is held out: it checks what was measured on the others.",
     )
-    sequence_length: int = field(
-        default=SEQUENCE_LENGTH,
-        metadata=formats.option(
-            "--sequence-length",
-            least=16,
-            metavar="N",
-            help="Tokens of a sequence; each sequence begins with an empty context.",
-        ),
+    sequence_length: int = commands.option_field(
+        SEQUENCE_LENGTH,
+        "--sequence-length",
+        least=16,
+        metavar="N",
+        help="Tokens of a sequence; each sequence begins with an empty context.",
     )
 
     def tokens(self, text: "runtime.Text") -> "Tokens":
@@ -175,21 +159,17 @@ class ProfileOrder:
     text: TextOptions = field(default_factory=TextOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
     stream: StreamOptions = field(default_factory=StreamOptions)
-    output: Path = field(
-        default=Path("profile"), metadata=formats.option("--output", "-o", help="The profile's folder.")
-    )
+    output: Path = commands.option_field(Path("profile"), "--output", "-o", help="The profile's folder.")
     many: PartOptions = field(default_factory=PartOptions)
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
-    imatrix: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--imatrix",
-            path="file",
-            metavar="FILE",
-            help="Make the profile from an importance file of llama.cpp (llama-imatrix), in place of text. It says "
-            "how often each expert was chosen and how large its inputs were; convert calibrates with it. It does not "
-            "say what bits cost, nor which neurons run.",
-        ),
+    imatrix: Path | None = commands.option_field(
+        None,
+        "--imatrix",
+        path="file",
+        metavar="FILE",
+        help="Make the profile from an importance file of llama.cpp (llama-imatrix), in place of text. It says "
+        "how often each expert was chosen and how large its inputs were; convert calibrates with it. It does not "
+        "say what bits cost, nor which neurons run.",
     )
 
     def check(self) -> None:
@@ -220,71 +200,57 @@ def _bits(text: str) -> Bits:
 class PlanOptions:
     """How all experts and all dense matrices are stored. None: the default, which may depend on the checkpoint."""
 
-    selector: formats.Selector | None = field(
-        default=None,
-        metadata=formats.option(
-            "--selector",
-            help="The matrix whose activations decide which neurons run. It is stored apart from the records, so that "
-            "it can be read whole.  [default: up]",
-        ),
+    selector: formats.Selector | None = commands.option_field(
+        None,
+        "--selector",
+        help="The matrix whose activations decide which neurons run. It is stored apart from the records, so that "
+        "it can be read whole.  [default: up]",
     )
-    selector_bits: Bits = field(
-        default=None,
-        metadata=formats.option(
-            "--selector-bits",
-            choices=_EXPERT_BITS_CHOICE,
-            parse=_bits,
-            help="Bits of a weight of the selector. source keeps what the checkpoint has, without loss.  "
-            f"[default: {_DEFAULT_BITS}]",
-        ),
+    selector_bits: Bits = commands.option_field(
+        None,
+        "--selector-bits",
+        choices=_EXPERT_BITS_CHOICE,
+        parse=_bits,
+        help="Bits of a weight of the selector. source keeps what the checkpoint has, without loss.  "
+        f"[default: {_DEFAULT_BITS}]",
     )
-    record_bits: Bits = field(
-        default=None,
-        metadata=formats.option(
-            "--record-bits",
-            choices=_EXPERT_BITS_CHOICE,
-            parse=_bits,
-            help="Bits of a weight of the records. source keeps what the checkpoint has, without loss. FP8 and MXFP4 "
-            f"codes are also kept if these bits are not below theirs.  [default: {_DEFAULT_BITS}]",
-        ),
+    record_bits: Bits = commands.option_field(
+        None,
+        "--record-bits",
+        choices=_EXPERT_BITS_CHOICE,
+        parse=_bits,
+        help="Bits of a weight of the records. source keeps what the checkpoint has, without loss. FP8 and MXFP4 "
+        f"codes are also kept if these bits are not below theirs.  [default: {_DEFAULT_BITS}]",
     )
-    codec: PlanCodec = field(
-        default="auto",
-        metadata=formats.option(
-            "--codec",
-            help="The codec of expert weights of 4 bits and less. affine has equal steps. In trellis a value also "
-            "depends on the codes before it; it loses least for its bytes, and only trellis has 2.5 and 3.5 bits. "
-            "auto is trellis if the quantizer is calibrated, and for half bits.",
-        ),
+    codec: PlanCodec = commands.option_field(
+        "auto",
+        "--codec",
+        help="The codec of expert weights of 4 bits and less. affine has equal steps. In trellis a value also "
+        "depends on the codes before it; it loses least for its bytes, and only trellis has 2.5 and 3.5 bits. "
+        "auto is trellis if the quantizer is calibrated, and for half bits.",
     )
-    group: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--group-size",
-            choices=("16", "32", "64", "128", "row"),
-            parse=lambda text: formats.ROW_GROUP if text == "row" else int(text),
-            help="Number of weights that share a scale (in affine also a zero); row is the whole row.  [default: row "
-            f"for a trellis, {_AFFINE_GROUP} for affine]",
-        ),
+    group: int | None = commands.option_field(
+        None,
+        "--group-size",
+        choices=("16", "32", "64", "128", "row"),
+        parse=lambda text: formats.ROW_GROUP if text == "row" else int(text),
+        help="Number of weights that share a scale (in affine also a zero); row is the whole row.  [default: row "
+        f"for a trellis, {_AFFINE_GROUP} for affine]",
     )
-    scale_bits: int = field(
-        default=16,
-        metadata=formats.option(
-            "--scale-bits",
-            choices=("8", "16"),
-            parse=int,
-            help="Width of scales and zeros; 8 saves bytes if groups are small.",
-        ),
+    scale_bits: int = commands.option_field(
+        16,
+        "--scale-bits",
+        choices=("8", "16"),
+        parse=int,
+        help="Width of scales and zeros; 8 saves bytes if groups are small.",
     )
-    dense_bits: Bits = field(
-        default=None,
-        metadata=formats.option(
-            "--dense-bits",
-            choices=("1", "2", "3", "4", "8", "16", SOURCE),
-            parse=_bits,
-            help="Bits of a weight of attention, embedding, head, shared experts and dense layers. source and 16 keep "
-            "the checkpoint's bytes. Norms, biases and routers always keep theirs.  [default: source]",
-        ),
+    dense_bits: Bits = commands.option_field(
+        None,
+        "--dense-bits",
+        choices=("1", "2", "3", "4", "8", "16", SOURCE),
+        parse=_bits,
+        help="Bits of a weight of attention, embedding, head, shared experts and dense layers. source and 16 keep "
+        "the checkpoint's bytes. Norms, biases and routers always keep theirs.  [default: source]",
     )
 
     def plan(self, spec: formats.ModelSpec, quantizer: formats.Quantizer) -> formats.Plan:
@@ -364,75 +330,61 @@ class PackOrder:
     """Everything that is asked of a pack: the options of `convert`."""
 
     source: str = ""  # the checkpoint: a path, a hub id, or a short name
-    output: Path = field(
-        default=Path("packed"), metadata=formats.option("--output", "-o", help="The pack's folder, new or empty.")
-    )
+    output: Path = commands.option_field(Path("packed"), "--output", "-o", help="The pack's folder, new or empty.")
     target: Target | None = None  # None: the pack that `plan_file` or else `plan` describes
     machine: runtime.MachineFacts | None = None  # measured by `doctor`; None: assumed
-    eval_data: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--eval-data",
-            metavar="NAME_OR_FILE",
-            mark="target",
-            help="With --target-vram or --preset: the text on which the loss is measured, as for eval.  [default: the "
-            "end of our sample]",
-        ),
+    eval_data: str | None = commands.option_field(
+        None,
+        "--eval-data",
+        metavar="NAME_OR_FILE",
+        mark="target",
+        help="With --target-vram or --preset: the text on which the loss is measured, as for eval.  [default: the "
+        "end of our sample]",
     )
-    eval_tokens: int = field(
-        default=_TARGET_EVAL_TOKENS,
-        metadata=formats.option(
-            "--eval-tokens",
-            least=256,
-            metavar="N",
-            mark="target",
-            help="Number of tokens of it. More tokens make the interval of the loss narrower, which leaves more of the "
-            "limit for the plan.",
-        ),
+    eval_tokens: int = commands.option_field(
+        _TARGET_EVAL_TOKENS,
+        "--eval-tokens",
+        least=256,
+        metavar="N",
+        mark="target",
+        help="Number of tokens of it. More tokens make the interval of the loss narrower, which leaves more of the "
+        "limit for the plan.",
     )
     plan: PlanOptions = field(default_factory=PlanOptions)
-    plan_file: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--plan",
-            path="file",
-            metavar="FILE",
-            mark="plan",
-            help="A plan (moe-pack plan -o): the formats and the sparsity of each expert. In place of "
-            "--selector to --dense-bits, --quantizer, --repeats and --sparsity.",
-        ),
+    plan_file: Path | None = commands.option_field(
+        None,
+        "--plan",
+        path="file",
+        metavar="FILE",
+        mark="plan",
+        help="A plan (moe-pack plan -o): the formats and the sparsity of each expert. In place of "
+        "--selector to --dense-bits, --quantizer, --repeats and --sparsity.",
     )
-    quantizer: AnyQuantizer = field(
-        default="auto",
-        metadata=formats.option(
-            "--quantizer",
-            choices=_QUANTIZERS,
-            mark="plan",
-            help="How codes are found. calibrated uses the experts' inputs on the profile's text and loses least. hqq "
-            "uses the weights only and loses least without a profile. nearest and absmax are simple and fast. auto is "
-            "calibrated with a profile that has inputs, else hqq.",
-        ),
+    quantizer: AnyQuantizer = commands.option_field(
+        "auto",
+        "--quantizer",
+        choices=_QUANTIZERS,
+        mark="plan",
+        help="How codes are found. calibrated uses the experts' inputs on the profile's text and loses least. hqq "
+        "uses the weights only and loses least without a profile. nearest and absmax are simple and fast. auto is "
+        "calibrated with a profile that has inputs, else hqq.",
     )
-    repeats: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--repeats",
-            least=0,
-            metavar="N",
-            mark="plan",
-            help="Number of neurons of each expert whose row of down is stored a second time, for what the first one "
-            "lost: a few neurons decide much of an expert's output. Needs calibrated codes.  [default: 1 of 128]",
-        ),
+    repeats: int | None = commands.option_field(
+        None,
+        "--repeats",
+        least=0,
+        metavar="N",
+        mark="plan",
+        help="Number of neurons of each expert whose row of down is stored a second time, for what the first one "
+        "lost: a few neurons decide much of an expert's output. Needs calibrated codes.  [default: 1 of 128]",
     )
     rotate: RotateChoice = field(default="auto", metadata=ROTATE_CHOICE_OPTION)
-    sequential: bool = field(
-        default=True,
-        metadata=formats.option(
-            "--sequential/--no-sequential",
-            help="With calibrated: quantize each layer for the inputs that the stored layers before it give, and make "
-            "up for a part of their errors. --no-sequential takes the source's inputs: the conversion is a little "
-            "faster, repeated attempts of --target-vram much, and the pack loses more.",
-        ),
+    sequential: bool = commands.option_field(
+        True,
+        "--sequential/--no-sequential",
+        help="With calibrated: quantize each layer for the inputs that the stored layers before it give, and make "
+        "up for a part of their errors. --no-sequential takes the source's inputs: the conversion is a little "
+        "faster, repeated attempts of --target-vram much, and the pack loses more.",
     )
     profile: Path | None = field(  # None: for a target, one is made next to the output
         default=None,
@@ -440,34 +392,29 @@ class PackOrder:
             "--profile",
             metavar="DIR",
             help="A profile of this model (moe-pack profile). Experts are calibrated with its inputs; neurons "
-            "are sorted "
-            "by how often they run at --sparsity, most often first; its routing data is added to the pack (as moe-pack "
-            "attach does).",
+            "are sorted by how often they run at --sparsity, most often first; its routing data is added to the pack "
+            "(as moe-pack attach does).",
         ),
     )
-    sparsity: float | None = field(
-        default=None,
-        metadata=formats.option(
-            "--sparsity",
-            metavar="S",
-            mark="plan",
-            help="Share of an expert's neurons that do not run, such as 0.8. Thresholds are measured on the finished "
-            "pack, on the profile's text or else on our sample.  [default: all run]",
-        ),
+    sparsity: float | None = commands.option_field(
+        None,
+        "--sparsity",
+        metavar="S",
+        mark="plan",
+        help="Share of an expert's neurons that do not run, such as 0.8. Thresholds are measured on the finished "
+        "pack, on the profile's text or else on our sample.  [default: all run]",
     )
     many: PartOptions = field(default_factory=PartOptions)
     stream: StreamOptions = field(default_factory=StreamOptions)
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
-    memory_bytes: int = field(
-        default=MEMORY_BYTES,
-        metadata=formats.option(
-            "--memory",
-            parse=commands.read_size,
-            default_text=f"{MEMORY_BYTES >> 30}G",
-            metavar="SIZE",
-            help="Memory for all experts that are worked on at once. An expert that is calibrated takes some hundred "
-            "MiB: with many cores, more memory makes it faster.",
-        ),
+    memory_bytes: int = commands.option_field(
+        MEMORY_BYTES,
+        "--memory",
+        parse=commands.read_size,
+        default_text=f"{MEMORY_BYTES >> 30}G",
+        metavar="SIZE",
+        help="Memory for all experts that are worked on at once. An expert that is calibrated takes some hundred "
+        "MiB: with many cores, more memory makes it faster.",
     )
 
     def check(self) -> None:
@@ -539,37 +486,28 @@ class PlanOrder:
 
     source: str = ""  # a checkpoint, as in `PackOrder`; or a config.json, or the name of a published model
     machine: runtime.MachineFacts | None = None  # measured by `doctor`; None: assumed
-    profile: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--profile",
-            metavar="DIR",
-            help="A profile of this model (moe-pack profile). Without one, losses are assumed and routes are "
-            "drawn evenly.",
-        ),
+    profile: Path | None = commands.option_field(
+        None,
+        "--profile",
+        metavar="DIR",
+        help="A profile of this model (moe-pack profile). Without one, losses are assumed and routes are drawn evenly.",
     )
     target: Target | None = None
-    selector: formats.Selector | None = field(
-        default=None,
-        metadata=formats.option("--selector", help="The only selector kind to choose.  [default: the fastest]"),
+    selector: formats.Selector | None = commands.option_field(
+        None, "--selector", help="The only selector kind to choose.  [default: the fastest]"
     )
-    sparsity: float | None = field(
-        default=None,
-        metadata=formats.option(
-            "--sparsity", metavar="S", help="With --preset floe: the share of neurons that do not run."
-        ),
+    sparsity: float | None = commands.option_field(
+        None, "--sparsity", metavar="S", help="With --preset floe: the share of neurons that do not run."
     )
-    output: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--output",
-            "-o",
-            path="file",
-            metavar="FILE",
-            help="Write the first plan to FILE, for moe-pack convert --plan.",
-        ),
+    output: Path | None = commands.option_field(
+        None,
+        "--output",
+        "-o",
+        path="file",
+        metavar="FILE",
+        help="Write the first plan to FILE, for moe-pack convert --plan.",
     )
-    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print the plans as JSON."))
+    as_json: bool = commands.option_field(False, "--json", help="Print the plans as JSON.")
 
     def check(self) -> None:
         """Raises UsageError for options that do not go together."""
@@ -605,35 +543,25 @@ def _percentage(text: str) -> float:
 class CheckLimits:
     """Limits of a pack's loss, bytes and memory; None: no limit. `max_ppl_increase` is relative, 0.01 for 1%."""
 
-    max_kl: float | None = field(
-        default=None,
-        metadata=commands.option(
-            "--max-kl", least=0, metavar="X", help="Largest KL divergence from the source, in nats a token."
-        ),
+    max_kl: float | None = commands.option_field(
+        None, "--max-kl", least=0, metavar="X", help="Largest KL divergence from the source, in nats a token."
     )
-    max_ppl_increase: float | None = field(
-        default=None,
-        metadata=commands.option(
-            "--max-ppl-increase",
-            parse=_percentage,
-            metavar="P%",
-            help="Largest growth of perplexity over the source's, such as 1%.",
-        ),
+    max_ppl_increase: float | None = commands.option_field(
+        None,
+        "--max-ppl-increase",
+        parse=_percentage,
+        metavar="P%",
+        help="Largest growth of perplexity over the source's, such as 1%.",
     )
-    max_bytes: int | None = field(
-        default=None,
-        metadata=commands.option(
-            "--max-bytes", parse=commands.read_size, metavar="B", help="Largest size of the pack, such as 26G."
-        ),
+    max_bytes: int | None = commands.option_field(
+        None, "--max-bytes", parse=commands.read_size, metavar="B", help="Largest size of the pack, such as 26G."
     )
-    budget_bytes: int | None = field(
-        default=None,
-        metadata=commands.option(
-            "--budget",
-            parse=commands.read_size,
-            metavar="SIZE",
-            help="Memory in which moe-run must be able to run the pack, such as 11G.",
-        ),
+    budget_bytes: int | None = commands.option_field(
+        None,
+        "--budget",
+        parse=commands.read_size,
+        metavar="SIZE",
+        help="Memory in which moe-run must be able to run the pack, such as 11G.",
     )
 
     @property

@@ -197,16 +197,16 @@ def _weight_cost(quantizer: plans.Quantizer, part: plans.PartFormat) -> float:
 class ItemWork:
     """The functions that make items: `convert` and `synthesize` have different ones."""
 
-    # Makes an item; it runs in a worker thread and ends soon after its event is set
+    # Makes an item; it runs in a worker thread and ends soon after its event is set.
     make: Callable[[layouts.Item, Event], encoding.MadeItem]
     peak_bytes: Callable[[layouts.Item], int]  # returns the memory that `make` takes for an item at most
     # Called with the index of a MoE layer before its first expert is made and after all items before are on disk; None:
-    # experts of several layers are made at once
+    # experts of several layers are made at once.
     enter_layer: Callable[[int], None] | None = None
     end: Callable[[], None] = lambda: None  # called when all items are on disk
     end_all: Callable[[], None] = lambda: None  # called when the pack is sealed: no other part needs its files
     # Returns the name of an item's kind of work, and the time of a byte of that kind, compared with others; the items
-    # of a kind take equally long for a byte
+    # of a kind take equally long for a byte.
     kind: Callable[[layouts.Item], tuple[str, float]] = lambda item: ("", 1.0)
 
 
@@ -314,9 +314,8 @@ def memory_line(
         return None
     needed = -(-workers * largest >> 30)
     return (
-        f"{at_once} of {workers} workers run at once, because an expert takes up to "
-        f"{commands.size_text(largest)}; --memory "
-        f"{needed}G is enough for all"
+        f"{at_once} of {workers} workers run at once, because an expert takes up to {commands.size_text(largest)}; "
+        f"--memory {needed}G is enough for all"
     )
 
 

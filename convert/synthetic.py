@@ -78,7 +78,7 @@ class WeightDistribution:
 
     mean: float
     deviation: float
-    # The mean has another sign in every second run of columns (`turning_signs`); not with every codec
+    # The mean has another sign in every second run of columns (`turning_signs`); not with every codec.
     turns: bool = False
 
 

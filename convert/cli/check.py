@@ -14,7 +14,7 @@ import click
 from moe_pack import formats
 from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, checkpoint_at, write_output
 from moe_pack.convert.options import CheckLimits
-from moe_pack.formats.base import cli
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.hub.cli import PACK_TO_CHECK, pack_folder
 
@@ -27,41 +27,30 @@ if TYPE_CHECKING:
 class CheckOptions:
     """The options of `check`."""
 
-    against: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--against",
-            metavar="PATH",
-            help="The checkpoint that the pack was made from, or a reference of it (moe-pack eval --keep-reference).",
-        ),
+    against: str | None = commands.option_field(
+        None,
+        "--against",
+        metavar="PATH",
+        help="The checkpoint that the pack was made from, or a reference of it (moe-pack eval --keep-reference).",
     )
     limits: CheckLimits = field(default_factory=CheckLimits)
-    sample: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--sample",
-            least=256,
-            metavar="N",
-            help=f"Number of tokens on which the loss is measured.  [default: {EVAL_TOKENS}]",
-        ),
+    sample: int | None = commands.option_field(
+        None,
+        "--sample",
+        least=256,
+        metavar="N",
+        help=f"Number of tokens on which the loss is measured.  [default: {EVAL_TOKENS}]",
     )
-    as_json: bool = field(
-        default=False, metadata=formats.option("--json", help="Print the checks as JSON, with numbers.")
+    as_json: bool = commands.option_field(False, "--json", help="Print the checks as JSON, with numbers.")
+    summary: Path | None = commands.option_field(
+        None,
+        "--summary",
+        path="file",
+        metavar="FILE",
+        help="Also append the checks as a Markdown table to FILE, such as $GITHUB_STEP_SUMMARY.",
     )
-    summary: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--summary",
-            path="file",
-            metavar="FILE",
-            help="Also append the checks as a Markdown table to FILE, such as $GITHUB_STEP_SUMMARY.",
-        ),
-    )
-    junit: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--junit", path="file", metavar="FILE", help="Also write the checks as JUnit XML to FILE."
-        ),
+    junit: Path | None = commands.option_field(
+        None, "--junit", path="file", metavar="FILE", help="Also write the checks as JUnit XML to FILE."
     )
 
     @property

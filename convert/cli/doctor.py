@@ -1,13 +1,13 @@
 """The command `moe-pack doctor`: measures this machine, for the planner and the runtime."""
 
 import json
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import click
 
 from moe_pack import formats, runtime
-from moe_pack.formats.base import cli
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.base.commands import stage_of
 
 # The example of an expert: records of gate and down with 4096 weights each, at 4 bit, group 64.
@@ -18,23 +18,17 @@ _ROWS, _ROW_BYTES = 14336, 4624
 class DoctorOptions:
     """The options of `doctor`."""
 
-    path: Path = field(
-        default=Path(),
-        metadata=formats.option(
-            "--path",
-            metavar="DIR",
-            help="A folder on the disk to measure: a pack, whose files are read, or another folder, where a "
-            "file of up to "
-            "1 GiB is written and removed.  [default: the current folder]",
-        ),
+    path: Path = commands.option_field(
+        Path(),
+        "--path",
+        metavar="DIR",
+        help="A folder on the disk to measure: a pack, whose files are read, or another folder, where a "
+        "file of up to 1 GiB is written and removed.  [default: the current folder]",
     )
-    seconds: float = field(
-        default=0.5,
-        metadata=formats.option(
-            "--seconds", least=0.001, most=60, metavar="S", help="Time for each of some 90 measurements."
-        ),
+    seconds: float = commands.option_field(
+        0.5, "--seconds", least=0.001, most=60, metavar="S", help="Time for each of some 90 measurements."
     )
-    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print the measurements as JSON."))
+    as_json: bool = commands.option_field(False, "--json", help="Print the measurements as JSON.")
 
 
 @click.command("doctor")

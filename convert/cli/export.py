@@ -41,64 +41,52 @@ class ExportOptions:
     output: Path = field(
         metadata=formats.option("--output", "-o", metavar="DIR", help="The folder to write, new or empty.")
     )
-    dtype: Dtype | None = field(
-        default=None,
-        metadata=formats.option(
-            "--dtype",
-            help="With safetensors and compressed-tensors: the dtype of matrices, or of the scales of their codes.  "
-            "[default: the source's if it has 16 bits, else bf16]",
-            mark=_CHECKPOINTS_ONLY,
-        ),
+    dtype: Dtype | None = commands.option_field(
+        None,
+        "--dtype",
+        help="With safetensors and compressed-tensors: the dtype of matrices, or of the scales of their codes.  "
+        "[default: the source's if it has 16 bits, else bf16]",
+        mark=_CHECKPOINTS_ONLY,
     )
-    type: GgufType | None = field(
-        default=None,
-        metadata=formats.option(
-            "--type",
-            help="With gguf: the type of matrices; vectors and routers are f32. bf16 and f16 are for llama-quantize, "
-            "which makes other types of them. mxfp4: of experts, with q8_0 for the rest.  [default: q8_0; mxfp4 if the "
-            "experts of the pack are]",
-            mark=_GGUF_ONLY,
-        ),
+    type: GgufType | None = commands.option_field(
+        None,
+        "--type",
+        help="With gguf: the type of matrices; vectors and routers are f32. bf16 and f16 are for llama-quantize, "
+        "which makes other types of them. mxfp4: of experts, with q8_0 for the rest.  [default: q8_0; mxfp4 if the "
+        "experts of the pack are]",
+        mark=_GGUF_ONLY,
     )
-    bits: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--bits",
-            choices=("4", "8"),
-            help="With compressed-tensors: the bits of the experts' codes.  [default: 4 for a layer that has at most "
-            "4 in the pack, else 8]",
-            mark=_CODED_ONLY,
-        ),
+    bits: str | None = commands.option_field(
+        None,
+        "--bits",
+        choices=("4", "8"),
+        help="With compressed-tensors: the bits of the experts' codes.  [default: 4 for a layer that has at most "
+        "4 in the pack, else 8]",
+        mark=_CODED_ONLY,
     )
-    group_size: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--group-size",
-            choices=("32", "64", "128"),
-            help="With compressed-tensors: how many weights share a scale.  [default: as in the pack if that is "
-            "possible, else the largest that divides the rows]",
-            mark=_CODED_ONLY,
-        ),
+    group_size: str | None = commands.option_field(
+        None,
+        "--group-size",
+        choices=("32", "64", "128"),
+        help="With compressed-tensors: how many weights share a scale.  [default: as in the pack if that is "
+        "possible, else the largest that divides the rows]",
+        mark=_CODED_ONLY,
     )
-    shard_bytes: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--shard-size",
-            metavar="SIZE",
-            help="The most bytes in a file.  [default: 5G; with gguf 45G]",
-            parse=commands.read_size,
-        ),
+    shard_bytes: int | None = commands.option_field(
+        None,
+        "--shard-size",
+        metavar="SIZE",
+        help="The most bytes in a file.  [default: 5G; with gguf 45G]",
+        parse=commands.read_size,
     )
-    compare_tokens: int = field(
-        default=64,
-        metadata=formats.option(
-            "--compare-tokens",
-            metavar="N",
-            least=0,
-            help="Compare the logits of the export and of the pack on N tokens of a passage of ours; 0 does not.",
-        ),
+    compare_tokens: int = commands.option_field(
+        64,
+        "--compare-tokens",
+        metavar="N",
+        least=0,
+        help="Compare the logits of the export and of the pack on N tokens of a passage of ours; 0 does not.",
     )
-    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print the result as JSON."))
+    as_json: bool = commands.option_field(False, "--json", help="Print the result as JSON.")
 
     def check(self) -> None:
         """Refuses options that do not go together; raises UsageError."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -205,17 +205,13 @@ def _span(ends: tuple[int, int]) -> str:
 class VerifyOptions:
     """The options of `verify`."""
 
-    against: str | None = field(
-        default=None,
-        metadata=commands.option(
-            "--against", metavar="PATH", help="Also compare with the checkpoint that the pack was made from."
-        ),
+    against: str | None = commands.option_field(
+        None, "--against", metavar="PATH", help="Also compare with the checkpoint that the pack was made from."
     )
-    text: TextIO | None = field(
-        default=None,
-        metadata=commands.option("--text", help="Compare logits on this text; without it, on a passage of ours."),
+    text: TextIO | None = commands.option_field(
+        None, "--text", help="Compare logits on this text; without it, on a passage of ours."
     )
-    as_json: bool = field(default=False, metadata=commands.option("--json", help="Print the result as JSON."))
+    as_json: bool = commands.option_field(False, "--json", help="Print the result as JSON.")
 
 
 @main.command("verify", short_help="Check every byte of PACK; compare every weight with its source.")

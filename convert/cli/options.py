@@ -22,65 +22,49 @@ EVAL_TOKENS = 8192  # of `eval` and `check`, by default
 class EvalOptions:
     """The text on which a pack is measured, and the source that it is compared with. None: the default."""
 
-    against: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--against",
-            metavar="PATH",
-            help="The checkpoint that the pack was made from (as for convert), or a reference of it "
-            "(--keep-reference): measure KL divergence, agreement, and the growth of perplexity.",
-        ),
+    against: str | None = commands.option_field(
+        None,
+        "--against",
+        metavar="PATH",
+        help="The checkpoint that the pack was made from (as for convert), or a reference of it "
+        "(--keep-reference): measure KL divergence, agreement, and the growth of perplexity.",
     )
-    data: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--data",
-            metavar="NAME_OR_FILE",
-            help="The text, as for profile.  [default: the end of our sample, which profiles do not use by default]",
-        ),
+    data: str | None = commands.option_field(
+        None,
+        "--data",
+        metavar="NAME_OR_FILE",
+        help="The text, as for profile.  [default: the end of our sample, which profiles do not use by default]",
     )
     field_name: str | None = field(default=None, metadata=FIELD_OPTION)
-    num_tokens: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--tokens", least=256, metavar="N", help=f"Number of tokens.  [default: {EVAL_TOKENS}]"
-        ),
+    num_tokens: int | None = commands.option_field(
+        None, "--tokens", least=256, metavar="N", help=f"Number of tokens.  [default: {EVAL_TOKENS}]"
     )
-    keep_reference: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--keep-reference",
-            path="folder",
-            metavar="DIR",
-            mark="source",
-            help="Write the source's predictions to DIR; --against DIR then needs no checkpoint. Predictions of the "
-            "same model and text that are there already are used; others are refused.",
-        ),
+    keep_reference: Path | None = commands.option_field(
+        None,
+        "--keep-reference",
+        path="folder",
+        metavar="DIR",
+        mark="source",
+        help="Write the source's predictions to DIR; --against DIR then needs no checkpoint. Predictions of the "
+        "same model and text that are there already are used; others are refused.",
     )
-    tasks: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--tasks",
-            metavar="FILE.jsonl",
-            help="Also answer multiple-choice tasks: a JSON object a line with prompt, choices and answer (the number "
-            "of the right choice, from 0).",
-        ),
+    tasks: Path | None = commands.option_field(
+        None,
+        "--tasks",
+        metavar="FILE.jsonl",
+        help="Also answer multiple-choice tasks: a JSON object a line with prompt, choices and answer (the number "
+        "of the right choice, from 0).",
     )
-    exact: bool = field(
-        default=False,
-        metadata=formats.option(
-            "--exact",
-            mark="source",
-            help="Compute the KL divergence over the whole vocabulary: the source runs together with the pack.",
-        ),
+    exact: bool = commands.option_field(
+        False,
+        "--exact",
+        mark="source",
+        help="Compute the KL divergence over the whole vocabulary: the source runs together with the pack.",
     )
-    prices: bool = field(
-        default=False,
-        metadata=formats.option(
-            "--prices", help="Also measure what more sparsity and moe-run --substitute would cost this pack."
-        ),
+    prices: bool = commands.option_field(
+        False, "--prices", help="Also measure what more sparsity and moe-run --substitute would cost this pack."
     )
-    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print the measurements as JSON."))
+    as_json: bool = commands.option_field(False, "--json", help="Print the measurements as JSON.")
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=runtime.DEVICE_OPTION)
 
     @property

@@ -127,9 +127,7 @@ def _recall_lines(profile: Profile) -> list[str]:
 class MergeOptions:
     """The options of `merge`."""
 
-    output: Path = field(
-        default=Path("profile"), metadata=formats.option("--output", "-o", help="The folder of the merged profile.")
-    )
+    output: Path = commands.option_field(Path("profile"), "--output", "-o", help="The folder of the merged profile.")
 
 
 @click.command("merge")
@@ -160,17 +158,13 @@ def merge_command(profiles: tuple[Path, ...], options: MergeOptions) -> None:
 class ReportOptions:
     """The options of `report`."""
 
-    pack: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--pack",
-            metavar="PACK",
-            help="Also draw the loss of this pack, as moe-pack eval measured it, and the prices of eval --prices.",
-        ),
+    pack: Path | None = commands.option_field(
+        None,
+        "--pack",
+        metavar="PACK",
+        help="Also draw the loss of this pack, as moe-pack eval measured it, and the prices of eval --prices.",
     )
-    output: Path = field(
-        default=Path("report.html"), metadata=formats.option("--output", "-o", path="file", help="The file to write.")
-    )
+    output: Path = commands.option_field(Path("report.html"), "--output", "-o", path="file", help="The file to write.")
 
 
 @click.command("report")
@@ -202,17 +196,13 @@ def report_command(profile: Path, options: ReportOptions) -> None:
 class ImatrixOptions:
     """The options of `imatrix`."""
 
-    output: Path = field(
-        default=Path("imatrix.gguf"), metadata=formats.option("--output", "-o", path="file", help="The file to write.")
-    )
-    against: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--against",
-            metavar="PATH",
-            help="The checkpoint of the profile. It runs once more on the profile's text, and the file also gets the "
-            "matrices of attention, of routers, of shared experts and of layers without experts.",
-        ),
+    output: Path = commands.option_field(Path("imatrix.gguf"), "--output", "-o", path="file", help="The file to write.")
+    against: str | None = commands.option_field(
+        None,
+        "--against",
+        metavar="PATH",
+        help="The checkpoint of the profile. It runs once more on the profile's text, and the file also gets the "
+        "matrices of attention, of routers, of shared experts and of layers without experts.",
     )
 
 
@@ -220,17 +210,14 @@ class ImatrixOptions:
 class ThresholdsOptions:
     """The options of `thresholds`."""
 
-    sparsity: float | None = field(
-        default=None,
-        metadata=formats.option(
-            "--sparsity", metavar="S", help="Share of an expert's neurons that do not run, such as 0.8; at 0 all run."
-        ),
+    sparsity: float | None = commands.option_field(
+        None, "--sparsity", metavar="S", help="Share of an expert's neurons that do not run, such as 0.8; at 0 all run."
     )
-    theta: float | None = field(
-        default=None, metadata=formats.option("--theta", metavar="T", help="One threshold for all experts, as in CORM.")
+    theta: float | None = commands.option_field(
+        None, "--theta", metavar="T", help="One threshold for all experts, as in CORM."
     )
     text: TextOptions = field(default_factory=TextOptions)
-    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print what was measured as JSON."))
+    as_json: bool = commands.option_field(False, "--json", help="Print what was measured as JSON.")
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
 
     @property

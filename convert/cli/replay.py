@@ -79,27 +79,22 @@ class ReplayOptions:
             "--budget", parse=_budgets, metavar="SIZE,...", help="Budgets to replay, such as 1G,512M."
         )
     )
-    policies: tuple[offload.PolicyName, ...] = field(
-        default=_NAMES,
-        metadata=formats.option(
-            "--policy",
-            parse=_policies,
-            default_text="all",
-            metavar="NAME,...",
-            help=f"all, or some of {', '.join(offload.PRESETS)}.",
-        ),
+    policies: tuple[offload.PolicyName, ...] = commands.option_field(
+        _NAMES,
+        "--policy",
+        parse=_policies,
+        default_text="all",
+        metavar="NAME,...",
+        help=f"all, or some of {', '.join(offload.PRESETS)}.",
     )
-    read_rate: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--read-rate",
-            parse=commands.read_size,
-            metavar="SIZE",
-            help="Bytes that the disk reads a second, such as 1.5G: prints the tokens a second if only reads "
-            "take time.",
-        ),
+    read_rate: int | None = commands.option_field(
+        None,
+        "--read-rate",
+        parse=commands.read_size,
+        metavar="SIZE",
+        help="Bytes that the disk reads a second, such as 1.5G: prints the tokens a second if only reads take time.",
     )
-    as_json: bool = field(default=False, metadata=formats.option("--json", help="Print everything as JSON."))
+    as_json: bool = commands.option_field(False, "--json", help="Print everything as JSON.")
 
 
 @click.command("replay")

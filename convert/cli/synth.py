@@ -15,7 +15,7 @@ from moe_pack.calib.quantize import Rotate
 from moe_pack.calib.quantize.options import ROTATE_OPTION
 from moe_pack.convert.cli.options import INTERRUPTED
 from moe_pack.convert.options import NUM_CORES, WORKERS_OPTION, PlanOptions
-from moe_pack.formats.base import cli
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import MODEL
 
@@ -31,71 +31,49 @@ class SynthOptions:
     """The options of `synth`."""
 
     output: Path = field(metadata=formats.option("--output", "-o", help="The pack's folder, new or empty."))
-    layers: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--layers", least=1, metavar="N", help="Only the first N decoder layers.  [default: all]"
-        ),
+    layers: int | None = commands.option_field(
+        None, "--layers", least=1, metavar="N", help="Only the first N decoder layers.  [default: all]"
     )
-    vocab: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--vocab", least=1, metavar="N", help="Only N tokens of the vocabulary.  [default: all]"
-        ),
+    vocab: int | None = commands.option_field(
+        None, "--vocab", least=1, metavar="N", help="Only N tokens of the vocabulary.  [default: all]"
     )
     plan: PlanOptions = field(default_factory=PlanOptions)
-    plan_file: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--plan",
-            path="file",
-            metavar="FILE",
-            help="A plan (moe-pack plan -o): formats and sparsity of each expert, in place of "
-            "--selector to --dense-bits and --sparsity.",
-        ),
+    plan_file: Path | None = commands.option_field(
+        None,
+        "--plan",
+        path="file",
+        metavar="FILE",
+        help="A plan (moe-pack plan -o): formats and sparsity of each expert, in place of "
+        "--selector to --dense-bits and --sparsity.",
     )
     rotate: Rotate = field(default="off", metadata=ROTATE_OPTION)
-    sparsity: float = field(
-        default=0.0, metadata=formats.option("--sparsity", metavar="S", help="Share of neurons that do not run.")
+    sparsity: float = commands.option_field(0.0, "--sparsity", metavar="S", help="Share of neurons that do not run.")
+    skew: float = commands.option_field(
+        0.0,
+        "--skew",
+        metavar="X",
+        help="How uneven the experts' popularity is, from 0 (all alike) to 4: the r-th most popular expert "
+        "of a layer is chosen in proportion to r to the power of -X.",
     )
-    skew: float = field(
-        default=0.0,
-        metadata=formats.option(
-            "--skew",
-            metavar="X",
-            help="How uneven the experts' popularity is, from 0 (all alike) to 4: the r-th most popular expert "
-            "of a layer "
-            "is chosen in proportion to r to the power of -X.",
-        ),
+    path_correlation: float = commands.option_field(
+        0.0,
+        "--path-correlation",
+        metavar="C",
+        help="How well a token's experts in one layer predict those in the next, from 0 (not at all) to 1 (fully).",
     )
-    path_correlation: float = field(
-        default=0.0,
-        metadata=formats.option(
-            "--path-correlation",
-            metavar="C",
-            help="How well a token's experts in one layer predict those in the next, from 0 (not at all) to 1 (fully).",
-        ),
+    profile: Path | None = commands.option_field(
+        None,
+        "--profile",
+        metavar="DIR",
+        help="A profile of the same model (moe-pack profile): experts get its popularity, in place of --skew.",
     )
-    profile: Path | None = field(
-        default=None,
-        metadata=formats.option(
-            "--profile",
-            metavar="DIR",
-            help="A profile of the same model (moe-pack profile): experts get its popularity, in place of --skew.",
-        ),
+    in_memory: bool = commands.option_field(
+        False,
+        "--in-memory",
+        help="Write the pack to a file system in memory (/dev/shm), and make the output a link to it. The "
+        "pack takes memory until you remove it or restart the machine.",
     )
-    in_memory: bool = field(
-        default=False,
-        metadata=formats.option(
-            "--in-memory",
-            help="Write the pack to a file system in memory (/dev/shm), and make the output a link to it. The "
-            "pack takes "
-            "memory until you remove it or restart the machine.",
-        ),
-    )
-    seed: int = field(
-        default=0, metadata=formats.option("--seed", least=0, most=2**63 - 1, help="Seed of the random weights.")
-    )
+    seed: int = commands.option_field(0, "--seed", least=0, most=2**63 - 1, help="Seed of the random weights.")
     workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import click
 
 from moe_pack import formats
 from moe_pack.formats import hub
-from moe_pack.formats.base import cli
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.base.commands import stage_of
 from moe_pack.formats.hub.cli import PACK
 
@@ -26,33 +26,23 @@ _SIDECARS = ("*.json", "*.safetensors")
 class UploadOptions:
     """The options of `upload`."""
 
-    private: bool = field(
-        default=False,
-        metadata=formats.option("--private", help="Create the repository as a private one, if it is new."),
+    private: bool = commands.option_field(
+        False, "--private", help="Create the repository as a private one, if it is new."
     )
-    dry_run: bool = field(
-        default=False,
-        metadata=formats.option("--dry-run", help="Upload nothing: print the files, their bytes and the model card."),
+    dry_run: bool = commands.option_field(
+        False, "--dry-run", help="Upload nothing: print the files, their bytes and the model card."
     )
-    base_model: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--base-model",
-            metavar="NAME",
-            help="The hub id of the checkpoint, for the model card. The license is that which its own page names.",
-        ),
+    base_model: str | None = commands.option_field(
+        None,
+        "--base-model",
+        metavar="NAME",
+        help="The hub id of the checkpoint, for the model card. The license is that which its own page names.",
     )
-    command: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--command", metavar="TEXT", help="The command that made the pack, for the model card."
-        ),
+    command: str | None = commands.option_field(
+        None, "--command", metavar="TEXT", help="The command that made the pack, for the model card."
     )
-    budget: str | None = field(
-        default=None,
-        metadata=formats.option(
-            "--budget", metavar="SIZE", help="A memory in which the pack runs, for the model card, such as 11G."
-        ),
+    budget: str | None = commands.option_field(
+        None, "--budget", metavar="SIZE", help="A memory in which the pack runs, for the model card, such as 11G."
     )
 
 

@@ -41,7 +41,7 @@ class ExportResult:
     # formats, codes: of coded experts, by decoder layer
     formats: dict[int, compressed.CodeFormat] | None = None
     codes: compressed.CodesReport | None = None
-    # Whether the source has all experts of a layer in one tensor, and the export each in its own
+    # Whether the source has all experts of a layer in one tensor, and the export each in its own.
     is_renamed: bool = False
     notes: tuple[str, ...] = ()  # sentences about what the format cannot say
 

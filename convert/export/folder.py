@@ -123,9 +123,8 @@ def write_folder(
         left = sum(shard.layout.num_bytes for shard in missing)
         if left > disk.free_bytes():
             raise formats.ConversionError(
-                f"{folder}: needs {formats.size_text(left)}, but only {formats.size_text(disk.free_bytes())} are "
-                "free; free some "
-                "space, or give a folder on another disk"
+                f"{folder}: needs {formats.size_text(left)}, but only {formats.size_text(disk.free_bytes())} are free; "
+                "free some space, or give a folder on another disk"
             )
         progress.begin(Stage("exporting", total, "B", total - left))
         for shard in missing:

@@ -93,7 +93,7 @@ class _GpuShares:
     select_s: Array  # of the GPU, before the others begin
     gpu_s: Array
     cpu_s: Array  # if nothing is pulled
-    # Records that the link may bring, its usual share of them, and what one takes on the CPU and over the link
+    # Records that the link may bring, its usual share of them, and what one takes on the CPU and over the link.
     lacking: Array
     pulled_share: Array
     cpu_row_s: Array

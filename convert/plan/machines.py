@@ -39,11 +39,11 @@ class Machine:
     disk: runtime.DiskFacts
     link_rate: float | None = None  # from host memory to the GPU; None on the CPU, which fetches from the disk
     ram_bytes: int | None = None  # host memory for a pack; the rest of the pack stays on disk
-    # The same for experts' trellises, by the width of two weights; empty if none was measured
+    # The same for experts' trellises, by the width of two weights; empty if none was measured.
     trellis_rates: tuple[runtime.WidthRate, ...] = ()
     cores: int = 1  # of the CPU; they compute, and they read from the disk
     # The CPU that computes what a GPU lacks; None on a CPU. On a GPU `fixed.miss_s` is for each layer with a call of
-    # the CPU
+    # the CPU.
     host: "Machine | None" = None
 
     def expert_rate(self, part: formats.PartFormat) -> float:

@@ -94,35 +94,29 @@ class Target:
         )
     )
     # `auto` is for `choose_target_device`, whose result all other functions need.
-    device: Device = field(
-        default="auto",
-        metadata=formats.option(
-            "--device",
-            mark="memory",
-            help="Where the pack will run. auto is cuda if this machine has a GPU that can run the model in "
-            "--target-vram, or if an option describes a GPU (--gpu, --link, --ram); else cpu. A line says which, and "
-            "why. cuda does not need a GPU in this machine.",
-        ),
+    device: Device = commands.option_field(
+        "auto",
+        "--device",
+        mark="memory",
+        help="Where the pack will run. auto is cuda if this machine has a GPU that can run the model in "
+        "--target-vram, or if an option describes a GPU (--gpu, --link, --ram); else cpu. A line says which, and "
+        "why. cuda does not need a GPU in this machine.",
     )
-    limit: LossLimit | None = field(
-        default=None,
-        metadata=formats.option(
-            "--max-loss",
-            parse=read_limit,
-            metavar="P%|KL",
-            help="The most that the pack may lose: growth of perplexity in percent, or nats of KL divergence a token.  "
-            f"[default: {USUAL_LIMIT.percent}; with --preset edgemoe {PAPERS_LIMITS['edgemoe'].percent}]",
-        ),
+    limit: LossLimit | None = commands.option_field(
+        None,
+        "--max-loss",
+        parse=read_limit,
+        metavar="P%|KL",
+        help="The most that the pack may lose: growth of perplexity in percent, or nats of KL divergence a token.  "
+        f"[default: {USUAL_LIMIT.percent}; with --preset edgemoe {PAPERS_LIMITS['edgemoe'].percent}]",
     )
-    context_tokens: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--context",
-            least=1,
-            metavar="N",
-            mark="memory",
-            help=f"The key-value cache's size in tokens.  [default: {USUAL_CONTEXT}, or the model's maximum]",
-        ),
+    context_tokens: int | None = commands.option_field(
+        None,
+        "--context",
+        least=1,
+        metavar="N",
+        mark="memory",
+        help=f"The key-value cache's size in tokens.  [default: {USUAL_CONTEXT}, or the model's maximum]",
     )
     gpu: str | None = field(  # this and the next two only on `cuda`
         default=None,
@@ -133,46 +127,38 @@ class Target:
             help=f"The GPU: {', '.join(machines.GPUS)}, or {machines.MEASURE} for this machine's.",
         ),
     )
-    link_rate: float | None = field(
-        default=None,
-        metadata=formats.option(
-            "--link",
-            parse=commands.read_size,
-            metavar="SIZE",
-            mark="gpu",
-            help="Bytes a second from host memory to the GPU, such as 25G.  [default: what moe-pack doctor measured, "
-            "or 16 GB/s]",
-        ),
+    link_rate: float | None = commands.option_field(
+        None,
+        "--link",
+        parse=commands.read_size,
+        metavar="SIZE",
+        mark="gpu",
+        help="Bytes a second from host memory to the GPU, such as 25G.  [default: what moe-pack doctor measured, "
+        "or 16 GB/s]",
     )
-    ram_bytes: int | None = field(
-        default=None,
-        metadata=formats.option(
-            "--ram",
-            parse=commands.read_size,
-            metavar="SIZE",
-            mark="gpu",
-            help="Host memory for experts; if not all of them fit, the CPU reads those that GPU memory lacks from the "
-            "disk.  [default: 75% of this machine's]",
-        ),
+    ram_bytes: int | None = commands.option_field(
+        None,
+        "--ram",
+        parse=commands.read_size,
+        metavar="SIZE",
+        mark="gpu",
+        help="Host memory for experts; if not all of them fit, the CPU reads those that GPU memory lacks from the "
+        "disk.  [default: 75% of this machine's]",
     )
-    search: SearchName = field(
-        default="knapsack",
-        metadata=formats.option(
-            "--search",
-            help="How formats are chosen. knapsack: for each expert by itself, with a bound on what a better choice "
-            "could gain. edgemoe: as that paper does. uniform: all experts alike.",
-        ),
+    search: SearchName = commands.option_field(
+        "knapsack",
+        "--search",
+        help="How formats are chosen. knapsack: for each expert by itself, with a bound on what a better choice "
+        "could gain. edgemoe: as that paper does. uniform: all experts alike.",
     )
-    # A paper's pack in place of a search
-    preset: PresetName | None = field(
-        default=None,
-        metadata=formats.option(
-            "--preset",
-            begins=True,
-            instead=_POLICIES_ALONE,
-            help="A paper's pack in place of a search: nothing in it that the paper does not have, so no rotation "
-            "unless --rotate on.",
-        ),
+    # A paper's pack in place of a search.
+    preset: PresetName | None = commands.option_field(
+        None,
+        "--preset",
+        begins=True,
+        instead=_POLICIES_ALONE,
+        help="A paper's pack in place of a search: nothing in it that the paper does not have, so no rotation "
+        "unless --rotate on.",
     )
     purpose: Purpose = field(
         default="moe-run",

@@ -55,9 +55,9 @@ class Decision:
 
     plan: plans.Plan
     sparsity: NDArray[np.float64]  # float64 [L, E], the share of each expert's neurons that will not run
-    # One threshold for all experts in place of shares (CORM); `sparsity` is then the estimate of what it drops
+    # One threshold for all experts in place of shares (CORM); `sparsity` is then the estimate of what it drops.
     theta: float | None = None
-    # Whether layers are rotated only if `--rotate on` asks for it: in a paper's pack, and in one for vLLM
+    # Whether layers are rotated only if `--rotate on` asks for it: in a paper's pack, and in one for vLLM.
     is_plain: bool = False
 
 

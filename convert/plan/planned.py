@@ -89,7 +89,7 @@ class EstimatedPlan:
     layout: layouts.PackLayout
     loss: float  # nats of KL divergence a token
     # The most that a better choice could save at this plan's prices, as a share of the plan's cost; None if the search
-    # does not know it
+    # does not know it.
     gap: float | None
     speed: SpeedEstimate  # with the division of the memory
 

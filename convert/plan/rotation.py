@@ -20,7 +20,7 @@ class PlanRotation:
     """In which coordinates the layers of a plan are stored."""
 
     vectors: manifests.RotationVectors | None = None  # of the layers that may be rotated; None: of no layer
-    # Whether layers whose formats gain nothing from it, or keep the checkpoint's codes, stay as they are
+    # Whether layers whose formats gain nothing from it, or keep the checkpoint's codes, stay as they are.
     is_fitted: bool = True
 
     @staticmethod

@@ -67,7 +67,7 @@ class TokenEstimate:
 
     policy: offload.PolicyName
     # The share of experts that were resident when the router chose them, without prefetch; on a GPU of the bytes of
-    # selectors and running records
+    # selectors and running records.
     hit_rate: float
     misses: Array  # float64 [L, E], how often the expert is missing for a token
     fetched_bytes: float  # from the disk; on a GPU those that are not resident, which the CPU reads or the link brings
@@ -226,9 +226,9 @@ class RoutingFacts:
     """The facts about routes and predictors that an estimate uses."""
 
     popularity: Floats  # float64 [L, E]
-    # Routes to replay, of text not used for calibration; if None, routes are drawn independently
+    # Routes to replay, of text not used for calibration; if None, routes are drawn independently.
     passes: offload.Passes | None = None
-    # The share of the next layer's experts that the best predictor finds; None if no profile says it
+    # The share of the next layer's experts that the best predictor finds; None if no profile says it.
     recall: float | None = None
     predictor_bytes: int = 0  # host memory of the predictors
 

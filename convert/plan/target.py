@@ -180,8 +180,7 @@ def _gpu_machine(target: options.Target, facts: runtime.MachineFacts | None) -> 
     if target.memory_bytes > gpu.memory_bytes:
         raise formats.RunError(
             f"--target-vram: found {formats.size_text(target.memory_bytes)}, {gpu.name} has "
-            f"{formats.size_text(gpu.memory_bytes)}; "
-            "give less, or another GPU with --gpu"
+            f"{formats.size_text(gpu.memory_bytes)}; give less, or another GPU with --gpu"
         )
     return machines.machine_of_gpu(gpu, _link_rate(target, facts, gpu), _ram_bytes(target), _cpu(target, facts))
 
@@ -232,9 +231,8 @@ def check_budget(target: options.Target, spec: formats.ModelSpec, dense_dtypes: 
     context, least = context_of(target, spec), _least_budget(target, spec, dense_dtypes)
     if target.memory_bytes < least:
         raise formats.RunError(
-            f"--target-vram: {formats.size_text(target.memory_bytes)} is too small; with a context of {context} "
-            "tokens this "
-            f"model needs {formats.size_text(least)}, whatever the loss; give more memory, or a shorter --context"
+            f"--target-vram: {formats.size_text(target.memory_bytes)} is too small; with a context of {context} tokens "
+            f"this model needs {formats.size_text(least)}, whatever the loss; give more memory, or a shorter --context"
         )
 
 

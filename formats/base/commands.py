@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from moe_pack.formats.base.errors import PackError
 
 Work = TypeVar("Work")
-P = ParamSpec("P")
 _KEY = "option"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = ("", "K", "M", "G", "T")
@@ -63,15 +62,9 @@ def option(*flags: str, **fields: Any) -> Mapping[str, Option]:
     return {_KEY: Option(flags, **fields)}
 
 
-def _with_default(make: Callable[P, Mapping[str, Option]]) -> Callable[Concatenate[Any, P], Any]:
-    def option_field(default: Any, /, *arguments: P.args, **details: P.kwargs) -> Any:
-        return dataclasses.field(default=default, metadata=make(*arguments, **details))
-
-    return option_field
-
-
-# Returns a dataclass field with a default, before the arguments of `option`, by which the option sets it.
-option_field = _with_default(option)
+def option_field(default: Any, *flags: str, **fields: Any) -> Any:
+    """Returns a dataclass field with a default, which the option of these arguments sets."""
+    return dataclasses.field(default=default, metadata=option(*flags, **fields))
 
 
 def option_of(field_: "Field[Any]") -> Option | None:

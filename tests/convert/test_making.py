@@ -203,7 +203,7 @@ def test_from_python_a_pack_is_made_as_by_the_command(tmp_path: Path) -> None:
         ({"plan_file": "plan.json", "target_vram": 1 << 30}, "--target-vram makes a plan, which decides this"),
     ):
         with case(fault), pytest.raises(UsageError, match=fault):
-            making.convert(source, tmp_path / "none", **arguments)  # type: ignore[arg-type]  # a union of its arguments
+            making.convert(source, tmp_path / "none", **arguments)
 
 
 def run_command(*arguments: str) -> None:
