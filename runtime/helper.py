@@ -36,6 +36,9 @@ _TEMPLATES_KEPT = 16
 _GRAMMAR_NICENESS = 10
 _STACK_BYTES = 256 << 20  # address space, besides the limit: llguidance follows references by recursion
 _BUSY_SECONDS = 60.0  # that a question may take besides its own, where the machine has other work
+# Codes of a process whose question took too much time, of the signal or of `faulthandler`, or did not get to compute.
+_TOO_LONG: tuple[int, ...] = (-signal.SIGPROF, 1) if sys.platform != "win32" else (1,)
+_TOO_BUSY: tuple[int, ...] = (-signal.SIGALRM,) if sys.platform != "win32" else ()
 
 
 class HelperError(Exception):
@@ -116,13 +119,13 @@ class Helper:
         """Returns whether the answer is a fault, and the answer. Raises: HelperError if there is none."""
         is_new = self._process is None or self._process.poll() is not None
         found = self._exchange(question, seconds)
-        if isinstance(found, int) and not is_new and found not in (*_too_long(), *_too_busy()):
+        if isinstance(found, int) and not is_new and found not in (*_TOO_LONG, *_TOO_BUSY):
             found = self._exchange(question, seconds)  # in a new process
         if not isinstance(found, int):
             return found
-        if found in _too_long():
+        if found in _TOO_LONG:
             raise HelperError(f"it takes longer than {seconds:g} seconds")
-        if found in _too_busy():
+        if found in _TOO_BUSY:
             raise HelperBusyError(f"it has not ended after {seconds + _BUSY_SECONDS:g} seconds; the machine is busy")
         raise HelperError(f"it ended its process with code {found}, perhaps for lack of memory")
 
@@ -167,16 +170,6 @@ class Helper:
 
 
 HELPER = Helper()  # for everything; it starts with the first question
-
-
-def _too_long() -> tuple[int, ...]:
-    """Returns the codes of a process whose question took too much time: of the signal, or of `faulthandler`."""
-    return (-signal.SIGPROF, 1) if sys.platform != "win32" else (1,)
-
-
-def _too_busy() -> tuple[int, ...]:
-    """Returns the codes of a process that did not end its question, and did not compute either."""
-    return (-signal.SIGALRM,) if sys.platform != "win32" else ()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -72,7 +72,7 @@ def build_on_gpu(setup: Setup, choice: DraftChoice, device: torch.device, host: 
         inputs, preset = choose_inputs(setup, run, sharing)
 
         def build(expert_bytes: int, chunk_tokens: int) -> GpuEngine:
-            return GpuEngine(inputs, expert_bytes, setup.context_tokens, chunk_tokens, setup.kv_dtype)
+            return GpuEngine(inputs, expert_bytes, setup.context_tokens, chunk_tokens, run.request.cache_dtype)
 
         def compile_kernels(launch_all: Callable[[], None]) -> None:
             with collected_launches() as jobs:

@@ -16,7 +16,7 @@ where a table names the experts of each token: exactly these are prefetched (Edg
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -32,8 +32,6 @@ from moe_pack.runtime.offload.cache import Array
 if TYPE_CHECKING:
     from moe_pack.runtime.offload import routing_file
     from moe_pack.runtime.offload.paths import PathStatistics
-
-PREDICTION_NAMES: tuple[presets.PredictionName, ...] = get_args(presets.PredictionName)
 
 Scores = NDArray[np.float32]
 MethodName = Literal["popularity", "paths", "router", "mlp", "partial"]
@@ -60,40 +58,26 @@ class PredictionInput:
     named: NDArray[np.int64] | None = None  # [T, k], the predicted layer's experts, where a table names them
 
 
-class Prediction(Protocol):
-    """A prediction of the experts of the next MoE layer from what is known at this one."""
+class Prediction:
+    """A prediction of the experts of the next MoE layer from the input of this one."""
 
     def needs_partial(self, layer_idx: int) -> bool:
         """Returns whether it predicts MoE layer `layer_idx` by `PredictionInput.partial`, which costs an attention."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of its own tensors, besides weights and routing."""
-        ...
+        return False
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         """Returns scores [T, E] of the experts of MoE layer `layer_idx`, 1 or more; a likelier expert has a larger one.
 
         Rank them with `ranked`. None if it cannot predict this layer. The array may be shared: do not change it.
         """
-        ...
+        raise NotImplementedError
 
 
-class _WithoutPartial:
-    """A prediction that uses no partial hidden state."""
-
-    def needs_partial(self, layer_idx: int) -> bool:
-        """Returns False."""
-        return False
-
-
-class PopularityPrediction(_WithoutPartial):
+class PopularityPrediction(Prediction):
     """Predicts the experts that most calibration tokens chose, the same for every token."""
 
     def __init__(self, paths: "PathStatistics") -> None:
         self._counts = paths.popularity.astype(np.float32)
-        self.num_bytes = self._counts.nbytes
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
         """Returns counts of calibration tokens."""
@@ -101,10 +85,8 @@ class PopularityPrediction(_WithoutPartial):
         return np.broadcast_to(row, (len(observed.routes), len(row)))
 
 
-class PathPrediction(_WithoutPartial):
+class PathPrediction(Prediction):
     """Predicts by path statistics from the routes of the two layers before. Source: EdgeMoE §III-C1."""
-
-    num_bytes = 0
 
     def __init__(self, paths: "PathStatistics") -> None:
         self._paths = paths
@@ -114,10 +96,8 @@ class PathPrediction(_WithoutPartial):
         return self._paths.predict(layer_idx, observed.routes)[0]
 
 
-class NextRouterPrediction(_WithoutPartial):
+class NextRouterPrediction(Prediction):
     """Predicts by the next layer's router on the input of the layer before. Source: CORM §4.2."""
-
-    num_bytes = 0
 
     def __init__(self, weights: model.Weights) -> None:
         self._weights = weights
@@ -130,13 +110,11 @@ class NextRouterPrediction(_WithoutPartial):
         return _array(model.router_scores(observed.x, self._weights, layer))
 
 
-class PartialPrediction:
+class PartialPrediction(Prediction):
     """Predicts by the next layer's norm and router on the hidden state without the missing experts.
 
     Source:  importance §5.2 and Fig. 10: the larger the scores of the resident experts, the better the prediction.
     """
-
-    num_bytes = 0
 
     def __init__(self, weights: model.Weights) -> None:
         self._weights = weights
@@ -159,7 +137,7 @@ def _has_table(weights: model.Weights, layer: int) -> bool:
     return layer in weights.spec.router.table_layers
 
 
-class LearnedPrediction(_WithoutPartial):
+class LearnedPrediction(Prediction):
     """Predicts by a network for each layer that has one. Source: FloE §3.3.1."""
 
     def __init__(
@@ -167,7 +145,6 @@ class LearnedPrediction(_WithoutPartial):
     ) -> None:
         """`networks`: by the MoE layer that each predicts."""
         self._networks = {layer_idx: _LoadedNetwork(network, operations) for layer_idx, network in networks.items()}
-        self.num_bytes = sum(network.num_bytes for network in self._networks.values())
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         """Returns the network's logits; None for a layer without one."""
@@ -175,14 +152,12 @@ class LearnedPrediction(_WithoutPartial):
         return None if network is None else network.scores(observed)
 
 
-class BestPrediction:
+class BestPrediction(Prediction):
     """Predicts each layer by its entry in `chosen`, and layers without one by `otherwise`."""
 
     def __init__(self, chosen: Mapping[int, Prediction], otherwise: Prediction) -> None:
         self._chosen = dict(chosen)
         self._otherwise = otherwise
-        predictions = {id(each): each for each in (*self._chosen.values(), otherwise)}  # each once
-        self.num_bytes = sum(each.num_bytes for each in predictions.values())
 
     def needs_partial(self, layer_idx: int) -> bool:
         """Returns whether the layer's prediction does."""
@@ -266,8 +241,6 @@ class _LoadedNetwork:
         self._bias = network.bias
         self._out_weight = None if out_weight is None else model.StoredMatrix(out_weight, operations)
         self._out_bias = network.out_bias
-        tensors = (x_weight, self._by_route, self._bias, out_weight, self._out_bias)
-        self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def scores(self, observed: PredictionInput) -> Scores:
         places = (torch.from_numpy(observed.routes) + self._first_of).flatten(1)  # [T, P, k] -> [T, P k]

@@ -187,11 +187,6 @@ class Predictor:
         """E, of the layer it predicts and of those before."""
         return self.route_weight.shape[2]
 
-    @property
-    def num_parameters(self) -> int:
-        """The number of weights and biases."""
-        return sum(tensor.numel() for tensor in self.arrays().values())
-
     def scores(self, x: Tensor, previous: Tensor) -> Tensor:
         """Returns logits of the next layer's experts, float32 [T, E]; a likelier expert has a larger one.
 

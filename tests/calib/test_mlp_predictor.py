@@ -397,7 +397,7 @@ def test_a_predictor_has_the_parameters_its_shape_says() -> None:
     for shape, num_previous in product([ONE, TWO], [1, 2]):
         with case(shape, num_previous):
             predictor = train(*some_tokens(20, num_previous=num_previous), 6, shape, 0, QUICK)
-            assert predictor.num_parameters == shape.num_parameters(8, 6, num_previous)
+            assert sum(each.numel() for each in predictor.arrays().values()) == shape.num_parameters(8, 6, num_previous)
             assert (predictor.hidden_size, predictor.num_previous, predictor.num_experts) == (8, num_previous, 6)
 
 

@@ -104,4 +104,4 @@ def test_arrays_that_are_no_predictor_are_refused() -> None:
 
 def test_the_smallest_arrays_are_a_predictor() -> None:
     arrays = {"x_weight": zeros(1, 1), "route_weight": zeros(1, 1, 1), "bias": torch.zeros(1)}
-    assert Predictor.from_arrays(arrays, PLACE).num_parameters == 3
+    assert Predictor.from_arrays(arrays, PLACE).num_experts == 1
