@@ -6,7 +6,6 @@ elsewhere, and the device itself reads which token runs and at which position. T
 nothing in between. Importing this needs Triton.
 """
 
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -171,7 +170,7 @@ class TokenLayers:
         routed = Routed.allocate(spec.hidden_size, spec.router, device)
         self.normed, self.router_weights, self._shared_weight = routed.normed, routed.weights, routed.shared_weight
         self.router_logits = floats(len(spec.moe_layers), spec.router.num_experts)
-        self._routed = [replace(routed, logits=logits) for logits in self.router_logits]
+        self._routed = [routed._replace(logits=logits) for logits in self.router_logits]
         shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
         self._hidden = floats(max(spec.dense_intermediate_size or 0, shared))
         self._attention = token_attention(weights, cache, angles)

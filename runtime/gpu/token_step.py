@@ -9,7 +9,7 @@ tokens the host enters records in the tables, and while a token runs it decides 
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
 
@@ -102,7 +102,7 @@ class TokenStep:
         offsets = weights.memory.record_at.dtype
         running = RunningNeurons.allocate(k, f, device, offsets)
         self._totals = torch.zeros((num_layers, k, 4), dtype=torch.int32, device=device)
-        self._running = [replace(running, totals=totals) for totals in self._totals]
+        self._running = [running._replace(totals=totals) for totals in self._totals]
         self._partials, self._pulled_partials = (
             torch.zeros((k, num_partials(k, f, num_sms), d), device=device) for _ in range(2)
         )

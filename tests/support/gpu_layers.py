@@ -150,7 +150,7 @@ def random_running(
 def running_on(running: RunningNeurons, device: torch.device) -> RunningNeurons:
     """A copy on a device."""
     each = ("a", "blocks", "counts", "neurons", "units", "totals")
-    return replace(running, **{name: getattr(running, name).clone().to(device) for name in each})
+    return running._replace(**{name: getattr(running, name).clone().to(device) for name in each})
 
 
 def random_layer(

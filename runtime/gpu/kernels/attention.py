@@ -23,7 +23,6 @@ for each head `nope` rows of W_k, then the rows of W_v. The twin is the latent a
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +31,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats.parts import LatentSpec
+from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.gpu.kernels.rotation import hadamard_stage
-from moe_pack.runtime.gpu.kernels.rows import lookup_for
+from moe_pack.runtime.gpu.kernels.rows import RowPart, lookup_for
 from moe_pack.runtime.model.caches import Angles, RowStorage, block_sizes
 
 
@@ -48,55 +48,63 @@ class QkNorms(NamedTuple):
 
 
 class Entering(NamedTuple):
-    """A token's queries, keys and values before they are normalized and rotated, and what that takes.
+    """A token's queries, keys and values before they are normalized and rotated, and how that is done."""
 
-    `q`, `k`, `v`: float32 [heads * head_dim].   `norms`: of queries and keys, if there are any.   `is_norm_whole`: they
-    norm the whole projection at once, not each head.   `angles`: of all positions, float32 [positions, rotary_dim / 2]
-    each, from `Rope`.
-    """
+    q: Tensor  # float32 [heads * head_dim], as `k` and `v`
+    k: Tensor
+    v: Tensor
+    norms: QkNorms | None  # of queries and keys, if there are any
+    is_norm_whole: bool  # they norm the whole projection at once, not each head
+    angles: Angles  # of all positions, float32 [positions, rotary_dim / 2] each, from `Rope`
+    interleaved: bool
+
+
+class _New(NamedTuple):
+    """A token's queries, keys and values, with the tensors that norm and rotate them, as kernels take them."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     norms: QkNorms | None
-    is_norm_whole: bool
-    angles: Angles
+    angles: tuple[Tensor, Tensor]
+
+
+class _Form(NamedTuple):
+    """The constants by which a head is normed and rotated."""
+
+    width: int
+    half: int  # of the columns that rotate
     interleaved: bool
+    is_norm_whole: bool
+
+
+def _new(entering: Entering, width: int) -> tuple[_New, _Form]:
+    form = _Form(width, entering.angles[0].shape[1], entering.interleaved, entering.is_norm_whole)
+    return _New(entering.q, entering.k, entering.v, entering.norms, tuple(entering.angles)), form
 
 
 @triton.jit
 def _rotated_heads(
-    x_ptr,
-    heads,
-    is_head,
-    norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    eps,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    IS_NORM_WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ALL: tl.constexpr,
+    x_ptr, heads, is_head, norm_ptr, eps, angles, position, NUM_HEADS: tl.constexpr, FORM: tl.constexpr
 ):
-    """Returns some heads, normalized if there is a norm, and rotated: float32 [heads, BLOCK]."""
-    c = tl.arange(0, BLOCK)
-    other = partner(c, HALF, INTERLEAVED)
+    """Returns some heads, normalized if there is a norm, and rotated: float32 [heads, width to a power of two]."""
+    DIM: tl.constexpr = FORM.width
+    c = tl.arange(0, _block_v(DIM))
+    other = partner(c, FORM.half, FORM.interleaved)
     mask, at = is_head[:, None] & (c < DIM)[None, :], heads[:, None] * DIM
     x = tl.load(x_ptr + at + c[None, :], mask=mask, other=0.0)
     x_other = tl.load(x_ptr + at + other[None, :], mask=mask, other=0.0)
     if norm_ptr is not None:
-        if IS_NORM_WHOLE:  # each program sums the whole projection, 16 KiB at most, and saves a launch
-            all_c = tl.arange(0, BLOCK_ALL)
-            whole = tl.load(x_ptr + all_c, mask=all_c < HEADS * DIM, other=0.0)
-            factor = tl.rsqrt(tl.sum(whole * whole) / (HEADS * DIM) + eps)
+        if FORM.is_norm_whole:  # each program sums the whole projection, 16 KiB at most, and saves a launch
+            all_c = tl.arange(0, triton.next_power_of_2(NUM_HEADS * DIM))
+            whole = tl.load(x_ptr + all_c, mask=all_c < NUM_HEADS * DIM, other=0.0)
+            factor = tl.rsqrt(tl.sum(whole * whole) / (NUM_HEADS * DIM) + eps)
         else:
             at, factor = at * 0, tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         x = x * factor * tl.load(norm_ptr + at + c[None, :], mask=mask, other=0.0)
         x_other = x_other * factor * tl.load(norm_ptr + at + other[None, :], mask=mask, other=0.0)
-    return rotate(x, x_other, c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
+    cos_ptr, sin_ptr = angles[0] + position * FORM.half, angles[1] + position * FORM.half
+    return rotate(x, x_other, c, cos_ptr, sin_ptr, FORM.half, FORM.interleaved)
 
 
 @triton.jit
@@ -124,7 +132,7 @@ _USUAL_WIDTH = 128  # keys of other widths are multiplied in pieces, so that reg
 _PIECE = 64
 _PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 _MAX_SPLITS = 64  # more splits cost more time to combine
-_COMBINED = 16  # splits that are read at once
+_COMBINED = tl.constexpr(16)  # splits that are read at once
 
 
 def _interpreted_range(*bounds: Any) -> Iterable[int]:
@@ -140,16 +148,17 @@ def _block_s(width: int) -> int:
     return 32 if width <= _USUAL_WIDTH else 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionWorkspace:
-    """Results of splits before they are combined; allocated once, on the device.
+@triton.constexpr_function
+def _block_v(width: int) -> int:
+    """Returns how many columns of values a tile has."""
+    return max(16, int(triton.next_power_of_2(width)))
 
-    `sums`: float32 [2, splits, heads], the largest score and the sum of powers.   `mixed`: float32 [splits, heads,
-    width], values times powers.
-    """
 
-    sums: Tensor
-    mixed: Tensor
+class AttentionWorkspace(NamedTuple):
+    """Results of splits before they are combined; allocated once, on the device."""
+
+    sums: Tensor  # float32 [2, splits, heads], the largest score and the sum of powers
+    mixed: Tensor  # float32 [splits, heads, width], values times powers
 
     @classmethod
     def allocate(
@@ -161,6 +170,33 @@ class AttentionWorkspace:
         splits = 1 << (most.bit_length() - 1)
         sums = torch.zeros((2, splits, num_heads), device=device)
         return cls(sums, torch.zeros((splits, num_heads, width), device=device))
+
+
+class _Cache(NamedTuple):
+    """A layer's keys and values, as kernels take them."""
+
+    keys: Tensor
+    values: Tensor
+    num_places: int
+
+
+class _Shape(NamedTuple):
+    """The constants of a launch of `attend`."""
+
+    num_heads: int
+    group: int  # query heads that share keys
+    tiles: int  # of these heads
+    width: int
+    value_width: int
+    key_stride: int
+    value_stride: int
+    window: int  # 0: all positions are seen
+    splits: int
+    block_h: int
+    block_s: int
+    block_c: int
+    form: _Form | None  # of the heads of a token that enters
+    coding: "Coding"
 
 
 def attend(
@@ -189,144 +225,89 @@ def attend(
     keys, values = cache
     coding = _coding(rows)
     (num_heads, width), (num_kv_heads, num_places, value_width) = q.shape, values.shape
-    if rows is not None and coding.BITS:
+    new = form = None
+    if coding.BITS:
         value_width = width
-        if entering is not None:
-            _enter_rows(entering, cache, position, coding, q)
-            entering = None
+    if entering is not None:
+        new, form = _new(entering, width)
+        if coding.BITS:
+            _enter_rows_kernel[(num_heads + 2 * num_kv_heads,)](
+                new, position, q, _Cache(keys, values, num_places), num_heads, num_kv_heads, form, coding,
+                num_warps=1, enable_fp_fusion=True,
+            )  # fmt: skip
+            new = form = None
     group, splits = num_heads // num_kv_heads, workspace.sums.shape[1]
-    tiles = -(-group // _BLOCK_H)
     block_c = width if width == _USUAL_WIDTH else min(_PIECE, triton.next_power_of_2(width))
     # The many loads of blocks of odd sizes would spill registers.
     block_s = 16 if coding.BITS and not coding.HAS_WIDE_LOADS else _block_s(value_width)
-    block_v = max(16, triton.next_power_of_2(value_width))
-    norms = entering.norms if entering is not None else None
-    cos, sin = (None, None) if entering is None else entering.angles
-    _attend_kernel[(num_kv_heads * tiles, splits)](
-        q, keys, values, position, sinks, workspace.sums, workspace.mixed, out, num_places, scale,
-        None if entering is None else entering.q, None if entering is None else entering.k,
-        None if entering is None else entering.v, None if norms is None else norms.q,
-        None if norms is None else norms.k, cos, sin, 0.0 if norms is None else norms.eps,
-        num_heads, group, tiles, width, value_width, keys.stride(1), values.stride(1), window or 0, splits,
-        _BLOCK_H, block_s, max(16, block_c), block_v,
-        0 if cos is None else cos.shape[1], entering is not None and entering.interleaved,
-        entering is not None and entering.is_norm_whole, triton.next_power_of_2(num_heads * width), coding,
+    shape = _Shape(
+        num_heads, group, -(-group // _BLOCK_H), width, value_width, keys.stride(1), values.stride(1), window or 0,
+        splits, _BLOCK_H, block_s, max(16, block_c), form, coding,
+    )  # fmt: skip
+    _attend_kernel[(num_kv_heads * shape.tiles, splits)](
+        q, _Cache(keys, values, num_places), position, sinks, workspace, out, new, scale, shape,
         num_warps=4 if width <= _USUAL_WIDTH else 8, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1 or coding.BITS:
+        shape = shape._replace(form=None)  # this kernel is the same for all of them
         _combine_kernel[(num_heads,)](
-            position, sinks, workspace.sums, workspace.mixed, out, num_heads, value_width, window or 0, splits,
-            block_s, _COMBINED, block_v, coding, num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
+            position, sinks, workspace, out, shape, num_warps=4, enable_fp_fusion=True
+        )
 
 
 @triton.jit
-def _seen(position_ptr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+def _seen(position_ptr, SHAPE: tl.constexpr):
     """Returns the first position that is seen, the position after the last, and how many a split takes."""
     stop = tl.load(position_ptr) + 1
     start = stop * 0
-    if WINDOW:
-        start = tl.maximum(stop - WINDOW, 0)
-    share = tl.cdiv(tl.cdiv(stop - start, BLOCK_S), SPLITS) * BLOCK_S
+    if SHAPE.window:
+        start = tl.maximum(stop - SHAPE.window, 0)
+    share = tl.cdiv(tl.cdiv(stop - start, SHAPE.block_s), SHAPE.splits) * SHAPE.block_s
     return start, stop, share
 
 
 @triton.jit
-def _attend_kernel(
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    position_ptr,
-    sinks_ptr,
-    sums_ptr,
-    mixed_ptr,
-    out_ptr,
-    num_places,
-    scale,
-    new_q_ptr,
-    new_k_ptr,
-    new_v_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    eps,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    stride_ks: tl.constexpr,
-    stride_vs: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    IS_NORM_WHOLE: tl.constexpr,
-    BLOCK_ALL: tl.constexpr,
-    CODING: tl.constexpr,
-):
-    kv_head, tile, split = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
+def _attend_kernel(q_ptr, cache, position_ptr, sinks_ptr, workspace, out_ptr, new, scale, SHAPE: tl.constexpr):
+    # A program takes a split of the positions that a tile of heads sees.
+    CODING: tl.constexpr = SHAPE.coding
+    BLOCK_H: tl.constexpr = SHAPE.block_h
+    BLOCK_S: tl.constexpr = SHAPE.block_s
+    BLOCK_V: tl.constexpr = _block_v(SHAPE.value_width)
+    kv_head, tile, split = tl.program_id(0) // SHAPE.tiles, tl.program_id(0) % SHAPE.tiles, tl.program_id(1)
     in_group = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-    is_head = in_group < GROUP
-    heads = kv_head * GROUP + in_group
-    start, stop, share = _seen(position_ptr, WINDOW, SPLITS, BLOCK_S)
+    is_head = in_group < SHAPE.group
+    heads = kv_head * SHAPE.group + in_group
+    start, stop, share = _seen(position_ptr, SHAPE)
     begin = start + split * share
     if begin >= stop:
         return
     end = tl.minimum(begin + share, stop)
     cv = tl.arange(0, BLOCK_V)
-    first = kv_head.to(tl.int64) * num_places
-    if new_q_ptr is not None:  # the cache's values have the keys' width
-        cos_ptr += (stop - 1).to(tl.int64) * HALF
-        sin_ptr += (stop - 1).to(tl.int64) * HALF
-        # Every split of these heads writes the same values, and reads those that it wrote.
-        new_q = _rotated_heads(
-            new_q_ptr, heads, is_head, q_norm_ptr, cos_ptr, sin_ptr, eps, HEADS, WIDTH, HALF, INTERLEAVED,
-            IS_NORM_WHOLE, BLOCK_V, BLOCK_ALL,
-        )  # fmt: skip
-        is_value = (cv < WIDTH)[None, :]
-        tl.store(q_ptr + heads[:, None] * WIDTH + cv[None, :], new_q, mask=is_head[:, None] & is_value)
-        if end == stop:
-            one = kv_head + tl.zeros([1], tl.int32)
-            new_k = _rotated_heads(
-                new_k_ptr, one, one >= 0, k_norm_ptr, cos_ptr, sin_ptr, eps, HEADS // GROUP, WIDTH, HALF, INTERLEAVED,
-                IS_NORM_WHOLE, BLOCK_V, BLOCK_ALL,
-            )  # fmt: skip
-            last = first + (stop - 1) % num_places
-            tl.store(keys_ptr + last * stride_ks + cv[None, :], new_k, mask=is_value)
-            new_v = tl.load(new_v_ptr + kv_head * WIDTH + cv, mask=cv < WIDTH)
-            tl.store(values_ptr + last * stride_vs + cv, new_v, mask=cv < WIDTH)
+    first = kv_head.to(tl.int64) * cache.num_places
+    # The split with the last position also enters the token's key and value.
+    if SHAPE.form is not None:
+        _enter(q_ptr, cache, new, heads, is_head, kv_head, stop - 1, end == stop, SHAPE)
         tl.debug_barrier()  # other threads wrote what is read below
-    before = begin - begin % num_places  # the positions cross the ring's end once at most
+    before = begin - begin % cache.num_places  # the positions cross the ring's end once at most
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
     for tile_begin in _range(begin, end, BLOCK_S):
+        # Multiplies a tile's keys, a piece of their columns at a time.
         s = tile_begin + tl.arange(0, BLOCK_S)
         is_seen = s < end
         place = s - before
-        place = first + tl.where(place < num_places, place, place - num_places)
-        k_rows = keys_ptr + place * stride_ks
-        v_rows = values_ptr + place * stride_vs
+        place = first + tl.where(place < cache.num_places, place, place - cache.num_places)
         scores = tl.zeros([BLOCK_H, BLOCK_S], tl.float32)
-        for c_begin in range(0, WIDTH, BLOCK_C):
-            c = c_begin + tl.arange(0, BLOCK_C)
-            is_c = c < WIDTH
-            q = tl.load(q_ptr + heads[:, None] * WIDTH + c[None, :], mask=is_head[:, None] & is_c[None, :], other=0.0)
-            if CODING.BITS and CODING.HAS_WIDE_LOADS:
-                k = _load_blocks(k_rows, is_seen, c_begin, BLOCK_C, CODING)
-            else:
-                k = _load_values(k_rows, c, is_seen[:, None] & is_c[None, :], CODING)
+        for c_begin in range(0, SHAPE.width, SHAPE.block_c):
+            c = c_begin + tl.arange(0, SHAPE.block_c)
+            is_q = is_head[:, None] & (c < SHAPE.width)[None, :]
+            q = tl.load(q_ptr + heads[:, None] * SHAPE.width + c[None, :], mask=is_q, other=0.0)
+            k = _load_columns(cache.keys + place * SHAPE.key_stride, is_seen, c_begin, SHAPE.width, SHAPE.block_c,
+                              CODING)  # fmt: skip
             scores = tl.dot(q, tl.trans(k), scores, input_precision="tf32x3")
-        if CODING.BITS and CODING.HAS_WIDE_LOADS:
-            v = _load_blocks(v_rows, is_seen, 0, BLOCK_V, CODING)
-        else:
-            v = _load_values(v_rows, cv, is_seen[:, None] & (cv < VALUE_WIDTH)[None, :], CODING)
+        # Adds its values, times powers of the scores; the sums shrink where a score is the largest so far.
+        v = _load_columns(cache.values + place * SHAPE.value_stride, is_seen, 0, SHAPE.value_width, BLOCK_V, CODING)
         scores = tl.where(is_seen[None, :], scores * scale, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         powers = tl.exp(scores - new_top[:, None])
@@ -334,44 +315,60 @@ def _attend_kernel(
         total = total * shrink + tl.sum(powers, 1)
         mixed = tl.dot(powers, v, mixed * shrink[:, None], input_precision="tf32x3")
         top = new_top
-    stored = is_head[:, None] & (cv < VALUE_WIDTH)[None, :]
-    if SPLITS == 1 and CODING.BITS == 0:
+    # A single split ends here; several are combined by a launch of their own.
+    stored = is_head[:, None] & (cv < SHAPE.value_width)[None, :]
+    if SHAPE.splits == 1 and CODING.BITS == 0:
         if sinks_ptr is not None:
             sinks = tl.load(sinks_ptr + heads, mask=is_head, other=0.0)
             new_top = tl.maximum(top, sinks)
             shrink = tl.exp(top - new_top)
             total = total * shrink + tl.exp(sinks - new_top)
             mixed *= shrink[:, None]
-        tl.store(out_ptr + heads[:, None] * VALUE_WIDTH + cv[None, :], mixed / total[:, None], mask=stored)
+        places = heads[:, None] * SHAPE.value_width + cv[None, :]
+        tl.store(out_ptr + places, mixed / total[:, None], mask=stored)
     else:
-        places = split * HEADS + heads
-        tl.store(sums_ptr + places, top, mask=is_head)
-        tl.store(sums_ptr + SPLITS * HEADS + places, total, mask=is_head)
-        tl.store(mixed_ptr + places[:, None] * VALUE_WIDTH + cv[None, :], mixed, mask=stored)
+        place = split * SHAPE.num_heads + heads
+        tl.store(workspace.sums + place, top, mask=is_head)
+        tl.store(workspace.sums + SHAPE.splits * SHAPE.num_heads + place, total, mask=is_head)
+        tl.store(workspace.mixed + place[:, None] * SHAPE.value_width + cv[None, :], mixed, mask=stored)
 
 
 @triton.jit
-def _combine_kernel(
-    position_ptr,
-    sinks_ptr,
-    sums_ptr,
-    mixed_ptr,
-    out_ptr,
-    HEADS: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    COMBINED: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    CODING: tl.constexpr,
-):
+def _enter(q_ptr, cache, new, heads, is_head, kv_head, position, is_last, SHAPE: tl.constexpr):
+    """Writes a tile's rotated queries; if `is_last` the token's key and value too."""
+    FORM: tl.constexpr = SHAPE.form
+    WIDTH: tl.constexpr = SHAPE.width
+    c = tl.arange(0, _block_v(WIDTH))
+    is_value = (c < WIDTH)[None, :]
+    q_norm_ptr, k_norm_ptr, eps = None, None, 0.0
+    if new.norms is not None:
+        q_norm_ptr, k_norm_ptr, eps = new.norms
+    # Every split of these heads writes the same queries, and reads those that it wrote.
+    at = position.to(tl.int64)
+    q = _rotated_heads(new.q, heads, is_head, q_norm_ptr, eps, new.angles, at, SHAPE.num_heads, FORM)
+    tl.store(q_ptr + heads[:, None] * WIDTH + c[None, :], q, mask=is_head[:, None] & is_value)
+    if is_last:
+        one = kv_head + tl.zeros([1], tl.int32)
+        NUM_KV_HEADS: tl.constexpr = SHAPE.num_heads // SHAPE.group
+        k = _rotated_heads(new.k, one, one >= 0, k_norm_ptr, eps, new.angles, at, NUM_KV_HEADS, FORM)
+        place = kv_head.to(tl.int64) * cache.num_places + position % cache.num_places
+        tl.store(cache.keys + place * SHAPE.key_stride + c[None, :], k, mask=is_value)
+        v = tl.load(new.v + kv_head * WIDTH + c, mask=c < WIDTH)
+        tl.store(cache.values + place * SHAPE.value_stride + c, v, mask=c < WIDTH)
+
+
+@triton.jit
+def _combine_kernel(position_ptr, sinks_ptr, workspace, out_ptr, SHAPE: tl.constexpr):
+    CODING: tl.constexpr = SHAPE.coding
+    HEADS: tl.constexpr = SHAPE.num_heads
+    WIDTH: tl.constexpr = SHAPE.value_width
     head = tl.program_id(0)
-    start, stop, share = _seen(position_ptr, WINDOW, SPLITS, BLOCK_S)
+    start, stop, share = _seen(position_ptr, SHAPE)
     used = tl.cdiv(stop - start, share)  # the other splits wrote nothing
-    splits = tl.arange(0, SPLITS)
-    tops = tl.load(sums_ptr + splits * HEADS + head, mask=splits < used, other=-float("inf"))
-    totals = tl.load(sums_ptr + (SPLITS + splits) * HEADS + head, mask=splits < used, other=0.0)
+    # The largest score of all splits and of the sink, and the sum of all powers.
+    splits = tl.arange(0, SHAPE.splits)
+    tops = tl.load(workspace.sums + splits * HEADS + head, mask=splits < used, other=-float("inf"))
+    totals = tl.load(workspace.sums + (SHAPE.splits + splits) * HEADS + head, mask=splits < used, other=0.0)
     top = tl.max(tops)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head)
@@ -379,40 +376,39 @@ def _combine_kernel(
     total = tl.sum(tl.exp(tops - top) * totals)
     if sinks_ptr is not None:
         total += tl.exp(sink - top)
-    cv = tl.arange(0, BLOCK_V)
-    y = tl.zeros([BLOCK_V], tl.float32)
-    for first in _range(0, used, COMBINED):
-        split = first + tl.arange(0, COMBINED)
-        powers = tl.exp(tl.load(sums_ptr + split * HEADS + head, mask=split < used, other=-float("inf")) - top)
-        places = (split * HEADS + head)[:, None] * VALUE_WIDTH + cv[None, :]
-        mixed = tl.load(mixed_ptr + places, mask=(split < used)[:, None] & (cv < VALUE_WIDTH)[None, :], other=0.0)
+    # Adds the splits' mixes, some at a time.
+    cv = tl.arange(0, _block_v(WIDTH))
+    y = tl.zeros(cv.shape, tl.float32)
+    for first in _range(0, used, _COMBINED):
+        split = first + tl.arange(0, _COMBINED)
+        tops = tl.load(workspace.sums + split * HEADS + head, mask=split < used, other=-float("inf"))
+        powers = tl.exp(tops - top)
+        places = (split * HEADS + head)[:, None] * WIDTH + cv[None, :]
+        mixed = tl.load(workspace.mixed + places, mask=(split < used)[:, None] & (cv < WIDTH)[None, :], other=0.0)
         y += tl.sum(mixed * powers[:, None], 0)
     y /= total
+    # Values of codes are rotated: their sum is rotated back.
     if CODING.BITS:
         y = _hadamard(y, CODING) * _signs(cv)
-    tl.store(out_ptr + head * VALUE_WIDTH + cv, y, mask=cv < VALUE_WIDTH)
+    tl.store(out_ptr + head * WIDTH + cv, y, mask=cv < WIDTH)
 
 
 # ---- rows of codes --------------------------------------------------------------------------------------------------
 
 
 class Coding(NamedTuple):
-    """How rows of a cache are codes; the names are those of kernels' constants.
+    """How rows of a cache are codes; the names are those of kernels' constants."""
 
-    `BITS`: of a code; 0: rows are plain values.   `BLOCKS`, `EACH`: of a row, and values of a block.   `CODE_BYTES`: of
-    a row's codes.   `ROW_BYTES`: of a row.   `HAS_WIDE_LOADS`: whether blocks are loaded whole, with a load for each
-    scale: those of a power of two of values, except in long rows of 4 bits.   `STAGES`: of the Hadamard transform of a
-    piece; `FACTOR`: its factor.
-    """
-
-    BITS: int
-    BLOCKS: int = 0
-    EACH: int = 1
-    CODE_BYTES: int = 0
+    BITS: int  # of a code; 0: rows are plain values
+    BLOCKS: int = 0  # of a row
+    EACH: int = 1  # values of a block
+    CODE_BYTES: int = 0  # of a row's codes
     ROW_BYTES: int = 0
+    # Whether blocks are loaded whole, with a load for each scale: those of a power of two of values, except in long
+    # rows of 4 bits.
     HAS_WIDE_LOADS: bool = False
-    STAGES: int = 0
-    FACTOR: float = 1.0
+    STAGES: int = 0  # of the Hadamard transform of a piece
+    FACTOR: float = 1.0  # of that transform
 
 
 def _coding(rows: RowStorage | None) -> Coding:
@@ -428,70 +424,41 @@ def _coding(rows: RowStorage | None) -> Coding:
     return Coding(bits, blocks, each, code_bytes, rows.row_bytes, has_wide_loads, stages, float(piece**-0.5))
 
 
-def _enter_rows(entering: Entering, cache: tuple[Tensor, Tensor], position: Tensor, coding: Coding, q: Tensor) -> None:
-    """Writes a token's rotated queries to `q`, and its key and value as codes to a cache."""
-    (num_heads, width), (keys, values), norms, (cos, sin) = q.shape, cache, entering.norms, entering.angles
-    num_kv_heads, num_places, _ = keys.shape
-    _enter_rows_kernel[(num_heads + 2 * num_kv_heads,)](
-        entering.q, entering.k, entering.v, None if norms is None else norms.q, None if norms is None else norms.k,
-        cos, sin, 0.0 if norms is None else norms.eps, position, q, keys, values, num_places, num_heads, num_kv_heads,
-        width, cos.shape[1], entering.interleaved, entering.is_norm_whole, triton.next_power_of_2(width),
-        triton.next_power_of_2(num_heads * width), coding,
-        num_warps=1, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
 @triton.jit
 def _enter_rows_kernel(
-    new_q_ptr,
-    new_k_ptr,
-    new_v_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    eps,
+    new,
     position_ptr,
     q_ptr,
-    keys_ptr,
-    values_ptr,
-    num_places,
+    cache,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    IS_NORM_WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ALL: tl.constexpr,
+    FORM: tl.constexpr,
     CODING: tl.constexpr,
 ):
+    # A program takes a head: of the queries, then of the keys, then of the values.
+    WIDTH: tl.constexpr = FORM.width
     number = tl.program_id(0)
     position = tl.load(position_ptr).to(tl.int64)
-    cos_ptr += position * HALF
-    sin_ptr += position * HALF
-    c = tl.arange(0, BLOCK)
+    c = tl.arange(0, _block_v(WIDTH))
+    q_norm_ptr, k_norm_ptr, eps = None, None, 0.0
+    if new.norms is not None:
+        q_norm_ptr, k_norm_ptr, eps = new.norms
     if number < HEADS:
+        # Queries are rotated as the cache's rows are, so that products are those of plain keys.
         one = number + tl.zeros([1], tl.int32)
-        q = _rotated_heads(
-            new_q_ptr, one, one >= 0, q_norm_ptr, cos_ptr, sin_ptr, eps, HEADS, WIDTH, HALF, INTERLEAVED,
-            IS_NORM_WHOLE, BLOCK, BLOCK_ALL,
-        )  # fmt: skip
-        turned = _hadamard(tl.reshape(q, [BLOCK]) * _signs(c), CODING)
+        q = _rotated_heads(new.q, one, one >= 0, q_norm_ptr, eps, new.angles, position, HEADS, FORM)
+        turned = _hadamard(tl.reshape(q, c.shape) * _signs(c), CODING)
         tl.store(q_ptr + number * WIDTH + c, turned, mask=c < WIDTH)
     else:
         kv_head = (number - HEADS) % KV_HEADS
-        row = (kv_head.to(tl.int64) * num_places + position % num_places) * CODING.ROW_BYTES
+        row = (kv_head.to(tl.int64) * cache.num_places + position % cache.num_places) * CODING.ROW_BYTES
         if number < HEADS + KV_HEADS:
             one = kv_head + tl.zeros([1], tl.int32)
-            k = _rotated_heads(
-                new_k_ptr, one, one >= 0, k_norm_ptr, cos_ptr, sin_ptr, eps, KV_HEADS, WIDTH, HALF, INTERLEAVED,
-                IS_NORM_WHOLE, BLOCK, BLOCK_ALL,
-            )  # fmt: skip
-            _store_codes(keys_ptr + row, tl.reshape(k, [BLOCK]), c, CODING)
+            k = _rotated_heads(new.k, one, one >= 0, k_norm_ptr, eps, new.angles, position, KV_HEADS, FORM)
+            _store_codes(cache.keys + row, tl.reshape(k, c.shape), c, CODING)
         else:
-            v = tl.load(new_v_ptr + kv_head * WIDTH + c, mask=c < WIDTH, other=0.0)
-            _store_codes(values_ptr + row, v, c, CODING)
+            v = tl.load(new.v + kv_head * WIDTH + c, mask=c < WIDTH, other=0.0)
+            _store_codes(cache.values + row, v, c, CODING)
 
 
 @triton.jit
@@ -514,10 +481,12 @@ def _hadamard(x, CODING: tl.constexpr):
 @triton.jit
 def _store_codes(row_ptr, x, c, CODING: tl.constexpr):
     """Writes a row of values, float32 [BLOCK] with zeros behind them; one that is not finite makes all of them NaN."""
+    # Signs and the transform make values of a row alike in size.
     y = _hadamard(x * _signs(c), CODING)
     nan_or_zero = tl.sum(y * 0.0)  # a maximum leaves NaNs out
     block, in_block = c // CODING.EACH, c % CODING.EACH
     halves_ptr = (row_ptr + CODING.CODE_BYTES).to(tl.pointer_type(tl.float16))
+    # Stores each block's scale, and with 4 bits its least value, as float16; codes are made by what was stored.
     scales, minima = y * 0.0, y * 0.0
     BLOCKS: tl.constexpr = CODING.BLOCKS
     for b in tl.static_range(BLOCKS):
@@ -532,6 +501,7 @@ def _store_codes(row_ptr, x, c, CODING: tl.constexpr):
             minima = tl.where(own, least.to(tl.float32), minima)
         tl.store(halves_ptr + b, scale)
         scales = tl.where(own, scale.to(tl.float32), scales)
+    # Stores the codes; with 4 bits, those of a block's second half stand in the upper halves of its bytes.
     steps = (y - minima) * tl.div_rn(1.0, tl.where(scales > 0, scales, 1.0))
     codes = _rounded(tl.where(scales > 0, steps, 0.0))
     is_stored = c < BLOCKS * CODING.EACH
@@ -550,6 +520,17 @@ def _store_codes(row_ptr, x, c, CODING: tl.constexpr):
 def _rounded(x):
     """Returns whole numbers, the nearest to values below 2^22, even ones for halves."""
     return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _load_columns(rows_ptr, is_row, begin, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CODING: tl.constexpr):
+    """Returns `COLUMNS` columns of rows from `begin` on, zeros past the row: float32 [rows, COLUMNS]."""
+    if CODING.BITS and CODING.HAS_WIDE_LOADS:
+        values = _load_blocks(rows_ptr, is_row, begin, COLUMNS, CODING)
+    else:
+        c = begin + tl.arange(0, COLUMNS)
+        values = _load_values(rows_ptr, c, is_row[:, None] & (c < WIDTH)[None, :], CODING)
+    return values
 
 
 @triton.jit
@@ -597,7 +578,25 @@ def _load_blocks(rows_ptr, is_row, begin, COLUMNS: tl.constexpr, CODING: tl.cons
 
 # ---- latent attention ------------------------------------------------------------------------------------------------
 
-_ROWS = 16  # rows that are read at once
+_ROWS = tl.constexpr(16)  # rows that are read at once
+
+
+class _LatentShape(NamedTuple):
+    """The constants of latent attention's kernels."""
+
+    num_heads: int
+    nope: int
+    v: int
+    rank: int
+    rope: int
+    interleaved: bool
+    part: RowPart  # of `kv_b`
+    units: int  # of its rows
+
+
+def _latent_shape(spec: LatentSpec, kv_b: StoredRows, interleaved: bool = False) -> _LatentShape:
+    sizes = (spec.num_heads, spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank, spec.qk_rope_head_dim)
+    return _LatentShape(*sizes, interleaved, kv_b.part, kv_b.row_units)
 
 
 def enter_latent(
@@ -621,14 +620,9 @@ def enter_latent(
              keys: float32 or bfloat16 [1, context, rank + rope], contiguous.
     """
     q, kv = projected
-    cos, sin = angles
-    stored, part = kv_b.raw, kv_b.part
-    rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     _enter_latent_kernel[(spec.num_heads + 1,)](
-        q, kv, norm, cos, sin, position, stored, moved, keys, lookup_for(q.device, part), spec.lora_norm_eps,
-        spec.num_heads, spec.qk_nope_head_dim, spec.v_head_dim, rank, rope, cos.shape[1], interleaved,
-        kv_b.row_units, part, part.num_words, _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
-        num_warps=4, enable_fp_fusion=True,
+        q, kv, Norm(norm, None, spec.lora_norm_eps), tuple(angles), position, kv_b.raw, moved, keys,
+        lookup_for(q.device, kv_b.part), _latent_shape(spec, kv_b, interleaved), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -637,93 +631,70 @@ def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: StoredRows, out: Tensor)
 
     Args:    mixed: float32 [num_heads, rank], from `attend`.   out: float32 [num_heads * v].
     """
-    stored, part = kv_b.raw, kv_b.part
-    _leave_latent_kernel[(spec.num_heads, triton.cdiv(spec.v_head_dim, _ROWS))](
-        mixed, stored, out, lookup_for(mixed.device, part), spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank,
-        kv_b.row_units, part, part.num_words, _ROWS, num_warps=4, enable_fp_fusion=True,
+    _leave_latent_kernel[(spec.num_heads, triton.cdiv(spec.v_head_dim, _ROWS.value))](
+        mixed, kv_b.raw, out, lookup_for(mixed.device, kv_b.part), _latent_shape(spec, kv_b),
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @triton.jit
 def _enter_latent_kernel(
-    q_ptr,
-    kv_ptr,
-    norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    kv_b_ptr,
-    moved_ptr,
-    keys_ptr,
-    lookup_ptr,
-    eps,
-    HEADS: tl.constexpr,
-    NOPE: tl.constexpr,
-    V: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    UNITS: tl.constexpr,
-    PART: tl.constexpr,
-    NW: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
+    q_ptr, kv_ptr, norm, angles, position_ptr, kv_b_ptr, moved_ptr, keys_ptr, lookup_ptr, SHAPE: tl.constexpr
 ):
+    PART: tl.constexpr = SHAPE.part
+    RANK: tl.constexpr = SHAPE.rank
+    ROPE: tl.constexpr = SHAPE.rope
+    HALF: tl.constexpr = ROPE // 2
     head = tl.program_id(0)
     position = tl.load(position_ptr).to(tl.int64)
-    cos_ptr += position * HALF
-    sin_ptr += position * HALF
-    c = tl.arange(0, BLOCK_ROPE)
-    other = partner(c, HALF, INTERLEAVED)
-    if head < HEADS:
-        q_ptr += head * (NOPE + ROPE)
+    cos_ptr, sin_ptr = angles[0] + position * HALF, angles[1] + position * HALF
+    c = tl.arange(0, triton.next_power_of_2(ROPE))
+    if head < SHAPE.num_heads:
+        # A head's query moves into the latent's space: its values times the rows of W_k.
+        q_ptr += head * (SHAPE.nope + ROPE)
         moved_ptr += head * (RANK + ROPE)
-        y, less, y_high = zero_part(PART, NW)
-        for begin in range(0, NOPE, ROWS):
-            row = begin + tl.arange(0, ROWS)
-            live = row < NOPE
-            units = (head * (NOPE + V) + row).to(tl.int64) * UNITS
+        sums = zero_part(PART)
+        for begin in range(0, SHAPE.nope, _ROWS):
+            row = begin + tl.arange(0, _ROWS)
+            live = row < SHAPE.nope
+            units = (head * (SHAPE.nope + SHAPE.v) + row).to(tl.int64) * SHAPE.units
             weights = tl.load(q_ptr + row, mask=live, other=0.0)
-            codes = load_part(kv_b_ptr, units, live, PART, NW)
-            y, less, y_high = add_part(y, less, y_high, kv_b_ptr, units, live, codes, weights, lookup_ptr, PART, NW)
-        store_part(moved_ptr, y, less, y_high, PART, NW)
-        x_ptr, out_ptr = q_ptr + NOPE, moved_ptr + RANK
-        x = tl.load(x_ptr + c, mask=c < ROPE, other=0.0)
-        x = rotate(x, tl.load(x_ptr + other, mask=c < ROPE, other=0.0), c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
-        tl.store(out_ptr + c, x, mask=c < ROPE)
+            codes = load_part(kv_b_ptr, units, live, PART)
+            sums = add_part(sums, kv_b_ptr, units, live, codes, weights, lookup_ptr, PART)
+        store_part(moved_ptr, sums, PART)
+        x = _rotated_part(q_ptr + SHAPE.nope, c, cos_ptr, sin_ptr, SHAPE)
+        tl.store(moved_ptr + RANK + c, x, mask=c < ROPE)
     else:
+        # The last program writes the token's latent, normed, and its key to the cache.
         keys_ptr += position * (RANK + ROPE)
-        all_c = tl.arange(0, BLOCK)
+        all_c = tl.arange(0, triton.next_power_of_2(RANK))
         latent = tl.load(kv_ptr + all_c, mask=all_c < RANK, other=0.0)
-        weight = tl.load(norm_ptr + all_c, mask=all_c < RANK, other=0.0)
-        latent = latent * tl.rsqrt(tl.sum(latent * latent) / RANK + eps) * weight
+        weight = tl.load(norm.weight + all_c, mask=all_c < RANK, other=0.0)
+        latent = latent * tl.rsqrt(tl.sum(latent * latent) / RANK + norm.eps) * weight
         tl.store(keys_ptr + all_c, latent, mask=all_c < RANK)
-        x = tl.load(kv_ptr + RANK + c, mask=c < ROPE, other=0.0)
-        x = rotate(x, tl.load(kv_ptr + RANK + other, mask=c < ROPE, other=0.0), c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
+        x = _rotated_part(kv_ptr + RANK, c, cos_ptr, sin_ptr, SHAPE)
         tl.store(keys_ptr + RANK + c, x, mask=c < ROPE)
 
 
 @triton.jit
-def _leave_latent_kernel(
-    mixed_ptr,
-    kv_b_ptr,
-    out_ptr,
-    lookup_ptr,
-    NOPE: tl.constexpr,
-    V: tl.constexpr,
-    RANK: tl.constexpr,
-    UNITS: tl.constexpr,
-    PART: tl.constexpr,
-    NW: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _rotated_part(x_ptr, c, cos_ptr, sin_ptr, SHAPE: tl.constexpr):
+    """Returns the columns of a query or a key that rotate, rotated: float32 as `c`."""
+    HALF: tl.constexpr = SHAPE.rope // 2
+    mask = c < SHAPE.rope
+    x = tl.load(x_ptr + c, mask=mask, other=0.0)
+    x_other = tl.load(x_ptr + partner(c, HALF, SHAPE.interleaved), mask=mask, other=0.0)
+    return rotate(x, x_other, c, cos_ptr, sin_ptr, HALF, SHAPE.interleaved)
+
+
+@triton.jit
+def _leave_latent_kernel(mixed_ptr, kv_b_ptr, out_ptr, lookup_ptr, SHAPE: tl.constexpr):
+    # A program multiplies some rows of a head's W_v with the head's mix of latents.
+    PART: tl.constexpr = SHAPE.part
     head = tl.program_id(0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    live = row < V
-    units = (head * (NOPE + V) + NOPE + row).to(tl.int64) * UNITS
-    x, x_sums, x_high = load_x_part(mixed_ptr + head * RANK, PART, NW)
-    codes = load_part(kv_b_ptr, units, live, PART, NW)
-    y = dot_part(kv_b_ptr, units, live, codes, x, x_sums, x_high, lookup_ptr, PART, NW)
-    tl.store(out_ptr + head * V + row, y, mask=live)
+    row = tl.program_id(1) * _ROWS + tl.arange(0, _ROWS)
+    live = row < SHAPE.v
+    units = (head * (SHAPE.nope + SHAPE.v) + SHAPE.nope + row).to(tl.int64) * SHAPE.units
+    x = load_x_part(mixed_ptr + head * SHAPE.rank, PART)
+    codes = load_part(kv_b_ptr, units, live, PART)
+    y = dot_part(kv_b_ptr, units, live, codes, x, lookup_ptr, PART)
+    tl.store(out_ptr + head * SHAPE.v + row, y, mask=live)

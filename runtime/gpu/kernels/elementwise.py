@@ -45,56 +45,41 @@ NORM_WARPS = 8  # 32 values a thread of the widest hidden states, 8,192
 
 
 class Norm(NamedTuple):
-    """A norm with its weights: `x / rms(x) * weight`; with a bias `(x - mean) / deviation * weight + bias`.
+    """A norm with its weights: `x / rms(x) * weight`; with a bias `(x - mean) / deviation * weight + bias`."""
 
-    `weight`, `bias`: float32 [d]; the bias is None for an rms norm.   `eps`: added to the mean square.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
+    weight: Tensor  # float32 [d]
+    bias: Tensor | None  # likewise; None for an rms norm
+    eps: float  # added to the mean square
 
 
 def norm(x: Tensor, by: Norm, out: Tensor) -> None:
-    """Writes `x`, normalized, to `out`, which may be `x`.
-
-    Args:    x, out: float32 [d] or [T, d], contiguous.
-    """
+    """Writes `x`, normalized, to `out`, which may be `x`: float32 [d] or [T, d], contiguous."""
     d = x.shape[-1]
-    _norm_kernel[(x.numel() // d,)](
-        x,
-        by.weight,
-        by.bias,
-        out,
-        by.eps,
-        d,
-        triton.next_power_of_2(d),
-        num_warps=NORM_WARPS,
-        enable_fp_fusion=True,
-    )
+    _norm_kernel[(x.numel() // d,)](x, by, out, d, num_warps=NORM_WARPS, enable_fp_fusion=True)
 
 
 @triton.jit
-def _norm_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(x_ptr, norm, out_ptr, D: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * D
-    normalize(x_ptr + row, weight_ptr, bias_ptr, out_ptr + row, eps, D, BLOCK)
+    normalize(x_ptr + row, norm, out_ptr + row, D)
 
 
 @triton.jit
-def normalize(x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes a vector, normalized, to `out_ptr`; `bias_ptr` is None for an rms norm."""
-    c = tl.arange(0, BLOCK)
+def normalize(x_ptr, norm, out_ptr, D: tl.constexpr):
+    """Writes a vector, normalized by a `Norm`, to `out_ptr`."""
+    c = tl.arange(0, triton.next_power_of_2(D))
     x = tl.load(x_ptr + c, mask=c < D, other=0.0)
-    weight = tl.load(weight_ptr + c, mask=c < D, other=0.0)
-    if bias_ptr is not None:
+    weight = tl.load(norm.weight + c, mask=c < D, other=0.0)
+    # A layer norm takes the mean away first.
+    if norm.bias is not None:
         x = tl.where(c < D, x - tl.sum(x) / D, 0.0)
-    y = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + c, mask=c < D, other=0.0)
+    y = x * tl.rsqrt(tl.sum(x * x) / D + norm.eps) * weight
+    if norm.bias is not None:
+        y += tl.load(norm.bias + c, mask=c < D, other=0.0)
     tl.store(out_ptr + c, y, mask=c < D)
 
 
-_HANDED = 512  # values that a program writes
+_HANDED = tl.constexpr(512)  # values that a program writes
 
 
 def hand_over(
@@ -105,19 +90,8 @@ def hand_over(
     One launch in place of three copies, each of which takes a graph some 8 us (H200).
     """
     d, k = x.numel(), weights.numel()
-    _hand_over[(triton.cdiv(d, _HANDED),)](
-        x,
-        weights,
-        experts,
-        x_there,
-        weights_there,
-        experts_there,
-        D=d,
-        K=k,
-        K_POW2=triton.next_power_of_2(k),
-        BLOCK=_HANDED,
-        num_warps=4,
-        enable_fp_fusion=True,
+    _hand_over[(triton.cdiv(d, _HANDED.value),)](
+        x, weights, experts, x_there, weights_there, experts_there, d, k, num_warps=4, enable_fp_fusion=True
     )
 
 
@@ -131,18 +105,28 @@ def _hand_over(
     experts_there_ptr,
     D: tl.constexpr,
     K: tl.constexpr,
-    K_POW2: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) * _HANDED + tl.arange(0, _HANDED)
     tl.store(x_there_ptr + column, tl.load(x_ptr + column, mask=column < D), mask=column < D)
+    # One program copies the few numbers too.
     if tl.program_id(0) == 0:
-        place = tl.arange(0, K_POW2)
+        place = tl.arange(0, triton.next_power_of_2(K))
         tl.store(weights_there_ptr + place, tl.load(weights_ptr + place, mask=place < K), mask=place < K)
         tl.store(experts_there_ptr + place, tl.load(experts_ptr + place, mask=place < K), mask=place < K)
 
 
-_COLUMNS = 32  # that a program takes: 128 bytes, a cache line
+_COLUMNS = tl.constexpr(32)  # that a program takes: 128 bytes, a cache line
+
+
+class _Summands(NamedTuple):
+    """The arguments of `reduce` that are added, as its kernel takes them."""
+
+    partials: Tensor
+    pulled: Tensor | None
+    weights: Tensor
+    host: Tensor | None
+    shared: Tensor | None
+    residual: Tensor | None
 
 
 def reduce(
@@ -165,69 +149,43 @@ def reduce(
              residual, shared: float32 [d]; `shared` is the shared experts' output.
     """
     k, num_partials, d = partials.shape
+    summands = _Summands(partials, pulled, weights, host, shared, residual)
     num_pulled = 0 if pulled is None else pulled.shape[1]
-    _reduce[(triton.cdiv(d, _COLUMNS),)](
-        partials,
-        pulled,
-        weights,
-        host,
-        shared,
-        residual,
-        out,
-        scale,
-        D=d,
-        K=k,
-        P=num_partials,
-        P_POW2=triton.next_power_of_2(num_partials),
-        PULLED=num_pulled,
-        PULLED_POW2=triton.next_power_of_2(num_pulled),
-        COLUMNS=_COLUMNS,
-        num_warps=4,
-        enable_fp_fusion=True,
+    _reduce[(triton.cdiv(d, _COLUMNS.value),)](
+        summands, out, scale, d, k, num_partials, num_pulled, num_warps=4, enable_fp_fusion=True
     )
 
 
 @triton.jit
 def _reduce(
-    partials_ptr,
-    pulled_ptr,
-    weights_ptr,
-    host_ptr,
-    shared_ptr,
-    residual_ptr,
-    out_ptr,
-    scale,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    P_POW2: tl.constexpr,
-    PULLED: tl.constexpr,
-    PULLED_POW2: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    given, out_ptr, scale, D: tl.constexpr, K: tl.constexpr, NUM_PARTIALS: tl.constexpr, NUM_PULLED: tl.constexpr
 ):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * _COLUMNS + tl.arange(0, _COLUMNS)
     is_column = column < D
-    if host_ptr is not None:  # first: it comes over the link
-        from_host = tl.load(host_ptr + column, mask=is_column, other=0.0)
-    total = tl.zeros([COLUMNS], tl.float32)
+    # The CPU's share is loaded first, because it comes over the link.
+    if given.host is not None:
+        from_host = tl.load(given.host + column, mask=is_column, other=0.0)
+    # Adds the experts in the router's order, and each one's partial sums in theirs: no sum depends on timing.
+    total = tl.zeros([_COLUMNS], tl.float32)
     for place in range(K):
-        sums = _sum_partials(partials_ptr + place * P * D, column, D, P, P_POW2)
-        if pulled_ptr is not None:
-            sums += _sum_partials(pulled_ptr + place * PULLED * D, column, D, PULLED, PULLED_POW2)
-        total += tl.load(weights_ptr + place) * sums
-    if host_ptr is not None:
+        sums = _sum_partials(given.partials + place * NUM_PARTIALS * D, column, D, NUM_PARTIALS)
+        if given.pulled is not None:
+            sums += _sum_partials(given.pulled + place * NUM_PULLED * D, column, D, NUM_PULLED)
+        total += tl.load(given.weights + place) * sums
+    if given.host is not None:
         total += from_host
-    if shared_ptr is not None:
-        total = tl.load(shared_ptr + column, mask=is_column, other=0.0) + total
+    if given.shared is not None:
+        total = tl.load(given.shared + column, mask=is_column, other=0.0) + total
+    # Ends the layer: the sum joins the hidden state.
     total *= scale
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + column, mask=is_column, other=0.0)
+    if given.residual is not None:
+        total += tl.load(given.residual + column, mask=is_column, other=0.0)
     tl.store(out_ptr + column, total, mask=is_column)
 
 
 @triton.jit
-def _sum_partials(partials_ptr, column, D: tl.constexpr, P: tl.constexpr, P_POW2: tl.constexpr):
+def _sum_partials(partials_ptr, column, D: tl.constexpr, NUM_PARTIALS: tl.constexpr):
     """Returns the sum of an expert's partial sums in some columns: float32, as `column`."""
-    partial = tl.arange(0, P_POW2)[:, None]
-    is_valid = (partial < P) & (column < D)[None, :]
+    partial = tl.arange(0, triton.next_power_of_2(NUM_PARTIALS))[:, None]
+    is_valid = (partial < NUM_PARTIALS) & (column < D)[None, :]
     return tl.sum(tl.load(partials_ptr + partial * D + column[None, :], mask=is_valid, other=0.0), 0)

@@ -48,30 +48,28 @@ def gemm(x: Tensor, rows: Tensor, part: RowPart, row_units: int, out: Tensor, *,
     """
     num_tokens, num_rows = out.shape
     in_two = part.bits == 1 or part.kind in (F32.value, TRELLIS.value)
-    block_tokens, block_rows = _blocks(num_tokens, num_rows, MAX_TOKENS_IN_TWO if in_two else MAX_TOKENS)
-    _gemm[triton.cdiv(num_rows, block_rows), triton.cdiv(num_tokens, block_tokens)](
-        x,
-        rows.view(torch.uint8),
-        bias,
-        out,
-        lookup_for(x.device, part),
-        num_tokens,
-        num_rows,
-        row_units,
-        PART=part,
-        COLS=tile_cols(part),
-        BLOCK_TOKENS=block_tokens,
-        BLOCK_ROWS=block_rows,
-        num_warps=num_warps(block_tokens, block_rows),
-        enable_fp_fusion=True,
-    )
-
-
-def _blocks(num_tokens: int, num_rows: int, max_tokens: int) -> tuple[int, int]:
-    """Returns how many of all tokens and of all rows a program takes."""
-    tokens = min(max_tokens, max(16, triton.next_power_of_2(num_tokens)))
+    tokens = min(MAX_TOKENS_IN_TWO if in_two else MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
     programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, 64)
-    return tokens, 64 if programs >= _MANY_PROGRAMS else 32
+    tile = TokenTile(tile_cols(part), tokens, 64 if programs >= _MANY_PROGRAMS else 32)
+    _gemm[triton.cdiv(num_rows, tile.rows), triton.cdiv(num_tokens, tokens)](
+        x, RowBytes(rows.view(torch.uint8), row_units), bias, out, lookup_for(x.device, part), num_tokens, num_rows,
+        part, tile, num_warps=num_warps(tokens, tile.rows), enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+class TokenTile(NamedTuple):
+    """A program's part of a product of many tokens, as kernels take it: constants."""
+
+    cols: int  # of a step
+    tokens: int
+    rows: int
+
+
+class RowBytes(NamedTuple):
+    """Rows in memory as kernels take them."""
+
+    bytes: Tensor  # u8 [n, row bytes]
+    units: int  # the bytes of a row, divided by 16
 
 
 def num_warps(block_tokens: int, block_rows: int) -> int:
@@ -82,28 +80,27 @@ def num_warps(block_tokens: int, block_rows: int) -> int:
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _gemm(
     x_ptr,
-    rows_ptr,
+    rows,
     bias_ptr,
     out_ptr,
     lookup_ptr,
     num_tokens,
     num_rows,
-    row_units,
     PART: tl.constexpr,
-    COLS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     D: tl.constexpr = PART.num_cols
-    r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    t = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    ROWS: tl.constexpr = TILE.rows
+    TOKENS: tl.constexpr = TILE.tokens
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     live, is_token = r < num_rows, t < num_tokens
-    units = r.to(tl.int64) * row_units
+    units = r.to(tl.int64) * rows.units
     # Rows are the larger dimension of a tensor core's product, so that a few tokens fill it too.
-    sums = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
-    for tile in range(tl.cdiv(D, COLS)):
-        x = load_tokens(x_ptr, t, is_token, tile, D, COLS)
-        sums = add_product(sums, rows_ptr, units, live, tile, x, lookup_ptr, PART, COLS)
+    sums = tl.zeros([ROWS, TOKENS], tl.float32)
+    for tile in range(tl.cdiv(D, TILE.cols)):
+        x = load_tokens(x_ptr, t, is_token, tile, D, TILE.cols)
+        sums = add_product(sums, rows.bytes, units, live, tile, x, lookup_ptr, PART, TILE.cols)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + r, mask=live, other=0.0)[:, None]
     places = t.to(tl.int64)[None, :] * num_rows + r[:, None]
@@ -115,19 +112,22 @@ MOST_BLOCKS = 8  # of rows that a program multiplies one after the other, so tha
 
 
 class StoredRows(NamedTuple):
-    """A matrix's rows as they are stored, with their part.
+    """A matrix's rows as they are stored, with their part."""
 
-    `rows`: u8 [n, row bytes], or bf16, f16 or float32 [n, d]; contiguous, from a multiple of 16 bytes on, a row a
-    multiple of 16 bytes.   `part`: `part_of` or `stored_part`.
-    """
-
+    # u8 [n, row bytes], or bf16, f16 or float32 [n, d]; contiguous, from a multiple of 16 bytes on, a row a multiple of
+    # 16 bytes.
     rows: Tensor
-    part: RowPart
+    part: RowPart  # `part_of` or `stored_part`
 
     @property
     def raw(self) -> Tensor:
         """The rows' bytes: u8 [n, row bytes]."""
         return self.rows.view(torch.uint8)
+
+    @property
+    def in_memory(self) -> RowBytes:
+        """The rows as kernels take them."""
+        return RowBytes(self.raw, self.row_units)
 
     @property
     def row_units(self) -> int:
@@ -138,14 +138,11 @@ class StoredRows(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix that multiplies a vector: `out = matrix @ x + bias`.
+    """A matrix that multiplies a vector: `out = matrix @ x + bias`."""
 
-    `matrix`: [n, d].   `out`: float32 [n], overwritten.   `bias`: float32 [n].
-    """
-
-    matrix: StoredRows
-    out: Tensor
-    bias: Tensor | None = None
+    matrix: StoredRows  # [n, d]
+    out: Tensor  # float32 [n], overwritten
+    bias: Tensor | None = None  # float32 [n]
 
 
 def gemv(
@@ -185,40 +182,31 @@ def _launch_gemv(
     x: Tensor, norm: Norm | None, products: Sequence[Product], residual: Tensor | None, scale: float
 ) -> None:
     part, tile = products[0].matrix.part, dot_tile((products[0].matrix.part,))
-    rows, outs, biases = zip(*((matrix.raw, out, bias) for matrix, out, bias in products), strict=True)
     assert norm is None or part.bias < 0, "a norm's factor multiplies the products, and no bias"
-    last, nums = len(products) - 1, [len(out) for out in outs]
-    num_blocks = blocks_of_program(sum(nums), tile.rows)
-    programs = sum(triton.cdiv(n, tile.rows * num_blocks) for n in nums)
+    targets = tuple(_Target(matrix.raw, out, bias) for matrix, out, bias in products)
+    nums = tuple(len(out) for _, out, _ in products)
+    blocks = _Blocks(tile.rows, blocks_of_program(sum(nums), tile.rows), norm is not None)
+    programs = sum(triton.cdiv(n, blocks.rows * blocks.number) for n in nums)
     _gemv[(programs,)](
-        x,
-        None if norm is None else norm.weight,
-        None if norm is None else norm.bias,
-        rows[0],
-        rows[min(1, last)],
-        rows[last],
-        biases[0],
-        biases[min(1, last)],
-        biases[last],
-        outs[0],
-        outs[min(1, last)],
-        outs[last],
-        residual,
-        lookup_for(x.device, part),
-        nums[0],
-        nums[min(1, last)],
-        nums[last],
-        products[0].matrix.row_units,
-        scale,
-        0.0 if norm is None else norm.eps,
-        PART=part,
-        NW=part.num_words,
-        R=tile.rows,
-        BLOCKS=num_blocks,
-        COUNT=len(products),
-        num_warps=tile.num_warps,
-        enable_fp_fusion=True,
-    )
+        x, norm, targets, nums, residual, lookup_for(x.device, part), products[0].matrix.row_units, scale, part, blocks,
+        num_warps=tile.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+class _Target(NamedTuple):
+    """One of a launch's matrices and its output, as the kernel takes them."""
+
+    rows: Tensor
+    out: Tensor
+    bias: Tensor | None
+
+
+class _Blocks(NamedTuple):
+    """The rows of a program: `number` blocks of so many `rows`; and whether it norms x first."""
+
+    rows: int
+    number: int
+    has_norm: bool
 
 
 def blocks_of_program(num_rows: int, block_rows: int) -> int:
@@ -247,30 +235,21 @@ def gated(
     # Both matrices' codes are loaded at once: with as many rows of a trellis or of two planes, registers spill.
     has_much = lookup is not None or any(part.num_planes > 1 for part in parts)
     block_rows = max(1, tile.rows // len(parts)) if has_much else tile.rows
-    num_blocks = blocks_of_program(f, block_rows)
-    _gated[(triton.cdiv(f, block_rows * num_blocks),)](
-        x,
-        None if norm is None else norm.weight,
-        None if norm is None else norm.bias,
-        None if gate is None else gate.raw,
-        up.raw,
-        weight,
-        out,
-        lookup,
-        f,
-        0 if gate is None else gate.row_units,
-        up.row_units,
-        0.0 if norm is None else norm.eps,
-        GATE=None if gate is None else gate.part,
-        UP=up.part,
-        GATE_NW=0 if gate is None else gate.part.num_words,
-        UP_NW=up.part.num_words,
-        FUNCTION=FUNCTIONS[function],
-        R=block_rows,
-        BLOCKS=num_blocks,
-        num_warps=tile.num_warps,
-        enable_fp_fusion=True,
-    )
+    blocks = _Blocks(block_rows, blocks_of_program(f, block_rows), norm is not None)
+    how = _Gated(None if gate is None else gate.part, up.part, FUNCTIONS[function], blocks)
+    _gated[(triton.cdiv(f, blocks.rows * blocks.number),)](
+        x, norm, None if gate is None else gate.in_memory, up.in_memory, weight, out, lookup, f, how,
+        num_warps=tile.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+class _Gated(NamedTuple):
+    """The constants of `gated`'s kernel."""
+
+    gate: RowPart | None
+    up: RowPart
+    function: int
+    blocks: _Blocks
 
 
 def gather_row(matrix: StoredRows, row_id: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
@@ -279,19 +258,10 @@ def gather_row(matrix: StoredRows, row_id: Tensor, out: Tensor, *, scale: float 
     Args:    row_id: int32 [1].   out: float32 [d].
     """
     part = matrix.part
-    tile = sum_tile((part,))
     _gather_row[(1,)](
-        matrix.raw,
-        row_id,
-        out,
-        lookup_for(out.device, part),
-        matrix.row_units,
-        scale,
-        PART=part,
-        NW=part.num_words,
-        num_warps=tile.num_warps,
-        enable_fp_fusion=True,
-    )
+        matrix.in_memory, row_id, out, lookup_for(out.device, part), scale, part,
+        num_warps=sum_tile((part,)).num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 @triton.constexpr_function
@@ -302,76 +272,56 @@ def loads_ahead(part: RowPart) -> bool:
 
 
 @triton.jit
-def load_input(x_ptr, norm_weight_ptr, norm_bias_ptr, eps, PART: tl.constexpr, NW: tl.constexpr):
-    """Loads x as `dot_part` takes it, normalized if there is a norm's weight, and the factor for its products."""
-    if norm_weight_ptr is not None:
-        x, x_sums, x_high, factor = load_normed_part(x_ptr, norm_weight_ptr, norm_bias_ptr, eps, PART, NW)
+def _load_input(x_ptr, norm, PART: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Loads x as `dot_part` takes it, normalized if there is a norm, and the factor for its products."""
+    if HAS_NORM:
+        x, factor = load_normed_part(x_ptr, norm, PART)
     else:
-        x, x_sums, x_high = load_x_part(x_ptr, PART, NW)
+        x = load_x_part(x_ptr, PART)
         factor = 1.0
-    return x, x_sums, x_high, factor
+    return x, factor
 
 
-@triton.jit(do_not_specialize=["n", "n_1", "n_2"])
+@triton.jit(do_not_specialize=["nums"])
 def _gemv(
-    x_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    rows_ptr,
-    rows_1_ptr,
-    rows_2_ptr,
-    bias_ptr,
-    bias_1_ptr,
-    bias_2_ptr,
-    out_ptr,
-    out_1_ptr,
-    out_2_ptr,
-    residual_ptr,
-    lookup_ptr,
-    n,
-    n_1,
-    n_2,
-    row_units,
-    scale,
-    eps,
-    PART: tl.constexpr,
-    NW: tl.constexpr,
-    R: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    COUNT: tl.constexpr,
+    x_ptr, norm, targets, nums, residual_ptr, lookup_ptr, row_units, scale, PART: tl.constexpr, BLOCKS: tl.constexpr
 ):
+    # Finds the matrix whose rows this program multiplies, where several share the launch.
+    R: tl.constexpr = BLOCKS.rows
     program = tl.program_id(0)
-    if COUNT > 1:
-        begin_1 = tl.cdiv(n, R * BLOCKS)
-        begin_2 = begin_1 + tl.cdiv(n_1, R * BLOCKS)
-        is_1 = program >= begin_1
-        rows_ptr, out_ptr = tl.where(is_1, rows_1_ptr, rows_ptr), tl.where(is_1, out_1_ptr, out_ptr)
-        if bias_ptr is not None:
-            bias_ptr = tl.where(is_1, bias_1_ptr, bias_ptr)
-        n, begin = tl.where(is_1, n_1, n), tl.where(is_1, begin_1, 0)
-        if COUNT > 2:
-            is_2 = program >= begin_2
-            rows_ptr, out_ptr = tl.where(is_2, rows_2_ptr, rows_ptr), tl.where(is_2, out_2_ptr, out_ptr)
+    rows_ptr, out_ptr, bias_ptr = targets[0]
+    n = nums[0]
+    if len(nums) > 1:
+        begin = program * 0
+        end = tl.cdiv(n, R * BLOCKS.number)
+        for number in tl.static_range(1, len(nums)):
+            is_it = program >= end
+            rows_ptr = tl.where(is_it, targets[number].rows, rows_ptr)
+            out_ptr = tl.where(is_it, targets[number].out, out_ptr)
             if bias_ptr is not None:
-                bias_ptr = tl.where(is_2, bias_2_ptr, bias_ptr)
-            n, begin = tl.where(is_2, n_2, n), tl.where(is_2, begin_2, begin)
+                bias_ptr = tl.where(is_it, targets[number].bias, bias_ptr)
+            n, begin = tl.where(is_it, nums[number], n), tl.where(is_it, end, begin)
+            end += tl.cdiv(nums[number], R * BLOCKS.number)
         program -= begin
-    row = program * (BLOCKS * R) + tl.arange(0, R)
+    # The first block is on its way while x is loaded.
+    row = program * (BLOCKS.number * R) + tl.arange(0, R)
     live = row < n
     if loads_ahead(PART):
-        codes = load_part(rows_ptr, row.to(tl.int64) * row_units, live, PART, NW)
-    x, x_sums, x_high, x_factor = load_input(x_ptr, norm_weight_ptr, norm_bias_ptr, eps, PART, NW)
-    for block in range(BLOCKS):
+        codes = load_part(rows_ptr, row.to(tl.int64) * row_units, live, PART)
+    x, x_factor = _load_input(x_ptr, norm, PART, BLOCKS.has_norm)
+    for block in range(BLOCKS.number):
+        # Loads the next block's codes before this one's are multiplied.
         at, is_row, units = row, live, row.to(tl.int64) * row_units
         row += R
-        live = (row < n) & (block + 1 < BLOCKS)
+        live = (row < n) & (block + 1 < BLOCKS.number)
         if loads_ahead(PART):
             current = codes
-            codes = load_part(rows_ptr, row.to(tl.int64) * row_units, live, PART, NW)
+            codes = load_part(rows_ptr, row.to(tl.int64) * row_units, live, PART)
         else:
-            current = load_part(rows_ptr, units, is_row, PART, NW)
-        total = dot_part(rows_ptr, units, is_row, current, x, x_sums, x_high, lookup_ptr, PART, NW)
-        if norm_weight_ptr is not None:
+            current = load_part(rows_ptr, units, is_row, PART)
+        total = dot_part(rows_ptr, units, is_row, current, x, lookup_ptr, PART)
+        # Ends the product: the norm's factor, the bias, and the hidden state to which it is added.
+        if BLOCKS.has_norm:
             total *= x_factor
         if bias_ptr is not None:
             total += tl.load(bias_ptr + at, mask=is_row, other=0.0)
@@ -382,77 +332,63 @@ def _gemv(
 
 
 @triton.jit(do_not_specialize=["f"])
-def _gated(
-    x_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    gate_ptr,
-    up_ptr,
-    weight_ptr,
-    out_ptr,
-    lookup_ptr,
-    f,
-    gate_units,
-    up_units,
-    eps,
-    GATE: tl.constexpr,
-    UP: tl.constexpr,
-    GATE_NW: tl.constexpr,
-    UP_NW: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    R: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+def _gated(x_ptr, norm, gate_rows, up_rows, weight_ptr, out_ptr, lookup_ptr, f, HOW: tl.constexpr):
+    GATE: tl.constexpr = HOW.gate
+    UP: tl.constexpr = HOW.up
+    R: tl.constexpr = HOW.blocks.rows
+    BLOCKS: tl.constexpr = HOW.blocks.number
+    LOADS_AHEAD: tl.constexpr = loads_ahead(UP) and (GATE is None or loads_ahead(GATE))
+    # The first block is on its way while x is loaded; two parts of different formats take x in different orders.
     row = tl.program_id(0) * (BLOCKS * R) + tl.arange(0, R)
     live = row < f
-    LOADS_AHEAD: tl.constexpr = loads_ahead(UP) and (GATE is None or loads_ahead(GATE))
     if LOADS_AHEAD:
-        up_codes = load_part(up_ptr, row.to(tl.int64) * up_units, live, UP, UP_NW)
+        up_codes = load_part(up_rows.bytes, row.to(tl.int64) * up_rows.units, live, UP)
         if GATE is not None:
-            gate_codes = load_part(gate_ptr, row.to(tl.int64) * gate_units, live, GATE, GATE_NW)
-    x, x_sums, x_high, x_factor = load_input(x_ptr, norm_weight_ptr, norm_bias_ptr, eps, UP, UP_NW)
+            gate_codes = load_part(gate_rows.bytes, row.to(tl.int64) * gate_rows.units, live, GATE)
+    HAS_NORM: tl.constexpr = HOW.blocks.has_norm
+    x, x_factor = _load_input(x_ptr, norm, UP, HAS_NORM)
+    gate_x = x
     if GATE is not None and GATE != UP:
-        gate_x, gate_sums, gate_high, _ = load_input(x_ptr, norm_weight_ptr, norm_bias_ptr, eps, GATE, GATE_NW)
+        gate_x, _ = _load_input(x_ptr, norm, GATE, HAS_NORM)
     for block in range(BLOCKS):
+        # Loads the next block's codes before this one's are multiplied.
         at, is_row = row, live
         row += R
         live = (row < f) & (block + 1 < BLOCKS)
-        units = at.to(tl.int64) * up_units
+        units = at.to(tl.int64) * up_rows.units
         if LOADS_AHEAD:
             up_now = up_codes
-            up_codes = load_part(up_ptr, row.to(tl.int64) * up_units, live, UP, UP_NW)
+            up_codes = load_part(up_rows.bytes, row.to(tl.int64) * up_rows.units, live, UP)
             if GATE is not None:
                 gate_now = gate_codes
-                gate_codes = load_part(gate_ptr, row.to(tl.int64) * gate_units, live, GATE, GATE_NW)
+                gate_codes = load_part(gate_rows.bytes, row.to(tl.int64) * gate_rows.units, live, GATE)
         else:
-            up_now = load_part(up_ptr, units, is_row, UP, UP_NW)
-        u = dot_part(up_ptr, units, is_row, up_now, x, x_sums, x_high, lookup_ptr, UP, UP_NW)
-        if norm_weight_ptr is not None:
+            up_now = load_part(up_rows.bytes, units, is_row, UP)
+        u = dot_part(up_rows.bytes, units, is_row, up_now, x, lookup_ptr, UP)
+        if HAS_NORM:
             u *= x_factor
+        # Makes the neurons: up's product alone, or times the activation of the gate's.
         if GATE is None:
-            h = act(u, FUNCTION)
+            h = act(u, HOW.function)
         else:
-            units = at.to(tl.int64) * gate_units
+            units = at.to(tl.int64) * gate_rows.units
             if not LOADS_AHEAD:
-                gate_now = load_part(gate_ptr, units, is_row, GATE, GATE_NW)
-            if GATE == UP:
-                g = dot_part(gate_ptr, units, is_row, gate_now, x, x_sums, x_high, lookup_ptr, GATE, GATE_NW)
-            else:
-                g = dot_part(gate_ptr, units, is_row, gate_now, gate_x, gate_sums, gate_high, lookup_ptr, GATE, GATE_NW)
-            if norm_weight_ptr is not None:
+                gate_now = load_part(gate_rows.bytes, units, is_row, GATE)
+            g = dot_part(gate_rows.bytes, units, is_row, gate_now, gate_x, lookup_ptr, GATE)
+            if HAS_NORM:
                 g *= x_factor
-            h = act(g, FUNCTION) * factor(u, FUNCTION)
+            h = act(g, HOW.function) * factor(u, HOW.function)
         if weight_ptr is not None:
             h *= tl.load(weight_ptr)
         tl.store(out_ptr + at, h, mask=is_row)
 
 
 @triton.jit
-def _gather_row(rows_ptr, id_ptr, out_ptr, lookup_ptr, row_units, scale, PART: tl.constexpr, NW: tl.constexpr):
-    units = (tl.load(id_ptr) + tl.zeros([1], tl.int64)) * row_units
+def _gather_row(rows, id_ptr, out_ptr, lookup_ptr, scale, PART: tl.constexpr):
+    # A row is added to zeros, which decodes it, and puts each value into its column.
+    units = (tl.load(id_ptr) + tl.zeros([1], tl.int64)) * rows.units
     live = units >= 0
+    codes = load_part(rows.bytes, units, live, PART)
     factor = tl.zeros([1], tl.float32) + scale
-    codes = load_part(rows_ptr, units, live, PART, NW)
-    y, less, y_high = zero_part(PART, NW)
-    y, less, y_high = add_part(y, less, y_high, rows_ptr, units, live, codes, factor, lookup_ptr, PART, NW)
-    store_part(out_ptr, y, less, y_high, PART, NW)
+    sums = add_part(zero_part(PART), rows.bytes, units, live, codes, factor, lookup_ptr, PART)
+    store_part(out_ptr, sums, PART)

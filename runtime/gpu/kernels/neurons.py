@@ -44,24 +44,20 @@ from moe_pack.runtime.gpu.kernels.tables import (
 )
 
 Part = Literal["here", "pulled"]
+_WHOLE = tl.constexpr(WHOLE)
 
 
 class _Products(NamedTuple):
-    """How one kind of experts runs, as kernels take it: all fields are constants when a kernel is compiled.
+    """How one kind of experts runs, as kernels take it: all fields are constants when a kernel is compiled."""
 
-    `gate`, `up`: parts of the rows that a kernel reads, None if they are in the others or the family has none.
-    `down`: None in selector rows.   `function`: a place in `FUNCTIONS`.   `rows`: that a program takes at a time.
-    `groups`: into which it sums them up.
-    """
-
-    gate: RowPart | None
+    gate: RowPart | None  # parts of the rows that a kernel reads; None if they are in the others or there are none
     up: RowPart | None
-    down: RowPart | None
+    down: RowPart | None  # None in selector rows
     is_gated: bool
     is_selected: bool
-    function: int
-    rows: int
-    groups: int
+    function: int  # a place in `FUNCTIONS`
+    rows: int  # that a program takes at a time
+    groups: int  # into which it sums them up
 
 
 @triton.constexpr_function
@@ -69,13 +65,6 @@ def _part(kinds: tuple[_Products, ...], number: int, field: str) -> RowPart | No
     """Returns a part of a kind; Triton passes named tuples as plain ones."""
     part: RowPart | None = getattr(_Products(*kinds[number]), field)
     return None if part is None else RowPart(*part)
-
-
-@triton.constexpr_function
-def _words(kinds: tuple[_Products, ...], number: int, field: str) -> int:
-    """Returns NW of a part of a kind, 0 without the part."""
-    part: RowPart | None = getattr(_Products(*kinds[number]), field)
-    return 0 if part is None else RowPart(*part).num_words
 
 
 @triton.constexpr_function
@@ -98,32 +87,19 @@ def select(
     Args:    x: float32 [d].   experts: int32 [k].   running: `a`, `blocks` and `counts` are overwritten.
              selector_units: [k, f], where these experts' selector rows are; `tables.selector_at` if None.
     """
-    f, at = tables.record_at.shape[1], tables.selector_at if selector_units is None else selector_units
     parts = [(_part_in(True, kind.gate), _part_in(True, kind.up)) for kind in tables.kinds]
     tiles = [_select_tile(_stored(*pair), running.block) for pair in parts]
     num_warps = max(tile.num_warps for tile in tiles)
-    _select_kernel[running.counts.shape[1:]](
-        x,
-        experts,
-        tables.arena,
-        tables.record_at if at is None else at,
-        tables.record_at,
-        tables.kind,
-        tables.thresholds,
-        running.a,
-        running.blocks,
-        running.counts,
-        lookup_for(x.device, *(part for pair in parts for part in pair)),
-        BY_PLACE=selector_units is not None,
-        F=f,
-        BLOCK=running.block,
-        KINDS=tuple(
-            _products(kind, gate, up, None, tile, num_warps, running.block)
-            for kind, (gate, up), tile in zip(tables.kinds, parts, tiles, strict=True)
-        ),
-        num_warps=num_warps,
-        enable_fp_fusion=True,
+    kinds = tuple(
+        _products(kind, gate, up, None, tile, num_warps, running.block)
+        for kind, (gate, up), tile in zip(tables.kinds, parts, tiles, strict=True)
     )
+    at = tables.selector_at if selector_units is None else selector_units
+    _select_kernel[running.counts.shape[1:]](
+        x, experts, tables.pointers._replace(selector_at=tables.record_at if at is None else at), running,
+        lookup_for(x.device, *(part for pair in parts for part in pair)), selector_units is not None,
+        tables.record_at.shape[1], running.block, kinds, num_warps=num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _part_in(selector: bool, matrix: StoredPart | None) -> RowPart | None:
@@ -174,46 +150,43 @@ def _products(
 def _select_kernel(
     x_ptr,
     experts_ptr,
-    arena_ptr,
-    selector_at_ptr,
-    record_at_ptr,
-    kind_ptr,
-    thresholds_ptr,
-    a_ptr,
-    blocks_ptr,
-    counts_ptr,
+    tables,
+    running,
     lookup_ptr,
     BY_PLACE: tl.constexpr,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
     KINDS: tl.constexpr,
 ):
+    # A program takes a block of the neurons of one of the token's experts.
     place, block = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
-    kind = tl.load(kind_ptr + expert)
-    threshold = tl.load(thresholds_ptr + expert)
+    kind = tl.load(tables.kind + expert)
+    threshold = tl.load(tables.thresholds + expert)
     neuron = block * BLOCK + tl.arange(0, BLOCK)
     live = neuron < F
-    is_missing = tl.load(record_at_ptr + expert * F + neuron, mask=live, other=0) < 0
-    selector_at_ptr += (place if BY_PLACE else expert) * F
-    a_ptr += place * F
+    is_missing = tl.load(tables.record_at + expert * F + neuron, mask=live, other=0) < 0
+    selector_at_ptr = tables.selector_at + (place if BY_PLACE else expert) * F
+    a_ptr = running.a + place * F
     for number in tl.static_range(len(KINDS)):
         if kind == number:
+            # Multiplies the selector; without one all neurons run, and with a missing one none.
             if _part(KINDS, number, "gate") is None and _part(KINDS, number, "up") is None:
                 tl.store(a_ptr + neuron, tl.zeros([BLOCK], tl.float32), mask=live)
                 chosen = live
             else:
                 is_there = tl.load(selector_at_ptr) >= 0
                 if is_there:
-                    _activate(x_ptr, arena_ptr, selector_at_ptr, a_ptr, block * BLOCK, lookup_ptr, F, BLOCK,
+                    _activate(x_ptr, tables.arena, selector_at_ptr, a_ptr, block * BLOCK, lookup_ptr, F, BLOCK,
                               KINDS, number)  # fmt: skip
                 tl.debug_barrier()  # other threads wrote the activations that are read below
                 chosen = runs(tl.load(a_ptr + neuron, mask=live, other=0.0), threshold) & live
                 if not is_there:
                     chosen = neuron < 0  # none
+            # Lists the running neurons at the block's beginning, and counts them and those without a record.
             before = tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(blocks_ptr + place * F + block * BLOCK + before, neuron, mask=chosen)
-            counts_ptr += place * tl.num_programs(1) + block
+            tl.store(running.blocks + place * F + block * BLOCK + before, neuron, mask=chosen)
+            counts_ptr = running.counts + place * tl.num_programs(1) + block
             tl.store(counts_ptr, tl.sum(chosen.to(tl.int32)))
             others = tl.num_programs(0) * tl.num_programs(1)
             tl.store(counts_ptr + others, tl.sum((chosen & is_missing).to(tl.int32)))
@@ -228,40 +201,34 @@ def _activate(
     R: tl.constexpr = _value(KINDS, NUMBER, "rows")
     GATE: tl.constexpr = _part(KINDS, NUMBER, "gate")
     UP: tl.constexpr = _part(KINDS, NUMBER, "up")
-    GATE_NW: tl.constexpr = _words(KINDS, NUMBER, "gate")
-    UP_NW: tl.constexpr = _words(KINDS, NUMBER, "up")
-    IS_GATED: tl.constexpr = _value(KINDS, NUMBER, "is_gated")
     FUNCTION: tl.constexpr = _value(KINDS, NUMBER, "function")
     lanes = tl.arange(0, R)
     # The first rows are on their way while x is loaded.
-    units, live = _selector_units(selector_at_ptr, first + lanes, F)
+    units, live = _units_at(selector_at_ptr, first + lanes, F)
     if GATE is not None:
-        gate = load_part(arena_ptr, units, live, GATE, GATE_NW)
-        gate_scales = load_part_scales(arena_ptr, units, live, GATE, GATE_NW)
+        gate, gate_scales = _load_rows(arena_ptr, units, live, GATE)
     if UP is not None:
-        up = load_part(arena_ptr, units, live, UP, UP_NW)
-        up_scales = load_part_scales(arena_ptr, units, live, UP, UP_NW)
+        up, up_scales = _load_rows(arena_ptr, units, live, UP)
     if GATE is not None:
-        gate_x, gate_sums, gate_x_high = load_x_part(x_ptr, GATE, GATE_NW)
+        gate_x = load_x_part(x_ptr, GATE)
     if UP is not None:
-        up_x, up_sums, up_x_high = load_x_part(x_ptr, UP, UP_NW)
+        up_x = load_x_part(x_ptr, UP)
     start = 0
     while start < BLOCK:
-        units, live = _selector_units(selector_at_ptr, first + start + R + lanes, min(F, first + BLOCK))
+        # Loads the next rows before these are multiplied.
+        units, live = _units_at(selector_at_ptr, first + start + R + lanes, min(F, first + BLOCK))
         a = tl.full([R], 1.0, tl.float32)
         if GATE is not None:
-            next_gate = load_part(arena_ptr, units, live, GATE, GATE_NW)
-            next_gate_scales = load_part_scales(arena_ptr, units, live, GATE, GATE_NW)
+            next_gate, next_gate_scales = _load_rows(arena_ptr, units, live, GATE)
         if UP is not None:
-            next_up = load_part(arena_ptr, units, live, UP, UP_NW)
-            next_up_scales = load_part_scales(arena_ptr, units, live, UP, UP_NW)
+            next_up, next_up_scales = _load_rows(arena_ptr, units, live, UP)
+        # The activation is what the stored part of a neuron gives: act(gate), up's factor, or both.
         if GATE is not None:
-            g = dot_loaded(gate, gate_scales, gate_x, gate_sums, gate_x_high, lookup_ptr, GATE, GATE_NW)
-            a = act(g, FUNCTION)
+            a = act(dot_loaded(gate, gate_scales, gate_x, lookup_ptr, GATE), FUNCTION)
             gate, gate_scales = next_gate, next_gate_scales
         if UP is not None:
-            u = dot_loaded(up, up_scales, up_x, up_sums, up_x_high, lookup_ptr, UP, UP_NW)
-            a = a * factor(u, FUNCTION) if IS_GATED else act(u, FUNCTION)
+            u = dot_loaded(up, up_scales, up_x, lookup_ptr, UP)
+            a = a * factor(u, FUNCTION) if _value(KINDS, NUMBER, "is_gated") else act(u, FUNCTION)
             up, up_scales = next_up, next_up_scales
         row = first + start + lanes
         tl.store(a_ptr + row, a, mask=row < F)
@@ -269,10 +236,16 @@ def _activate(
 
 
 @triton.jit
-def _selector_units(selector_at_ptr, row, last):
+def _load_rows(arena_ptr, units, live, PART: tl.constexpr):
+    """Loads the codes of some rows, and their scales: both of `load_part` and of `load_part_scales`."""
+    return load_part(arena_ptr, units, live, PART), load_part_scales(arena_ptr, units, live, PART)
+
+
+@triton.jit
+def _units_at(units_ptr, number, last):
     """Loads where rows are, int64 [R], and returns which are before `last`."""
-    live = row < last
-    return tl.load(selector_at_ptr + row, mask=live, other=0).to(tl.int64), live
+    live = number < last
+    return tl.load(units_ptr + number, mask=live, other=0).to(tl.int64), live
 
 
 def compact(
@@ -311,58 +284,46 @@ def compact(
     f, num_slots = tables.record_at.shape[1], landing.slots.shape[1]
     assert is_split or num_slots + landing.num_scratch >= f, "there is memory for every record"
     has_selector = tables.selector_at is not None and is_split
+    by_expert = by_expert and is_split
+    record_units = tuple(kind.record_units for kind in tables.kinds) if by_expert else ()
+    split = _Split(is_split, by_expert, has_selector, record_units, k, num_blocks, f, running.block)
+    pointers = tables.pointers if has_selector else tables.pointers._replace(selector_at=tables.record_at)
+    # No slot of an empty tensor is read, but its address is 0.
+    landing = landing if num_slots else landing._replace(slots=running.totals)
     _compact_kernel[k, num_blocks](
-        experts,
-        tables.selector_at if has_selector else tables.record_at,
-        tables.record_at,
-        tables.kind,
-        running.a,
-        running.blocks,
-        running.counts,
-        running.neurons,
-        running.units,
-        running.totals,
-        landing.slots if num_slots else running.totals,
-        share,
-        left.counts,
-        left.neurons,
-        left.a,
-        left.pulled_counts,
-        left.pulled,
-        num_slots,
-        landing.scratch_at,
-        landing.num_scratch,
-        landing.slot_units,
-        whole_records,
-        IS_SPLIT=is_split,
-        BY_EXPERT=by_expert and is_split,
-        HAS_SELECTOR=has_selector,
-        RECORD_UNITS=tuple(kind.record_units for kind in tables.kinds) if by_expert and is_split else (),
-        F=f,
-        BLOCK=running.block,
-        BLOCKS_POW2=triton.next_power_of_2(num_blocks),
-        PLACES_POW2=triton.next_power_of_2(k),
-        ALL_POW2=triton.next_power_of_2(k * num_blocks),
-        WHOLE=WHOLE,
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
+        experts, pointers, running, landing, num_slots, share, left, whole_records, split,
+        num_warps=1, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+class _Split(NamedTuple):
+    """The constants of `compact`'s kernel."""
+
+    is_split: bool
+    by_expert: bool
+    has_selector: bool
+    record_units: tuple[int, ...]  # of each kind, if experts are split one by one
+    k: int
+    num_blocks: int
+    f: int
+    block: int
 
 
 @triton.jit
-def _balanced(place, num_places, places, missing, units, work, share, room):
+def _balanced(place, num_places, places, missing, units, work, share, most):
     """Returns how many missing records of the expert at `place` the link brings, as Algorithm 2 splits them.
 
     Args:    places: int32 [P], at least `num_places`; `missing`, `units`: of the experts there, records and the units
-             of one.   work: of the CPU, before all others, in units.   room: for records of each expert.
+             of one.   work: of the CPU, before all others, in units.   most: records of each expert.
     """
+    # Takes experts from both ends, for the part that has cost less time so far.
     first, last, found = place * 0, num_places - 1, place * 0
     loaded, computed = work * 0, work
     while first <= last:
         is_loaded = loaded.to(tl.float32) * (1.0 - share) <= computed.to(tl.float32) * share
         at = tl.where(is_loaded, first, last)
         number, row = tl.sum(tl.where(places == at, missing, 0)), tl.sum(tl.where(places == at, units, 0))
-        pulled = tl.where(is_loaded, tl.minimum(number, room), 0)
+        pulled = tl.where(is_loaded, tl.minimum(number, most), 0)
         found = tl.where(at == place, pulled, found)
         loaded += pulled.to(tl.int64) * row
         computed += (number - pulled).to(tl.int64) * row
@@ -371,116 +332,117 @@ def _balanced(place, num_places, places, missing, units, work, share, room):
     return found
 
 
-@triton.jit(do_not_specialize=(*PER_LAYER, "left_counts_ptr", "left_neurons_ptr", "left_a_ptr", "pulled_counts_ptr",
-                               "pulled_ptr"))  # fmt: skip
+@triton.jit(do_not_specialize=(*PER_LAYER, "left"))
 def _compact_kernel(
-    experts_ptr,
-    selector_at_ptr,
-    record_at_ptr,
-    kind_ptr,
-    a_ptr,
-    blocks_ptr,
-    counts_ptr,
-    neurons_ptr,
-    units_ptr,
-    totals_ptr,
-    slots_ptr,
-    share_ptr,
-    left_counts_ptr,
-    left_neurons_ptr,
-    left_a_ptr,
-    pulled_counts_ptr,
-    pulled_ptr,
-    num_slots,
-    scratch_at,
-    num_scratch,
-    slot_units,
-    whole_records,
-    IS_SPLIT: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
-    HAS_SELECTOR: tl.constexpr,
-    RECORD_UNITS: tl.constexpr,
-    F: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS_POW2: tl.constexpr,
-    PLACES_POW2: tl.constexpr,
-    ALL_POW2: tl.constexpr,
-    WHOLE: tl.constexpr,
+    experts_ptr, tables, running, landing, num_slots, share_ptr, left, whole_records, SPLIT: tl.constexpr
 ):
-    place, block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    # A program lists a block's neurons; it needs the counts of all blocks of its expert to know where.
+    F: tl.constexpr = SPLIT.f
+    place, block = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
-    blocks = tl.arange(0, BLOCKS_POW2)
-    num_places = tl.num_programs(0)
-    all_missing_ptr = counts_ptr + num_places * num_blocks
-    counts_ptr += place * num_blocks
-    counts = tl.load(counts_ptr + blocks, mask=blocks < num_blocks, other=0)
-    missing_counts = tl.load(all_missing_ptr + place * num_blocks + blocks, mask=blocks < num_blocks, other=0)
-    lanes = tl.arange(0, BLOCK)
+    blocks = tl.arange(0, triton.next_power_of_2(SPLIT.num_blocks))
+    is_block = blocks < SPLIT.num_blocks
+    all_missing_ptr = running.counts + SPLIT.k * SPLIT.num_blocks
+    counts_ptr = running.counts + place * SPLIT.num_blocks
+    counts = tl.load(counts_ptr + blocks, mask=is_block, other=0)
+    missing_counts = tl.load(all_missing_ptr + place * SPLIT.num_blocks + blocks, mask=is_block, other=0)
+    lanes = tl.arange(0, SPLIT.block)
     live = lanes < tl.load(counts_ptr + block)
-    neuron = tl.load(blocks_ptr + place * F + block * BLOCK + lanes, mask=live, other=0)
-    units = tl.load(record_at_ptr + expert * F + neuron, mask=live, other=0)
-
+    neuron = tl.load(running.blocks + place * F + block * SPLIT.block + lanes, mask=live, other=0)
+    units = tl.load(tables.record_at + expert * F + neuron, mask=live, other=0)
+    # Numbers the block's neurons among all that run, and the missing ones among all that are missing.
     num_running, num_missing = tl.sum(counts), tl.sum(missing_counts)
     missing = live & (units < 0)
     place_of_all = tl.sum(tl.where(blocks < block, counts, 0)) + lanes
     place_of_missing = tl.sum(tl.where(blocks < block, missing_counts, 0)) + tl.cumsum(missing.to(tl.int32), 0) - 1
     num_pulled = num_missing
-    if IS_SPLIT:
-        share, places = tl.load(share_ptr), tl.arange(0, PLACES_POW2)
-        others = tl.load(experts_ptr + places, mask=places < num_places, other=0)
-        is_whole = places < 0
-        if HAS_SELECTOR:
-            is_whole = tl.load(selector_at_ptr + others * F, mask=places < num_places, other=0) < 0
-        if BY_EXPERT:
-            row_units = of_kind(tl.load(kind_ptr + others, mask=places < num_places, other=0), RECORD_UNITS)
-            of_place = places[:, None] * num_blocks + blocks[None, :]
-            is_there = (places < num_places)[:, None] & (blocks < num_blocks)[None, :]
-            lacking = tl.sum(tl.load(all_missing_ptr + of_place, mask=is_there, other=0), 1)
-            work = (tl.sum(tl.where(is_whole, row_units, 0)).to(tl.float32) * whole_records).to(tl.int64)
-            room = num_slots + num_scratch
-            num_pulled = _balanced(place, num_places, places, lacking, row_units, work, share, room)
-        elif HAS_SELECTOR:
-            all_blocks = tl.arange(0, ALL_POW2)
-            all_missing = tl.load(all_missing_ptr + all_blocks, mask=all_blocks < num_places * num_blocks, other=0)
-            work = tl.sum(is_whole.to(tl.int32)).to(tl.float32) * whole_records
-            share = tl.minimum(share * (1.0 + work / tl.maximum(tl.sum(all_missing), 1).to(tl.float32)), 1.0)
-        if not BY_EXPERT:
-            num_pulled = tl.minimum((num_missing.to(tl.float32) * share).to(tl.int32), num_slots + num_scratch)
+    if SPLIT.is_split:
+        num_pulled = _num_pulled(experts_ptr, tables, all_missing_ptr, share_ptr, num_missing,
+                                 num_slots + landing.num_scratch, whole_records, SPLIT)  # fmt: skip
+    # The first missing records are pulled, to slots as far as there are, and then to scratch memory.
     is_pulled = missing & (place_of_missing < num_pulled)
     to_slot = is_pulled & (place_of_missing < num_slots)
-    slot = tl.load(slots_ptr + place * num_slots + place_of_missing, mask=to_slot, other=0)
-    scratch = scratch_at + (place * num_scratch + place_of_missing - num_slots) * slot_units
-    tl.store(pulled_ptr + place * num_slots + place_of_missing, neuron, mask=to_slot)
-    if IS_SPLIT:
-        # Of those before this one, the last missing one included, `place_of_missing + 1` are missing.
+    slot = tl.load(landing.slots + place * num_slots + place_of_missing, mask=to_slot, other=0)
+    in_scratch = place * landing.num_scratch + place_of_missing - num_slots
+    scratch = landing.scratch_at + in_scratch * landing.slot_units
+    tl.store(left.pulled + place * num_slots + place_of_missing, neuron, mask=to_slot)
+    if SPLIT.is_split:
+        # Lists those that are here before those that are pulled, and the others for the CPU. Of the neurons before this
+        # one, the last missing one included, `place_of_missing + 1` are missing.
         at = tl.where(missing, num_running - num_missing + place_of_missing, place_of_all - place_of_missing - 1)
         listed = live & (~missing | is_pulled)
         to_cpu = missing & ~is_pulled
         left_at = place * F + place_of_missing - num_pulled
-        tl.store(left_neurons_ptr + left_at, neuron, mask=to_cpu)
-        if HAS_SELECTOR:
-            a = tl.load(a_ptr + place * F + neuron, mask=to_cpu, other=0.0)
-            tl.store(left_a_ptr + left_at, a, mask=to_cpu)
+        tl.store(left.neurons + left_at, neuron, mask=to_cpu)
+        if SPLIT.has_selector:
+            a = tl.load(running.a + place * F + neuron, mask=to_cpu, other=0.0)
+            tl.store(left.a + left_at, a, mask=to_cpu)
     else:
         at = place_of_all
         listed = live
     units = tl.where(to_slot, slot, tl.where(is_pulled, scratch, units))
-    tl.store(neurons_ptr + place * F + at, neuron, mask=listed)
-    tl.store(units_ptr + place * F + at, units, mask=listed)
+    tl.store(running.neurons + place * F + at, neuron, mask=listed)
+    tl.store(running.units + place * F + at, units, mask=listed)
     if block == 0:
-        num_here, num_left = num_running, 0
-        num_pulled_too = 0  # after those that are here
-        if IS_SPLIT:
-            num_here, num_left, num_pulled_too = num_running - num_missing, num_missing - num_pulled, num_pulled
-            left_count = num_left
-            if HAS_SELECTOR:
-                left_count = tl.where(tl.load(selector_at_ptr + expert * F) < 0, WHOLE, num_left)
-            tl.store(left_counts_ptr + place, left_count)
-        tl.store(pulled_counts_ptr + place, tl.minimum(num_pulled, num_slots))
-        tl.store(totals_ptr + place * 4, num_here)
-        tl.store(totals_ptr + place * 4 + 1, num_pulled_too)
-        tl.store(totals_ptr + place * 4 + 2, num_left)
-        tl.store(totals_ptr + place * 4 + 3, num_missing)
+        tl.store(left.pulled_counts + place, tl.minimum(num_pulled, num_slots))
+        _store_totals(running, tables, left, place, expert, num_running, num_missing, num_pulled, SPLIT)
+
+
+@triton.jit
+def _num_pulled(
+    experts_ptr, tables, all_missing_ptr, share_ptr, num_missing, most, whole_records, SPLIT: tl.constexpr
+):
+    """Returns how many of the expert's missing records the link brings, `most` at most; the CPU computes the others.
+
+    Args:    all_missing_ptr: to int32 [k, blocks], missing records of all blocks.   num_missing: of this expert.
+    """
+    share, places = tl.load(share_ptr), tl.arange(0, triton.next_power_of_2(SPLIT.k))
+    is_place = places < SPLIT.k
+    # The CPU computes experts whole whose selector is missing, and that is work which the link cannot take.
+    others = tl.load(experts_ptr + places, mask=is_place, other=0)
+    is_whole = places < 0
+    if SPLIT.has_selector:
+        is_whole = tl.load(tables.selector_at + others * SPLIT.f, mask=is_place, other=0) < 0
+    if SPLIT.by_expert:
+        # Splits the experts one by one: all programs go through the same steps.
+        RECORD_UNITS: tl.constexpr = SPLIT.record_units
+        row_units = of_kind(tl.load(tables.kind + others, mask=is_place, other=0), RECORD_UNITS)
+        blocks = tl.arange(0, triton.next_power_of_2(SPLIT.num_blocks))
+        of_place = places[:, None] * SPLIT.num_blocks + blocks[None, :]
+        is_there = is_place[:, None] & (blocks < SPLIT.num_blocks)[None, :]
+        lacking = tl.sum(tl.load(all_missing_ptr + of_place, mask=is_there, other=0), 1)
+        work = (tl.sum(tl.where(is_whole, row_units, 0)).to(tl.float32) * whole_records).to(tl.int64)
+        number = _balanced(tl.program_id(0), SPLIT.k, places, lacking, row_units, work, share, most)
+    else:
+        if SPLIT.has_selector:
+            # The link's share is of all work: whole experts make it larger for the others.
+            all_blocks = tl.arange(0, triton.next_power_of_2(SPLIT.k * SPLIT.num_blocks))
+            is_there = all_blocks < SPLIT.k * SPLIT.num_blocks
+            all_missing = tl.load(all_missing_ptr + all_blocks, mask=is_there, other=0)
+            work = tl.sum(is_whole.to(tl.int32)).to(tl.float32) * whole_records
+            share = tl.minimum(share * (1.0 + work / tl.maximum(tl.sum(all_missing), 1).to(tl.float32)), 1.0)
+        number = tl.minimum((num_missing.to(tl.float32) * share).to(tl.int32), most)
+    return number
+
+
+@triton.jit
+def _store_totals(
+    running, tables, left, place, expert, num_running, num_missing, num_pulled, SPLIT: tl.constexpr
+):
+    """Writes an expert's totals, and how many neurons it leaves to the CPU."""
+    num_here, num_left, num_pulled_too = num_running, 0, 0  # all that run are in one list
+    if SPLIT.is_split:
+        num_here, num_left, num_pulled_too = num_running - num_missing, num_missing - num_pulled, num_pulled
+        left_count = num_left
+        if SPLIT.has_selector:
+            is_whole = tl.load(tables.selector_at + expert * SPLIT.f) < 0
+            left_count = tl.where(is_whole, _WHOLE, num_left)
+        tl.store(left.counts + place, left_count)
+    totals_ptr = running.totals + place * 4
+    tl.store(totals_ptr, num_here)
+    tl.store(totals_ptr + 1, num_pulled_too)
+    tl.store(totals_ptr + 2, num_left)
+    tl.store(totals_ptr + 3, num_missing)
 
 
 def neurons(
@@ -496,132 +458,102 @@ def neurons(
     parts = [(_part_in(False, kind.gate), _part_in(False, kind.up), kind.down.part) for kind in tables.kinds]
     tiles = [_sum_tile(_stored(*trio)) for trio in parts]
     num_warps = max(tile.num_warps for tile in tiles)
-    _neurons_kernel[k, num_partials](
-        x,
-        experts,
-        tables.arena,
-        tables.kind,
-        tables.thresholds,
-        running.a,
-        running.neurons,
-        running.units,
-        running.totals,
-        tables.down_bias,
-        partials,
-        lookup_for(x.device, *(each for trio in parts for each in trio)),
-        int(part == "pulled"),
-        F=tables.record_at.shape[1],
-        KINDS=tuple(
-            _products(kind, *trio, tile, num_warps, 64)
-            for kind, trio, tile in zip(tables.kinds, parts, tiles, strict=True)
-        ),
-        num_warps=num_warps,
-        enable_fp_fusion=True,
+    kinds = tuple(
+        _products(kind, *trio, tile, num_warps, 64) for kind, trio, tile in zip(tables.kinds, parts, tiles, strict=True)
     )
+    _neurons_kernel[k, num_partials](
+        x, experts, tables.pointers, running, partials, lookup_for(x.device, *(each for trio in parts for each in trio)),
+        int(part == "pulled"), tables.record_at.shape[1], kinds, num_warps=num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=(*PER_LAYER, "is_pulled"))
 def _neurons_kernel(
     x_ptr,
     experts_ptr,
-    arena_ptr,
-    kind_ptr,
-    thresholds_ptr,
-    a_ptr,
-    neurons_ptr,
-    units_ptr,
-    totals_ptr,
-    down_bias_ptr,
+    tables,
+    running,
     partials_ptr,
     lookup_ptr,
     is_pulled,
     F: tl.constexpr,
     KINDS: tl.constexpr,
 ):
+    # A program takes an equal share of the list: of its first range, or of the second if the pulled ones are summed.
     place, program = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
-    kind = tl.load(kind_ptr + expert)
-    first = tl.load(totals_ptr + place * 4) * is_pulled
-    count = tl.load(totals_ptr + place * 4 + is_pulled)
+    kind = tl.load(tables.kind + expert)
+    first = tl.load(running.totals + place * 4) * is_pulled
+    count = tl.load(running.totals + place * 4 + is_pulled)
     start = first + count * program // tl.num_programs(1)
     last = first + count * (program + 1) // tl.num_programs(1)
     D: tl.constexpr = _part(KINDS, 0, "down").num_cols
     partial_ptr = partials_ptr + (place * tl.num_programs(1) + program) * D
+    listed = (running.a + place * F, running.neurons + place * F, running.units + place * F)
     for number in tl.static_range(len(KINDS)):
         if kind == number:
-            _sum_up(x_ptr, arena_ptr, tl.load(thresholds_ptr + expert), a_ptr + place * F, neurons_ptr + place * F,
-                    units_ptr + place * F, start, last, partial_ptr, lookup_ptr, KINDS, number)  # fmt: skip
-    if down_bias_ptr is not None:
+            threshold = tl.load(tables.thresholds + expert)
+            _sum_up(x_ptr, tables.arena, threshold, listed, start, last, partial_ptr, lookup_ptr, KINDS, number)
+    # One partial sum of an expert has the bias of down too.
+    if tables.down_bias is not None:
         tl.debug_barrier()  # other threads wrote what is read below
         if program + is_pulled == 0:
-            _add_bias(partial_ptr, down_bias_ptr + expert.to(tl.int64) * D, D)
+            _add_bias(partial_ptr, tables.down_bias + expert.to(tl.int64) * D, D)
 
 
 @triton.jit
 def _sum_up(
-    x_ptr, arena_ptr, threshold, a_ptr, neurons_ptr, units_ptr, start, last, partial_ptr, lookup_ptr,
-    KINDS: tl.constexpr, NUMBER: tl.constexpr
-):  # fmt: skip
-    """Writes the sum of the outputs of the list's neurons from `start` to `last`."""
+    x_ptr, arena_ptr, threshold, listed, start, last, partial_ptr, lookup_ptr, KINDS: tl.constexpr, NUMBER: tl.constexpr
+):
+    """Writes the sum of the outputs of the list's neurons from `start` to `last`.
+
+    Args:    listed: the expert's activations, neurons, and places of records.
+    """
     R: tl.constexpr = _value(KINDS, NUMBER, "rows")
     GATE: tl.constexpr = _part(KINDS, NUMBER, "gate")
     UP: tl.constexpr = _part(KINDS, NUMBER, "up")
-    GATE_NW: tl.constexpr = _words(KINDS, NUMBER, "gate")
-    UP_NW: tl.constexpr = _words(KINDS, NUMBER, "up")
-    IS_GATED: tl.constexpr = _value(KINDS, NUMBER, "is_gated")
     FUNCTION: tl.constexpr = _value(KINDS, NUMBER, "function")
     DOWN: tl.constexpr = _part(KINDS, NUMBER, "down")
-    NW: tl.constexpr = _words(KINDS, NUMBER, "down")
     IS_SELECTED: tl.constexpr = _value(KINDS, NUMBER, "is_selected")
+    a_ptr, neurons_ptr, units_ptr = listed
     lanes = tl.arange(0, R)
     # The first records are on their way while x is loaded.
-    units, live = _record_units(units_ptr, start + lanes, last)
+    units, live = _units_at(units_ptr, start + lanes, last)
     if GATE is not None:
-        gate = load_part(arena_ptr, units, live, GATE, GATE_NW)
-        gate_scales = load_part_scales(arena_ptr, units, live, GATE, GATE_NW)
+        gate, gate_scales = _load_rows(arena_ptr, units, live, GATE)
     if UP is not None:
-        up = load_part(arena_ptr, units, live, UP, UP_NW)
-        up_scales = load_part_scales(arena_ptr, units, live, UP, UP_NW)
-    down = load_part(arena_ptr, units, live, DOWN, NW)
-    down_scales = load_part_scales(arena_ptr, units, live, DOWN, NW)
+        up, up_scales = _load_rows(arena_ptr, units, live, UP)
+    down, down_scales = _load_rows(arena_ptr, units, live, DOWN)
     if GATE is not None:
-        gate_x, gate_sums, gate_x_high = load_x_part(x_ptr, GATE, GATE_NW)
+        gate_x = load_x_part(x_ptr, GATE)
     if UP is not None:
-        up_x, up_sums, up_x_high = load_x_part(x_ptr, UP, UP_NW)
-    y, less, y_high = zero_part(DOWN, NW, _value(KINDS, NUMBER, "groups"))
+        up_x = load_x_part(x_ptr, UP)
+    sums = zero_part(DOWN, _value(KINDS, NUMBER, "groups"))
     while start < last:
-        units, live = _record_units(units_ptr, start + R + lanes, last)
+        # Loads the next records before these are multiplied.
+        units, live = _units_at(units_ptr, start + R + lanes, last)
         if GATE is not None:
-            next_gate = load_part(arena_ptr, units, live, GATE, GATE_NW)
-            next_gate_scales = load_part_scales(arena_ptr, units, live, GATE, GATE_NW)
+            next_gate, next_gate_scales = _load_rows(arena_ptr, units, live, GATE)
         if UP is not None:
-            next_up = load_part(arena_ptr, units, live, UP, UP_NW)
-            next_up_scales = load_part_scales(arena_ptr, units, live, UP, UP_NW)
-        next_down = load_part(arena_ptr, units, live, DOWN, NW)
-        next_down_scales = load_part_scales(arena_ptr, units, live, DOWN, NW)
+            next_up, next_up_scales = _load_rows(arena_ptr, units, live, UP)
+        next_down, next_down_scales = _load_rows(arena_ptr, units, live, DOWN)
+        # A neuron's output is the selector's activation times what the record adds to it; 0 if it does not run.
         h = _list_activations(a_ptr, neurons_ptr, start + lanes, last, IS_SELECTED)
         if GATE is not None:
-            g = dot_loaded(gate, gate_scales, gate_x, gate_sums, gate_x_high, lookup_ptr, GATE, GATE_NW)
-            h *= act(g, FUNCTION)
+            h *= act(dot_loaded(gate, gate_scales, gate_x, lookup_ptr, GATE), FUNCTION)
             gate, gate_scales = next_gate, next_gate_scales
         if UP is not None:
-            u = dot_loaded(up, up_scales, up_x, up_sums, up_x_high, lookup_ptr, UP, UP_NW)
-            h *= factor(u, FUNCTION) if IS_GATED else act(u, FUNCTION)
+            u = dot_loaded(up, up_scales, up_x, lookup_ptr, UP)
+            h *= factor(u, FUNCTION) if _value(KINDS, NUMBER, "is_gated") else act(u, FUNCTION)
             up, up_scales = next_up, next_up_scales
         if not IS_SELECTED:
             h = tl.where(runs(h, threshold), h, 0.0)
         h = tl.where(start + lanes < last, h, 0.0)
-        y, less, y_high = add_loaded(y, less, y_high, down, down_scales, h, lookup_ptr, DOWN, NW)
+        # Its down row joins the sums, which stay in registers.
+        sums = add_loaded(sums, down, down_scales, h, lookup_ptr, DOWN)
         down, down_scales = next_down, next_down_scales
         start += R
-    store_part(partial_ptr, y, less, y_high, DOWN, NW)
-
-
-@triton.jit
-def _record_units(units_ptr, idx, last):
-    """Loads where the records of list entries are, int64 [R], and returns which entries there are."""
-    live = idx < last
-    return tl.load(units_ptr + idx, mask=live, other=0).to(tl.int64), live
+    store_part(partial_ptr, sums, DOWN)
 
 
 @triton.jit

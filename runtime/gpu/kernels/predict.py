@@ -7,7 +7,7 @@ statistics), of which `rank` takes the best. `enter_pulled` enters their records
 The twins are `runtime.offload.prefetch` and `runtime.offload.paths`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from moe_pack.runtime.gpu.kernels.router import keys_of, largest
 from moe_pack.runtime.gpu.kernels.tables import PER_LAYER, LayerTables, RunningNeurons
 from moe_pack.runtime.offload import PathStatistics
 
-_BLOCK = 256  # records that a program enters, hidden units that it sums up, or keys that it compares together
-_SUCCESSORS = 16
+_BLOCK = tl.constexpr(256)  # records that a program enters, hidden units that it sums up, or keys that it compares
+_SUCCESSORS = tl.constexpr(16)  # that are added at once
 _HASH_BITS = 56  # sums of the hashes of a token's experts stay below 2^63
 
 
@@ -33,16 +33,7 @@ def rank(scores: Tensor, experts: Tensor, *, bias: Tensor | None = None, is_sigm
              scores, or to their sigmoids, as a router with biases does; None: the scores themselves are ranked.
     """
     _rank_kernel[(1,)](
-        scores,
-        bias,
-        experts,
-        E=len(scores),
-        BLOCK=triton.next_power_of_2(len(scores)),
-        N=len(experts),
-        BLOCK_N=triton.next_power_of_2(len(experts)),
-        IS_SIGMOID=is_sigmoid,
-        num_warps=4,
-        enable_fp_fusion=True,
+        scores, bias, experts, len(scores), len(experts), is_sigmoid, num_warps=4, enable_fp_fusion=True
     )
 
 
@@ -52,14 +43,13 @@ def _rank_kernel(
     bias_ptr,
     experts_ptr,
     E: tl.constexpr,
-    BLOCK: tl.constexpr,
     N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
 ):
-    index = tl.arange(0, BLOCK)[None, :]
+    index = tl.arange(0, triton.next_power_of_2(E))[None, :]
     mask = index < E
     scores = tl.load(scores_ptr + index, mask=mask, other=-float("inf"))
+    # As a router with biases, which adds them to scores and not to logits.
     if bias_ptr is not None:
         if IS_SIGMOID:
             scores = 1.0 / (1.0 + tl.exp(-scores))
@@ -67,8 +57,8 @@ def _rank_kernel(
             powers = tl.exp(scores - tl.max(scores))
             scores = powers / tl.sum(powers)
         scores += tl.load(bias_ptr + index, mask=mask, other=0.0)
-    experts = largest(keys_of(scores, index, mask), index, N, BLOCK_N)
-    places = tl.arange(0, BLOCK_N)
+    experts = largest(keys_of(scores, index, mask), index, N)
+    places = tl.arange(0, experts.shape[0])
     tl.store(experts_ptr + places, experts, mask=places < N)
 
 
@@ -80,18 +70,8 @@ def add_routes(first: Tensor, by_route: Tensor, routes: Tensor, is_rectified: bo
              follows, which gets the positive part.
     """
     (p, k), h = routes.shape, len(first)
-    _add_routes_kernel[(triton.cdiv(h, _BLOCK),)](
-        first,
-        by_route,
-        routes,
-        E=by_route.shape[1],
-        H=h,
-        P=p,
-        K=k,
-        IS_RECTIFIED=is_rectified,
-        BLOCK=_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
+    _add_routes_kernel[(triton.cdiv(h, _BLOCK.value),)](
+        first, by_route, routes, by_route.shape[1], h, p, k, is_rectified, num_warps=4, enable_fp_fusion=True
     )
 
 
@@ -105,9 +85,8 @@ def _add_routes_kernel(
     P: tl.constexpr,
     K: tl.constexpr,
     IS_RECTIFIED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    unit = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     mask = unit < H
     total = tl.load(first_ptr + unit, mask=mask, other=0.0)
     for place in tl.static_range(P * K):
@@ -118,24 +97,19 @@ def _add_routes_kernel(
     tl.store(first_ptr + unit, total, mask=mask)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerPaths:
-    """Path statistics of one MoE layer on a device, for the p layers just before it.
+class LayerPaths(NamedTuple):
+    """Path statistics of one MoE layer on a device, for the p layers just before it."""
 
-    `logs`: float32 [p, E, E], of each expert before, further back first, the logarithms of `PathStatistics`' second
-    stage; 0 where `is_known`, int32 [p, E], is 0.   `shares`: float32 [E], the popularity.   `hashes`: int64 [p, E],
-    whose sum over a token's experts stands for them.   `keys`: int64 [n], the sums of the exact keys.   `starts`: int32
-    [n + 1], `successors`: int32, `counts`: float32: what followed each.
-    """
-
+    # float32 [p, E, E], of each expert before, further back first, the logarithms of `PathStatistics`' second stage; 0
+    # where `is_known`, int32 [p, E], is 0.
     logs: Tensor
     is_known: Tensor
-    shares: Tensor
-    hashes: Tensor
-    keys: Tensor
-    starts: Tensor
-    successors: Tensor
-    counts: Tensor
+    shares: Tensor  # float32 [E], the popularity
+    hashes: Tensor  # int64 [p, E], whose sum over a token's experts stands for them
+    keys: Tensor  # int64 [n], the sums of the exact keys
+    starts: Tensor  # int32 [n + 1], where each key's successors begin
+    successors: Tensor  # int32, the experts that followed
+    counts: Tensor  # float32, how often
 
     @classmethod
     def of(cls, paths: PathStatistics, layer_idx: int, num_before: int, device: torch.device) -> "LayerPaths":
@@ -172,123 +146,73 @@ def score_paths(routes: Tensor, paths: LayerPaths, scores: Tensor) -> None:
     """
     p, k = routes.shape
     _score_paths_kernel[(1,)](
-        routes,
-        paths.logs,
-        paths.is_known,
-        paths.shares,
-        paths.hashes,
-        paths.keys,
-        paths.starts,
-        paths.successors,
-        paths.counts,
-        scores,
-        len(paths.keys),
-        P=p,
-        K=k,
-        E=len(scores),
-        BLOCK_E=triton.next_power_of_2(len(scores)),
-        BLOCK=_BLOCK,
-        BLOCK_S=_SUCCESSORS,
-        num_warps=4,
-        enable_fp_fusion=True,
+        routes, paths, scores, len(paths.keys), p, k, len(scores), num_warps=4, enable_fp_fusion=True
     )
 
 
 @triton.jit(do_not_specialize=("routes_ptr", "num_keys"))
 def _score_paths_kernel(
-    routes_ptr,
-    logs_ptr,
-    is_known_ptr,
-    shares_ptr,
-    hashes_ptr,
-    keys_ptr,
-    starts_ptr,
-    successors_ptr,
-    counts_ptr,
-    scores_ptr,
-    num_keys,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    routes_ptr, paths, scores_ptr, num_keys, P: tl.constexpr, K: tl.constexpr, E: tl.constexpr
 ):
+    BLOCK_E: tl.constexpr = triton.next_power_of_2(E)
     expert = tl.arange(0, BLOCK_E)
     mask = expert < E
+    # The second stage adds what is known of each expert before; the third is popularity.
     key, num_known = tl.load(routes_ptr).to(tl.int64) * 0, tl.load(routes_ptr) * 0
     logs = tl.zeros([BLOCK_E], tl.float32)
     for place in tl.static_range(P * K):
         row = place // K * E + tl.load(routes_ptr + place)
-        key += tl.load(hashes_ptr + row)
-        num_known += tl.load(is_known_ptr + row)
-        logs += tl.load(logs_ptr + row * E + expert, mask=mask, other=0.0)
+        key += tl.load(paths.hashes + row)
+        num_known += tl.load(paths.is_known + row)
+        logs += tl.load(paths.logs + row * E + expert, mask=mask, other=0.0)
     scores = logs
     if num_known == 0:
-        scores = tl.load(shares_ptr + expert, mask=mask, other=0.0)
+        scores = tl.load(paths.shares + expert, mask=mask, other=0.0)
+    # The first stage knows tokens with exactly these experts, by the sum of their hashes.
     found = num_known * 0 - 1
     start = 0
     while start < num_keys:
-        number = start + tl.arange(0, BLOCK)
-        is_it = tl.load(keys_ptr + number, mask=number < num_keys, other=-1) == key
+        number = start + tl.arange(0, _BLOCK)
+        is_it = tl.load(paths.keys + number, mask=number < num_keys, other=-1) == key
         found = tl.maximum(found, tl.max(tl.where(is_it, number, -1), 0))
-        start += BLOCK
+        start += _BLOCK
     if found >= 0:
         scores = tl.zeros([BLOCK_E], tl.float32)
-        first, last = tl.load(starts_ptr + found), tl.load(starts_ptr + found + 1)
+        first, last = tl.load(paths.starts + found), tl.load(paths.starts + found + 1)
         while first < last:
-            number = first + tl.arange(0, BLOCK_S)
-            successor = tl.load(successors_ptr + number, mask=number < last, other=-1)
-            count = tl.load(counts_ptr + number, mask=number < last, other=0.0)
+            number = first + tl.arange(0, _SUCCESSORS)
+            successor = tl.load(paths.successors + number, mask=number < last, other=-1)
+            count = tl.load(paths.counts + number, mask=number < last, other=0.0)
             scores += tl.sum(tl.where(successor[:, None] == expert[None, :], count[:, None], 0.0), 0)
-            first += BLOCK_S
+            first += _SUCCESSORS
     tl.store(scores_ptr + expert, scores, mask=mask)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PulledAhead:
-    """The records that are pulled for the experts predicted for one layer.
+class PulledAhead(NamedTuple):
+    """The records that are pulled for the experts predicted for one layer."""
 
-    `experts`: int32 [n].   `slots`: [n, S], where records go, in units of 16 bytes.   `neurons`: int32 [n, S],
-    whose record is in each slot.   `counts`: int32 [n], the slots that are in use.
-    """
-
-    experts: Tensor
-    slots: Tensor
-    neurons: Tensor
-    counts: Tensor
+    experts: Tensor  # int32 [n]
+    slots: Tensor  # [n, S], where records go, in units of 16 bytes
+    neurons: Tensor  # int32 [n, S], whose record is in each slot
+    counts: Tensor  # int32 [n], the slots that are in use
 
 
 def enter_pulled(pulled: PulledAhead, record_at: Tensor) -> None:
-    """Enters records in a layer's table.
-
-    Args:    record_at: [E, f].
-    """
+    """Enters records in a layer's table `record_at` [E, f]."""
     n, most = pulled.slots.shape
-    _enter_pulled_kernel[n, triton.cdiv(most, _BLOCK)](
-        pulled.experts,
-        pulled.slots,
-        pulled.neurons,
-        pulled.counts,
-        record_at,
-        most,
-        F=record_at.shape[1],
-        BLOCK=_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
+    _enter_pulled_kernel[n, triton.cdiv(most, _BLOCK.value)](
+        pulled, record_at, most, record_at.shape[1], num_warps=4, enable_fp_fusion=True
     )
 
 
-@triton.jit(do_not_specialize=(*PER_LAYER, "most"))
-def _enter_pulled_kernel(
-    experts_ptr, slots_ptr, neurons_ptr, counts_ptr, record_at_ptr, most, F: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=("pulled", "most"))
+def _enter_pulled_kernel(pulled, record_at_ptr, most, F: tl.constexpr):
     place = tl.program_id(0)
-    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = number < tl.load(counts_ptr + place)
-    neuron = tl.load(neurons_ptr + place * most + number, mask=mask, other=0)
-    slot = tl.load(slots_ptr + place * most + number, mask=mask, other=0)
-    tl.store(record_at_ptr + tl.load(experts_ptr + place) * F + neuron, slot, mask=mask)
+    number = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    mask = number < tl.load(pulled.counts + place)
+    neuron = tl.load(pulled.neurons + place * most + number, mask=mask, other=0)
+    slot = tl.load(pulled.slots + place * most + number, mask=mask, other=0)
+    tl.store(record_at_ptr + tl.load(pulled.experts + place) * F + neuron, slot, mask=mask)
 
 
 def forget_pulled(
@@ -301,58 +225,45 @@ def forget_pulled(
     """
     n, most = pulled.slots.shape
     k, f = running.a.shape
+    is_selected = tables.selector_at is not None
     _forget_pulled_kernel[(n,)](
-        pulled.experts,
-        pulled.neurons,
-        pulled.counts,
-        tables.record_at,
-        experts,
-        running.a,
-        tables.thresholds,
-        totals,
-        most,
-        IS_SELECTED=tables.selector_at is not None,
-        F=f,
-        K=k,
-        BLOCK=_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        pulled, experts, tables.record_at, tables.thresholds, running.a, totals, most, is_selected, f, k,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=(*PER_LAYER, "pulled_totals_ptr", "most"))
+@triton.jit(do_not_specialize=("pulled", *PER_LAYER, "totals_ptr", "most"))
 def _forget_pulled_kernel(
-    predicted_ptr,
-    neurons_ptr,
-    counts_ptr,
-    record_at_ptr,
+    pulled,
     experts_ptr,
-    a_ptr,
+    record_at_ptr,
     thresholds_ptr,
-    pulled_totals_ptr,
+    a_ptr,
+    totals_ptr,
     most,
     IS_SELECTED: tl.constexpr,
     F: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     predicted = tl.program_id(0)
-    expert, count = tl.load(predicted_ptr + predicted), tl.load(counts_ptr + predicted)
+    expert, count = tl.load(pulled.experts + predicted), tl.load(pulled.counts + predicted)
     threshold = tl.load(thresholds_ptr + expert)
-    place = expert * 0 - 1  # among the experts that ran
+    # Finds the predicted expert among those that ran.
+    place = expert * 0 - 1
     for other in tl.static_range(K):
         place = tl.where(tl.load(experts_ptr + other) == expert, other, place)
+    # Forgets its records, and counts those whose neurons ran.
     num_ran, start = count * 0, 0
     while start < count:
-        number = start + tl.arange(0, BLOCK)
+        number = start + tl.arange(0, _BLOCK)
         mask = number < count
-        neuron = tl.load(neurons_ptr + predicted * most + number, mask=mask, other=0)
+        neuron = tl.load(pulled.neurons + predicted * most + number, mask=mask, other=0)
         tl.store(record_at_ptr + expert * F + neuron, -1, mask=mask)
         ran = mask & (place >= 0)
         if IS_SELECTED:
             ran = ran & runs(tl.load(a_ptr + place * F + neuron, mask=ran, other=0.0), threshold)
         num_ran += tl.sum(ran.to(tl.int32), 0)
-        start += BLOCK
-    tl.store(pulled_totals_ptr + predicted * 3, expert)
-    tl.store(pulled_totals_ptr + predicted * 3 + 1, count)
-    tl.store(pulled_totals_ptr + predicted * 3 + 2, num_ran)
+        start += _BLOCK
+    tl.store(totals_ptr + predicted * 3, expert)
+    tl.store(totals_ptr + predicted * 3 + 1, count)
+    tl.store(totals_ptr + predicted * 3 + 2, num_ran)

@@ -39,6 +39,7 @@ from moe_pack.runtime.gpu.kernels.rows import (
     look_up,
     places,
     plane_bits,
+    plane_words,
     store_y,
     unpack_places,
 )
@@ -126,23 +127,24 @@ def _unplaced(PART: tl.constexpr, PLANE: tl.constexpr):
 
 
 @triton.jit
-def _load_chunk_scales(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def _load_chunk_scales(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr):
     """Loads scales and zeros of chunks: float32 [R, QS, NC]."""
     BITS: tl.constexpr = plane_bits(PART, PLANE)
     QS: tl.constexpr = _scales(PART, BITS)
-    first = tl.arange(0, NW // _chunk(PART, PLANE))[None, :] * _chunk(PART, PLANE)
+    first = tl.arange(0, plane_words(PART, PLANE) // _chunk(PART, PLANE))[None, :] * _chunk(PART, PLANE)
     column = (first // (2 * BITS)) * 64 + first % (2 * BITS) * 4 + tl.arange(0, QS)[:, None] * (8 * BITS)
     mask = live[:, None, None] & (first < PART.num_cols * BITS // 32)[None, :, :]
     return load_scales(arena_ptr, units[:, None, None], (column // PART.group)[None, :, :], mask, PART)
 
 
 @triton.jit
-def _spread(each, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def _spread(each, PART: tl.constexpr, PLANE: tl.constexpr):
     """Repeats values of chunks [R, QS, NC] for all their codes: [R, SQ, NW]."""
     R: tl.constexpr = each.shape[0]
     QS: tl.constexpr = each.shape[1]
     CHUNK: tl.constexpr = _chunk(PART, PLANE)
     SQ: tl.constexpr = places(PART, PLANE)
+    NW: tl.constexpr = plane_words(PART, PLANE)
     wide = tl.broadcast_to(each[:, :, None, :, None], [R, QS, SQ // QS, NW // CHUNK, CHUNK])
     return tl.reshape(wide, [R, SQ, NW])
 
@@ -158,60 +160,54 @@ def _chunk_sums(values, QS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def load_part(arena_ptr, units, live, PART: tl.constexpr, NW: tl.constexpr):
+def load_part(arena_ptr, units, live, PART: tl.constexpr):
     """Loads the codes of some rows: a tuple of their words by plane, for a trellis what `load_trellis` does."""
     if PART.kind == TRELLIS:
-        block = tl.arange(0, NW // 4)
+        block = tl.arange(0, plane_words(PART, 0) // 4)
         mask = live[:, None] & (block < PART.num_cols // 64)[None, :]
         codes = load_trellis(arena_ptr, units, block, mask, PART)
     elif has_two_planes(PART):
-        low, high = (
-            load_words(arena_ptr, units, live, PART, 0, NW),
-            load_words(arena_ptr, units, live, PART, 1, NW // 2),
-        )
-        codes = (low, high)
+        codes = (load_words(arena_ptr, units, live, PART, 0), load_words(arena_ptr, units, live, PART, 1))
     else:
-        codes = (load_words(arena_ptr, units, live, PART, 0, NW),)
+        codes = (load_words(arena_ptr, units, live, PART, 0),)
     return codes
 
 
 @triton.jit
-def load_x_part(x_ptr, PART: tl.constexpr, NW: tl.constexpr):
+def load_x_part(x_ptr, PART: tl.constexpr):
     """Loads a hidden state as `dot_part` takes it: for the first plane, its sums by chunk, for the second plane."""
-    x = load_x(x_ptr, PART, 0, NW)
+    x = load_x(x_ptr, PART, 0)
     x_high = x
     if has_two_planes(PART):
-        x_high = load_x(x_ptr, PART, 1, NW // 2)
+        x_high = load_x(x_ptr, PART, 1)
     return _lifted(x, x_high, PART)
 
 
 @triton.jit
-def load_normed_part(x_ptr, weight_ptr, bias_ptr, eps, PART: tl.constexpr, NW: tl.constexpr):
-    """Loads a normed hidden state as `dot_part` takes it, and the factor by which its products are multiplied.
+def load_normed_part(x_ptr, norm, PART: tl.constexpr):
+    """Loads a hidden state, normed by a `Norm`, as `dot_part` takes it, and the factor for its products.
 
     The factor is that of an rms norm, so that no product waits for it; it is 1 for a layer norm.
-    Args:    weight_ptr, bias_ptr: of the norm, float32 [d]; the bias is None for an rms norm.
     """
-    x, weight = load_x(x_ptr, PART, 0, NW), load_x(weight_ptr, PART, 0, NW)
+    x, weight = load_x(x_ptr, PART, 0), load_x(norm.weight, PART, 0)
     x_high = x
     if has_two_planes(PART):
-        x_high = load_x(x_ptr, PART, 1, NW // 2)
+        x_high = load_x(x_ptr, PART, 1)
     factor = 1.0
-    if bias_ptr is not None:
+    if norm.bias is not None:
         mean = tl.sum(tl.sum(x, 0), 0) / PART.num_cols
-        centered = tl.where(is_word(PART, 0, NW)[None, :], x - mean, 0.0)
-        scale = tl.rsqrt(tl.sum(tl.sum(centered * centered, 0), 0) / PART.num_cols + eps)
-        x = centered * scale * weight + load_x(bias_ptr, PART, 0, NW)
+        centered = tl.where(is_word(PART, 0)[None, :], x - mean, 0.0)
+        scale = tl.rsqrt(tl.sum(tl.sum(centered * centered, 0), 0) / PART.num_cols + norm.eps)
+        x = centered * scale * weight + load_x(norm.bias, PART, 0)
         if has_two_planes(PART):
-            weight, bias = load_x(weight_ptr, PART, 1, NW // 2), load_x(bias_ptr, PART, 1, NW // 2)
+            weight, bias = load_x(norm.weight, PART, 1), load_x(norm.bias, PART, 1)
             x_high = (x_high - mean) * scale * weight + bias
     else:
-        factor = tl.rsqrt(tl.sum(tl.sum(x * x, 0), 0) / PART.num_cols + eps)
+        factor = tl.rsqrt(tl.sum(tl.sum(x * x, 0), 0) / PART.num_cols + norm.eps)
         x *= weight
         if has_two_planes(PART):
-            x_high *= load_x(weight_ptr, PART, 1, NW // 2)
-    x, x_sums, x_high = _lifted(x, x_high, PART)
-    return x, x_sums, x_high, factor
+            x_high *= load_x(norm.weight, PART, 1)
+    return _lifted(x, x_high, PART), factor
 
 
 @triton.jit
@@ -227,7 +223,7 @@ def _lifted(x, x_high, PART: tl.constexpr):
 
 
 @triton.jit
-def load_part_scales(arena_ptr, units, live, PART: tl.constexpr, NW: tl.constexpr):
+def load_part_scales(arena_ptr, units, live, PART: tl.constexpr):
     """Loads what `dot_loaded` and `add_loaded` need of some rows beside their codes.
 
     Returns:  scales and zeros of the first plane's chunks, float32 [R, QS, NC], scales of the second plane's chunks,
@@ -238,30 +234,31 @@ def load_part_scales(arena_ptr, units, live, PART: tl.constexpr, NW: tl.constexp
         bias = load_bias(arena_ptr, units, live, PART)
     scale, zero, high = bias, bias, bias
     if has_scales(PART):
-        scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
+        scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0)
         high = scale
         if has_two_planes(PART):
-            high, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
+            high, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1)
     return scale, zero, high, bias
 
 
 @triton.jit
-def dot_part(arena_ptr, units, live, codes, x, x_sums, x_high, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
+def dot_part(arena_ptr, units, live, codes, x, lookup_ptr, PART: tl.constexpr):
     """Returns rows times x, plus their bias: float32 [R], zeros for rows that are not live.
 
-    Args:    codes: from `load_part`.   x, x_sums, x_high: from `load_x_part`.
+    Args:    codes: from `load_part`.   x: from `load_x_part`.
     """
-    scales = load_part_scales(arena_ptr, units, live, PART, NW)
-    return dot_loaded(codes, scales, x, x_sums, x_high, lookup_ptr, PART, NW)
+    scales = load_part_scales(arena_ptr, units, live, PART)
+    return dot_loaded(codes, scales, x, lookup_ptr, PART)
 
 
 @triton.jit
-def dot_loaded(codes, scales, x, x_sums, x_high, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
+def dot_loaded(codes, scales, x, lookup_ptr, PART: tl.constexpr):
     """Returns the same as `dot_part`, with `scales` from `load_part_scales`."""
     scale, zero, high, bias = scales
+    x_low, x_sums, x_high = x
     if has_scales(PART):
         QS: tl.constexpr = _scales(PART, plane_bits(PART, 0))
-        products = _product_codes(codes, lookup_ptr, PART, 0) * x[None, :, :]
+        products = _product_codes(codes, lookup_ptr, PART, 0) * x_low[None, :, :]
         sums = _chunk_sums(products, QS, _chunk(PART, 0)) * _factor(PART, 0)
         if _are_lifted(PART):
             sums -= zero * x_sums
@@ -270,19 +267,20 @@ def dot_loaded(codes, scales, x, x_sums, x_high, lookup_ptr, PART: tl.constexpr,
             sums = _chunk_sums(_product_codes(codes, lookup_ptr, PART, 1) * x_high[None, :, :], _scales(PART, 1), 1)
             total += tl.sum(tl.sum(high * (sums * _factor(PART, 1)), 2), 1)
     else:
-        total = tl.sum(tl.sum(_unpack(codes, lookup_ptr, PART) * x[None, :, :], 1), 1)
+        total = tl.sum(tl.sum(_unpack(codes, lookup_ptr, PART) * x_low[None, :, :], 1), 1)
     if PART.bias >= 0:
         total += bias
     return total
 
 
 @triton.jit
-def zero_part(PART: tl.constexpr, NW: tl.constexpr, GROUPS: tl.constexpr = 1):
+def zero_part(PART: tl.constexpr, GROUPS: tl.constexpr = 1):
     """Returns zero sums for `add_part`: of the first plane's codes, of the zeros, of the second plane's codes.
 
     With several GROUPS, row `r` of a tile is added to the sums of group `r % GROUPS`: where a program has more threads
     than a row has words, the threads add what they have loaded, and `store_part` adds the groups.
     """
+    NW: tl.constexpr = plane_words(PART, 0)
     y = tl.zeros([GROUPS, places(PART, 0), NW], tl.float32)
     less = tl.zeros([1, 1, 1], tl.float32)
     y_high = less
@@ -294,15 +292,16 @@ def zero_part(PART: tl.constexpr, NW: tl.constexpr, GROUPS: tl.constexpr = 1):
 
 
 @triton.jit
-def add_part(y, less, y_high, arena_ptr, units, live, codes, h, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
+def add_part(sums, arena_ptr, units, live, codes, h, lookup_ptr, PART: tl.constexpr):
     """Returns the sums plus `h` [R] times rows."""
-    scales = load_part_scales(arena_ptr, units, live, PART, NW)
-    return add_loaded(y, less, y_high, codes, scales, h, lookup_ptr, PART, NW)
+    scales = load_part_scales(arena_ptr, units, live, PART)
+    return add_loaded(sums, codes, scales, h, lookup_ptr, PART)
 
 
 @triton.jit
-def add_loaded(y, less, y_high, codes, scales, h, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
+def add_loaded(sums, codes, scales, h, lookup_ptr, PART: tl.constexpr):
     """Returns the same as `add_part`, with `scales` from `load_part_scales`."""
+    y, less, y_high = sums
     scale, zero, high, _ = scales
     GROUPS: tl.constexpr = y.shape[0]
     if has_scales(PART):
@@ -310,10 +309,10 @@ def add_loaded(y, less, y_high, codes, scales, h, lookup_ptr, PART: tl.constexpr
         if _are_lifted(PART):
             less += _group_sums(factors * zero, GROUPS)
             factors *= _LIFT
-        y += _group_sums(_product_codes(codes, lookup_ptr, PART, 0) * _spread(factors, PART, 0, NW), GROUPS)
+        y += _group_sums(_product_codes(codes, lookup_ptr, PART, 0) * _spread(factors, PART, 0), GROUPS)
         if has_two_planes(PART):
             factors = high * h[:, None, None] * _LIFT
-            products = _product_codes(codes, lookup_ptr, PART, 1) * _spread(factors, PART, 1, NW // 2)
+            products = _product_codes(codes, lookup_ptr, PART, 1) * _spread(factors, PART, 1)
             y_high += _group_sums(products, GROUPS)
     else:
         y += _group_sums(_unpack(codes, lookup_ptr, PART) * h[:, None, None], GROUPS)
@@ -328,20 +327,21 @@ def _group_sums(values, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def store_part(y_ptr, y, less, y_high, PART: tl.constexpr, NW: tl.constexpr):
+def store_part(y_ptr, sums, PART: tl.constexpr):
     """Writes sums to y_ptr [d], each to its column; the second of two planes adds to what the first wrote."""
+    y, less, y_high = sums
     y = tl.sum(y, 0)
     if _are_lifted(PART):
         y = y * (_unplaced(PART, 0) * _factor(PART, 0))[:, None]
-        y -= tl.reshape(_spread(tl.sum(less, 0)[None, :, :], PART, 0, NW), [places(PART, 0), NW])
+        y -= tl.reshape(_spread(tl.sum(less, 0)[None, :, :], PART, 0), y.shape)
     elif has_scales(PART):
         y *= _factor(PART, 0)
-    store_y(y_ptr, y, PART, 0, NW)
+    store_y(y_ptr, y, PART, 0)
     if has_two_planes(PART):
         tl.debug_barrier()  # other threads wrote those columns
         y_high = tl.sum(y_high, 0) * (_unplaced(PART, 1) * _factor(PART, 1))[:, None]
-        y_high += tl.load(y_ptr + columns(PART, 1, NW // 2), mask=is_word(PART, 1, NW // 2)[None, :], other=0.0)
-        store_y(y_ptr, y_high, PART, 1, NW // 2)
+        y_high += tl.load(y_ptr + columns(PART, 1), mask=is_word(PART, 1)[None, :], other=0.0)
+        store_y(y_ptr, y_high, PART, 1)
 
 
 @triton.jit

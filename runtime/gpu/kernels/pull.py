@@ -19,8 +19,8 @@ from moe_pack.runtime.gpu.kernels.tables import PER_LAYER, HostRows, LayerTables
 # its way over the fastest link, and leave most threads to kernels that run at the same time.
 NUM_PROGRAMS = 4 if INTERPRETED else 264
 _TILE_WORDS = 2048  # that a program loads at once: 16 a thread
-_LANES = 32  # list entries that a program looks at together
-_CHANGES = 1024  # entries of a table that a program changes
+_LANES = tl.constexpr(32)  # list entries that a program looks at together
+_CHANGES = tl.constexpr(1024)  # entries of a table that a program changes
 
 
 def pull_records(
@@ -38,26 +38,11 @@ def pull_records(
     """
     (k,), f = experts.shape, tables.record_at.shape[1]
     block_words = _block_words(max(kind.record_units for kind in tables.kinds))
+    record_units, selector_units = zip(*((kind.record_units, kind.selector_units) for kind in tables.kinds), strict=True)
     _pull_records_kernel[k, max(1, num_programs // k)](
-        experts,
-        tables.arena,
-        tables.record_at,
-        tables.kind,
-        running.neurons,
-        running.units,
-        running.totals,
-        host.rows,
-        host.extent_at,
-        f,
-        RECORD_UNITS=tuple(kind.record_units for kind in tables.kinds),
-        SELECTOR_UNITS=tuple(kind.selector_units for kind in tables.kinds),
-        IS_SPLIT=is_split,
-        LANES=_LANES,
-        BLOCK_R=min(_TILE_WORDS // block_words, _LANES),
-        BLOCK_W=block_words,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        experts, tables.pointers, running, host, f, record_units, selector_units, is_split,
+        min(_TILE_WORDS // block_words, _LANES.value), block_words, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _block_words(row_units: int) -> int:
@@ -91,50 +76,47 @@ def _copy_rows(arena_ptr, host_ptr, sources, targets, live, row_units, BLOCK_W: 
 @triton.jit(do_not_specialize=PER_LAYER)
 def _pull_records_kernel(
     experts_ptr,
-    arena_ptr,
-    record_at_ptr,
-    kind_ptr,
-    neurons_ptr,
-    units_ptr,
-    totals_ptr,
-    host_ptr,
-    extent_at_ptr,
+    tables,
+    running,
+    host,
     f,
     RECORD_UNITS: tl.constexpr,
     SELECTOR_UNITS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    LANES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     place, program = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
-    kind = tl.load(kind_ptr + expert)
+    kind = tl.load(tables.kind + expert)
     row_units = of_kind(kind, RECORD_UNITS)
-    records = tl.load(extent_at_ptr + expert) + f * of_kind(kind, SELECTOR_UNITS)
-    first, count = 0, tl.load(totals_ptr + place * 4)
+    records = tl.load(host.extent_at + expert) + f * of_kind(kind, SELECTOR_UNITS)
+    # The program's equal share of the list: if it is split, of its second range.
+    first, count = 0, tl.load(running.totals + place * 4)
     if IS_SPLIT:
-        first, count = count, tl.load(totals_ptr + place * 4 + 1)
+        first, count = count, tl.load(running.totals + place * 4 + 1)
     start = first + count * program // tl.num_programs(1)
     last = first + count * (program + 1) // tl.num_programs(1)
     while start < last:
-        idx = start + tl.arange(0, LANES)
+        # Looks at some entries, and finds the missing ones among them.
+        idx = start + tl.arange(0, _LANES)
         missing = idx < last
-        neuron = tl.load(neurons_ptr + place * f + idx, mask=missing, other=0)
-        target = tl.load(units_ptr + place * f + idx, mask=missing, other=0)
+        neuron = tl.load(running.neurons + place * f + idx, mask=missing, other=0)
+        target = tl.load(running.units + place * f + idx, mask=missing, other=0)
         if not IS_SPLIT:
-            missing &= tl.load(record_at_ptr + expert * f + neuron, mask=missing, other=0) < 0
+            missing &= tl.load(tables.record_at + expert * f + neuron, mask=missing, other=0) < 0
         source = records + neuron.to(tl.int64) * row_units
         number, rank = tl.sum(missing.to(tl.int32)), tl.cumsum(missing.to(tl.int32), 0) - 1
+        # Copies these, a tile at a time, so that no lane waits for a record that is there.
         copied = 0
         while copied < number:
             ranks = copied + tl.arange(0, BLOCK_R)
             is_it = missing[None, :] & (rank[None, :] == ranks[:, None])  # [R, lanes]
             sources = tl.sum(tl.where(is_it, source[None, :], 0), 1)
             targets = tl.sum(tl.where(is_it, target[None, :], 0).to(tl.int64), 1)
-            _copy_rows(arena_ptr, host_ptr, sources, targets, ranks < number, row_units, BLOCK_W)
+            _copy_rows(tables.arena, host.rows, sources, targets, ranks < number, row_units, BLOCK_W)
             copied += BLOCK_R
-        start += LANES
+        start += _LANES
 
 
 def pull_selectors(
@@ -156,32 +138,17 @@ def pull_selectors(
     (k,), f = experts.shape, tables.record_at.shape[1]
     units = tuple(kind.selector_units for kind in tables.kinds)
     _pull_selectors_kernel[k, max(1, num_programs // k)](
-        experts,
-        tables.arena,
-        tables.selector_at,
-        tables.kind,
-        selector_units,
-        host.rows,
-        host.extent_at,
-        f,
-        scratch_at,
-        UNITS=units,
-        MOST_UNITS=max(units),
-        BLOCK=_TILE_WORDS,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        experts, tables.pointers, selector_units, host, f, scratch_at, units, max(units), _TILE_WORDS,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PER_LAYER)
 def _pull_selectors_kernel(
     experts_ptr,
-    arena_ptr,
-    selector_at_ptr,
-    kind_ptr,
+    tables,
     selector_units_ptr,
-    host_ptr,
-    extent_at_ptr,
+    host,
     f,
     scratch_at,
     UNITS: tl.constexpr,
@@ -190,11 +157,12 @@ def _pull_selectors_kernel(
 ):
     place, program = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
-    row_units = of_kind(tl.load(kind_ptr + expert), UNITS)
-    selector_at_ptr += expert * f
+    row_units = of_kind(tl.load(tables.kind + expert), UNITS)
+    selector_at_ptr = tables.selector_at + expert * f
     selector_units_ptr += place * f
     is_missing = tl.load(selector_at_ptr) < 0
     target = scratch_at + place * f * MOST_UNITS
+    # Writes where the expert's selector rows are, or will be.
     lanes = tl.arange(0, BLOCK)
     part = program
     while part * BLOCK < f:
@@ -203,9 +171,10 @@ def _pull_selectors_kernel(
         there = tl.load(selector_at_ptr + neuron, mask=live, other=0)
         tl.store(selector_units_ptr + neuron, tl.where(is_missing, target + neuron * row_units, there), mask=live)
         part += tl.num_programs(1)
-    if is_missing:  # then its rows lie one after another in both memories
-        host_words_ptr = host_ptr.to(tl.pointer_type(tl.uint32)) + tl.load(extent_at_ptr + expert) * 4
-        arena_words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32)) + target.to(tl.int64) * 4
+    # Copies them if they are missing: they lie one after another in both memories.
+    if is_missing:
+        host_words_ptr = host.rows.to(tl.pointer_type(tl.uint32)) + tl.load(host.extent_at + expert) * 4
+        arena_words_ptr = tables.arena.to(tl.pointer_type(tl.uint32)) + target.to(tl.int64) * 4
         part = program
         while part * BLOCK < f * row_units * 4:
             at = part * BLOCK + lanes
@@ -230,17 +199,9 @@ def bring(
     block_words = _block_words(row_units)
     block_rows = _TILE_WORDS // block_words
     _bring_kernel[(max(1, min(num_programs, triton.cdiv(len(sources), block_rows))),)](
-        sources,
-        targets,
-        len(sources),
-        host_rows,
-        arena,
-        row_units,
-        BLOCK_R=block_rows,
-        BLOCK_W=block_words,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        sources, targets, len(sources), host_rows, arena, row_units, block_rows, block_words,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("sources_ptr", "targets_ptr", "num_rows", "row_units"))
@@ -270,14 +231,14 @@ def enter_rows(changes: Tensor, num_changes: Tensor, table: Tensor) -> None:
     Args:    changes: [n, 2], places and values, each place once; page-locked host memory if the table is on a
              GPU.   num_changes: int32 [1] on the table's device; only so many are read.   table: contiguous.
     """
-    _enter_rows_kernel[(triton.cdiv(len(changes), _CHANGES),)](
-        changes, num_changes, table, BLOCK=_CHANGES, num_warps=4, enable_fp_fusion=True
+    _enter_rows_kernel[(triton.cdiv(len(changes), _CHANGES.value),)](
+        changes, num_changes, table, num_warps=4, enable_fp_fusion=True
     )
 
 
 @triton.jit
-def _enter_rows_kernel(changes_ptr, num_changes_ptr, table_ptr, BLOCK: tl.constexpr):
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _enter_rows_kernel(changes_ptr, num_changes_ptr, table_ptr):
+    number = tl.program_id(0) * _CHANGES + tl.arange(0, _CHANGES)
     counts = number < tl.load(num_changes_ptr)
     place = tl.load(changes_ptr + 2 * number, mask=counts, other=0)
     tl.store(table_ptr + place, tl.load(changes_ptr + 2 * number + 1, mask=counts, other=0), mask=counts)

@@ -92,23 +92,15 @@ def _launch(
     size = d // m
     num_warps = min(max(size // (32 * _VALUES_PER_THREAD), 1), _MOST_WARPS)
     _rotate_kernel[(x.numel() // d, m)](
-        x,
-        vector,
-        matrix,
-        out if residual is None else residual,
-        out if shared is None else shared,
-        out,
-        scale,
-        M=m,
-        SIZE=size,
-        STAGES=size.bit_length() - 1,
-        FACTOR=size**-0.5,
-        IS_SCALED_FIRST=is_scaled_first,
-        HAS_RESIDUAL=residual is not None,
-        HAS_SHARED=shared is not None,
-        num_warps=num_warps,
-        enable_fp_fusion=True,
-    )
+        x, vector, matrix, residual, shared, out, scale, m, size, is_scaled_first,
+        num_warps=num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def _num_stages(size: int) -> int:
+    """Returns the stages of the Hadamard transform of so many values, a power of two."""
+    return size.bit_length() - 1
 
 
 @triton.jit
@@ -129,14 +121,11 @@ def _rotate_kernel(
     scale,
     M: tl.constexpr,
     SIZE: tl.constexpr,
-    STAGES: tl.constexpr,
-    FACTOR: tl.constexpr,
     IS_SCALED_FIRST: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
 ):
     token, row = tl.program_id(0).to(tl.int64) * (M * SIZE), tl.program_id(1)
     c = tl.arange(0, SIZE)
+    # Adds up the rows of the token's matrix with the Hartley matrix's factors.
     y = tl.zeros([SIZE], tl.float32)
     for j in range(M):
         values = tl.load(x_ptr + token + j * SIZE + c)
@@ -146,15 +135,19 @@ def _rotate_kernel(
             y = values
         else:
             y += tl.load(matrix_ptr + row * M + j) * values
+    # Transforms the sum in registers.
+    STAGES: tl.constexpr = _num_stages(SIZE)
+    FACTOR: tl.constexpr = SIZE**-0.5
     for stage in tl.static_range(STAGES):
         y = hadamard_stage(y, SIZE, 1 << stage)
     y *= FACTOR
     place = row * SIZE + c
     if not IS_SCALED_FIRST:
         y *= tl.load(vector_ptr + place)
-    if HAS_SHARED:
+    # Ends a layer where it rotates back: the shared expert and the residual join the sum.
+    if shared_ptr is not None:
         y = tl.load(shared_ptr + token + place) + y
     y *= scale
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         y += tl.load(residual_ptr + token + place)
     tl.store(out_ptr + token + place, y)

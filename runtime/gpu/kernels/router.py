@@ -14,6 +14,7 @@ case (CORM §4.2). Weights are then those of the experts that run.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from moe_pack.formats import RouterSpec
 from moe_pack.runtime.gpu.kernels.elementwise import NORM_WARPS, Norm, normalize
-from moe_pack.runtime.gpu.kernels.matmul import StoredRows
+from moe_pack.runtime.gpu.kernels.matmul import RowBytes, StoredRows
 from moe_pack.runtime.gpu.kernels.products import dot_part, load_normed_part, load_part
-from moe_pack.runtime.gpu.kernels.rows import INTERPRETED, lookup_for
+from moe_pack.runtime.gpu.kernels.rows import INTERPRETED, RowPart, lookup_for
 from moe_pack.runtime.gpu.kernels.tables import PER_LAYER
 from moe_pack.runtime.model.router import least_sum
 
@@ -36,8 +37,6 @@ _KINDS = {
     "sparsemixer": _SPARSEMIXER.value,
 }
 _LEAST = tl.constexpr(-(2**63))  # less than every score's key
-
-
 # Experts of a program: with more, the widest rows of float32 leave too few registers. Numpy, in which the interpreter
 # computes, takes as long for many rows as for one.
 _BLOCK_ROWS = 64 if INTERPRETED else 2
@@ -45,35 +44,24 @@ _BLOCK_ROWS = 64 if INTERPRETED else 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Router:
-    """A layer's router, and the norm before it.
-
-    `norm`: of the hidden state that the router and the experts get.   `rows`: [E, d].   `logit_bias`, `bias`: float32
-    [E], if the spec has them; the second changes the choice and not the weights.   `shared`: [1, d], the row of the
-    shared expert's weight, if that has one.
-    """
+    """A layer's router, and the norm before it."""
 
     spec: RouterSpec
-    norm: Norm
-    rows: StoredRows
-    logit_bias: Tensor | None
-    bias: Tensor | None
-    shared: StoredRows | None
+    norm: Norm  # of the hidden state that the router and the experts get
+    rows: StoredRows  # [E, d]
+    logit_bias: Tensor | None  # float32 [E], if the spec has it
+    bias: Tensor | None  # likewise; it changes the choice and not the weights
+    shared: StoredRows | None  # [1, d], the row of the shared expert's weight, if that has one
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Routed:
-    """What a router writes for one token; allocated once, on the device.
+class Routed(NamedTuple):
+    """The outputs of a router for one token; allocated once, on the device."""
 
-    `normed`: float32 [d], the experts' input.   `weights`: float32 [k].   `shared_weight`: float32 [1], the sigmoid of
-    the shared expert's logit, if it has one.   `logits`: float32 [E].   `num_done`: int32 [1], the programs that have
-    ended; 0 between launches.
-    """
-
-    normed: Tensor
-    weights: Tensor
-    shared_weight: Tensor
-    logits: Tensor
-    num_done: Tensor
+    normed: Tensor  # float32 [d], the experts' input
+    weights: Tensor  # float32 [k]
+    shared_weight: Tensor  # float32 [1], the sigmoid of the shared expert's logit, if it has one
+    logits: Tensor  # float32 [E]
+    num_done: Tensor  # int32 [1], the programs that have ended; 0 between launches
 
     @classmethod
     def allocate(cls, hidden_size: int, spec: RouterSpec, device: torch.device) -> "Routed":
@@ -84,19 +72,45 @@ class Routed:
         return cls(hidden, weights, shared, logits, torch.zeros(1, dtype=torch.int32, device=device))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChangedChoice:
-    """What changes a router's choice, and so the answer.
+class ChangedChoice(NamedTuple):
+    """The reason why other experts run than a router chooses, which changes the answer."""
 
-    `predicted`: int32 [k or more], of which the first k run whatever the router chooses; None: the router chooses.
-    `is_resident`: int32 [E], 0 for experts that others may replace, `alpha`: from 0 to 1, as in `substitute`; None: no
-    expert is replaced.   `num_changed`: int32 [1], overwritten: experts that run and are not the router's.
-    """
+    predicted: Tensor | None  # int32 [k or more], of which the first k run; None: the router chooses
+    is_resident: Tensor | None  # int32 [E], 0 for experts that others may replace; None: no expert is replaced
+    alpha: float  # from 0 to 1, as in `substitute`
+    num_changed: Tensor  # int32 [1], overwritten: experts that run and are not the router's
 
-    predicted: Tensor | None
-    is_resident: Tensor | None
-    alpha: float
-    num_changed: Tensor
+
+class _Matrices(NamedTuple):
+    """A router's matrices and biases, as its kernel takes them."""
+
+    rows: RowBytes
+    shared: Tensor | None
+    logit_bias: Tensor | None
+    bias: Tensor | None
+
+
+class _Logits(NamedTuple):
+    """The constants by which a router's kernel computes logits."""
+
+    part: RowPart
+    shared: RowPart | None
+    rows: int  # experts of a program
+
+
+class _Choice(NamedTuple):
+    """The constants by which a router's kernel chooses experts."""
+
+    kind: int
+    k: int
+    num_groups: int
+    top_groups: int
+    size: int  # experts of a group
+    normalizes: bool
+    scaling: float
+    least_sum: float
+    far: float  # of SparseMixer's jitter: logits farther from the chosen one, relative to it, do not count
+    is_changed: bool
 
 
 def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: ChangedChoice | None = None) -> None:
@@ -109,199 +123,151 @@ def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: Chan
     substitutes = changed is not None and changed.is_resident is not None
     if substitutes and spec.num_experts == spec.num_experts_per_tok:
         changed = None  # there are no others
-    part, d = router.rows.part, len(x)
-    k, size = spec.num_experts_per_tok, spec.num_experts // spec.n_group
+    logits = _Logits(router.rows.part, None if shared is None else shared.part, _BLOCK_ROWS)
+    matrices = _Matrices(
+        router.rows.in_memory, None if shared is None else shared.raw, router.logit_bias, router.bias
+    )
+    choice = _Choice(
+        _KINDS[spec.kind], spec.num_experts_per_tok, spec.n_group, spec.topk_group, spec.num_experts // spec.n_group,
+        spec.normalize, spec.scaling_factor, least_sum(spec), 2 * spec.jitter, changed is not None,
+    )  # fmt: skip
     programs = triton.cdiv(spec.num_experts, _BLOCK_ROWS) + (1 if shared is None else 2)
     _route_kernel[(programs,)](
-        x, router.norm.weight, router.norm.bias, router.norm.eps,
-        router.rows.raw, router.logit_bias, router.bias, None if shared is None else shared.raw,
-        experts, out.normed, out.weights, out.shared_weight, out.logits, out.num_done,
-        None if changed is None else changed.predicted, None if changed is None else changed.is_resident,
-        None if changed is None else changed.num_changed, 0.0 if changed is None else changed.alpha,
-        lookup_for(x.device, part, None if shared is None else shared.part),
-        router.rows.row_units, part, part.num_words, _BLOCK_ROWS, d, triton.next_power_of_2(d),
-        None if shared is None else shared.part, 0 if shared is None else shared.part.num_words,
-        _KINDS[spec.kind], k, spec.n_group, spec.topk_group, size, spec.normalize,
-        spec.scaling_factor, least_sum(spec), 2 * spec.jitter,
-        triton.next_power_of_2(k), triton.next_power_of_2(spec.n_group), triton.next_power_of_2(size),
-        num_warps=NORM_WARPS, enable_fp_fusion=True,
+        x, router.norm, matrices, experts, out, changed, lookup_for(x.device, logits.part, logits.shared), logits,
+        choice, num_warps=NORM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PER_LAYER)
 def _route_kernel(
-    x_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    eps,
-    rows_ptr,
-    logit_bias_ptr,
-    bias_ptr,
-    shared_ptr,
-    experts_ptr,
-    normed_ptr,
-    weights_ptr,
-    shared_weight_ptr,
-    logits_ptr,
-    num_done_ptr,
-    predicted_ptr,
-    resident_ptr,
-    changed_ptr,
-    alpha,
-    lookup_ptr,
-    row_units,
-    PART: tl.constexpr,
-    NW: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SHARED: tl.constexpr,
-    SHARED_NW: tl.constexpr,
-    KIND: tl.constexpr,
-    K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALING: tl.constexpr,
-    LEAST_SUM: tl.constexpr,
-    FAR: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, norm, matrices, experts_ptr, out, changed, lookup_ptr, LOGITS: tl.constexpr, CHOICE: tl.constexpr
 ):
-    NUM_EXPERTS: tl.constexpr = NUM_GROUPS * SIZE
+    PART: tl.constexpr = LOGITS.part
+    SHARED: tl.constexpr = LOGITS.shared
+    NUM_EXPERTS: tl.constexpr = CHOICE.num_groups * CHOICE.size
+    NUM_BLOCKS: tl.constexpr = tl.cdiv(NUM_EXPERTS, LOGITS.rows)
     program = tl.program_id(0)
-    if program == tl.cdiv(NUM_EXPERTS, R):
-        normalize(x_ptr, norm_weight_ptr, norm_bias_ptr, normed_ptr, eps, D, BLOCK_D)
-    elif program < tl.cdiv(NUM_EXPERTS, R):
-        expert = program * R + tl.arange(0, R)
+    # One program writes the experts' input, most compute logits, and the last the shared expert's weight.
+    if program == NUM_BLOCKS:
+        normalize(x_ptr, norm, out.normed, PART.num_cols)
+    elif program < NUM_BLOCKS:
+        expert = program * LOGITS.rows + tl.arange(0, LOGITS.rows)
         live = expert < NUM_EXPERTS
-        units = expert.to(tl.int64) * row_units
-        logits = _products(x_ptr, norm_weight_ptr, norm_bias_ptr, eps, rows_ptr, units, live, lookup_ptr, PART, NW)
-        if logit_bias_ptr is not None:
-            logits += tl.load(logit_bias_ptr + expert, mask=live, other=0.0)
-        tl.store(logits_ptr + expert, logits, mask=live)
+        units = expert.to(tl.int64) * matrices.rows.units
+        logits = _products(x_ptr, norm, matrices.rows.bytes, units, live, lookup_ptr, PART)
+        if matrices.logit_bias is not None:
+            logits += tl.load(matrices.logit_bias + expert, mask=live, other=0.0)
+        tl.store(out.logits + expert, logits, mask=live)
     elif SHARED is not None:
         place = tl.arange(0, 1)
-        logit = _products(
-            x_ptr, norm_weight_ptr, norm_bias_ptr, eps, shared_ptr, place.to(tl.int64), place == 0, lookup_ptr, SHARED,
-            SHARED_NW,
-        )  # fmt: skip
-        tl.store(shared_weight_ptr + place, 1.0 / (1.0 + tl.exp(-logit)))
+        logit = _products(x_ptr, norm, matrices.shared, place.to(tl.int64), place == 0, lookup_ptr, SHARED)
+        tl.store(out.shared_weight + place, 1.0 / (1.0 + tl.exp(-logit)))
+    # The program that ends last sees all logits, and chooses; it sets the counter back for the next launch.
     tl.debug_barrier()  # all threads have written
-    num_before = tl.atomic_add(num_done_ptr, 1, sem="acq_rel", scope="gpu")
+    num_before = tl.atomic_add(out.num_done, 1, sem="acq_rel", scope="gpu")
     if num_before == tl.num_programs(0) - 1:
-        tl.store(num_done_ptr, 0)
-        _choose(
-            logits_ptr, bias_ptr, experts_ptr, weights_ptr, predicted_ptr, resident_ptr, changed_ptr, alpha,
-            KIND, K, NUM_GROUPS, TOP_GROUPS, SIZE, NORMALIZE, SCALING, LEAST_SUM, FAR, BLOCK_K, BLOCK_G, BLOCK,
-        )  # fmt: skip
+        tl.store(out.num_done, 0)
+        _choose(matrices.bias, experts_ptr, out, changed, CHOICE)
 
 
 @triton.jit
-def _products(
-    x_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    eps,
-    rows_ptr,
-    units,
-    live,
-    lookup_ptr,
-    PART: tl.constexpr,
-    NW: tl.constexpr,
-):
+def _products(x_ptr, norm, rows_ptr, units, live, lookup_ptr, PART: tl.constexpr):
     """Returns the products of some rows with the normed hidden state: float32 [R]."""
-    codes = load_part(rows_ptr, units, live, PART, NW)
-    x, x_sums, x_high, factor = load_normed_part(x_ptr, norm_weight_ptr, norm_bias_ptr, eps, PART, NW)
-    return factor * dot_part(rows_ptr, units, live, codes, x, x_sums, x_high, lookup_ptr, PART, NW)
+    codes = load_part(rows_ptr, units, live, PART)
+    x, factor = load_normed_part(x_ptr, norm, PART)
+    return factor * dot_part(rows_ptr, units, live, codes, x, lookup_ptr, PART)
 
 
 @triton.jit
-def _choose(
-    logits_ptr,
-    bias_ptr,
-    experts_ptr,
-    weights_ptr,
-    predicted_ptr,
-    resident_ptr,
-    changed_ptr,
-    alpha,
-    KIND: tl.constexpr,
-    K: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALING: tl.constexpr,
-    LEAST_SUM: tl.constexpr,
-    FAR: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Writes the experts that the logits choose, or what runs in place of them, and their weights."""
-    g, e = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK)[None, :]
+def _choose(bias_ptr, experts_ptr, out, changed, CHOICE: tl.constexpr):
+    """Writes the experts that the logits choose, or others in place of them, and their weights."""
+    KIND: tl.constexpr = CHOICE.kind
+    K: tl.constexpr = CHOICE.k
+    SIZE: tl.constexpr = CHOICE.size
+    NUM_GROUPS: tl.constexpr = CHOICE.num_groups
+    # Logits stand in rows of a group each.
+    g = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))[:, None]
+    e = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
     index = g * SIZE + e
     mask = (g < NUM_GROUPS) & (e < SIZE)
-    logits = tl.load(logits_ptr + index, mask=mask, other=-float("inf"))
+    logits = tl.load(out.logits + index, mask=mask, other=-float("inf"))
     top, total = 0.0, 1.0
-    if KIND == _SOFTMAX_TOPK or resident_ptr is not None:
+    if KIND == _SOFTMAX_TOPK or (CHOICE.is_changed and changed.is_resident is not None):
         top = tl.max(logits)
         total = tl.sum(tl.exp(logits - top))
+    # Biases and groups change which experts are chosen, and not their weights.
     choice = _scores(logits, top, total, KIND)
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + index, mask=mask, other=0.0)
     if NUM_GROUPS > 1:
         best: tl.constexpr = 2 if KIND == _SIGMOID_TOPK else 1
-        choice = _in_best_groups(choice, index, mask, TOP_GROUPS, SIZE, best, BLOCK_G)
+        choice = _in_best_groups(choice, index, mask, CHOICE.top_groups, SIZE, best)
     keys = keys_of(choice, index, mask)
-    places = tl.arange(0, BLOCK_K)
-    experts = largest(keys, index, K, BLOCK_K)
-    if predicted_ptr is not None:
-        predicted = index < 0  # none
-        for place in tl.static_range(K):
-            predicted = predicted | (index == tl.load(predicted_ptr + place))
-        others = largest(tl.where(predicted, keys, _LEAST), index, K, BLOCK_K)
-        tl.store(changed_ptr, K - _num_common(experts, others, K, BLOCK_K))
+    experts = largest(keys, index, K)
+    if CHOICE.is_changed:
+        others = _changed(experts, changed, keys, (logits, top, total), index, mask, CHOICE)
+        tl.store(changed.num_changed, K - _num_common(experts, others, K))
         experts = others
-    elif resident_ptr is not None:
-        KIND_OF_SCORE: tl.constexpr = _SIGMOID_TOPK if KIND == _SIGMOID_TOPK else _SOFTMAX_TOPK
-        scores = _scores(logits, top, total, KIND_OF_SCORE)
-        resident = tl.load(resident_ptr + index, mask=mask, other=0) != 0
-        others = _substituted(experts, scores, resident, index, mask, alpha, NUM_GROUPS * SIZE, K, BLOCK_K)
-        tl.store(changed_ptr, K - _num_common(experts, others, K, BLOCK_K))
-        experts = others
+    # Weights are those of the experts that run.
+    places = tl.arange(0, triton.next_power_of_2(K))
     if KIND == _SPARSEMIXER:
-        weights = tl.full([BLOCK_K], -float("inf"), tl.float32)
-        left = mask
-        for place in tl.static_range(K):
-            expert = tl.sum(tl.where(places == place, experts, 0), 0)
-            weight = tl.load(logits_ptr + expert)
-            distance = tl.where(left, weight - logits, 0.0)
-            magnitude = tl.maximum(tl.abs(logits), weight)
-            far = tl.div_rn(distance, tl.where(magnitude == 0, 1.0, magnitude)) > FAR  # the division of the reference
-            weight = 1.0 / tl.sum(tl.where(left & ~far, tl.exp(-distance), 0.0))
-            weights = tl.where(places == place, weight, weights)
-            left = left & (index != expert)
+        weights = _mixer_weights(out.logits, experts, logits, index, mask, CHOICE)
     else:
-        chosen = tl.load(logits_ptr + experts, mask=places < K, other=-float("inf"))
+        chosen = tl.load(out.logits + experts, mask=places < K, other=-float("inf"))
         weights = _scores(chosen, top, total, KIND)
     if KIND == _TOPK_SOFTMAX:
         powers = tl.exp(weights - tl.max(weights, 0))
         weights = powers / tl.sum(powers)
-    if NORMALIZE:
-        weights = weights / (tl.sum(tl.where(places < K, weights, 0.0)) + LEAST_SUM)
+    if CHOICE.normalizes:
+        weights = weights / (tl.sum(tl.where(places < K, weights, 0.0)) + CHOICE.least_sum)
     tl.store(experts_ptr + places, experts, mask=places < K)
-    tl.store(weights_ptr + places, weights * SCALING, mask=places < K)
+    tl.store(out.weights + places, weights * CHOICE.scaling, mask=places < K)
 
 
 @triton.jit
-def largest(keys, index, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Returns the indices of the K largest keys, best first: int32 [BLOCK_K], 0 from K on."""
-    places = tl.arange(0, BLOCK_K)
-    found = tl.zeros([BLOCK_K], tl.int32)
+def _changed(experts, changed, keys, of_softmax, index, mask, CHOICE: tl.constexpr):
+    """Returns the experts that run in place of those that the router chose: int32 [BLOCK_K]."""
+    K: tl.constexpr = CHOICE.k
+    if changed.predicted is not None:
+        # The first k predicted experts run, in the order of their keys.
+        predicted = index < 0  # none
+        for place in tl.static_range(K):
+            predicted = predicted | (index == tl.load(changed.predicted + place))
+        others = largest(tl.where(predicted, keys, _LEAST), index, K)
+    else:
+        KIND: tl.constexpr = _SIGMOID_TOPK if CHOICE.kind == _SIGMOID_TOPK else _SOFTMAX_TOPK
+        logits, top, total = of_softmax
+        scores = _scores(logits, top, total, KIND)
+        resident = tl.load(changed.is_resident + index, mask=mask, other=0) != 0
+        others = _substituted(experts, scores, resident, index, mask, changed.alpha, CHOICE.num_groups * CHOICE.size, K)
+    return others
+
+
+@triton.jit
+def _mixer_weights(logits_ptr, experts, logits, index, mask, CHOICE: tl.constexpr):
+    """Returns SparseMixer's weights: each expert's share of the softmax over the near logits of those that are left."""
+    K: tl.constexpr = CHOICE.k
+    places = tl.arange(0, triton.next_power_of_2(K))
+    weights = tl.full(places.shape, -float("inf"), tl.float32)
+    left = mask
+    for place in tl.static_range(K):
+        expert = tl.sum(tl.where(places == place, experts, 0), 0)
+        weight = tl.load(logits_ptr + expert)
+        distance = tl.where(left, weight - logits, 0.0)
+        magnitude = tl.maximum(tl.abs(logits), weight)
+        ratio = tl.div_rn(distance, tl.where(magnitude == 0, 1.0, magnitude))  # the division of the reference
+        is_far = ratio > CHOICE.far  # a NaN is not
+        weight = 1.0 / tl.sum(tl.where(left & ~is_far, tl.exp(-distance), 0.0))
+        weights = tl.where(places == place, weight, weights)
+        left = left & (index != expert)
+    return weights
+
+
+@triton.jit
+def largest(keys, index, K: tl.constexpr):
+    """Returns the indices of the K largest keys, best first: int32, K rounded up to a power of two, 0 from K on."""
+    places = tl.arange(0, triton.next_power_of_2(K))
+    found = tl.zeros(places.shape, tl.int32)
     for place in tl.static_range(K):
         number = index_of(tl.max(tl.max(keys, 1), 0))
         found = tl.where(places == place, number, found)
@@ -310,27 +276,27 @@ def largest(keys, index, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _num_common(some, others, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _num_common(some, others, K: tl.constexpr):
     """Returns how many of K different numbers are among K others."""
-    places = tl.arange(0, BLOCK_K)
+    places = tl.arange(0, some.shape[0])
     is_same = (some[:, None] == others[None, :]) & (places[:, None] < K) & (places[None, :] < K)
     return tl.sum(tl.sum(is_same.to(tl.int32), 1), 0)
 
 
 @triton.jit
-def _substituted(
-    experts, scores, resident, index, mask, alpha, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def _substituted(experts, scores, resident, index, mask, alpha, NUM_EXPERTS: tl.constexpr, K: tl.constexpr):
     """Returns the experts to run in place of the chosen ones: `substitute`, for one token.
 
-    Args:    experts: int32 [BLOCK_K].   scores, resident: of all experts, as `index` and `mask`.
+    Args:    experts: as `largest` returns them.   scores, resident: of all experts, as `index` and `mask`.
     """
-    places = tl.arange(0, BLOCK_K)
+    places = tl.arange(0, experts.shape[0])
+    # Beta is the best score that was not chosen; chosen experts above (1 + alpha) beta stay.
     keys = keys_of(scores, index, mask)
     rest = keys
     for _ in tl.static_range(K):
         rest = tl.where(rest == tl.max(tl.max(rest, 1), 0), _LEAST, rest)
-    beta = _score_of(index_of(tl.max(tl.max(rest, 1), 0)), scores, index)
+    first_other = index_of(tl.max(tl.max(rest, 1), 0))
+    beta = tl.sum(tl.sum(tl.where(index == first_other, scores, 0.0), 1), 0)
     chosen = index < 0  # none
     for place in tl.static_range(K):
         chosen = chosen | (index == tl.sum(tl.where(places == place, experts, 0), 0))
@@ -346,12 +312,6 @@ def _substituted(
         leaving = tl.where(leaving == worst, _LEAST, leaving)
         coming = tl.where(coming == best, _LEAST, coming)
     return experts
-
-
-@triton.jit
-def _score_of(expert, scores, index):
-    """Returns an expert's score."""
-    return tl.sum(tl.sum(tl.where(index == expert, scores, 0.0), 1), 0)
 
 
 @triton.jit
@@ -382,17 +342,15 @@ def index_of(key):
 
 
 @triton.jit
-def _in_best_groups(
-    scores, index, mask, TOP: tl.constexpr, SIZE: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr
-):
-    """Returns scores [BLOCK_G, BLOCK], -inf outside the TOP best groups; a group's score sums its BEST experts."""
+def _in_best_groups(scores, index, mask, TOP: tl.constexpr, SIZE: tl.constexpr, BEST: tl.constexpr):
+    """Returns scores [groups, experts], -inf outside the TOP best groups; a group's score sums its BEST experts."""
     keys = keys_of(scores, index, mask)
     best = tl.max(keys, 1)
     strength = tl.max(tl.where(mask, scores, -float("inf")), 1)
     if BEST == 2 and SIZE > 1:
         others = mask & (index != index_of(best)[:, None])
         strength += tl.max(tl.where(others, scores, -float("inf")), 1)
-    g = tl.arange(0, BLOCK_G)
+    g = tl.arange(0, scores.shape[0])
     group_keys = keys_of(strength, g, best != _LEAST)
     is_best = g < 0
     for _ in tl.static_range(TOP):

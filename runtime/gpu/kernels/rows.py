@@ -148,6 +148,12 @@ def plane_bits(part: RowPart, plane: int) -> int:
 
 
 @triton.constexpr_function
+def plane_words(part: RowPart, plane: int) -> int:
+    """Returns NW of a tile of whole rows: words of this plane, rounded up to a power of two."""
+    return RowPart(*part).num_words // (2 if plane else 1)
+
+
+@triton.constexpr_function
 def places(part: RowPart, plane: int) -> int:
     """Returns SQ: how many codes or values of this plane a word contains."""
     return int(32 // plane_bits(RowPart(*part), plane))
@@ -168,12 +174,12 @@ def has_scales(part: RowPart) -> bool:
 
 
 @triton.jit
-def columns(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def columns(PART: tl.constexpr, PLANE: tl.constexpr):
     """Returns the column of each code of each word, int32 [SQ, NW]; past the row for words past the row."""
     BITS: tl.constexpr = plane_bits(PART, PLANE)
     SQ: tl.constexpr = places(PART, PLANE)
     sq = tl.arange(0, SQ)[:, None]
-    w = tl.arange(0, NW)[None, :]
+    w = tl.arange(0, plane_words(PART, PLANE))[None, :]
     if has_scales(PART):
         # A block of 64 codes is 2 BITS words; byte j holds codes j, j + 8 BITS, ...
         WORDS: tl.constexpr = 2 * BITS
@@ -184,9 +190,9 @@ def columns(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
-def word_places(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def word_places(PART: tl.constexpr, PLANE: tl.constexpr):
     """Returns where each word lies, in words from the part's first: int32 [NW]."""
-    w = tl.arange(0, NW)
+    w = tl.arange(0, plane_words(PART, PLANE))
     if PART.kind == AFFINE and PART.bits == 3:
         WORDS: tl.constexpr = 2 if PLANE else 4
         FIRST: tl.constexpr = 4 if PLANE else 0
@@ -199,20 +205,20 @@ def word_places(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
-def is_word(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def is_word(PART: tl.constexpr, PLANE: tl.constexpr):
     """Returns which words are in the row: bool [NW]."""
-    return tl.arange(0, NW) < PART.num_cols // places(PART, PLANE)
+    return tl.arange(0, plane_words(PART, PLANE)) < PART.num_cols // places(PART, PLANE)
 
 
 @triton.jit
-def load_words(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def load_words(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr):
     """Loads the words of some rows: uint32 [R, 1, NW], zeros for rows that are not live.
 
     The dimension of 1 is that of a word's codes: they are then made in the registers of the thread that loads the word.
     Args:    units: int64 [R], offsets of the rows in units of 16 bytes.
     """
-    mask = live[:, None, None] & is_word(PART, PLANE, NW)[None, None, :]
-    at = PART.offset // 4 + word_places(PART, PLANE, NW)
+    mask = live[:, None, None] & is_word(PART, PLANE)[None, None, :]
+    at = PART.offset // 4 + word_places(PART, PLANE)
     words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
     return tl.load(words_ptr + (units * 4)[:, None, None] + at[None, None, :], mask=mask, other=0)
 
@@ -422,15 +428,15 @@ def load_bias(arena_ptr, units, live, PART: tl.constexpr):
 
 
 @triton.jit
-def load_x(x_ptr, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def load_x(x_ptr, PART: tl.constexpr, PLANE: tl.constexpr):
     """Loads a hidden state in the order of a part's codes: float32 [SQ, NW], zeros past the row."""
-    return tl.load(x_ptr + columns(PART, PLANE, NW), mask=is_word(PART, PLANE, NW)[None, :], other=0.0)
+    return tl.load(x_ptr + columns(PART, PLANE), mask=is_word(PART, PLANE)[None, :], other=0.0)
 
 
 @triton.jit
-def store_y(y_ptr, y, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+def store_y(y_ptr, y, PART: tl.constexpr, PLANE: tl.constexpr):
     """Writes y [SQ, NW] to y_ptr [d], each value to its column."""
-    tl.store(y_ptr + columns(PART, PLANE, NW), y, mask=is_word(PART, PLANE, NW)[None, :])
+    tl.store(y_ptr + columns(PART, PLANE), y, mask=is_word(PART, PLANE)[None, :])
 
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in numpy, one program after the other

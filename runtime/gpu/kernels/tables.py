@@ -21,33 +21,29 @@ _SMALLEST_BLOCK = 16  # where an expert has few neurons
 _NUM_BLOCKS = 256  # of a token's experts, if blocks are not the smallest: two for each of 128 multiprocessors
 # Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
 # begin at any multiple of 4 bytes. Slots and scratch memory are a layer's own.
-PER_LAYER = ("experts_ptr", "slots_ptr", "num_slots", "scratch_at", "num_scratch", "whole_records")
+PER_LAYER = ("experts_ptr", "landing", "num_slots", "scratch_at", "whole_records")
 
 
 class StoredPart(NamedTuple):
-    """A matrix of an expert: whether it is in selector rows or in records, its part of the row, and its format."""
+    """A matrix of an expert."""
 
-    in_selector: bool
+    in_selector: bool  # else it is in records
     part: RowPart
     format: PartFormat
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertKind:
-    """One way in which experts are stored and run; a layer of mixed widths has several.
-
-    `function`: of the neurons.   `gate`: None if the family has none.   `selector_units`, `record_units`: the bytes of
-    a row, divided by 16.
-    """
+    """One way in which experts are stored and run; a layer of mixed widths has several."""
 
     selector: Selector
     function: NeuronFunction
-    gate: StoredPart | None
+    gate: StoredPart | None  # None if the family has none
     up: StoredPart
     down: StoredPart
     num_rows: int
     num_cols: int
-    selector_units: int
+    selector_units: int  # the bytes of a row, divided by 16
     record_units: int
 
 
@@ -76,49 +72,57 @@ def kind_of(layout: ExpertLayout, selector: Selector, function: NeuronFunction) 
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerTables:
-    """Where the rows of a layer's experts lie; all tensors are on one device.
-
-    `arena`: u8, its first byte at a multiple of 128.   `selector_at`, `record_at`: [E, f], a row's offset in it in
-    units of 16 bytes, -1 if the row is missing; int64 if int32 does not reach all of the arena. `selector_at` is None
-    if no selector is stored. An expert's selector rows are all there or all missing.
-    `kind`: int32 [E], an expert's place in `kinds`.   `thresholds`: float32 [E].
-    `down_bias`: float32 [E, d], contiguous, if experts have one.
-    """
+class TablePointers(NamedTuple):
+    """A layer's tables as kernels take them; fields as in `LayerTables`."""
 
     arena: Tensor
     selector_at: Tensor | None
     record_at: Tensor
     kind: Tensor
     thresholds: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTables:
+    """Where the rows of a layer's experts lie; all tensors are on one device."""
+
+    arena: Tensor  # u8, its first byte at a multiple of 128
+    # [E, f], a row's offset in the arena in units of 16 bytes, -1 if the row is missing; int64 if int32 does not reach
+    # all of the arena. An expert's selector rows are all there or all missing.
+    selector_at: Tensor | None  # None if no selector is stored
+    record_at: Tensor
+    kind: Tensor  # int32 [E], an expert's place in `kinds`
+    thresholds: Tensor  # float32 [E]
     kinds: tuple[ExpertKind, ...]
-    down_bias: Tensor | None = None
+    down_bias: Tensor | None = None  # float32 [E, d], contiguous, if experts have one
+
+    @property
+    def pointers(self) -> TablePointers:
+        """The tables as kernels take them."""
+        return TablePointers(
+            self.arena, self.selector_at, self.record_at, self.kind, self.thresholds, self.down_bias
+        )
 
 
 HERE, PULLED, LEFT, MISSING = range(4)  # places in `RunningNeurons.totals`
 WHOLE = -1  # in `LeftToCpu.counts`: the CPU selects and computes the whole expert
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RunningNeurons:
-    """Which neurons of a token's k experts run, and where their records are; allocated once, on the device.
+class RunningNeurons(NamedTuple):
+    """Which neurons of a token's k experts run, and where their records are; allocated once, on the device."""
 
-    `a`: float32 [k, f], the selector's activations.   `blocks`: int32 [k, f]; the running neurons of each block of
-    `block` neurons stand at the block's beginning, in ascending order.   `counts`: int32 [2, k, blocks], how many run,
-    and how many of these have no record in the arena.   `neurons`: int32 [k, f], the neurons that the GPU computes, and
-    `units`: [k, f], the offset of each one's record, as the tables have them: `totals[:, HERE]` of them, then
-    `totals[:, PULLED]` whose records are pulled.   `totals`: int32 [k, 4]; then come LEFT, which are left to the CPU,
-    and MISSING, all that have no record in the arena.
-    """
-
-    a: Tensor
-    blocks: Tensor
-    counts: Tensor
+    a: Tensor  # float32 [k, f], the selector's activations
+    blocks: Tensor  # int32 [k, f]; a block's running neurons stand at its beginning, in ascending order
+    counts: Tensor  # int32 [2, k, blocks], how many run, and how many of these have no record in the arena
+    # int32 [k, f], the neurons that the GPU computes: `totals[:, HERE]` of them, then `totals[:, PULLED]` whose records
+    # are pulled.
     neurons: Tensor
-    units: Tensor
+    units: Tensor  # [k, f], the offset of each one's record, as the tables have them
+    # int32 [k, 4]; after HERE and PULLED come LEFT, which are left to the CPU, and MISSING, all that have no record in
+    # the arena.
     totals: Tensor
-    block: int
+    block: int  # neurons of a block
 
     @classmethod
     def allocate(
@@ -144,8 +148,7 @@ class RunningNeurons:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Landing:
+class Landing(NamedTuple):
     """Where a layer's pulled records go, in units of 16 bytes from the beginning of the arena.
 
     The first records of the token's p-th expert go to `slots[p]`, [k, S] on the device, and stay there until the host
@@ -159,33 +162,22 @@ class Landing:
     slot_units: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LeftToCpu:
-    """What a GPU leaves to the CPU of a token's k experts of one layer, in page-locked memory that both see.
+class LeftToCpu(NamedTuple):
+    """The part of a layer of a token's k experts that a GPU leaves to the CPU, in page-locked memory that both see."""
 
-    `counts`: int32 [k], neurons that the CPU computes, or WHOLE.   `neurons`: int32 [k, f], these neurons, rising.
-    `a`: float32 [k, f], the selector's activations of these neurons, in the same order; not written if no selector is
-    stored.   `pulled_counts`: int32 [k], how many records were pulled into the landing's slots.   `pulled`: int32
-    [k, S], the neuron whose record is in each slot.
-    """
-
-    counts: Tensor
-    neurons: Tensor
-    a: Tensor
-    pulled_counts: Tensor
-    pulled: Tensor
+    counts: Tensor  # int32 [k], neurons that the CPU computes, or WHOLE
+    neurons: Tensor  # int32 [k, f], these neurons, rising
+    a: Tensor  # float32 [k, f], the selector's activations of these neurons; not written if no selector is stored
+    pulled_counts: Tensor  # int32 [k], how many records were pulled into the landing's slots
+    pulled: Tensor  # int32 [k, S], the neuron whose record is in each slot
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HostRows:
-    """A layer's experts in host memory.
+class HostRows(NamedTuple):
+    """A layer's experts in host memory."""
 
-    `rows`: u8, all their extents, on the host, page-locked if the tables are on a GPU; the first byte is at a multiple
-    of 128.   `extent_at`: int64 [E], on the tables' device, where each extent begins, in units of 16 bytes.
-    """
-
+    # u8, all their extents, on the host, page-locked if the tables are on a GPU; the first byte is at a multiple of 128
     rows: Tensor
-    extent_at: Tensor
+    extent_at: Tensor  # int64 [E], on the tables' device, where each extent begins, in units of 16 bytes
 
 
 @triton.jit

@@ -74,7 +74,7 @@ def run_layer(
     if block is not None:
         num_blocks = -(-found.neurons.shape[1] // block)
         counts = torch.zeros((2, len(experts), num_blocks), dtype=torch.int32, device=device)
-        found = replace(found, counts=counts, block=block)
+        found = found._replace(counts=counts, block=block)
     if pulls_selectors:
         selector_units = torch.full_like(found.neurons, -7)
         pull_selectors_plain(numbers, tables, layer.host, layer.selectors_at, selector_units)
@@ -257,7 +257,7 @@ def with_scratch(there: PartlyThere, num_scratch: int | None) -> PartlyThere:
     """The same with scratch memory for so many records of each expert; None: for as many as there are."""
     if num_scratch is None:
         return there
-    return replace(there, landing=replace(there.landing, num_scratch=num_scratch))
+    return replace(there, landing=there.landing._replace(num_scratch=num_scratch))
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -351,7 +351,7 @@ def test_a_list_is_cut_into_equal_shares(kernel_device: torch.device) -> None:
     neurons(x.to(kernel_device), numbers, layer.tables, there, whole, "here")
     for program in range(4):
         there.totals[0] = torch.tensor([3, 0, 0, 0])
-        part = replace(there, neurons=there.neurons.roll(-3 * program, 1), units=there.units.roll(-3 * program, 1))
+        part = there._replace(neurons=there.neurons.roll(-3 * program, 1), units=there.units.roll(-3 * program, 1))
         one = torch.empty(1, 1, 64, device=kernel_device)
         neurons(x.to(kernel_device), numbers, layer.tables, part, one, "here")
         assert torch.equal(one[0, 0], whole[0, program])
@@ -429,6 +429,6 @@ def test_lists_meet_every_place() -> None:
 
 def test_memory_for_every_record_is_needed_where_all_are_pulled() -> None:
     there = partly_there(random_layer([Shape(20, 64)]), CPU, 0.5, 1, 19)
-    found, landing = random_running(there.tables, [0], 0.5, 0), replace(there.landing, num_scratch=0)
+    found, landing = random_running(there.tables, [0], 0.5, 0), there.landing._replace(num_scratch=0)
     with pytest.raises(AssertionError, match=r"^there is memory for every record"):
         compact(torch.zeros(1, dtype=torch.int32), there.tables, found, landing, torch.zeros(1), there.pinned(1), False)
