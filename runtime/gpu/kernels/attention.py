@@ -84,10 +84,11 @@ def _new(entering: Entering, width: int) -> tuple[_New, _Form]:
 
 
 @triton.jit
-def _rotated_heads(
-    x_ptr, heads, is_head, norm_ptr, eps, angles, position, NUM_HEADS: tl.constexpr, FORM: tl.constexpr
-):
-    """Returns some heads, normalized if there is a norm, and rotated: float32 [heads, width to a power of two]."""
+def _rotated_heads(x_ptr, heads, is_head, norm_ptr, eps, angles, NUM_HEADS: tl.constexpr, FORM: tl.constexpr):
+    """Returns some heads, normalized if there is a norm, and rotated: float32 [heads, width to a power of two].
+
+    Args:    angles: cosines and sines of the position.
+    """
     DIM: tl.constexpr = FORM.width
     c = tl.arange(0, _block_v(DIM))
     other = partner(c, FORM.half, FORM.interleaved)
@@ -103,8 +104,7 @@ def _rotated_heads(
             at, factor = at * 0, tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         x = x * factor * tl.load(norm_ptr + at + c[None, :], mask=mask, other=0.0)
         x_other = x_other * factor * tl.load(norm_ptr + at + other[None, :], mask=mask, other=0.0)
-    cos_ptr, sin_ptr = angles[0] + position * FORM.half, angles[1] + position * FORM.half
-    return rotate(x, x_other, c, cos_ptr, sin_ptr, FORM.half, FORM.interleaved)
+    return rotate(x, x_other, c, angles[0], angles[1], FORM.half, FORM.interleaved)
 
 
 @triton.jit
@@ -173,10 +173,10 @@ class AttentionWorkspace(NamedTuple):
 
 
 class _Cache(NamedTuple):
-    """A layer's keys and values, as kernels take them."""
+    """A layer's keys and values, as kernels take them; `values` is a field of Triton's own tuples."""
 
-    keys: Tensor
-    values: Tensor
+    k: Tensor
+    v: Tensor
     num_places: int
 
 
@@ -250,9 +250,7 @@ def attend(
     )  # fmt: skip
     if splits > 1 or coding.BITS:
         shape = shape._replace(form=None)  # this kernel is the same for all of them
-        _combine_kernel[(num_heads,)](
-            position, sinks, workspace, out, shape, num_warps=4, enable_fp_fusion=True
-        )
+        _combine_kernel[(num_heads,)](position, sinks, workspace, out, shape, num_warps=4, enable_fp_fusion=True)
 
 
 @triton.jit
@@ -303,11 +301,10 @@ def _attend_kernel(q_ptr, cache, position_ptr, sinks_ptr, workspace, out_ptr, ne
             c = c_begin + tl.arange(0, SHAPE.block_c)
             is_q = is_head[:, None] & (c < SHAPE.width)[None, :]
             q = tl.load(q_ptr + heads[:, None] * SHAPE.width + c[None, :], mask=is_q, other=0.0)
-            k = _load_columns(cache.keys + place * SHAPE.key_stride, is_seen, c_begin, SHAPE.width, SHAPE.block_c,
-                              CODING)  # fmt: skip
+            k = _load_columns(cache.k + place * SHAPE.key_stride, is_seen, c_begin, SHAPE.width, SHAPE.block_c, CODING)
             scores = tl.dot(q, tl.trans(k), scores, input_precision="tf32x3")
         # Adds its values, times powers of the scores; the sums shrink where a score is the largest so far.
-        v = _load_columns(cache.values + place * SHAPE.value_stride, is_seen, 0, SHAPE.value_width, BLOCK_V, CODING)
+        v = _load_columns(cache.v + place * SHAPE.value_stride, is_seen, 0, SHAPE.value_width, BLOCK_V, CODING)
         scores = tl.where(is_seen[None, :], scores * scale, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         powers = tl.exp(scores - new_top[:, None])
@@ -344,17 +341,18 @@ def _enter(q_ptr, cache, new, heads, is_head, kv_head, position, is_last, SHAPE:
     if new.norms is not None:
         q_norm_ptr, k_norm_ptr, eps = new.norms
     # Every split of these heads writes the same queries, and reads those that it wrote.
-    at = position.to(tl.int64)
-    q = _rotated_heads(new.q, heads, is_head, q_norm_ptr, eps, new.angles, at, SHAPE.num_heads, FORM)
+    turn = position.to(tl.int64) * FORM.half
+    angles = (new.angles[0] + turn, new.angles[1] + turn)
+    q = _rotated_heads(new.q, heads, is_head, q_norm_ptr, eps, angles, SHAPE.num_heads, FORM)
     tl.store(q_ptr + heads[:, None] * WIDTH + c[None, :], q, mask=is_head[:, None] & is_value)
     if is_last:
         one = kv_head + tl.zeros([1], tl.int32)
         NUM_KV_HEADS: tl.constexpr = SHAPE.num_heads // SHAPE.group
-        k = _rotated_heads(new.k, one, one >= 0, k_norm_ptr, eps, new.angles, at, NUM_KV_HEADS, FORM)
+        k = _rotated_heads(new.k, one, one >= 0, k_norm_ptr, eps, angles, NUM_KV_HEADS, FORM)
         place = kv_head.to(tl.int64) * cache.num_places + position % cache.num_places
-        tl.store(cache.keys + place * SHAPE.key_stride + c[None, :], k, mask=is_value)
+        tl.store(cache.k + place * SHAPE.key_stride + c[None, :], k, mask=is_value)
         v = tl.load(new.v + kv_head * WIDTH + c, mask=c < WIDTH)
-        tl.store(cache.values + place * SHAPE.value_stride + c, v, mask=c < WIDTH)
+        tl.store(cache.v + place * SHAPE.value_stride + c, v, mask=c < WIDTH)
 
 
 @triton.jit
@@ -381,8 +379,8 @@ def _combine_kernel(position_ptr, sinks_ptr, workspace, out_ptr, SHAPE: tl.const
     y = tl.zeros(cv.shape, tl.float32)
     for first in _range(0, used, _COMBINED):
         split = first + tl.arange(0, _COMBINED)
-        tops = tl.load(workspace.sums + split * HEADS + head, mask=split < used, other=-float("inf"))
-        powers = tl.exp(tops - top)
+        of_split = tl.load(workspace.sums + split * HEADS + head, mask=split < used, other=-float("inf"))
+        powers = tl.exp(of_split - top)
         places = (split * HEADS + head)[:, None] * WIDTH + cv[None, :]
         mixed = tl.load(workspace.mixed + places, mask=(split < used)[:, None] & (cv < WIDTH)[None, :], other=0.0)
         y += tl.sum(mixed * powers[:, None], 0)
@@ -439,6 +437,7 @@ def _enter_rows_kernel(
     WIDTH: tl.constexpr = FORM.width
     number = tl.program_id(0)
     position = tl.load(position_ptr).to(tl.int64)
+    angles = (new.angles[0] + position * FORM.half, new.angles[1] + position * FORM.half)
     c = tl.arange(0, _block_v(WIDTH))
     q_norm_ptr, k_norm_ptr, eps = None, None, 0.0
     if new.norms is not None:
@@ -446,7 +445,7 @@ def _enter_rows_kernel(
     if number < HEADS:
         # Queries are rotated as the cache's rows are, so that products are those of plain keys.
         one = number + tl.zeros([1], tl.int32)
-        q = _rotated_heads(new.q, one, one >= 0, q_norm_ptr, eps, new.angles, position, HEADS, FORM)
+        q = _rotated_heads(new.q, one, one >= 0, q_norm_ptr, eps, angles, HEADS, FORM)
         turned = _hadamard(tl.reshape(q, c.shape) * _signs(c), CODING)
         tl.store(q_ptr + number * WIDTH + c, turned, mask=c < WIDTH)
     else:
@@ -454,11 +453,11 @@ def _enter_rows_kernel(
         row = (kv_head.to(tl.int64) * cache.num_places + position % cache.num_places) * CODING.ROW_BYTES
         if number < HEADS + KV_HEADS:
             one = kv_head + tl.zeros([1], tl.int32)
-            k = _rotated_heads(new.k, one, one >= 0, k_norm_ptr, eps, new.angles, position, KV_HEADS, FORM)
-            _store_codes(cache.keys + row, tl.reshape(k, c.shape), c, CODING)
+            k = _rotated_heads(new.k, one, one >= 0, k_norm_ptr, eps, angles, KV_HEADS, FORM)
+            _store_codes(cache.k + row, tl.reshape(k, c.shape), c, CODING)
         else:
             v = tl.load(new.v + kv_head * WIDTH + c, mask=c < WIDTH, other=0.0)
-            _store_codes(cache.values + row, v, c, CODING)
+            _store_codes(cache.v + row, v, c, CODING)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, act, factor
-from moe_pack.runtime.gpu.kernels.matmul import MAX_TOKENS, MAX_TOKENS_IN_TWO, num_warps
+from moe_pack.runtime.gpu.kernels.matmul import MAX_TOKENS, MAX_TOKENS_IN_TWO, TokenTile, num_warps
 from moe_pack.runtime.gpu.kernels.products import add_product, load_tile, load_tokens, multiply, runs, tile_cols
 from moe_pack.runtime.gpu.kernels.rows import (
     AFFINE,
@@ -36,12 +36,13 @@ from moe_pack.runtime.gpu.kernels.rows import (
     load_scales,
     lookup_for,
 )
-from moe_pack.runtime.gpu.kernels.tables import ExpertKind
+from moe_pack.runtime.gpu.kernels.tables import ExpertKind, StoredPart
 
 Numbers = NDArray[np.int32]
 
 MIN_BLOCK = 16  # tokens of the smallest tile: a tensor core's product has no fewer
 _HIDDEN_BYTES = 64 << 20  # of the neurons' outputs that are in memory at once; more do not make a pass faster
+_BY_UP, _BY_GATE, _BY_OUTPUT = (tl.constexpr(number) for number in range(3))  # the value that the threshold cuts
 _BLOCK_NEURONS = 64  # of a program that computes neurons' outputs: as tensor cores of sm_90 take
 
 
@@ -200,24 +201,61 @@ def run_group(
              outputs: float32 [T * k, d], contiguous.
     """
     for piece in plan.pieces:
+        work = _Work(tokens, places, weights, tiles, 0, piece.first_pair)
         for launch in piece.hidden:
-            _launch_hidden(x, tokens, group, tiles, launch, piece.first_pair, hidden)
+            _launch_hidden(x, group, launch, work._replace(first_tile=launch.first), hidden)
         for launch in piece.down:
             is_bf16 = x.dtype == torch.bfloat16
-            _launch_down(hidden, places, weights, group, tiles, launch, piece.first_pair, outputs, is_bf16)
+            _launch_down(hidden, group, launch, work._replace(first_tile=launch.first), outputs, is_bf16)
+
+
+class _Work(NamedTuple):
+    """The pairs of a launch, as kernels take them."""
+
+    tokens: Tensor
+    places: Tensor
+    weights: Tensor
+    tiles: Tensor
+    first_tile: int
+    first_pair: int
+
+
+class _Rows(NamedTuple):
+    """The rows of a group's experts, as kernels take them."""
+
+    arena: Tensor
+    gate: Tensor | None  # [G, f], where the rows are that contain gate
+    up: Tensor
+    down: Tensor
+    thresholds: Tensor
+    down_bias: Tensor | None
+
+    @classmethod
+    def of(cls, group: ExpertGroup, kind: ExpertKind) -> "_Rows":
+        def table(part: StoredPart) -> Tensor:
+            units = group.selector_units if part.in_selector else group.record_units
+            assert units is not None, "a matrix of selector rows needs their table"
+            return units
+
+        gate = None if kind.gate is None else table(kind.gate)
+        return cls(group.arena, gate, table(kind.up), table(kind.down), group.thresholds, group.down_bias)
+
+
+class _Neurons(NamedTuple):
+    """The constants by which neurons' outputs are computed."""
+
+    gate: RowPart | None
+    up: RowPart
+    selector: int
+    function: int
+    f: int
 
 
 def combine(outputs: Tensor, y: Tensor) -> None:
     """Writes the sum of each token's rows of `outputs`, float32 [T * k, d], in order, to y float32 [T, d]."""
     num_tokens, d = y.shape
     _combine[num_tokens, triton.cdiv(d, _COMBINED)](
-        outputs,
-        y,
-        K=len(outputs) // num_tokens,
-        D=d,
-        BLOCK=_COMBINED,
-        num_warps=4,
-        enable_fp_fusion=True,
+        outputs, y, len(outputs) // num_tokens, d, _COMBINED, num_warps=4, enable_fp_fusion=True
     )
 
 
@@ -235,153 +273,89 @@ def _summed_neurons(part: RowPart, is_bf16: bool) -> int:
     return 32 if not is_bf16 or has_wide_entries((part,)) else 64  # or registers spill (sm_80)
 
 
-def _launch_hidden(
-    x: Tensor, tokens: Tensor, group: ExpertGroup, tiles: Tensor, launch: Launch, first_pair: int, hidden: Tensor
-) -> None:
+def _launch_hidden(x: Tensor, group: ExpertGroup, launch: Launch, work: _Work, hidden: Tensor) -> None:
     """Writes hidden float32 [pairs of the piece, f], 0 for a neuron that does not run."""
     kind = group.kinds[launch.kind]
-    gate, f = kind.gate, kind.num_rows
-    parts = [kind.up.part] if gate is None else [gate.part, kind.up.part]
-    _hidden[triton.cdiv(f, _BLOCK_NEURONS), launch.stop - launch.first](
-        x,
-        tokens,
-        tiles,
-        group.arena,
-        None if gate is None else _row_units(group, gate.in_selector),
-        _row_units(group, kind.up.in_selector),
-        group.thresholds,
-        hidden,
-        lookup_for(x.device, *parts),
-        launch.first,
-        first_pair,
-        GATE=None if gate is None else gate.part,
-        UP=kind.up.part,
-        SELECTOR=kind.selector,
-        FUNCTION=FUNCTIONS[kind.function],
-        F=f,
-        COLS=tile_cols(*parts),
-        BLOCK_TOKENS=launch.block_tokens,
-        BLOCK_ROWS=_BLOCK_NEURONS,
-        num_warps=num_warps(launch.block_tokens, _BLOCK_NEURONS),
-        enable_fp_fusion=True,
-    )
+    gate, f = None if kind.gate is None else kind.gate.part, kind.num_rows
+    parts = [kind.up.part] if gate is None else [gate, kind.up.part]
+    tile = TokenTile(tile_cols(*parts), launch.block_tokens, _BLOCK_NEURONS)
+    by = {"up": _BY_UP, "gate": _BY_GATE}.get(kind.selector, _BY_OUTPUT).value
+    _hidden[triton.cdiv(f, tile.rows), launch.stop - launch.first](
+        x, work, _Rows.of(group, kind), hidden, lookup_for(x.device, *parts),
+        _Neurons(gate, kind.up.part, by, FUNCTIONS[kind.function], f), tile,
+        num_warps=num_warps(tile.tokens, tile.rows), enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _launch_down(
-    hidden: Tensor,
-    places: Tensor,
-    weights: Tensor,
-    group: ExpertGroup,
-    tiles: Tensor,
-    launch: Launch,
-    first_pair: int,
-    outputs: Tensor,
-    is_bf16: bool,
+    hidden: Tensor, group: ExpertGroup, launch: Launch, work: _Work, outputs: Tensor, is_bf16: bool
 ) -> None:
     """Writes weights * (h @ down + bias) to the pairs' rows of `outputs`."""
     kind = group.kinds[launch.kind]
     part: RowPart = kind.down.part
-    cols = tile_cols(part)
-    _down[triton.cdiv(part.num_cols, cols), launch.stop - launch.first](
-        hidden,
-        places,
-        weights,
-        tiles,
-        group.arena,
-        _row_units(group, kind.down.in_selector),
-        group.down_bias,
-        outputs,
-        lookup_for(hidden.device, part),
-        launch.first,
-        first_pair,
-        PART=part,
-        F=kind.num_rows,
-        COLS=cols,
-        BLOCK_TOKENS=launch.block_tokens,
-        BLOCK_ROWS=_summed_neurons(part, is_bf16),
-        IS_BF16=is_bf16,
-        num_warps=num_warps(launch.block_tokens, cols),
-        enable_fp_fusion=True,
-    )
+    tile = TokenTile(tile_cols(part), launch.block_tokens, _summed_neurons(part, is_bf16))
+    _down[triton.cdiv(part.num_cols, tile.cols), launch.stop - launch.first](
+        hidden, work, _Rows.of(group, kind), outputs, lookup_for(hidden.device, part), part, kind.num_rows, tile,
+        is_bf16, num_warps=num_warps(tile.tokens, tile.cols), enable_fp_fusion=True,
+    )  # fmt: skip
 
 
-def _row_units(group: ExpertGroup, in_selector: bool) -> Tensor:
-    """Returns the table of the rows that contain a matrix."""
-    units = group.selector_units if in_selector else group.record_units
-    assert units is not None, "a matrix of selector rows needs their table"
-    return units
-
-
-# Arguments that differ between groups and launches; Triton must not compile a kernel for each of their values. A
-# group's pairs may begin at any multiple of 4 bytes.
-_PER_GROUP = ("tokens_ptr", "places_ptr", "weights_ptr", "tiles_ptr", "first_tile", "first_pair")
-
-
-@triton.jit(do_not_specialize=_PER_GROUP)
-def _hidden(
-    x_ptr,
-    tokens_ptr,
-    tiles_ptr,
-    arena_ptr,
-    gate_units_ptr,
-    up_units_ptr,
-    thresholds_ptr,
-    hidden_ptr,
-    lookup_ptr,
-    first_tile,
-    first_pair,
-    GATE: tl.constexpr,
-    UP: tl.constexpr,
-    SELECTOR: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    F: tl.constexpr,
-    COLS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
+# The work differs between groups and launches: Triton must not compile a kernel for each of its values. A group's pairs
+# may begin at any multiple of 4 bytes.
+@triton.jit(do_not_specialize=["work"])
+def _hidden(x_ptr, work, rows, hidden_ptr, lookup_ptr, NEURONS: tl.constexpr, TILE: tl.constexpr):
+    # A program multiplies a block of an expert's neurons with a tile of its pairs.
+    GATE: tl.constexpr = NEURONS.gate
+    UP: tl.constexpr = NEURONS.up
+    F: tl.constexpr = NEURONS.f
     D: tl.constexpr = UP.num_cols
-    expert, pair, is_pair = _pairs_of_tile(tiles_ptr, first_tile, BLOCK_TOKENS)
-    r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    ROWS: tl.constexpr = TILE.rows
+    TOKENS: tl.constexpr = TILE.tokens
+    COLS: tl.constexpr = TILE.cols
+    expert, pair, is_pair = _pairs_of_tile(work, TOKENS)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = r < F
-    t = tl.load(tokens_ptr + pair, mask=is_pair, other=0)
-    up_units = tl.load(up_units_ptr + expert * F + r, mask=live, other=0).to(tl.int64)
-    up = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    t = tl.load(work.tokens + pair, mask=is_pair, other=0)
+    # Both matrices are multiplied in one loop, so that x is loaded once.
+    up_units = tl.load(rows.up + expert * F + r, mask=live, other=0).to(tl.int64)
+    up = tl.zeros([ROWS, TOKENS], tl.float32)
     if GATE is None:
         for tile in range(tl.cdiv(D, COLS)):
             x = load_tokens(x_ptr, t, is_pair, tile, D, COLS)
-            up = add_product(up, arena_ptr, up_units, live, tile, x, lookup_ptr, UP, COLS)
+            up = add_product(up, rows.arena, up_units, live, tile, x, lookup_ptr, UP, COLS)
         if UP.bias >= 0:
-            up += load_bias(arena_ptr, up_units, live, UP)[:, None]
-        h = act(up, FUNCTION)
+            up += load_bias(rows.arena, up_units, live, UP)[:, None]
+        h = act(up, NEURONS.function)
         a = h
     else:
-        gate_units = tl.load(gate_units_ptr + expert * F + r, mask=live, other=0).to(tl.int64)
-        gate = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+        gate_units = tl.load(rows.gate + expert * F + r, mask=live, other=0).to(tl.int64)
+        gate = tl.zeros([ROWS, TOKENS], tl.float32)
         for tile in range(tl.cdiv(D, COLS)):
             x = load_tokens(x_ptr, t, is_pair, tile, D, COLS)
-            up = add_product(up, arena_ptr, up_units, live, tile, x, lookup_ptr, UP, COLS)
-            gate = add_product(gate, arena_ptr, gate_units, live, tile, x, lookup_ptr, GATE, COLS)
+            up = add_product(up, rows.arena, up_units, live, tile, x, lookup_ptr, UP, COLS)
+            gate = add_product(gate, rows.arena, gate_units, live, tile, x, lookup_ptr, GATE, COLS)
         if UP.bias >= 0:
-            up += load_bias(arena_ptr, up_units, live, UP)[:, None]
+            up += load_bias(rows.arena, up_units, live, UP)[:, None]
         if GATE.bias >= 0:
-            gate += load_bias(arena_ptr, gate_units, live, GATE)[:, None]
-        active, up = act(gate, FUNCTION), factor(up, FUNCTION)
+            gate += load_bias(rows.arena, gate_units, live, GATE)[:, None]
+        active, up = act(gate, NEURONS.function), factor(up, NEURONS.function)
         h = active * up
-        a = up if SELECTOR == "up" else active if SELECTOR == "gate" else h
-    expert, pair, is_pair = _pairs_of_tile(tiles_ptr, first_tile, BLOCK_TOKENS)  # again, or registers spill (sm_80)
-    h = tl.where(runs(a, tl.load(thresholds_ptr + expert)), h, 0.0)
-    places = hidden_ptr + (pair - first_pair)[None, :] * F + r[:, None]
+        a = up if NEURONS.selector == _BY_UP else active if NEURONS.selector == _BY_GATE else h
+    # Neurons below the threshold do not run: their output is 0.
+    expert, pair, is_pair = _pairs_of_tile(work, TOKENS)  # again, or registers spill (sm_80)
+    h = tl.where(runs(a, tl.load(rows.thresholds + expert)), h, 0.0)
+    places = hidden_ptr + (pair - work.first_pair)[None, :] * F + r[:, None]
     tl.store(places, h, mask=live[:, None] & is_pair[None, :])
 
 
 @triton.jit
-def _pairs_of_tile(tiles_ptr, first_tile, BLOCK_TOKENS: tl.constexpr):
-    """Returns a program's expert, its pairs int32 [BLOCK_TOKENS], and which of these there are.
+def _pairs_of_tile(work, TOKENS: tl.constexpr):
+    """Returns a program's expert, its pairs int32 [TOKENS], and which of these there are.
 
     The loads are volatile, so that a second call loads again instead of keeping the first one's values in registers.
     """
-    tile_ptr = tiles_ptr + (first_tile + tl.program_id(1)) * 3
-    m = tl.arange(0, BLOCK_TOKENS)
+    tile_ptr = work.tiles + (work.first_tile + tl.program_id(1)) * 3
+    m = tl.arange(0, TOKENS)
     expert, begin, count = (
         tl.load(tile_ptr, volatile=True),
         tl.load(tile_ptr + 1, volatile=True),
@@ -390,50 +364,48 @@ def _pairs_of_tile(tiles_ptr, first_tile, BLOCK_TOKENS: tl.constexpr):
     return expert, begin + m, m < count
 
 
-@triton.jit(do_not_specialize=_PER_GROUP)
+@triton.jit(do_not_specialize=["work"])
 def _down(
     hidden_ptr,
-    places_ptr,
-    weights_ptr,
-    tiles_ptr,
-    arena_ptr,
-    down_units_ptr,
-    down_bias_ptr,
+    work,
+    rows,
     outputs_ptr,
     lookup_ptr,
-    first_tile,
-    first_pair,
     PART: tl.constexpr,
     F: tl.constexpr,
-    COLS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     IS_BF16: tl.constexpr,
 ):
+    # A program computes a tile of columns of a tile of pairs.
     D: tl.constexpr = PART.num_cols
+    COLS: tl.constexpr = TILE.cols
+    TOKENS: tl.constexpr = TILE.tokens
+    ROWS: tl.constexpr = TILE.rows
     tile = tl.program_id(0)
-    expert, pair, is_pair = _pairs_of_tile(tiles_ptr, first_tile, BLOCK_TOKENS)
-    sums = tl.zeros([COLS, BLOCK_TOKENS], tl.float32)
-    less = tl.zeros([BLOCK_TOKENS], tl.float32)  # what the zeros subtract from every column
-    for block in range(tl.cdiv(F, BLOCK_ROWS)):
-        r = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        units = tl.load(down_units_ptr + expert * F + r, mask=r < F, other=0).to(tl.int64)
-        w = load_tile(arena_ptr, units, r < F, tile, lookup_ptr, PART, COLS, TRANSPOSED=True)
-        h = load_tokens(hidden_ptr, pair - first_pair, is_pair, block, F, BLOCK_ROWS)
+    expert, pair, is_pair = _pairs_of_tile(work, TOKENS)
+    sums = tl.zeros([COLS, TOKENS], tl.float32)
+    less = tl.zeros([TOKENS], tl.float32)  # what the zeros subtract from every column
+    for block in range(tl.cdiv(F, ROWS)):
+        r = block * ROWS + tl.arange(0, ROWS)
+        units = tl.load(rows.down + expert * F + r, mask=r < F, other=0).to(tl.int64)
+        w = load_tile(rows.arena, units, r < F, tile, lookup_ptr, PART, COLS, TRANSPOSED=True)
+        # Scales belong to rows, so they multiply the neurons' outputs, and codes stay exact.
+        h = load_tokens(hidden_ptr, pair - work.first_pair, is_pair, block, F, ROWS)
         if has_scales(PART):
-            scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART.group, r < F, PART)
+            scale, zero = load_scales(rows.arena, units, (tile * COLS) // PART.group, r < F, PART)
             h *= scale[:, None]
         if IS_BF16:
             h = h.to(tl.bfloat16)
         if PART.kind == AFFINE:
             less += tl.sum(h.to(tl.float32) * zero[:, None], 0)  # rounded as in the product
         sums += multiply(w, h)
+    # Each pair has a row of its own, so that no sum depends on the order of programs.
     sums = sums * UNITS[PART.kind] - less[None, :]
     cols = tile * COLS + tl.arange(0, COLS)
-    if down_bias_ptr is not None:
-        sums += tl.load(down_bias_ptr + expert * D + cols, mask=cols < D, other=0.0)[:, None]
-    place = tl.load(places_ptr + pair, mask=is_pair, other=0).to(tl.int64)
-    weight = tl.load(weights_ptr + pair, mask=is_pair, other=0.0)
+    if rows.down_bias is not None:
+        sums += tl.load(rows.down_bias + expert * D + cols, mask=cols < D, other=0.0)[:, None]
+    place = tl.load(work.places + pair, mask=is_pair, other=0).to(tl.int64)
+    weight = tl.load(work.weights + pair, mask=is_pair, other=0.0)
     mask = (cols < D)[:, None] & is_pair[None, :]
     tl.store(outputs_ptr + place[None, :] * D + cols[:, None], weight[None, :] * sums, mask=mask)
 

@@ -389,9 +389,7 @@ def _compact_kernel(
 
 
 @triton.jit
-def _num_pulled(
-    experts_ptr, tables, all_missing_ptr, share_ptr, num_missing, most, whole_records, SPLIT: tl.constexpr
-):
+def _num_pulled(experts_ptr, tables, all_missing_ptr, share_ptr, num_missing, most, whole_records, SPLIT: tl.constexpr):
     """Returns how many of the expert's missing records the link brings, `most` at most; the CPU computes the others.
 
     Args:    all_missing_ptr: to int32 [k, blocks], missing records of all blocks.   num_missing: of this expert.
@@ -426,9 +424,7 @@ def _num_pulled(
 
 
 @triton.jit
-def _store_totals(
-    running, tables, left, place, expert, num_running, num_missing, num_pulled, SPLIT: tl.constexpr
-):
+def _store_totals(running, tables, left, place, expert, num_running, num_missing, num_pulled, SPLIT: tl.constexpr):
     """Writes an expert's totals, and how many neurons it leaves to the CPU."""
     num_here, num_left, num_pulled_too = num_running, 0, 0  # all that run are in one list
     if SPLIT.is_split:

@@ -32,9 +32,7 @@ def rank(scores: Tensor, experts: Tensor, *, bias: Tensor | None = None, is_sigm
     Args:    scores: float32 [E].   experts: int32 [n], overwritten.   bias: float32 [E], added to the softmax of the
              scores, or to their sigmoids, as a router with biases does; None: the scores themselves are ranked.
     """
-    _rank_kernel[(1,)](
-        scores, bias, experts, len(scores), len(experts), is_sigmoid, num_warps=4, enable_fp_fusion=True
-    )
+    _rank_kernel[(1,)](scores, bias, experts, len(scores), len(experts), is_sigmoid, num_warps=4, enable_fp_fusion=True)
 
 
 @triton.jit
@@ -151,9 +149,7 @@ def score_paths(routes: Tensor, paths: LayerPaths, scores: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=("routes_ptr", "num_keys"))
-def _score_paths_kernel(
-    routes_ptr, paths, scores_ptr, num_keys, P: tl.constexpr, K: tl.constexpr, E: tl.constexpr
-):
+def _score_paths_kernel(routes_ptr, paths, scores_ptr, num_keys, P: tl.constexpr, K: tl.constexpr, E: tl.constexpr):
     BLOCK_E: tl.constexpr = triton.next_power_of_2(E)
     expert = tl.arange(0, BLOCK_E)
     mask = expert < E

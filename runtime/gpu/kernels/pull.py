@@ -38,7 +38,9 @@ def pull_records(
     """
     (k,), f = experts.shape, tables.record_at.shape[1]
     block_words = _block_words(max(kind.record_units for kind in tables.kinds))
-    record_units, selector_units = zip(*((kind.record_units, kind.selector_units) for kind in tables.kinds), strict=True)
+    record_units, selector_units = zip(
+        *((kind.record_units, kind.selector_units) for kind in tables.kinds), strict=True
+    )
     _pull_records_kernel[k, max(1, num_programs // k)](
         experts, tables.pointers, running, host, f, record_units, selector_units, is_split,
         min(_TILE_WORDS // block_words, _LANES.value), block_words, num_warps=4, enable_fp_fusion=True,

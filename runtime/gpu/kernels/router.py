@@ -124,9 +124,7 @@ def route(x: Tensor, router: Router, experts: Tensor, out: Routed, changed: Chan
     if substitutes and spec.num_experts == spec.num_experts_per_tok:
         changed = None  # there are no others
     logits = _Logits(router.rows.part, None if shared is None else shared.part, _BLOCK_ROWS)
-    matrices = _Matrices(
-        router.rows.in_memory, None if shared is None else shared.raw, router.logit_bias, router.bias
-    )
+    matrices = _Matrices(router.rows.in_memory, None if shared is None else shared.raw, router.logit_bias, router.bias)
     choice = _Choice(
         _KINDS[spec.kind], spec.num_experts_per_tok, spec.n_group, spec.topk_group, spec.num_experts // spec.n_group,
         spec.normalize, spec.scaling_factor, least_sum(spec), 2 * spec.jitter, changed is not None,

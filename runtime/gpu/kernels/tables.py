@@ -100,9 +100,7 @@ class LayerTables:
     @property
     def pointers(self) -> TablePointers:
         """The tables as kernels take them."""
-        return TablePointers(
-            self.arena, self.selector_at, self.record_at, self.kind, self.thresholds, self.down_bias
-        )
+        return TablePointers(self.arena, self.selector_at, self.record_at, self.kind, self.thresholds, self.down_bias)
 
 
 HERE, PULLED, LEFT, MISSING = range(4)  # places in `RunningNeurons.totals`
