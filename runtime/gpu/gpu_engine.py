@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.gpu import cpu_share, devices, placements, token_step
+from moe_pack.runtime.gpu import cpu_share, decoder, devices, placements, token_step
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import Residency
@@ -133,7 +133,7 @@ class GpuEngine:
                 pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast
             )
             step = _step_inputs(inputs, placement, heat, queues, share, exchange)
-            self.decoder = token_step.GpuDecoder(
+            self.decoder = decoder.GpuDecoder(
                 self.weights,
                 step,
                 _residency(inputs, self.memory, placement),

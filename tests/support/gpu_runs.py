@@ -10,11 +10,11 @@ import torch
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.cpu_share import MEASURED_TOKENS, Rates
+from moe_pack.runtime.gpu.decoder import GpuDecoder
 from moe_pack.runtime.gpu.devices import HostArena
 from moe_pack.runtime.gpu.gpu_engine import GpuEngine, GpuInputs
 from moe_pack.runtime.gpu.placements import DYNAMIC_SHARE, Misses, least_placement
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
-from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.model.pack_weights import MappedPackWeights

@@ -458,7 +458,8 @@ def neurons(
         _products(kind, *trio, tile, num_warps, 64) for kind, trio, tile in zip(tables.kinds, parts, tiles, strict=True)
     )
     _neurons_kernel[k, num_partials](
-        x, experts, tables.pointers, running, partials, lookup_for(x.device, *(each for trio in parts for each in trio)),
+        x, experts, tables.pointers, running, partials,
+        lookup_for(x.device, *(each for trio in parts for each in trio)),
         int(part == "pulled"), tables.record_at.shape[1], kinds, num_warps=num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 

@@ -35,10 +35,10 @@ from gpu.packs import MIXTRAL, QWEN3, PackRequest
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, Plan, part_format, uniform_plan
 from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions, Text
+from moe_pack.runtime.gpu.decoder import GpuDecoder
 from moe_pack.runtime.gpu.devices import host_bytes
 from moe_pack.runtime.gpu.fit import GpuCounts
 from moe_pack.runtime.gpu.placements import NUM_TURNS
-from moe_pack.runtime.gpu.token_step import GpuDecoder
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.options import MissesOption
 

@@ -12,8 +12,10 @@ from support.models import TinyMixtral, pack
 from support.native import kernels_limited_to
 
 from moe_pack.formats import Pack
+from moe_pack.runtime.gpu import decoder as decoder_module
 from moe_pack.runtime.gpu import token_step
 from moe_pack.runtime.gpu.cpu_share import PromptShare, Rates
+from moe_pack.runtime.gpu.decoder import MovingSlots
 from moe_pack.runtime.gpu.devices import HostArena
 from moe_pack.runtime.gpu.kernels.tables import LEFT, MISSING, PULLED, RunningNeurons
 from moe_pack.runtime.offload.split import fastest_share
@@ -45,14 +47,15 @@ def test_tuning_leaves_the_share_it_found_and_no_trace_of_its_tokens(
         assert seconds_with(estimate) > 0 and seconds_with(0.25) > 0
         return 0.25
 
-    monkeypatch.setattr(token_step, "fastest_share", second_of_two)
-    monkeypatch.setattr(token_step, "_WARMING_TOKENS", 0)
-    monkeypatch.setattr(token_step, "_TUNED_TOKENS", 1)
+    monkeypatch.setattr(decoder_module, "fastest_share", second_of_two)
+    monkeypatch.setattr(decoder_module, "_WARMING_TOKENS", 0)
+    monkeypatch.setattr(decoder_module, "_TUNED_TOKENS", 1)
     with gpu_decoder(tiny_pack, GpuRun(0.3, "split", pulled_share=0.5)) as decoder:
         decoder.tune()
-        assert tried == [0.5] and float(decoder._step._pulled_share) == 0.25
+        assert tried == [0.5] and float(decoder._step._own.pulled_share) == 0.25
         assert decoder.cache.num_tokens == decoder.counts().tokens == 0
-        assert (decoder._residency is None or not decoder._residency.changes().places.size) and decoder._slots_are_empty
+        slots = decoder._slots
+        assert not isinstance(slots, MovingSlots) or (not slots.residency.changes().places.size and slots._is_empty)
         tuned = torch.stack([decoder.next_logits([token]).clone() for token in (5, 7)])
     with gpu_decoder(tiny_pack, GpuRun(0.3, "split", pulled_share=0.25)) as decoder:
         plain = torch.stack([decoder.next_logits([token]).clone() for token in (5, 7)])
@@ -83,7 +86,7 @@ def test_algorithm_2_splits_each_layer_of_a_token_by_rates_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts are pulled as a whole or not at all, as far as there is memory; the answer is the reference's."""
-    monkeypatch.setattr(token_step, "fastest_share", lambda *of_tokens: pytest.fail("no share is tried"))
+    monkeypatch.setattr(decoder_module, "fastest_share", lambda *of_tokens: pytest.fail("no share is tried"))
     shape = TinyMixtral(num_layers=2, num_experts=6, config={"num_experts_per_tok": 3})
     pack(shape.write(tmp_path / "source"), tmp_path / "packed", selector="up")
     compact, seen = token_step.compact, list[torch.Tensor]()
@@ -115,7 +118,7 @@ def test_algorithm_2_splits_each_layer_of_a_token_by_rates_alone(
 
 
 def test_nothing_is_tuned_where_the_link_brings_nothing(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_step, "fastest_share", lambda *of_tokens: pytest.fail("there is nothing to share"))
+    monkeypatch.setattr(decoder_module, "fastest_share", lambda *of_tokens: pytest.fail("there is nothing to share"))
     for run in (GpuRun(0.3, "split", pulled_share=0.0), GpuRun(0.3, "pull")):
         with gpu_decoder(tiny_pack, run) as decoder:
             decoder.tune()

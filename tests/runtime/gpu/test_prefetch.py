@@ -126,7 +126,7 @@ def test_a_partial_state_without_missing_experts_predicts_what_the_router_choose
     folder = packed(tmp_path, [0.0, 0.02, 0.02])  # all rows of the first layer are read, and are all static
     run = replace(RUN, dynamic_share=0.2, prediction=plan("partial"))
     with gpu_decoder(folder, run) as decoder:
-        assert decoder._step._is_static(0) and not decoder._step._is_static(1)
+        assert decoder._step._experts[0].is_whole and not decoder._step._experts[1].is_whole
         for token in IDS:
             decoder.next_logits([token])
             ahead = decoder._step.ahead[1 - decoder._turn]

@@ -1,0 +1,401 @@
+"""The decoder on a GPU: it repeats a token's launches, and decides on its slots while they run.
+
+`GpuDecoder` runs `token_step.TokenStep`: between two tokens the host enters records in the tables, and while a token
+runs it decides on those that the token before lacked (`MovingSlots`, with `residency`). Importing this needs Triton.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.runtime.gpu import devices, fit
+from moe_pack.runtime.gpu.kernels.pull import bring
+from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, MISSING, PULLED
+from moe_pack.runtime.gpu.placements import NUM_TURNS
+from moe_pack.runtime.gpu.prefill import GpuWeights
+from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
+from moe_pack.runtime.gpu.token_layers import TokenLayers
+from moe_pack.runtime.gpu.token_step import StepInputs, TokenStep
+from moe_pack.runtime.gpu.weights import ExpertMemory
+from moe_pack.runtime.model import Decoder, caches
+from moe_pack.runtime.model.router import expert_scores
+from moe_pack.runtime.offload.split import fastest_share
+
+_LINK_SHARE = 0.5  # of the link's time that promotions may take
+_FIRST_TOKEN_SECONDS = 0.02
+_TIMED_RUNS = 5
+_WARMING_TOKENS, _TUNED_TOKENS = 2, 7  # for each share that is tried
+_INTERPRETED_SMS = 1  # programs run one after the other
+
+
+class Slots:
+    """The slots of a GPU's memory for experts, which tokens fill; here there are none."""
+
+    promoted_rows = 0
+    promoted_bytes = 0
+
+    def num_changes(self, turn: int) -> int:
+        """Returns how many entries of the table change before the next token of a turn."""
+        return 0
+
+    def load(self, turn: int) -> None:
+        """Launches what makes the slots of a turn known to a token's launches."""
+
+    def between_tokens(self, last: int, begin: devices.Mark, token_seconds: float) -> None:
+        """Decides on the slots, while a token runs, by what the token before it lacked, for the token after it.
+
+        Args:    last: the turn of the token before.   begin: of the token that runs; what its tables do not name may be
+                 overwritten after that.   token_seconds: that a token takes.
+        """
+
+    def token_ended(self) -> None:
+        """Takes note that a token has run, whose routes are still to be looked at."""
+
+    def forget_token(self) -> None:
+        """Forgets the token that has run: it was none of the caller's."""
+
+    def empty(self) -> None:
+        """Forgets what the slots have, because a pass of many tokens uses their memory."""
+
+
+class MovingSlots(Slots):
+    """Slots whose records come and go between tokens, as `Residency` decides.
+
+    Args:    link_rate: bytes a second that promotions may count on.
+    """
+
+    def __init__(
+        self, residency: Residency, memory: ExpertMemory, step: TokenStep, inputs: StepInputs, link_rate: float
+    ) -> None:
+        self.residency, self._memory, self._step, self._inputs = residency, memory, step, inputs
+        self._link_rate = link_rate
+        is_locked, offsets = memory.device.type == "cuda", memory.landing_slots.dtype
+        self._landing = torch.zeros((NUM_TURNS, *memory.landing_slots.shape), dtype=offsets, pin_memory=is_locked)
+        self._num_entries = [0] * NUM_TURNS  # of the changes before the next token of each turn
+        self._sources, self._targets = (
+            torch.zeros(MOST_KEPT, dtype=dtype, pin_memory=is_locked) for dtype in (torch.int64, offsets)
+        )
+        self._sources_there, self._targets_there = (each.to(memory.device) for each in (self._sources, self._targets))
+        self._coming: list[tuple[devices.Mark, list[Promotion]]] = []
+        self._undecided = False  # whether the last token's routes are still to be looked at
+        self._is_empty = False
+        self.promoted_bytes = 0
+        self.empty()
+
+    @property
+    def promoted_rows(self) -> int:  # type: ignore[override]  # counted elsewhere
+        """Records that were copied to slots while tokens ran."""
+        return self.residency.promoted_rows
+
+    def num_changes(self, turn: int) -> int:
+        """Returns how many entries the last decision changed."""
+        return self._num_entries[turn]
+
+    def load(self, turn: int) -> None:
+        """Launches the copy of the offsets of slots to pull into."""
+        self._memory.landing_slots.copy_(self._landing[turn], non_blocking=True)
+
+    def between_tokens(self, last: int, begin: devices.Mark, token_seconds: float) -> None:
+        """Enters what has arrived, promotes records that were missing, and writes the table's changes; see `Slots`."""
+        residency, exchange, step = self.residency, self._inputs.exchange, self._step
+        experts = step.routes[last].numpy()
+        if self._undecided:
+            pulled = [left.pulled for left in exchange.left[last]]
+            residency.pulled(last, experts, exchange.pulled_counts[last].numpy(), lambda l: pulled[l].numpy())
+        while self._coming and self._coming[0][0].is_reached():
+            residency.arrived(self._coming.pop(0)[1])
+        if self._undecided:
+            counts, neurons = exchange.counts[last].numpy(), exchange.neurons[last].numpy()
+            scores = None
+            if self._inputs.needs_scores:
+                scores = expert_scores(step.router_logits[last], step.spec.router).numpy()
+            routes = TokenRoutes(experts, counts, lambda l, place: neurons[l, place, : counts[l, place]], scores)
+            promotions = residency.decide(routes, 0 if self._coming else self._most_promoted(token_seconds))
+            if promotions:
+                copied = self._inputs.queues.beside(lambda: self._copy(promotions), [begin])
+                self._coming.append((copied, promotions))
+        # What changes before the next token of that turn stands where its launches read it.
+        changes, entries = residency.changes(), step.changes[last]
+        number = self._num_entries[last] = len(changes.places)
+        entries[:number, 0] = torch.from_numpy(changes.places)
+        entries[:number, 1] = torch.from_numpy(changes.values)
+        self._landing[last] = torch.from_numpy(residency.landing[last])
+
+    def token_ended(self) -> None:
+        """Takes note of the token, whose records now lie in slots."""
+        self._undecided, self._is_empty = True, False
+
+    def forget_token(self) -> None:
+        """Forgets the token, and the bytes that were copied for it."""
+        self._undecided, self.promoted_bytes = False, 0
+
+    def empty(self) -> None:
+        """Forgets all records in slots, and waits for those on their way."""
+        if self._is_empty:
+            return
+        for mark, _ in self._coming:
+            self._inputs.queues.wait_for(mark)
+        self._coming.clear()
+        self.residency.reset()
+        self._memory.record_at.copy_(torch.from_numpy(self.residency.at))
+        self._landing.copy_(torch.from_numpy(self.residency.landing))
+        self._num_entries = [0] * NUM_TURNS
+        self._undecided, self._is_empty = False, True
+
+    def _most_promoted(self, token_seconds: float) -> int:
+        """Returns how many records may be copied while a token runs: none where a token itself needs the link."""
+        if self._inputs.pulled_share > 0:
+            return 0
+        slot_bytes = int(self._memory.placement.slot_bytes.max())
+        return int(min(_LINK_SHARE * self._link_rate * token_seconds / slot_bytes, len(self._sources)))
+
+    def _copy(self, promotions: list[Promotion]) -> None:
+        """Launches the copies of records into their slots; the copies before have ended."""
+        host, memory = self._inputs.host, self._memory
+        assert host is not None, "records are promoted from host memory"
+
+        def units_of(promotion: Promotion) -> int:
+            return memory.kinds[promotion.key.layer_idx][promotion.key.expert].record_units
+
+        end = 0
+        for record_units, some in groupby(sorted(promotions, key=units_of), units_of):
+            begin = end
+            for promotion in some:
+                kind = memory.kinds[promotion.key.layer_idx][promotion.key.expert]
+                first = host.extent_begin(*promotion.key) // 16 + kind.num_rows * kind.selector_units
+                start, end = end, end + len(promotion.neurons)
+                sources = first + promotion.neurons.astype(np.int64) * record_units
+                self._sources[start:end] = torch.from_numpy(sources)
+                self._targets[start:end] = torch.from_numpy(promotion.units)
+            sources_there, targets_there = self._sources_there[begin:end], self._targets_there[begin:end]
+            sources_there.copy_(self._sources[begin:end], non_blocking=True)
+            targets_there.copy_(self._targets[begin:end], non_blocking=True)
+            bring(sources_there, targets_there, record_units, host.bytes, memory.arena)
+            self.promoted_bytes += 16 * record_units * (end - begin)
+
+
+class _TokenCounts:
+    """The neurons and bytes that tokens needed until now."""
+
+    def __init__(self, memory: ExpertMemory, step: TokenStep, inputs: StepInputs, slots: Slots) -> None:
+        self._step, self._inputs, self._slots = step, inputs, slots
+        self._record_bytes = np.array([[16 * kind.record_units for kind in layer] for layer in memory.kinds])
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what launches have counted that were no tokens of the caller."""
+        self._sums = np.zeros(7, np.int64)  # resident, pulled, left, whole, ahead, ahead and ran, changed
+        self._num_tokens = self._pulled_bytes = 0
+        self._busy_before = self._busy_seconds()
+        self._slots.forget_token()
+
+    def add(self, turn: int) -> None:
+        """Adds the token that has run."""
+        step, totals = self._step, self._step.totals[turn].numpy()
+        running, left = totals[..., HERE] + totals[..., PULLED] + totals[..., LEFT], totals[..., LEFT]
+        pulled = totals[..., MISSING] - left
+        self._sums[:3] += [int((running - totals[..., MISSING]).sum()), int(pulled.sum()), int(left.sum())]
+        record_bytes = np.take_along_axis(self._record_bytes, step.routes[turn].numpy(), axis=1)
+        self._pulled_bytes += int((pulled * record_bytes).sum())
+        self._sums[3] += int((self._inputs.exchange.counts[turn] < 0).sum())
+        if step.prefetch is not None:
+            ahead = step.ahead[turn].numpy()  # [L, n, 3]
+            self._sums[4:6] += ahead[..., 1:].sum(axis=(0, 1))
+            self._pulled_bytes += int((ahead[..., 1] * np.take_along_axis(self._record_bytes, ahead[..., 0], 1)).sum())
+        self._sums[6] += int(step.num_changed[turn].sum())
+        self._num_tokens += 1
+
+    def result(self) -> fit.GpuCounts:
+        """Returns what has been counted."""
+        resident, pulled, left, whole, ahead, ahead_ran, changed = self._sums.tolist()
+        counts = (resident, pulled, left, whole, self._slots.promoted_rows, ahead, ahead_ran, changed)
+        link_bytes = self._slots.promoted_bytes + self._pulled_bytes
+        return fit.GpuCounts(self._num_tokens, *counts, link_bytes, self._busy_seconds() - self._busy_before)
+
+    def _busy_seconds(self) -> float:
+        return 0.0 if self._inputs.share is None else self._inputs.share.busy_seconds()
+
+
+class GpuDecoder(Decoder):
+    """A decoder on a GPU; see `Decoder`. Logits are returned in host memory.
+
+    Before `prepare`, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
+    Args:    residency: decides on the slots; None if there are none.   chunk_tokens: of a forward pass of several
+             tokens.   cache_dtype: of keys and values.   link_rate: bytes a second that promotions may count on.
+    """
+
+    def __init__(
+        self,
+        weights: GpuWeights,
+        inputs: StepInputs,
+        residency: Residency | None,
+        context_tokens: int,
+        device: torch.device,
+        chunk_tokens: int,
+        cache_dtype: caches.KvDtype = "f32",
+        link_rate: float = float("inf"),
+    ) -> None:
+        super().__init__(weights, context_tokens, device, chunk_tokens, cache_dtype)
+        self._is_cuda = device.type == "cuda"
+        self._gpu_weights, self._inputs, self._link_rate = weights, inputs, link_rate
+        self._layers = TokenLayers(weights, self.cache, self._ropes.as_last(context_tokens)[0])
+        most_changes = 0 if residency is None else residency.most_changes
+        self._step = TokenStep(weights, self._layers, inputs, _num_sms(device), most_changes)
+        self._slots = Slots()
+        if residency is not None:
+            self._slots = MovingSlots(residency, weights.memory, self._step, inputs, link_rate)
+        self._counts = _TokenCounts(weights.memory, self._step, inputs, self._slots)
+        self._control = torch.zeros(3, dtype=torch.int32, pin_memory=self._is_cuda)  # token, position, changes
+        self._logits = torch.zeros(self._layers.logits.shape, pin_memory=self._is_cuda)
+        self._num_changes = torch.zeros(1, dtype=torch.int32, device=device)
+        # An event and not a stream: a test makes torch forbid waits for streams. The wait takes a CPU, which the CPU's
+        # share leaves free; a thread that sleeps wakes up a millisecond late.
+        self._done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
+        self._runs: list[Callable[[], None]] = [partial(self.launch, turn) for turn in range(NUM_TURNS)]
+        self._turn = 0
+        self._token_seconds = _FIRST_TOKEN_SECONDS
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """Returns logits in host memory; see `Decoder.logits`."""
+        if self._is_alone(ids):
+            return self._one(ids[0])[None].clone()
+        return torch.cat(
+            [
+                self._head(some).cpu()
+                for hidden in self._forward(self.sequences[0], ids)
+                for some in torch.split(hidden, fit.LOGITS_AT_ONCE)
+            ]
+        )
+
+    def extend(self, sequence: caches.CachedSequence, ids: list[int]) -> Tensor:
+        """Returns the last logits in host memory, valid until the next call; see `Decoder.next_logits`."""
+        return self._one(ids[0]) if self._is_alone(ids) else super().extend(sequence, ids).cpu()
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Captures a token's launches as a graph for each turn, after running them so that all kernels are loaded."""
+        if not self._is_cuda:
+            return
+        launches = list(self._runs)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
+        stream.wait_stream(torch.cuda.current_stream())  # these launches use buffers that the current stream fills
+        with torch.cuda.stream(stream):
+            for turn, launch in enumerate(launches):
+                launch()
+                stream.synchronize()
+                if turn == 0:
+                    self._limit_prefetch(stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    launch()
+                self._runs[turn] = graph.replay
+        self._counts.clear()
+
+    @torch.inference_mode()
+    def tune(self) -> None:
+        """Chooses the share of missing records that the link brings, by the time that tokens take with it."""
+        if self._inputs.share is None or not self._inputs.pulled_share or self._inputs.by_expert:
+            return
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.spec.vocab_size, (_WARMING_TOKENS + _TUNED_TOKENS,), generator=draw).tolist()
+
+        def seconds_with(share: float) -> float:
+            self._step.pull(share)
+            times = []
+            for token in tokens:
+                if self.cache.num_tokens == self.cache.context_tokens:
+                    self.reset()
+                started = time.perf_counter()
+                self._one(token)
+                times.append(time.perf_counter() - started)
+            return median(times[_WARMING_TOKENS:])
+
+        self._step.pull(fastest_share(seconds_with, self._inputs.pulled_share))
+        self.reset()
+        self._slots.empty()
+        self._counts.clear()
+
+    def _limit_prefetch(self, stream: "torch.cuda.Stream") -> None:
+        """Lets records be pulled ahead as long as a layer's other work takes, as measured now."""
+        prefetch, placement = self._step.prefetch, self._gpu_weights.memory.placement
+        if prefetch is None:
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self._step.run_layers()
+        times = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_RUNS + 1)]  # type: ignore[no-untyped-call]  # untyped in torch
+        for event in times:
+            graph.replay()
+            event.record(stream)
+        stream.synchronize()
+        seconds = times[0].elapsed_time(times[-1]) / 1e3 / _TIMED_RUNS / len(placement.num_slots)
+        num_bytes = int(placement.slot_bytes.max()) * placement.num_predicted
+        if self._link_rate < float("inf"):
+            prefetch.limit(int(self._link_rate * seconds / num_bytes))
+
+    def close(self) -> None:
+        """Frees the graphs, which contain calls of the CPU."""
+        self._runs.clear()
+
+    @property
+    def routes(self) -> Tensor:
+        """The experts of the last token that ran alone: int32 [L, k]."""
+        return self._step.routes[1 - self._turn]
+
+    def counts(self) -> fit.GpuCounts:
+        """Returns what tokens that ran alone needed until now."""
+        return self._counts.result()
+
+    def _is_alone(self, ids: list[int]) -> bool:
+        """Whether these are one token, and no earlier position has to be computed again."""
+        before = self.cache.num_tokens
+        return len(ids) == 1 and not self._ropes.outgrows(before, before + 1)
+
+    def _forward(self, sequence: caches.CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
+        self._slots.empty()
+        self._gpu_weights.stream.begin_pass()
+        hidden = super()._forward(sequence, ids, last_only)
+        self._gpu_weights.stream.end_pass()
+        return hidden
+
+    @torch.inference_mode()
+    def _one(self, token: int) -> Tensor:
+        self._check_ids(self.sequences[0], [token])
+        before, started, turn = self.cache.num_tokens, time.perf_counter(), self._turn
+        self._control[0], self._control[1], self._control[2] = token, before, self._slots.num_changes(turn)
+        begin = self._inputs.queues.mark()
+        self._runs[turn]()
+        self._slots.between_tokens(1 - turn, begin, self._token_seconds)
+        if self._done is not None:
+            self._done.record()
+            self._done.synchronize()  # the only wait for a token: its logits are returned
+        if self._inputs.share is not None:
+            self._inputs.share.check()
+        self._counts.add(turn)
+        self._slots.token_ended()
+        self._turn = 1 - turn
+        self._token_seconds = time.perf_counter() - started
+        self.sequences[0].ids[before:] = [token]
+        self.cache.num_tokens += 1
+        return self._logits
+
+    def launch(self, turn: int) -> None:
+        """Launches the token in the control memory; a graph repeats it."""
+        layers = self._layers
+        layers.control.copy_(self._control[:2], non_blocking=True)
+        self._num_changes.copy_(self._control[2:], non_blocking=True)
+        self._slots.load(turn)
+        self._step.run(turn, self._num_changes)
+        self._logits.copy_(layers.logits, non_blocking=True)
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
