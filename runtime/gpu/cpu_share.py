@@ -34,22 +34,17 @@ _LISTED_STEP = 8  # every eighth neuron is listed where the CPU's rate is measur
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """What a token's graph and the CPU exchange, in page-locked memory; L layers of k experts with f neurons.
+    """The memory that a token's graph and the CPU share, page-locked; L layers of k experts with f neurons."""
 
-    `x`: float32 [d], the input of a layer's experts.   `weights`: float32 [k].   `experts`: int32 [k].   `y`: float32
-    [d], what the CPU has computed.   `left`: of each turn and layer.   `counts`: int32 [turns, L, k], `neurons`: int32
-    [turns, L, k, f], `pulled_counts`: int32 [turns, L, k]: of all of `left`.
-    """
-
-    x: Tensor
-    weights: Tensor
-    experts: Tensor
-    y: Tensor
+    x: Tensor  # float32 [d], the input of a layer's experts
+    weights: Tensor  # float32 [k]
+    experts: Tensor  # int32 [k]
+    y: Tensor  # float32 [d], the sum of what the CPU has computed
     a: Tensor
-    counts: Tensor
-    neurons: Tensor
-    pulled_counts: Tensor
-    left: tuple[tuple[LeftToCpu, ...], ...]
+    counts: Tensor  # int32 [turns, L, k], of all of `left`; so are the next two
+    neurons: Tensor  # int32 [turns, L, k, f]
+    pulled_counts: Tensor  # int32 [turns, L, k]
+    left: tuple[tuple[LeftToCpu, ...], ...]  # of each turn and layer
 
     @classmethod
     def allocate(cls, pack: Pack, placement: placements.GpuPlacement, is_locked: bool) -> "Exchange":
@@ -84,12 +79,9 @@ class Exchange:
 
 
 class CpuShare(Protocol):
-    """What computes the CPU's share of a layer.
+    """A way to compute the CPU's share of a layer."""
 
-    `adds_output`: whether `y` is in the layer's own coordinates; otherwise in those of its rotated experts, as their
-    sum is.
-    """
-
+    # Whether `y` is in the layer's own coordinates; otherwise in those of its rotated experts, as their sum is.
     adds_output: bool
 
     def launch(self, turn: int, layer_idx: int) -> None:
@@ -128,11 +120,8 @@ class PoolShare:
             a=exchange.a,
             y=exchange.y,
         )
-        self._share, self._calls, self._num_layers = (
-            host_share.HostShare(kernels, layers * placements.NUM_TURNS, buffers),
-            calls,
-            num_layers,
-        )
+        self._share = host_share.HostShare(kernels, layers * placements.NUM_TURNS, buffers)
+        self._calls, self._num_layers = calls, num_layers
 
     def launch(self, turn: int, layer_idx: int) -> None:
         """Adds the computation of a layer; see `CpuShare`."""
@@ -263,14 +252,11 @@ class PromptShare:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second, measured. `link`: that the link brings.   `cpu`: of records that the CPU computes for one token.
+    """The rates of link and CPU, measured."""
 
-    `prompt`: seconds for a byte of a whole expert on the CPU, with each of `MEASURED_TOKENS`.
-    """
-
-    link: float
-    cpu: float
-    prompt: tuple[float, ...]
+    link: float  # bytes a second that the link brings
+    cpu: float  # bytes a second of records that the CPU computes for one token
+    prompt: tuple[float, ...]  # seconds for a byte of a whole expert on the CPU, with each of `MEASURED_TOKENS`
 
     @property
     def pulled_share(self) -> float:

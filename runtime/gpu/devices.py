@@ -67,12 +67,12 @@ class _MemoryInfo(ctypes.Structure):
 
 @dataclass(slots=True)
 class _NvmlGpu:
-    """A GPU as the driver's management library knows it. `before_bytes`: in use when it was listed."""
+    """A GPU as the driver's management library knows it."""
 
     library: ctypes.CDLL
     handle: ctypes.c_void_p
     name: str
-    before_bytes: int = 0
+    before_bytes: int = 0  # in use when it was listed
 
     def used_bytes(self) -> int:
         """Returns the bytes in use by all processes."""
@@ -122,7 +122,7 @@ class Queues:
 
     @contextmanager
     def forked(self, fork: Fork) -> Iterator[None]:
-        """Launches what follows beside the current stream, after what that has got until now; see `join`."""
+        """Launches the work in this context on a fork, after all that the current stream has got until now."""
         if not self._is_cuda:
             yield
             return
@@ -167,9 +167,9 @@ class Queues:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
-    """A point in a stream: after all that it was given before. `event`: None on a CPU, where all is done at once."""
+    """A point in a stream: after all that it was given before."""
 
-    event: "torch.cuda.Event | None"
+    event: "torch.cuda.Event | None"  # None on a CPU, where all is done at once
 
     def is_reached(self) -> bool:
         """Whether the device has done what was given before."""
@@ -333,15 +333,11 @@ def host_bytes(pack: formats.Pack) -> int:
 
 
 class _ArenaLayout(NamedTuple):
-    """Where experts lie in a `HostArena`.
+    """The places of experts in a `HostArena`."""
 
-    `extent_at`: int64 [E] for each layer, where extents begin in it.   `layers`: where each layer begins and ends in
-    the mapping.   `num_bytes`: the mapping's length.
-    """
-
-    extent_at: list[Array]
-    layers: list[tuple[int, int]]
-    num_bytes: int
+    extent_at: list[Array]  # int64 [E] for each layer, where extents begin in it
+    layers: list[tuple[int, int]]  # where each layer begins and ends in the mapping
+    num_bytes: int  # the mapping's length
 
 
 def _arena_layout(pack: formats.Pack) -> _ArenaLayout:

@@ -36,13 +36,10 @@ _OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kern
 
 @dataclass(frozen=True, slots=True)
 class GpuCosts:
-    """The costs of a GPU that do not depend on the pack.
+    """The costs of a GPU that do not depend on the pack."""
 
-    `kv_dtype`: of the key-value cache.   `overhead_bytes`: what the driver charges a process that has allocated nothing
-    yet; measured if there is a GPU.
-    """
-
-    kv_dtype: KvDtype = "bf16"
+    kv_dtype: KvDtype = "bf16"  # of the key-value cache
+    # The driver charges it to a process that has allocated nothing yet; measured if there is a GPU.
     overhead_bytes: int = _OVERHEAD_BYTES
 
 
@@ -91,32 +88,25 @@ def least_gpu_budget(layout: formats.PackLayout, context_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GpuRequest:
-    """What the caller wants: `budget_bytes` of the GPU for everything, None for all free memory.
+    """The caller's sizes."""
 
-    `chunk_tokens`: of a forward pass of a prompt, at most; None for as many as the budget allows.   `cache_dtype`: of
-    keys and values.   `option_names`: of the command, for messages.
-    """
-
-    budget_bytes: int | None
+    budget_bytes: int | None  # of the GPU for everything; None: all free memory
     context_tokens: int
-    chunk_tokens: int | None
-    cache_dtype: KvDtype
-    option_names: budgets.BudgetOptionNames = budgets.AS_BUDGET
+    chunk_tokens: int | None  # of a forward pass of a prompt, at most; None: as many as the budget allows
+    cache_dtype: KvDtype  # of keys and values
+    option_names: budgets.BudgetOptionNames = budgets.AS_BUDGET  # for messages
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemoryUse:
-    """The use of a GPU's memory, in bytes. `overhead`: measured, everything that is none of the others.
-
-    `dynamic`: the part of `experts` for rows that come and go; the other part is resident for the whole run.
-    """
+    """The use of a GPU's memory, in bytes."""
 
     budget: int
     dense: int
     cache: int
     experts: int
-    dynamic: int
-    overhead: int
+    dynamic: int  # the part of `experts` for rows that come and go; the others are resident for the whole run
+    overhead: int  # measured, everything that is none of the others
 
     @property
     def spent(self) -> int:
@@ -126,26 +116,19 @@ class GpuMemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuCounts:
-    """Counts since the start: `tokens` that ran alone, and the running neurons of their experts.
-
-    `resident`: computed from GPU memory; `pulled`: over the link; `left`: by the CPU.   `whole`: experts that the CPU
-    selected and computed whole.   `promoted`: records that were copied while tokens ran.   `ahead`: records that were
-    pulled before their layer, because its experts were predicted; `ahead_ran`: of these, the ones that were needed.
-    `changed`: experts that ran in place of the routers'.   `link_bytes`: of pulled and promoted records, those pulled
-    ahead too.   `cpu_seconds`: in which the CPU computed.
-    """
+    """Counts since the start, of tokens that ran alone and the running neurons of their experts."""
 
     tokens: int = 0
-    resident: int = 0
-    pulled: int = 0
-    left: int = 0
-    whole: int = 0
-    promoted: int = 0
-    ahead: int = 0
-    ahead_ran: int = 0
-    changed: int = 0
-    link_bytes: int = 0
-    cpu_seconds: float = 0.0
+    resident: int = 0  # neurons that were computed from GPU memory
+    pulled: int = 0  # over the link
+    left: int = 0  # by the CPU
+    whole: int = 0  # experts that the CPU selected and computed whole
+    promoted: int = 0  # records that were copied while tokens ran
+    ahead: int = 0  # records that were pulled before their layer, because its experts were predicted
+    ahead_ran: int = 0  # of these, the ones that were needed
+    changed: int = 0  # experts that ran in place of the routers'
+    link_bytes: int = 0  # of pulled and promoted records, those pulled ahead too
+    cpu_seconds: float = 0.0  # in which the CPU computed
 
 
 @runtime_checkable
@@ -170,13 +153,10 @@ class DriverMemory(Protocol):
 
 
 class BuiltEngine(Protocol):
-    """An engine that is ready to run.
+    """An engine that is ready to run."""
 
-    `expert_bytes`: of the GPU, for experts.   `dynamic_bytes`: of these, for rows that come and go.
-    """
-
-    expert_bytes: int
-    dynamic_bytes: int
+    expert_bytes: int  # of the GPU, for experts
+    dynamic_bytes: int  # of these, for rows that come and go
 
     @property
     def decoder(self) -> model.Decoder:

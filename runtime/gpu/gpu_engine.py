@@ -26,38 +26,29 @@ from moe_pack.runtime.offload import cache
 
 @dataclass(frozen=True, slots=True)
 class GpuInputs:
-    """What an engine is made of, whatever memory it gets; all of it stays the caller's.
-
-    `misses`: who has missing records.   `host`: experts in host memory; None if `tier`, the CPU's own engine, has them.
-    `kernels`: compute the CPU's share; None if everything is pulled or `tier` computes.   `rates`: by which the CPU
-    computes some of the missing experts in passes of many tokens; None if it computes none.   `pulled_share`: of
-    missing records of one token, that the link brings.   `link_rate`: bytes a second that it brings.   `popularity`:
-    [L, E], how often experts are chosen, in any unit.   `eviction`: returns the policy for a cache of experts.
-    `dynamic_share`: of the memory for experts, for records that come and go; 0: none do.   `is_fast`: whether prompts
-    are computed in bfloat16.   `needs_scores`: whether the policy uses the routers' scores of all experts.
-    `prediction`: of experts, whose records the link brings ahead; None: none are predicted.   `alpha`: resident experts
-    replace missing ones with low scores, as in `runtime.offload.split.substitute`, which changes the answer; None: no
-    expert is replaced.   `by_expert`: as in `StepInputs`.   `offset_bytes`: from `placement.offset_bytes_for`.
-    """
+    """What an engine is made of, whatever memory it gets; all of it stays the caller's."""
 
     pack: Pack
     device: torch.device
-    misses: placements.Misses
-    host: devices.HostArena | None
-    tier: ExpertRunner | None
-    kernels: Kernels | None
+    misses: placements.Misses  # who has missing records
+    host: devices.HostArena | None  # experts in host memory; None if `tier` has them
+    tier: ExpertRunner | None  # the CPU's own engine
+    kernels: Kernels | None  # compute the CPU's share; None if everything is pulled or `tier` computes
+    # By which the CPU computes some of the missing experts in passes of many tokens; None if it computes none.
     rates: cpu_share.Rates | None
-    pulled_share: float
-    link_rate: float
-    popularity: NDArray[Any]
-    eviction: Callable[[cache.CacheFacts], cache.Eviction]
-    dynamic_share: float = placements.DYNAMIC_SHARE
-    is_fast: bool = False
-    needs_scores: bool = False
-    prediction: PredictionPlan | None = None
+    pulled_share: float  # of missing records of one token, that the link brings
+    link_rate: float  # bytes a second that the link brings
+    popularity: NDArray[Any]  # [L, E], how often experts are chosen, in any unit
+    eviction: Callable[[cache.CacheFacts], cache.Eviction]  # returns the policy for a cache of experts
+    dynamic_share: float = placements.DYNAMIC_SHARE  # of the memory, for records that come and go; 0: none do
+    is_fast: bool = False  # whether prompts are computed in bfloat16
+    needs_scores: bool = False  # whether the policy uses the routers' scores of all experts
+    prediction: PredictionPlan | None = None  # of experts, whose records the link brings ahead; None: none
+    # Resident experts replace missing ones with low scores, as in `runtime.offload.split.substitute`, which changes the
+    # answer; None: no expert is replaced.
     alpha: float | None = None
-    by_expert: bool = False
-    offset_bytes: int = 4
+    by_expert: bool = False  # as in `StepInputs`
+    offset_bytes: int = 4  # from `placements.offset_bytes_for`
 
     @property
     def has_link(self) -> NDArray[np.bool_] | None:
@@ -89,60 +80,39 @@ class GpuEngine:
     """
 
     def __init__(
-        self,
-        inputs: GpuInputs,
-        expert_bytes: int,
-        context_tokens: int,
-        chunk_tokens: int,
-        cache_dtype: KvDtype = "f32",
+        self, inputs: GpuInputs, expert_bytes: int, context_tokens: int, chunk_tokens: int, cache_dtype: KvDtype = "f32"
     ) -> None:
         pack, device = inputs.pack, inputs.device
-        heat, is_cuda = placements.usual_heat(pack.layout, pack.thresholds), device.type == "cuda"
+        heat = placements.usual_heat(pack.layout, pack.thresholds)
+        sizes = (inputs.dynamic_share, inputs.has_link, inputs.pulled_share > 0, inputs.num_predicted)
         placement = placements.place_experts(
-            pack.layout,
-            expert_bytes,
-            inputs.misses,
-            inputs.popularity,
-            heat,
-            inputs.dynamic_share,
-            inputs.has_link,
-            is_pulled=inputs.pulled_share > 0,
-            num_predicted=inputs.num_predicted,
-            offset_bytes=inputs.offset_bytes,
+            pack.layout, expert_bytes, inputs.misses, inputs.popularity, heat, *sizes, inputs.offset_bytes
         )
         queues = devices.Queues(device)
         with ExitStack() as opened:
             self.memory = opened.enter_context(closing(ExpertMemory(pack, placement, inputs.host, device)))
-            exchange = cpu_share.Exchange.allocate(pack, placement, is_cuda)
-            share: cpu_share.CpuShare | None = None
-            prompt_share = None
-            if not placement.is_whole and inputs.misses != "pull":
-                calls = devices.HostCalls() if is_cuda else None
-                if inputs.tier is not None:
-                    share = opened.enter_context(closing(cpu_share.TierShare(inputs.tier, exchange, calls)))
-                else:
-                    assert inputs.host is not None and inputs.kernels is not None, "they compute the CPU's share"
-                    share = opened.enter_context(
-                        closing(cpu_share.PoolShare(pack, inputs.host, inputs.kernels, exchange, calls))
-                    )
-                    if inputs.rates is not None:
-                        prompt_share = opened.enter_context(
-                            closing(cpu_share.PromptShare(pack, inputs.host, inputs.kernels, inputs.rates))
-                        )
+            exchange = cpu_share.Exchange.allocate(pack, placement, device.type == "cuda")
+            share, prompt_share = _cpu_shares(inputs, placement, exchange, opened)
             self.weights = GpuWeights(
                 pack, device, self.memory, inputs.host, queues, chunk_tokens, inputs.tier, prompt_share, inputs.is_fast
             )
-            step = _step_inputs(inputs, placement, heat, queues, share, exchange)
-            self.decoder = decoder.GpuDecoder(
-                self.weights,
-                step,
-                _residency(inputs, self.memory, placement),
-                context_tokens,
-                device,
-                chunk_tokens,
-                cache_dtype,
-                inputs.link_rate,
+            step = token_step.StepInputs(
+                queues=queues,
+                host=inputs.host,
+                share=share,
+                exchange=exchange,
+                pulled_share=inputs.pulled_share,
+                needs_scores=inputs.needs_scores,
+                whole_records=placements.work_of_whole(pack.layout, heat),
+                prediction=inputs.prediction,
+                substitution=None
+                if inputs.alpha is None
+                else token_step.Substitution(inputs.alpha, placements.mostly_static(placement, heat)),
+                by_expert=inputs.by_expert,
             )
+            residency = _residency(inputs, self.memory, placement)
+            sizes_of_passes = (context_tokens, device, chunk_tokens, cache_dtype)
+            self.decoder = decoder.GpuDecoder(self.weights, step, residency, *sizes_of_passes, inputs.link_rate)
             opened.callback(self.decoder.close)
             self.expert_bytes, self.dynamic_bytes = self.memory.num_bytes, placement.dynamic_bytes
             self._opened = opened.pop_all()
@@ -164,32 +134,21 @@ class GpuEngine:
         del self.decoder, self.weights, self.memory
 
 
-def _step_inputs(
-    inputs: GpuInputs,
-    placement: placements.GpuPlacement,
-    heat: NDArray[Any],
-    queues: devices.Queues,
-    share: cpu_share.CpuShare | None,
-    exchange: cpu_share.Exchange,
-) -> token_step.StepInputs:
-    substitution = (
-        None
-        if inputs.alpha is None
-        else token_step.Substitution(inputs.alpha, placements.mostly_static(placement, heat))
-    )
-    whole_records = placements.work_of_whole(inputs.pack.layout, heat)
-    return token_step.StepInputs(
-        queues=queues,
-        host=inputs.host,
-        share=share,
-        exchange=exchange,
-        pulled_share=inputs.pulled_share,
-        needs_scores=inputs.needs_scores,
-        whole_records=whole_records,
-        prediction=inputs.prediction,
-        substitution=substitution,
-        by_expert=inputs.by_expert,
-    )
+def _cpu_shares(
+    inputs: GpuInputs, placement: placements.GpuPlacement, exchange: cpu_share.Exchange, opened: ExitStack
+) -> tuple[cpu_share.CpuShare | None, cpu_share.PromptShare | None]:
+    """Returns what computes the CPU's share of one token, and of many; `opened` closes them."""
+    if placement.is_whole or inputs.misses == "pull":
+        return None, None
+    calls = devices.HostCalls() if inputs.device.type == "cuda" else None
+    if inputs.tier is not None:
+        return opened.enter_context(closing(cpu_share.TierShare(inputs.tier, exchange, calls))), None
+    assert inputs.host is not None and inputs.kernels is not None, "they compute the CPU's share"
+    given = (inputs.pack, inputs.host, inputs.kernels)
+    share = opened.enter_context(closing(cpu_share.PoolShare(*given, exchange, calls)))
+    if inputs.rates is None:
+        return share, None
+    return share, opened.enter_context(closing(cpu_share.PromptShare(*given, inputs.rates)))
 
 
 def _residency(inputs: GpuInputs, memory: ExpertMemory, placement: placements.GpuPlacement) -> Residency | None:

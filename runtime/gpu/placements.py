@@ -46,32 +46,22 @@ _TABLES_A_LAYER = 16  # of tensors in the memory, each beginning on a line of it
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuPlacement:
-    """The division of the GPU's memory for L layers of E experts with f neurons and records of several sizes.
-
-    `has_selector` bool [L, E]: whether an expert's selector is resident; True if none is stored.   `first_dynamic`
-    int64 [L, E]: the records before it are resident.   `static_bytes` int64 [L]: of resident rows as they are laid
-    out.   `num_slots`, `slot_bytes` int64 [L]: of a layer's records that came later.   `num_landing` int64 [L]: slots
-    that each of a token's experts can fill by pulling, in either of two turns.   `num_scratch` int64 [L]: records of
-    each that can be pulled without staying, into the first part of `scratch_bytes`.   `num_ahead` int64 [L]: records
-    that can be pulled ahead for each of `num_predicted` experts, in either of two halves of `ahead_bytes`.
-    `scratch_bytes`: for rows of one layer.   `dynamic_bytes`: of scratch memory, slots and records pulled ahead
-    together, in this order.   `other_bytes`: of tables, whose offsets have `offset_bytes` each.
-    """
+    """The division of the GPU's memory for L layers of E experts with f neurons and records of several sizes."""
 
     misses: Misses
-    has_selector: Array
-    first_dynamic: Array
-    static_bytes: Array
-    num_slots: Array
-    slot_bytes: Array
-    num_landing: Array
-    num_scratch: Array
-    num_ahead: Array
-    scratch_bytes: int
-    ahead_bytes: int
-    dynamic_bytes: int
-    other_bytes: int
-    offset_bytes: int
+    has_selector: Array  # bool [L, E], whether an expert's selector is resident; True if none is stored
+    first_dynamic: Array  # int64 [L, E], the records before it are resident
+    static_bytes: Array  # int64 [L], of resident rows as they are laid out
+    num_slots: Array  # int64 [L], of a layer's records that came later
+    slot_bytes: Array  # int64 [L], of one of them
+    num_landing: Array  # int64 [L], slots that each of a token's experts can fill by pulling, in either of two turns
+    num_scratch: Array  # int64 [L], records of each that can be pulled without staying
+    num_ahead: Array  # int64 [L], records that can be pulled ahead for each predicted expert, in either of two halves
+    scratch_bytes: int  # for rows of one layer; pulled records that do not stay come first
+    ahead_bytes: int  # for records that are pulled ahead
+    dynamic_bytes: int  # of scratch memory, slots and records pulled ahead together, in this order
+    other_bytes: int  # of tables
+    offset_bytes: int  # of each offset in them
     num_rows: int
     num_active: int
     num_predicted: int

@@ -33,16 +33,12 @@ _UNIT_STEP = 8  # hidden units of a network are padded to so many: rows of bfloa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictionPlan:
-    """What is predicted. `methods`: by MoE layer; a layer without one is not predicted.   `num_predicted`: experts.
+    """The experts to predict, and how."""
 
-    `routing`: of the pack's folder, for the methods that need it.   `runs_predicted`: whether the predicted experts run
-    in any case, which changes the answer.
-    """
-
-    methods: Mapping[int, prefetch.MethodName]
-    num_predicted: int
-    routing: offload.Routing | None
-    runs_predicted: bool = False
+    methods: Mapping[int, prefetch.MethodName]  # by MoE layer; a layer without one is not predicted
+    num_predicted: int  # experts of a layer
+    routing: offload.Routing | None  # of the pack's folder, for the methods that need it
+    runs_predicted: bool = False  # whether the predicted experts run in any case, which changes the answer
 
 
 class ExpertPrediction:

@@ -31,16 +31,13 @@ from moe_pack.runtime.offload import ExpertKey
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """An expert in the ring, from byte `begin` to `end` of the dynamic memory.
-
-    `copied`: reached when all its bytes are there.   `done`: reached when it has run; None until it is launched.
-    """
+    """An expert in the ring."""
 
     key: ExpertKey
-    begin: int
+    begin: int  # in bytes of the dynamic memory
     end: int
-    copied: devices.Mark
-    done: devices.Mark | None = None
+    copied: devices.Mark  # reached when all its bytes are there
+    done: devices.Mark | None = None  # reached when it has run; None until it is launched
 
 
 class ExpertStream:

@@ -33,36 +33,29 @@ _NO_NUMBERS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableChanges:
-    """Entries of the table of records that change before a token: `places` int64 [n] in the flat table, and `values`.
+    """Entries of the table of records that change before a token."""
 
-    A place occurs once.
-    """
-
-    places: Array
+    places: Array  # int64 [n] in the flat table, each place once
     values: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Promotion:
-    """Records to copy into slots while tokens run: of an expert its neurons int32 [n], and their offsets [n]."""
+    """Records of an expert to copy into slots while tokens run."""
 
     key: cache.ExpertKey
-    neurons: Array
-    units: Array
+    neurons: Array  # int32 [n]
+    units: Array  # [n], offsets of their slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRoutes:
-    """What a token has told: `experts` int [L, k], and what it left to the CPU.
+    """The experts of a token, and the neurons that it left to the CPU."""
 
-    `left`: returns the neurons int32 of a layer and a place, rising.   `left_counts`: int [L, k], how many these are.
-    `scores`: float32 [L, E], the routers' scores; None if no policy needs them.
-    """
-
-    experts: Array
-    left_counts: Array
-    left: Callable[[int, int], Array]
-    scores: Array | None
+    experts: Array  # int [L, k]
+    left_counts: Array  # int [L, k], how many neurons it left
+    left: Callable[[int, int], Array]  # returns these of a layer and a place, int32, rising
+    scores: Array | None  # float32 [L, E], the routers' scores; None if no policy needs them
 
 
 class Residency:

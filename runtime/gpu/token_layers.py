@@ -6,8 +6,6 @@ elsewhere, and the device itself reads which token runs and at which position. T
 nothing in between. Importing this needs Triton.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -32,17 +30,6 @@ def norm_of(weights: PackWeights, role: str) -> Norm:
     return Norm(weights.vector(role), bias, weights.spec.norm.eps)
 
 
-class TokenAttention(Protocol):
-    """One token's attention, layer by layer."""
-
-    def run(self, layer: int, x: Tensor, position: Tensor) -> None:
-        """Adds a layer's attention to the hidden state x, float32 [d], whose norm it gets.
-
-        Args:    position: int32 [1], the token's; its keys and values enter the cache there.
-        """
-        ...
-
-
 class GroupedAttention:
     """Attention with grouped queries, as `kernels.attention` computes it. Owns its buffers.
 
@@ -63,7 +50,10 @@ class GroupedAttention:
         )
 
     def run(self, layer: int, x: Tensor, position: Tensor) -> None:
-        """Adds a layer's attention to x; arguments as for `TokenAttention`."""
+        """Adds a layer's attention to the hidden state x, float32 [d], whose norm it gets.
+
+        Args:    position: int32 [1], the token's; its keys and values enter the cache there.
+        """
         weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
         projections: tuple[tuple[parts.Projection, Tensor], ...] = (("q", self._q), ("k", self._k), ("v", self._v))
         products = [
@@ -117,7 +107,7 @@ class LatentAttention:
         self._workspace = attention.AttentionWorkspace.allocate(heads, 1, rank, cache.context_tokens, device)
 
     def run(self, layer: int, x: Tensor, position: Tensor) -> None:
-        """Adds a layer's attention to x; arguments as for `TokenAttention`."""
+        """Adds a layer's attention to x; arguments as for `GroupedAttention.run`."""
         weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
         kv = matmul.Product(stored(weights, f"{role}.kv_a"), self._kv)
         if spec.q_lora_rank is None:
@@ -140,18 +130,9 @@ class LatentAttention:
         matmul.gemv(self._values, stored(weights, f"{role}.o"), x, residual=x, scale=scale)
 
 
-def token_attention(weights: PackWeights, cache: caches.KVCache, angles: caches.Angles) -> TokenAttention:
-    """Returns attention of the model's kind; arguments as above."""
-    kind = GroupedAttention if isinstance(weights.spec.attention, parts.GroupedQuerySpec) else LatentAttention
-    return kind(weights, cache, angles)
-
-
 class TokenLayers:
     """Buffers for one token's forward pass, and its launches up to the routed experts of each layer.
 
-    `control`: int32 [2], the token and its position, which the kernels read.   `x`, `normed`: float32 [d], the hidden
-    state, and its norm that experts get.   `routes`: int32 [L, k].   `router_logits`: float32 [L, E].
-    `router_weights`: float32 [k], of the last layer with a router.   `logits`: float32 [vocabulary].
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position as the last one.
     """
 
@@ -163,17 +144,20 @@ class TokenLayers:
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, device=device)
 
-        k = spec.router.num_experts_per_tok
-        self.control = torch.zeros(2, dtype=torch.int32, device=device)
-        self.routes = torch.zeros((len(spec.moe_layers), k), dtype=torch.int32, device=device)
-        self.x, self.logits, self._shared = floats(spec.hidden_size), floats(spec.vocab_size), floats(spec.hidden_size)
+        num_layers, k = len(spec.moe_layers), spec.router.num_experts_per_tok
+        self.control = torch.zeros(2, dtype=torch.int32, device=device)  # the token and its position, for kernels
+        self.routes = torch.zeros((num_layers, k), dtype=torch.int32, device=device)  # [L, k]
+        # The hidden state, and the shared experts' output, float32 [d]; logits of the vocabulary.
+        self.x, self._shared, self.logits = floats(spec.hidden_size), floats(spec.hidden_size), floats(spec.vocab_size)
+        # The norm of the hidden state that experts get, float32 [d], and weights float32 [k] of the last router.
         routed = Routed.allocate(spec.hidden_size, spec.router, device)
         self.normed, self.router_weights, self._shared_weight = routed.normed, routed.weights, routed.shared_weight
-        self.router_logits = floats(len(spec.moe_layers), spec.router.num_experts)
+        self.router_logits = floats(num_layers, spec.router.num_experts)  # float32 [L, E]
         self._routed = [routed._replace(logits=logits) for logits in self.router_logits]
         shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
         self._hidden = floats(max(spec.dense_intermediate_size or 0, shared))
-        self._attention = token_attention(weights, cache, angles)
+        kind = GroupedAttention if isinstance(spec.attention, parts.GroupedQuerySpec) else LatentAttention
+        self._attention = kind(weights, cache, angles)
 
     def start(self) -> None:
         """Launches the token's embedding."""

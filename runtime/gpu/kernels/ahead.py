@@ -42,17 +42,13 @@ _WORKER = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompileJob:
-    """A kernel with the constants and types of one launch: what another process needs to compile it.
-
-    `module`, `name`: of the jitted function.   `signature`: types by argument.   `constants`, `attributes`: values of
-    constants, and known facts of other arguments, by position.
-    """
+    """A kernel with the constants and types of one launch, from which another process compiles it."""
 
     module: str
     name: str
-    signature: dict[str, Any]
-    constants: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], Any]
+    signature: dict[str, Any]  # types by argument
+    constants: dict[tuple[int, ...], Any]  # values by position
+    attributes: dict[tuple[int, ...], Any]  # known facts of other arguments, by position
     options: dict[str, Any]
     target: GPUTarget
 

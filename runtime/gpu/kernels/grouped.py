@@ -48,33 +48,23 @@ _BLOCK_NEURONS = 64  # of a program that computes neurons' outputs: as tensor co
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertGroup:
-    """G experts that run together, with all their rows in an arena; all tensors are on one device.
+    """G experts that run together, with all their rows in an arena; all tensors are contiguous, on one device."""
 
-    `arena`: u8, its first byte at a multiple of 128.   `selector_units`, `record_units`: [G, f], a row's offset
-    in it in units of 16 bytes; `selector_units` is None if no selector is stored.   `thresholds`: float32 [G].
-    `kinds`: the kinds of these experts.   `down_bias`: float32 [G, d], if experts have one.   All are contiguous.
-    """
-
-    arena: Tensor
-    selector_units: Tensor | None
-    record_units: Tensor
-    thresholds: Tensor
-    kinds: tuple[ExpertKind, ...]
-    down_bias: Tensor | None = None
+    arena: Tensor  # u8, its first byte at a multiple of 128
+    selector_units: Tensor | None  # [G, f], a row's offset in units of 16 bytes; None if no selector is stored
+    record_units: Tensor  # likewise
+    thresholds: Tensor  # float32 [G]
+    kinds: tuple[ExpertKind, ...]  # of these experts
+    down_bias: Tensor | None = None  # float32 [G, d], if experts have one
 
 
 class Pairs(NamedTuple):
-    """Pairs in the order in which experts run, on the host.
+    """Pairs in the order in which experts run, on the host."""
 
-    `tokens`: int32 [N].   `places`: int32 [N], each pair's row of `outputs`: t * k + the number of the token's experts
-    that have a lower number.   `weights`: float32 [N], the router's.   `counts`: int64 [E], pairs of each expert, in
-    the order in which they run.
-    """
-
-    tokens: Numbers
-    places: Numbers
-    weights: NDArray[np.float32]
-    counts: NDArray[np.int64]
+    tokens: Numbers  # int32 [N]
+    places: Numbers  # int32 [N], each pair's row of `outputs`: t * k + how many of the token's experts are lower
+    weights: NDArray[np.float32]  # [N], the router's
+    counts: NDArray[np.int64]  # [E], pairs of each expert, in the order in which they run
 
 
 def pairs_by_expert(experts: NDArray[np.integer], weights: NDArray[np.float32], order: NDArray[np.integer]) -> Pairs:
@@ -117,12 +107,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TilePlan:
-    """How a group's pairs are divided among programs.
+    """The division of a group's pairs among programs."""
 
-    `tiles`: int32 [num_tiles, 3], on the host: the expert's place in the group, the first pair, and how many pairs.
-    """
-
-    tiles: Numbers
+    tiles: Numbers  # int32 [num_tiles, 3], on the host: the expert's place in the group, the first pair, how many pairs
     pieces: tuple[Piece, ...]
 
 

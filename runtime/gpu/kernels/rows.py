@@ -81,22 +81,18 @@ class RowPart(NamedTuple):
     """A part of a row as kernels take it: all fields are constants when a kernel is compiled.
 
     Triton passes a named tuple to `constexpr_function`s as a plain one; they begin with `RowPart(*part)`.
-
-    `kind`: codes with scales, or 16- or 32-bit values.   `bits`: of a code or value; of two codes of a trellis.
-    `group`: columns that share a scale, 0 where there are no scales.   `scale_bits`: for affine codes and a trellis 16
-    (float16) or 8 (bytes times one float16 a row), for others 32 (float32) or 8 (E8M0).   `offset`, `scales`, `bias`:
-    of the codes, of the scales and of a float32 bias in the row, in bytes; `offset` is a multiple of 16, and `bias` is
-    -1 where there is none.   `num_cols`: d.
     """
 
-    kind: int
-    bits: int
-    group: int
+    kind: int  # codes with scales, or 16- or 32-bit values
+    bits: int  # of a code or value; of two codes of a trellis
+    group: int  # columns that share a scale, 0 where there are no scales
+    # For affine codes and a trellis 16 (float16) or 8 (bytes times one float16 a row), for others 32 (float32) or 8
+    # (E8M0).
     scale_bits: int
-    offset: int
-    scales: int
-    num_cols: int
-    bias: int
+    offset: int  # of the codes in the row, in bytes, a multiple of 16
+    scales: int  # where the scales begin, in bytes
+    num_cols: int  # d
+    bias: int  # where a float32 bias begins, -1 where there is none
 
     @property
     def num_planes(self) -> int:
