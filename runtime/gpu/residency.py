@@ -11,7 +11,7 @@ it. It gives slots to missing records and takes them from others by any eviction
 A slot gets another record only after a token has begun without it, so that no running token reads what is overwritten:
 `decide` evicts after it has given slots, and what it evicts is given after the next `changes`. Landing slots are of two
 sets, which tokens use in turn, so that the host has the time of a token to look at one. Slots belong to layers; of an
-expert that gives slots, the coldest records go first. `Residency` moves no bytes: `token_step` does.
+expert that gives slots, the coldest records go first. `Residency` moves no bytes: `decoder` does.
 """
 
 from collections.abc import Callable

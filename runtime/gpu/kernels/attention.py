@@ -79,8 +79,9 @@ class _Form(NamedTuple):
 
 
 def _new(entering: Entering, width: int) -> tuple[_New, _Form]:
-    form = _Form(width, entering.angles[0].shape[1], entering.interleaved, entering.is_norm_whole)
-    return _New(entering.q, entering.k, entering.v, entering.norms, tuple(entering.angles)), form
+    cos, sin = entering.angles
+    form = _Form(width, cos.shape[1], entering.interleaved, entering.is_norm_whole)
+    return _New(entering.q, entering.k, entering.v, entering.norms, (cos, sin)), form
 
 
 @triton.jit
