@@ -306,10 +306,11 @@ def _gemv(x_ptr, norm, targets, n, n_1, n_2, ending, lookup_ptr, row_units, HOW:
     program = tl.program_id(0)
     # Finds the matrix whose rows this program multiplies, where several share the launch.
     rows_ptr, out_ptr, bias_ptr = targets[0]
-    if HOW.count > 1:
+    COUNT: tl.constexpr = HOW.count
+    if COUNT > 1:
         begin = program * 0
         end = tl.cdiv(n, R * BLOCKS.number)
-        for number in tl.static_range(1, HOW.count):
+        for number in tl.static_range(1, COUNT):
             other = n_1 if number == 1 else n_2
             is_it = program >= end
             rows_ptr = tl.where(is_it, targets[number].rows, rows_ptr)
