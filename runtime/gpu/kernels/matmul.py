@@ -256,7 +256,7 @@ class _Gemv(NamedTuple):
 
     part: RowPart
     blocks: _Blocks
-    count: int  # of matrices
+    num_matrices: int
 
 
 class _Gated(NamedTuple):
@@ -306,7 +306,7 @@ def _gemv(x_ptr, norm, targets, n, n_1, n_2, ending, lookup_ptr, row_units, HOW:
     program = tl.program_id(0)
     # Finds the matrix whose rows this program multiplies, where several share the launch.
     rows_ptr, out_ptr, bias_ptr = targets[0]
-    COUNT: tl.constexpr = HOW.count
+    COUNT: tl.constexpr = HOW.num_matrices
     if COUNT > 1:
         begin = program * 0
         end = tl.cdiv(n, R * BLOCKS.number)
