@@ -160,13 +160,8 @@ class RecordPrefetch:
         numbers = torch.zeros((2, n, f), dtype=torch.int32, device=device)
         self._counts = torch.zeros((2, n), dtype=torch.int32, device=device)
         # Nobody computes what is left: those neurons are computed where their layer lists them.
-        self._left = LeftToCpu(
-            counts=self._counts[0],
-            neurons=numbers[0],
-            a=torch.zeros((n, f), device=device),
-            pulled_counts=self._counts[1],
-            pulled=numbers[1],
-        )
+        a = torch.zeros((n, f), device=device)
+        self._left = LeftToCpu(self._counts[0], numbers[0], a, self._counts[1], numbers[1])
         self._slots = [torch.zeros(0)] * len(host_rows)
         self.limit(f)
 
@@ -217,9 +212,7 @@ class RecordPrefetch:
         predict.forget_pulled(self._pulled(self._slots[layer_idx]), experts, tables, running, self.totals[layer_idx])
 
     def _left_for(self, slots: Tensor) -> LeftToCpu:
-        left = self._left
-        pulled = left.pulled.view(-1)[: slots.numel()].view(slots.shape)
-        return LeftToCpu(left.counts, left.neurons, left.a, left.pulled_counts, pulled)
+        return self._left._replace(pulled=self._left.pulled.view(-1)[: slots.numel()].view(slots.shape))
 
     def _pulled(self, slots: Tensor) -> predict.PulledAhead:
         left = self._left_for(slots)

@@ -65,15 +65,9 @@ class GroupedAttention:
             norms = attention.QkNorms(
                 weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), weights.spec.norm.eps
             )
-        cache = (self._cache.keys[layer], self._cache.values[layer])
+        cache, is_norm_whole = (self._cache.keys[layer], self._cache.values[layer]), spec.qk_norm == "projection"
         entering = attention.Entering(
-            self._q,
-            self._k,
-            self._v,
-            norms,
-            is_norm_whole=spec.qk_norm == "projection",
-            angles=self._angles,
-            interleaved=weights.spec.rotation.interleaved,
+            self._q, self._k, self._v, norms, is_norm_whole, self._angles, weights.spec.rotation.interleaved
         )
         sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
         window, workspace = spec.window(layer), self._workspace

@@ -6,7 +6,6 @@ lie. `placement` divides it, `residency` decides what lies in the slots, and `pr
 on their way. Importing this needs Triton.
 """
 
-from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
@@ -83,14 +82,7 @@ def down_biases(pack: formats.Pack, layer_idx: int) -> Tensor | None:
 
 
 class ExpertMemory:
-    """A GPU's memory for experts, with its tables. Owns it: `close` it.
-
-    `layers`: the tables of each MoE layer.   `kinds`: of each layer's experts, known to the host.   `record_at`:
-    [L, E, f] on the device, int32 or int64, which the layers' tables are parts of; `static_at`, [L, E, f]: its values
-    if no slot has a record.   `landing`: of each layer; `landing_slots`, on the device, has all their slots.
-    `slots_at`: int64 [L], where a layer's slots begin, `dynamic_at`: where the dynamic memory does, both in units of 16
-    bytes.   `num_bytes`: the size of the allocation, equal to the placement's `num_bytes`.
-    """
+    """A GPU's memory for experts, with its tables. Owns it: `close` it."""
 
     def __init__(
         self,
@@ -107,20 +99,23 @@ class ExpertMemory:
         assert placement.num_bytes <= placements.REACH_BYTES or placement.offset_bytes == 8, "offsets reach all rows"
         memory = _Memory(placement.num_bytes, device)
         num_layers = len(placement.num_slots)
-        self.placement, self.num_bytes, self.device = placement, placement.num_bytes, device
+        self.placement, self.device = placement, device
+        self.num_bytes = placement.num_bytes  # of the allocation
         static = [memory.take(int(num_bytes)) for num_bytes in placement.static_bytes]
         dynamic = memory.take(placement.dynamic_bytes)
         self.arena = memory.bytes
+        # Where the dynamic memory begins, and in it each layer's slots, int64 [L], both in units of 16 bytes.
         self.dynamic_at = memory.begin_of(dynamic) // 16
         slots_bytes = placement.num_slots * placement.slot_bytes
         slots_begin = memory.begin_of(dynamic) + placement.scratch_bytes
         self.slots_at: NDArray[np.int64] = (slots_begin + np.cumsum(slots_bytes) - slots_bytes) // 16
         shape = (num_layers, pack.spec.router.num_experts, pack.spec.expert.intermediate_size)
         dtype = np.int32 if placement.offset_bytes == 4 else np.int64
-        self.static_at = np.full(shape, -1, dtype)
+        self.static_at = np.full(shape, -1, dtype)  # [L, E, f], the table of records if no slot has one
         selector_at = np.full(shape, -1, dtype)
         for l, part in enumerate(static):
             _copy_static(pack, l, placement, host, part, memory.begin_of(part), selector_at[l], self.static_at[l])
+        # [L, E, f] on the device, int32 or int64, which the layers' tables are parts of.
         self.record_at = memory.put(torch.from_numpy(self.static_at))
         has_selector = pack.layout.experts[0][0].selector is not None
         on_device = memory.put(torch.from_numpy(selector_at)) if has_selector else None
@@ -129,15 +124,7 @@ class ExpertMemory:
         )
         self.landing = self._landing(placement)
         self.layers: tuple[tables.LayerTables, ...] = tuple(
-            _tables(
-                pack,
-                l,
-                placement,
-                memory.bytes,
-                None if on_device is None else on_device[l],
-                self.record_at[l],
-                memory.put,
-            )
+            _tables(pack, l, placement, memory, None if on_device is None else on_device[l], self.record_at[l])
             for l in range(num_layers)
         )
         self.kinds: tuple[tuple[tables.ExpertKind, ...], ...] = tuple(
@@ -192,10 +179,9 @@ def _tables(
     pack: formats.Pack,
     l: int,
     placement: placements.GpuPlacement,
-    arena: Tensor,
+    memory: _Memory,
     selector_at: Tensor | None,
     record_at: Tensor,
-    put: Callable[[Tensor], Tensor],
 ) -> tables.LayerTables:
     layouts, biases = pack.layout.experts[l], down_biases(pack, l)
     if biases is not None and placement.misses == "disk":
@@ -203,13 +189,13 @@ def _tables(
     # All layers' kinds, in one order: kernels are compiled for each such list.
     kinds: list[formats.ExpertLayout] = list(dict.fromkeys(chain.from_iterable(pack.layout.experts)))
     return tables.LayerTables(
-        arena=arena,
+        arena=memory.bytes,
         selector_at=selector_at,
         record_at=record_at,
-        kind=put(torch.tensor([kinds.index(layout) for layout in layouts], dtype=torch.int32)),
-        thresholds=put(torch.from_numpy(pack.thresholds[l].copy())),
+        kind=memory.put(torch.tensor([kinds.index(layout) for layout in layouts], dtype=torch.int32)),
+        thresholds=memory.put(torch.from_numpy(pack.thresholds[l].copy())),
         kinds=tuple(tables.kind_of(layout, pack.manifest.selector, pack.spec.expert.function) for layout in kinds),
-        down_bias=None if biases is None else put(biases),
+        down_bias=None if biases is None else memory.put(biases),
     )
 
 

@@ -188,23 +188,11 @@ def run_group(
              outputs: float32 [T * k, d], contiguous.
     """
     for piece in plan.pieces:
-        work = _Work(tokens, places, weights, tiles, 0, piece.first_pair)
         for launch in piece.hidden:
-            _launch_hidden(x, group, launch, work._replace(first_tile=launch.first), hidden)
+            _launch_hidden(x, tokens, group, tiles, launch, piece.first_pair, hidden)
         for launch in piece.down:
             is_bf16 = x.dtype == torch.bfloat16
-            _launch_down(hidden, group, launch, work._replace(first_tile=launch.first), outputs, is_bf16)
-
-
-class _Work(NamedTuple):
-    """The pairs of a launch, as kernels take them."""
-
-    tokens: Tensor
-    places: Tensor
-    weights: Tensor
-    tiles: Tensor
-    first_tile: int
-    first_pair: int
+            _launch_down(hidden, places, weights, group, tiles, launch, piece.first_pair, outputs, is_bf16)
 
 
 class _Rows(NamedTuple):
@@ -260,7 +248,18 @@ def _summed_neurons(part: RowPart, is_bf16: bool) -> int:
     return 32 if not is_bf16 or has_wide_entries((part,)) else 64  # or registers spill (sm_80)
 
 
-def _launch_hidden(x: Tensor, group: ExpertGroup, launch: Launch, work: _Work, hidden: Tensor) -> None:
+class _Down(NamedTuple):
+    """The constants by which down rows are multiplied."""
+
+    part: RowPart
+    f: int
+    is_bf16: bool
+    tile: TokenTile
+
+
+def _launch_hidden(
+    x: Tensor, tokens: Tensor, group: ExpertGroup, tiles: Tensor, launch: Launch, first_pair: int, hidden: Tensor
+) -> None:
     """Writes hidden float32 [pairs of the piece, f], 0 for a neuron that does not run."""
     kind = group.kinds[launch.kind]
     gate, f = None if kind.gate is None else kind.gate.part, kind.num_rows
@@ -268,29 +267,52 @@ def _launch_hidden(x: Tensor, group: ExpertGroup, launch: Launch, work: _Work, h
     tile = TokenTile(tile_cols(*parts), launch.block_tokens, _BLOCK_NEURONS)
     by = {"up": _BY_UP, "gate": _BY_GATE}.get(kind.selector, _BY_OUTPUT).value
     _hidden[triton.cdiv(f, tile.rows), launch.stop - launch.first](
-        x, work, _Rows.of(group, kind), hidden, lookup_for(x.device, *parts),
+        x, tokens, tiles, launch.first, first_pair, _Rows.of(group, kind), hidden, lookup_for(x.device, *parts),
         _Neurons(gate, kind.up.part, by, FUNCTIONS[kind.function], f), tile,
         num_warps=num_warps(tile.tokens, tile.rows), enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def _launch_down(
-    hidden: Tensor, group: ExpertGroup, launch: Launch, work: _Work, outputs: Tensor, is_bf16: bool
+    hidden: Tensor,
+    places: Tensor,
+    weights: Tensor,
+    group: ExpertGroup,
+    tiles: Tensor,
+    launch: Launch,
+    first_pair: int,
+    outputs: Tensor,
+    is_bf16: bool,
 ) -> None:
     """Writes weights * (h @ down + bias) to the pairs' rows of `outputs`."""
     kind = group.kinds[launch.kind]
     part: RowPart = kind.down.part
     tile = TokenTile(tile_cols(part), launch.block_tokens, _summed_neurons(part, is_bf16))
     _down[triton.cdiv(part.num_cols, tile.cols), launch.stop - launch.first](
-        hidden, work, _Rows.of(group, kind), outputs, lookup_for(hidden.device, part), part, kind.num_rows, tile,
-        is_bf16, num_warps=num_warps(tile.tokens, tile.cols), enable_fp_fusion=True,
+        hidden, places, weights, tiles, launch.first, first_pair, _Rows.of(group, kind), outputs,
+        lookup_for(hidden.device, part), _Down(part, kind.num_rows, is_bf16, tile),
+        num_warps=num_warps(tile.tokens, tile.cols), enable_fp_fusion=True,
     )  # fmt: skip
 
 
-# The work differs between groups and launches: Triton must not compile a kernel for each of its values. A group's pairs
-# may begin at any multiple of 4 bytes.
-@triton.jit(do_not_specialize=["work"])
-def _hidden(x_ptr, work, rows, hidden_ptr, lookup_ptr, NEURONS: tl.constexpr, TILE: tl.constexpr):
+# Arguments that differ between groups and launches; Triton must not compile a kernel for each of their values. A
+# group's pairs may begin at any multiple of 4 bytes.
+_PER_GROUP = ("tokens_ptr", "places_ptr", "weights_ptr", "tiles_ptr", "first_tile", "first_pair")
+
+
+@triton.jit(do_not_specialize=_PER_GROUP)
+def _hidden(
+    x_ptr,
+    tokens_ptr,
+    tiles_ptr,
+    first_tile,
+    first_pair,
+    rows,
+    hidden_ptr,
+    lookup_ptr,
+    NEURONS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     # A program multiplies a block of an expert's neurons with a tile of its pairs.
     GATE: tl.constexpr = NEURONS.gate
     UP: tl.constexpr = NEURONS.up
@@ -299,10 +321,10 @@ def _hidden(x_ptr, work, rows, hidden_ptr, lookup_ptr, NEURONS: tl.constexpr, TI
     ROWS: tl.constexpr = TILE.rows
     TOKENS: tl.constexpr = TILE.tokens
     COLS: tl.constexpr = TILE.cols
-    expert, pair, is_pair = _pairs_of_tile(work, TOKENS)
+    expert, pair, is_pair = _pairs_of_tile(tiles_ptr, first_tile, TOKENS)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = r < F
-    t = tl.load(work.tokens + pair, mask=is_pair, other=0)
+    t = tl.load(tokens_ptr + pair, mask=is_pair, other=0)
     # Both matrices are multiplied in one loop, so that x is loaded once.
     up_units = tl.load(rows.up + expert * F + r, mask=live, other=0).to(tl.int64)
     up = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -329,19 +351,19 @@ def _hidden(x_ptr, work, rows, hidden_ptr, lookup_ptr, NEURONS: tl.constexpr, TI
         h = active * up
         a = up if NEURONS.selector == _BY_UP else active if NEURONS.selector == _BY_GATE else h
     # Neurons below the threshold do not run: their output is 0.
-    expert, pair, is_pair = _pairs_of_tile(work, TOKENS)  # again, or registers spill (sm_80)
+    expert, pair, is_pair = _pairs_of_tile(tiles_ptr, first_tile, TOKENS)  # again, or registers spill (sm_80)
     h = tl.where(runs(a, tl.load(rows.thresholds + expert)), h, 0.0)
-    places = hidden_ptr + (pair - work.first_pair)[None, :] * F + r[:, None]
+    places = hidden_ptr + (pair - first_pair)[None, :] * F + r[:, None]
     tl.store(places, h, mask=live[:, None] & is_pair[None, :])
 
 
 @triton.jit
-def _pairs_of_tile(work, TOKENS: tl.constexpr):
+def _pairs_of_tile(tiles_ptr, first_tile, TOKENS: tl.constexpr):
     """Returns a program's expert, its pairs int32 [TOKENS], and which of these there are.
 
     The loads are volatile, so that a second call loads again instead of keeping the first one's values in registers.
     """
-    tile_ptr = work.tiles + (work.first_tile + tl.program_id(1)) * 3
+    tile_ptr = tiles_ptr + (first_tile + tl.program_id(1)) * 3
     m = tl.arange(0, TOKENS)
     expert, begin, count = (
         tl.load(tile_ptr, volatile=True),
@@ -351,25 +373,28 @@ def _pairs_of_tile(work, TOKENS: tl.constexpr):
     return expert, begin + m, m < count
 
 
-@triton.jit(do_not_specialize=["work"])
+@triton.jit(do_not_specialize=_PER_GROUP)
 def _down(
     hidden_ptr,
-    work,
+    places_ptr,
+    weights_ptr,
+    tiles_ptr,
+    first_tile,
+    first_pair,
     rows,
     outputs_ptr,
     lookup_ptr,
-    PART: tl.constexpr,
-    F: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_BF16: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     # A program computes a tile of columns of a tile of pairs.
+    PART: tl.constexpr = HOW.part
+    F: tl.constexpr = HOW.f
     D: tl.constexpr = PART.num_cols
-    COLS: tl.constexpr = TILE.cols
-    TOKENS: tl.constexpr = TILE.tokens
-    ROWS: tl.constexpr = TILE.rows
+    COLS: tl.constexpr = HOW.tile.cols
+    TOKENS: tl.constexpr = HOW.tile.tokens
+    ROWS: tl.constexpr = HOW.tile.rows
     tile = tl.program_id(0)
-    expert, pair, is_pair = _pairs_of_tile(work, TOKENS)
+    expert, pair, is_pair = _pairs_of_tile(tiles_ptr, first_tile, TOKENS)
     sums = tl.zeros([COLS, TOKENS], tl.float32)
     less = tl.zeros([TOKENS], tl.float32)  # what the zeros subtract from every column
     for block in range(tl.cdiv(F, ROWS)):
@@ -377,11 +402,11 @@ def _down(
         units = tl.load(rows.down + expert * F + r, mask=r < F, other=0).to(tl.int64)
         w = load_tile(rows.arena, units, r < F, tile, lookup_ptr, PART, COLS, TRANSPOSED=True)
         # Scales belong to rows, so they multiply the neurons' outputs, and codes stay exact.
-        h = load_tokens(hidden_ptr, pair - work.first_pair, is_pair, block, F, ROWS)
+        h = load_tokens(hidden_ptr, pair - first_pair, is_pair, block, F, ROWS)
         if has_scales(PART):
             scale, zero = load_scales(rows.arena, units, (tile * COLS) // PART.group, r < F, PART)
             h *= scale[:, None]
-        if IS_BF16:
+        if HOW.is_bf16:
             h = h.to(tl.bfloat16)
         if PART.kind == AFFINE:
             less += tl.sum(h.to(tl.float32) * zero[:, None], 0)  # rounded as in the product
@@ -391,8 +416,8 @@ def _down(
     cols = tile * COLS + tl.arange(0, COLS)
     if rows.down_bias is not None:
         sums += tl.load(rows.down_bias + expert * D + cols, mask=cols < D, other=0.0)[:, None]
-    place = tl.load(work.places + pair, mask=is_pair, other=0).to(tl.int64)
-    weight = tl.load(work.weights + pair, mask=is_pair, other=0.0)
+    place = tl.load(places_ptr + pair, mask=is_pair, other=0).to(tl.int64)
+    weight = tl.load(weights_ptr + pair, mask=is_pair, other=0.0)
     mask = (cols < D)[:, None] & is_pair[None, :]
     tl.store(outputs_ptr + place[None, :] * D + cols[:, None], weight[None, :] * sums, mask=mask)
 

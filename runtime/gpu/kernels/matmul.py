@@ -184,13 +184,21 @@ def _launch_gemv(
     part, tile = products[0].matrix.part, dot_tile((products[0].matrix.part,))
     assert norm is None or part.bias < 0, "a norm's factor multiplies the products, and no bias"
     targets = tuple(_Target(matrix.raw, out, bias) for matrix, out, bias in products)
-    nums = tuple(len(out) for _, out, _ in products)
+    nums = [len(out) for _, out, _ in products]
     blocks = _Blocks(tile.rows, blocks_of_program(sum(nums), tile.rows), norm is not None)
+    n, n_1, n_2 = (*nums, 0, 0)[:_AT_ONCE]
     programs = sum(triton.cdiv(n, blocks.rows * blocks.number) for n in nums)
     _gemv[(programs,)](
-        x, norm, targets, nums, residual, lookup_for(x.device, part), products[0].matrix.row_units, scale, part, blocks,
-        num_warps=tile.num_warps, enable_fp_fusion=True,
+        x, norm, targets, n, n_1, n_2, _Ending(residual, scale), lookup_for(x.device, part),
+        products[0].matrix.row_units, _Gemv(part, blocks, len(nums)), num_warps=tile.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
+
+
+class _Ending(NamedTuple):
+    """The vector to which a product is added, and the factor before that."""
+
+    residual: Tensor | None
+    scale: float
 
 
 class _Target(NamedTuple):
@@ -243,6 +251,14 @@ def gated(
     )  # fmt: skip
 
 
+class _Gemv(NamedTuple):
+    """The constants of `gemv`'s kernel."""
+
+    part: RowPart
+    blocks: _Blocks
+    num_matrices: int
+
+
 class _Gated(NamedTuple):
     """The constants of `gated`'s kernel."""
 
@@ -282,26 +298,27 @@ def _load_input(x_ptr, norm, PART: tl.constexpr, HAS_NORM: tl.constexpr):
     return x, factor
 
 
-@triton.jit(do_not_specialize=["nums"])
-def _gemv(
-    x_ptr, norm, targets, nums, residual_ptr, lookup_ptr, row_units, scale, PART: tl.constexpr, BLOCKS: tl.constexpr
-):
-    # Finds the matrix whose rows this program multiplies, where several share the launch.
+@triton.jit(do_not_specialize=["n", "n_1", "n_2"])
+def _gemv(x_ptr, norm, targets, n, n_1, n_2, ending, lookup_ptr, row_units, HOW: tl.constexpr):
+    PART: tl.constexpr = HOW.part
+    BLOCKS: tl.constexpr = HOW.blocks
     R: tl.constexpr = BLOCKS.rows
     program = tl.program_id(0)
+    # Finds the matrix whose rows this program multiplies, where several share the launch.
     rows_ptr, out_ptr, bias_ptr = targets[0]
-    n = nums[0]
-    if len(nums) > 1:
+    COUNT: tl.constexpr = HOW.num_matrices
+    if COUNT > 1:
         begin = program * 0
         end = tl.cdiv(n, R * BLOCKS.number)
-        for number in tl.static_range(1, len(nums)):
+        for number in tl.static_range(1, COUNT):
+            other = n_1 if number == 1 else n_2
             is_it = program >= end
             rows_ptr = tl.where(is_it, targets[number].rows, rows_ptr)
             out_ptr = tl.where(is_it, targets[number].out, out_ptr)
             if bias_ptr is not None:
                 bias_ptr = tl.where(is_it, targets[number].bias, bias_ptr)
-            n, begin = tl.where(is_it, nums[number], n), tl.where(is_it, end, begin)
-            end += tl.cdiv(nums[number], R * BLOCKS.number)
+            n, begin = tl.where(is_it, other, n), tl.where(is_it, end, begin)
+            end += tl.cdiv(other, R * BLOCKS.number)
         program -= begin
     # The first block is on its way while x is loaded.
     row = program * (BLOCKS.number * R) + tl.arange(0, R)
@@ -325,9 +342,9 @@ def _gemv(
             total *= x_factor
         if bias_ptr is not None:
             total += tl.load(bias_ptr + at, mask=is_row, other=0.0)
-        total *= scale
-        if residual_ptr is not None:
-            total += tl.load(residual_ptr + at, mask=is_row, other=0.0)
+        total *= ending.scale
+        if ending.residual is not None:
+            total += tl.load(ending.residual + at, mask=is_row, other=0.0)
         tl.store(out_ptr + at, total, mask=is_row)
 
 

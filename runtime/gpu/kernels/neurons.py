@@ -288,11 +288,10 @@ def compact(
     record_units = tuple(kind.record_units for kind in tables.kinds) if by_expert else ()
     split = _Split(is_split, by_expert, has_selector, record_units, k, num_blocks, f, running.block)
     pointers = tables.pointers if has_selector else tables.pointers._replace(selector_at=tables.record_at)
-    # No slot of an empty tensor is read, but its address is 0.
-    landing = landing if num_slots else landing._replace(slots=running.totals)
+    slots = landing.slots if num_slots else running.totals  # the address of an empty tensor is 0; no slot is read
     _compact_kernel[k, num_blocks](
-        experts, pointers, running, landing, num_slots, share, left, whole_records, split,
-        num_warps=1, enable_fp_fusion=True,
+        experts, pointers, running, share, slots, num_slots, landing.scratch_at, landing.num_scratch,
+        landing.slot_units, whole_records, *left, split, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -332,9 +331,29 @@ def _balanced(place, num_places, places, missing, units, work, share, most):
     return found
 
 
-@triton.jit(do_not_specialize=(*PER_LAYER, "left"))
+# More than ten: Triton specializes kernels for all that stands in tuples, and these differ between layers.
+@triton.jit(
+    do_not_specialize=(
+        *PER_LAYER, "left_counts_ptr", "left_neurons_ptr", "left_a_ptr", "pulled_counts_ptr", "pulled_ptr"
+    )
+)  # fmt: skip
 def _compact_kernel(
-    experts_ptr, tables, running, landing, num_slots, share_ptr, left, whole_records, SPLIT: tl.constexpr
+    experts_ptr,
+    tables,
+    running,
+    share_ptr,
+    slots_ptr,
+    num_slots,
+    scratch_at,
+    num_scratch,
+    slot_units,
+    whole_records,
+    left_counts_ptr,
+    left_neurons_ptr,
+    left_a_ptr,
+    pulled_counts_ptr,
+    pulled_ptr,
+    SPLIT: tl.constexpr,
 ):
     # A program lists a block's neurons; it needs the counts of all blocks of its expert to know where.
     F: tl.constexpr = SPLIT.f
@@ -358,14 +377,14 @@ def _compact_kernel(
     num_pulled = num_missing
     if SPLIT.is_split:
         num_pulled = _num_pulled(experts_ptr, tables, all_missing_ptr, share_ptr, num_missing,
-                                 num_slots + landing.num_scratch, whole_records, SPLIT)  # fmt: skip
+                                 num_slots + num_scratch, whole_records, SPLIT)  # fmt: skip
     # The first missing records are pulled, to slots as far as there are, and then to scratch memory.
     is_pulled = missing & (place_of_missing < num_pulled)
     to_slot = is_pulled & (place_of_missing < num_slots)
-    slot = tl.load(landing.slots + place * num_slots + place_of_missing, mask=to_slot, other=0)
-    in_scratch = place * landing.num_scratch + place_of_missing - num_slots
-    scratch = landing.scratch_at + in_scratch * landing.slot_units
-    tl.store(left.pulled + place * num_slots + place_of_missing, neuron, mask=to_slot)
+    slot = tl.load(slots_ptr + place * num_slots + place_of_missing, mask=to_slot, other=0)
+    in_scratch = place * num_scratch + place_of_missing - num_slots
+    scratch = scratch_at + in_scratch * slot_units
+    tl.store(pulled_ptr + place * num_slots + place_of_missing, neuron, mask=to_slot)
     if SPLIT.is_split:
         # Lists those that are here before those that are pulled, and the others for the CPU. Of the neurons before this
         # one, the last missing one included, `place_of_missing + 1` are missing.
@@ -373,10 +392,10 @@ def _compact_kernel(
         listed = live & (~missing | is_pulled)
         to_cpu = missing & ~is_pulled
         left_at = place * F + place_of_missing - num_pulled
-        tl.store(left.neurons + left_at, neuron, mask=to_cpu)
+        tl.store(left_neurons_ptr + left_at, neuron, mask=to_cpu)
         if SPLIT.has_selector:
             a = tl.load(running.a + place * F + neuron, mask=to_cpu, other=0.0)
-            tl.store(left.a + left_at, a, mask=to_cpu)
+            tl.store(left_a_ptr + left_at, a, mask=to_cpu)
     else:
         at = place_of_all
         listed = live
@@ -384,8 +403,8 @@ def _compact_kernel(
     tl.store(running.neurons + place * F + at, neuron, mask=listed)
     tl.store(running.units + place * F + at, units, mask=listed)
     if block == 0:
-        tl.store(left.pulled_counts + place, tl.minimum(num_pulled, num_slots))
-        _store_totals(running, tables, left, place, expert, num_running, num_missing, num_pulled, SPLIT)
+        tl.store(pulled_counts_ptr + place, tl.minimum(num_pulled, num_slots))
+        _store_totals(running, tables, left_counts_ptr, place, expert, num_running, num_missing, num_pulled, SPLIT)
 
 
 @triton.jit
@@ -424,7 +443,9 @@ def _num_pulled(experts_ptr, tables, all_missing_ptr, share_ptr, num_missing, mo
 
 
 @triton.jit
-def _store_totals(running, tables, left, place, expert, num_running, num_missing, num_pulled, SPLIT: tl.constexpr):
+def _store_totals(
+    running, tables, left_counts_ptr, place, expert, num_running, num_missing, num_pulled, SPLIT: tl.constexpr
+):
     """Writes an expert's totals, and how many neurons it leaves to the CPU."""
     num_here, num_left, num_pulled_too = num_running, 0, 0  # all that run are in one list
     if SPLIT.is_split:
@@ -433,7 +454,7 @@ def _store_totals(running, tables, left, place, expert, num_running, num_missing
         if SPLIT.has_selector:
             is_whole = tl.load(tables.selector_at + expert * SPLIT.f) < 0
             left_count = tl.where(is_whole, _WHOLE, num_left)
-        tl.store(left.counts + place, left_count)
+        tl.store(left_counts_ptr + place, left_count)
     totals_ptr = running.totals + place * 4
     tl.store(totals_ptr, num_here)
     tl.store(totals_ptr + 1, num_pulled_too)

@@ -201,7 +201,7 @@ def enter_pulled(pulled: PulledAhead, record_at: Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=("pulled", "most"))
+@triton.jit(do_not_specialize=("most",))
 def _enter_pulled_kernel(pulled, record_at_ptr, most, F: tl.constexpr):
     place = tl.program_id(0)
     number = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
@@ -228,7 +228,7 @@ def forget_pulled(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("pulled", *PER_LAYER, "totals_ptr", "most"))
+@triton.jit(do_not_specialize=(*PER_LAYER, "totals_ptr", "most"))
 def _forget_pulled_kernel(
     pulled,
     experts_ptr,

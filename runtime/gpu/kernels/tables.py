@@ -21,7 +21,7 @@ _SMALLEST_BLOCK = 16  # where an expert has few neurons
 _NUM_BLOCKS = 256  # of a token's experts, if blocks are not the smallest: two for each of 128 multiprocessors
 # Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
 # begin at any multiple of 4 bytes. Slots and scratch memory are a layer's own.
-PER_LAYER = ("experts_ptr", "landing", "num_slots", "scratch_at", "whole_records")
+PER_LAYER = ("experts_ptr", "slots_ptr", "num_slots", "scratch_at", "num_scratch", "whole_records")
 
 
 class StoredPart(NamedTuple):

@@ -408,7 +408,7 @@ def _token(shapes: Sequence[Shape], is_split: bool, device: torch.device) -> Pre
 def _unwritten(running: RunningNeurons) -> RunningNeurons:
     """The same, but with a number in the lists of `compact` that is no neuron."""
     lists = {name: torch.full_like(getattr(running, name), -7) for name in ("neurons", "units", "totals")}
-    return replace(running, neurons=lists["neurons"], units=lists["units"], totals=lists["totals"])
+    return running._replace(neurons=lists["neurons"], units=lists["units"], totals=lists["totals"])
 
 
 def _grouped(shapes: Sequence[Shape], num_tokens: int, dtype: torch.dtype, device: torch.device) -> Prepared:
