@@ -184,12 +184,10 @@ class ExpertRunner(ABC):
     """Weights that run the routed experts of a layer themselves, wherever the experts are.
 
     They rotate the input of a rotated layer, and its output back (`to_experts`, `from_experts`).
-    `is_batch`: whether each token of the running pass is the next one of a sequence of its own.   `is_prompt`: whether
-    the pass is of several tokens of one sequence, even if a layer's experts run for one of them. The decoder sets both.
     """
 
-    is_batch = False
-    is_prompt = False
+    is_batch = False  # each token of the running pass is the next one of a sequence of its own; the decoder sets both
+    is_prompt = False  # the pass is of several tokens of one sequence, even if a layer's experts run for one of them
 
     def begin_pass(self, ids: Tensor, num_last: int) -> None:
         """Takes note of the tokens int64 [T] of a pass, before its first layer; here, nothing follows from them.

@@ -243,25 +243,38 @@ class _PackRows:
 _FIRST_TOKEN = np.zeros(1, np.int64)
 
 
-class PackWeights(layers.ObservedWeights):
+class _OfPack:
+    """The small facts of an open pack's weights."""
+
+    def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations) -> None:
+        self.spec: formats.ModelSpec = pack.spec
+        self.selector = pack.manifest.selector
+        self.operations = operations
+        self._pack, self._device = pack, device
+        self._rotations = rotations(pack, device)
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        """Returns the expert's threshold on `abs(a)`."""
+        return float(self._pack.thresholds[layer_idx, expert])
+
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
+        return self._rotations[layer_idx]
+
+
+class PackWeights(_OfPack, layers.ObservedWeights):
     """The weights of an open pack, with the dense part on the device. `close` them; the caller closes the pack.
 
-    An expert is read and copied to the device each time it is needed; `bytes_read` counts these bytes. `dense_bytes`:
-    size of the dense part, with the vectors of rotation.
+    An expert is read and copied to the device each time it is needed.
     Raises:  PackError if the dense part is damaged; later, if a needed expert is.
     """
 
     def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> None:
-        self.spec: formats.ModelSpec = pack.spec
-        self.selector = pack.manifest.selector
-        self.operations = operations
-        self.bytes_read = 0
+        super().__init__(pack, device, operations)
+        self.bytes_read = 0  # of experts
         self.dense_bytes = pack.layout.dense_file.num_bytes + pack.layout.rotation_bytes
-        self._pack = pack
-        self._device = device
         self._dense: dict[str, matrices.Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
-        self._rotations = rotations(pack, device)
         self._tables: PackTables | None = None  # opened when they are needed
         self._keep(torch.from_numpy(pack.read_file(DENSE_FILE)))
 
@@ -294,14 +307,6 @@ class PackWeights(layers.ObservedWeights):
             self.observer.fetched(layer_idx, expert)
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(layout, raw, self.operations)
-
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
-        return float(self._pack.thresholds[layer_idx, expert])
-
-    def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
-        return self._rotations[layer_idx]
 
     def ngram_table(self, layer: int) -> "mixers.RowTable":
         """Returns the n-gram table of a decoder layer that has one; threads read its rows."""
@@ -436,21 +441,16 @@ def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, ND
         start = stop
 
 
-class StreamedPackWeights:
+class StreamedPackWeights(_OfPack):
     """The weights of an open pack, of which every matrix is read each time it is needed; the caller closes the pack.
 
     Raises:  PackError if the dense part is damaged; later, if a needed expert is.
     """
 
     def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> None:
+        super().__init__(pack, device, operations)
         pack.check_file(DENSE_FILE)
-        self.spec: formats.ModelSpec = pack.spec
-        self.selector = pack.manifest.selector
-        self._pack = pack
-        self.operations = operations
-        self._device = device
         self._dense = {dense.role.name: dense for dense in pack.layout.dense}
-        self._rotations = rotations(pack, device)
 
     def vector(self, role: str) -> Tensor:
         """Returns a norm's weight or a bias, float32 [n]."""
@@ -473,14 +473,6 @@ class StreamedPackWeights:
         """Reads an expert from the pack and checks it."""
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(self._pack.layout.experts[layer_idx][expert], raw, self.operations)
-
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
-        return float(self._pack.thresholds[layer_idx, expert])
-
-    def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
-        return self._rotations[layer_idx]
 
     def ngram_table(self, layer: int) -> "mixers.RowTable":
         """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
