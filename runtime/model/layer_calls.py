@@ -20,6 +20,7 @@ from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
 from moe_pack.runtime.model.matrices import DivisibleMatrix
 from moe_pack.runtime.model.operations import NativeOperations, hartley_array
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.model.router import least_sum
 from moe_pack.runtime.model.weights import Weights
 
@@ -151,10 +152,10 @@ class LayerCalls:
                     route_idx += 1
                     done += 1
         except cpu.LayerCutError as fault:
-            assert isinstance(self._weights, layers.RowsInMemory), "only experts in memory are mapped"
+            assert isinstance(self._weights, MappedPackWeights), "only experts in memory are mapped"
             raise self._weights.cut_error(self._layer_idx[fault.layer]) from fault
         routing = [first + number for number, kind in enumerate(kinds) if kind.routes]
-        if isinstance(self._weights, layers.RowsInMemory):
+        if isinstance(self._weights, MappedPackWeights):
             for layer, own_experts, own_weights in zip(routing, experts, router_weights, strict=True):
                 self._weights.note_run(self._layer_idx[layer], own_experts, own_weights)
         last = first + len(kinds) - 1
@@ -167,7 +168,7 @@ class LayerCalls:
 
     def _set_chosen(self, layer: int, arrays: cpu.LayerPass) -> None:
         """Sets the chosen experts that have not been set."""
-        assert isinstance(self._weights, layers.RowsInMemory) and arrays.experts is not None
+        assert isinstance(self._weights, MappedPackWeights) and arrays.experts is not None
         for expert in np.unique(arrays.experts).tolist():
             if (layer, expert) not in self._set_experts:
                 self._native.set_expert(layer, expert, self._weights.expert_rows(self._layer_idx[layer], expert))
@@ -212,7 +213,7 @@ class LayerCalls:
     def _runs_experts(self, layer: int) -> bool:
         """Whether the rows of a layer's routed experts are in memory and get the `mlp_input`, rotated or not."""
         weights = self._weights
-        if not isinstance(weights, layers.RowsInMemory) or not weights.runs_in_place or weights.spec.router.on_input:
+        if not isinstance(weights, MappedPackWeights) or not weights.runs_in_place or weights.spec.router.on_input:
             return False
         rotation = weights.rotation(self._layer_idx[layer])
         return rotation is None or hartley_array(weights.spec.hidden_size) is not None
