@@ -85,7 +85,7 @@ class Histogram:
 CHUNK_TOKENS = 2048  # tokens at once: bounds the memory of an expert's outputs and uses its weights well
 HOT_SAMPLE_TOKENS = 256  # of an expert, evenly spread: the thresholds for hotness are taken from them
 KINDS: tuple[formats.Selector, ...] = ("up", "gate", "both")  # `none` tests h, too, as `both` does
-HOT_SPARSITIES = (0.5, 0.7, 0.8, 0.9)
+HOT_SPARSITIES: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 A standard layer is computed whole by a call: grouped-query attention, rms norms, a router, routed experts in memory,
 and what runs for every token. Consecutive ones are one call. If only a layer's first half is standard, or its experts
-are not in memory, its call ends after the router, or before it, and Python goes on with `layer`. All other layers are
-computed by `layer` alone, which is the reference; a call gives the same bits.
+are not in memory, its call ends after the router, or before it, and Python goes on with `layers`. All other layers are
+computed by `layers` alone, which is the reference; a call gives the same bits.
 """
 
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ class LayerCalls:
         """Runs a layer, and those after it as far as calls complete them, for hidden states x float32 [T, d].
 
         New tokens have entered the caches of these layers.
-        Returns: None if this pass needs `layer` instead.
+        Returns: None if this pass needs `layers` instead.
         Raises:  PackError if an expert is damaged or its file is truncated.
         """
         kind = self._kind(layer)
