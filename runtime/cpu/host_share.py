@@ -33,23 +33,16 @@ _WRONG_REQUESTS = {
 class HostShareBuffers:
     """The memory through which a GPU and the CPU exchange a token's experts, on the host, page-locked with a GPU.
 
-    For d columns, k experts of a token, L MoE layers and lists of f neurons; all contiguous.
-
-    Shared by all layers, `x`: float32 [d], the experts' input.   `weights`: float32 [k], the router's.   `experts`:
-    int32 [k].   `a`: float32 [k, f], the selector's activations of the listed neurons, in the order of the list; not
-    read for experts without a selector.   `y`: float32 [d], written: the sum over the experts of weight * output of
-    their listed neurons.
-    Of each layer, `counts`: int32 [L, k], how many neurons the list has, or `tables.WHOLE`.   `neurons`: int32
-    [L, k, f], the list, rising.
+    For d columns, k experts of a token, L MoE layers and lists of f neurons; all contiguous, in the order of calls.
     """
 
-    x: Tensor
-    weights: Tensor
-    experts: Tensor
-    counts: Tensor
-    neurons: Tensor
-    a: Tensor
-    y: Tensor
+    x: Tensor  # float32 [d], the experts' input
+    weights: Tensor  # float32 [k], the router's
+    experts: Tensor  # int32 [k]
+    counts: Tensor  # int32 [L, k], how many neurons the list has, or `tables.WHOLE`
+    neurons: Tensor  # int32 [L, k, f], the list, rising
+    a: Tensor  # float32 [k, f], the selector's activations of the listed neurons; not read without a selector
+    y: Tensor  # float32 [d], written: the sum over the experts of weight * output of their listed neurons
 
     def __post_init__(self) -> None:
         num_layers, k, f = self.neurons.shape
@@ -71,12 +64,12 @@ class HostShareBuffers:
 
 @dataclass(frozen=True, slots=True)
 class HostShareCounts:
-    """What a share has computed since it was opened; `busy_ns`: nanoseconds of layers in which the CPU had work."""
+    """The work of a share since it was opened."""
 
     num_experts: int
     num_neurons: int
     record_bytes: int
-    busy_ns: int
+    busy_ns: int  # of layers in which the CPU had work
 
 
 class HostShare:

@@ -92,43 +92,34 @@ def num_cpus() -> int:
 
 
 class PagedRows(NamedTuple):
-    """Rows of an extent that lies in pages of an arena.
-
-    Page p of the extent, `page_bytes` long, is in slot `slots[p]` (int32) of the arena (u8). A slot has `slot_bytes`:
-    first `head_bytes` for the beginning of a row that ends in the page, then the page. Row 0 begins at byte `begin` of
-    the extent.
-    """
+    """Rows of an extent that lies in pages of an arena."""
 
     arena: Bytes
-    slots: Numbers
-    slot_bytes: int
-    head_bytes: int
+    slots: Numbers  # of the arena, in which the pages of the extent are
+    slot_bytes: int  # the head, then the page
+    head_bytes: int  # for the beginning of a row that ends in the page
     page_bytes: int
-    begin: int
+    begin: int  # of row 0 in the extent
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """An expert's rows and their layout.
+    """An expert's rows, u8 [f, row bytes] in one piece or in pages, and their layout."""
 
-    `layout`: from `expert_numbers`.   `selector` (None if the kind has none), `records`: u8 [f, row bytes] in one
-    piece, or in pages.   `threshold`: on `abs(a)`.   `extra`, if the layout has it: u8 [1, row bytes], likewise.
-    """
-
-    layout: Numbers
-    selector: Bytes | PagedRows | None
+    layout: Numbers  # from `expert_numbers`
+    selector: Bytes | PagedRows | None  # None if the kind has none
     records: Bytes | PagedRows
-    threshold: float
-    extra: Bytes | PagedRows | None = None
+    threshold: float  # on `abs(a)`
+    extra: Bytes | PagedRows | None = None  # [1, row bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedNeurons:
-    """The result of a selector: `a` float32 [T, f]; `runs` bool [T, f]; `neurons` int32 [n], of any token, rising."""
+    """The result of a selector."""
 
-    a: Tensor
-    runs: Tensor
-    neurons: Tensor
+    a: Tensor  # float32 [T, f]
+    runs: Tensor  # bool [T, f]
+    neurons: Tensor  # int32 [n], that run for any token, rising
 
     def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.uint8], NDArray[np.int32]]:
         """Returns the three as the kernels take them."""
@@ -136,17 +127,13 @@ class SelectedNeurons:
 
 
 class ExpertWork(NamedTuple):
-    """An expert to run: its tokens int64 [n], their router weights float32 [n], and the rows int64 [n] of its outputs.
-
-    `selected`: which neurons run for these tokens; None: the selector is asked. Only the records of these neurons are
-    read.
-    """
+    """An expert to run for some tokens."""
 
     rows: ExpertRows
     tokens: NDArray[np.int64]
-    weights: NDArray[np.float32]
-    places: NDArray[np.int64]
-    selected: SelectedNeurons | None = None
+    weights: NDArray[np.float32]  # the router's
+    places: NDArray[np.int64]  # the rows of its outputs
+    selected: SelectedNeurons | None = None  # which neurons run; None: the selector is asked
 
 
 class CachedRows(NamedTuple):

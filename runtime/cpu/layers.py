@@ -8,6 +8,7 @@ operations are its twin: `runtime/model/layers.py`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +41,7 @@ class LayerCutError(MapCutError):
         self.layer = layer
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMatrix:
+class LayerMatrix(NamedTuple):
     """A dense matrix: rows u8 [rows, row bytes] in one piece, their layout (`row_numbers`), a bias float32 [rows]."""
 
     layout: Numbers
@@ -49,13 +49,12 @@ class LayerMatrix:
     bias: Floats | None
 
 
-@dataclass(frozen=True, slots=True)
-class LayerVectors:
-    """The vectors of a layer, float32; `q_norm` and `k_norm` are of each head, or of whole projections."""
+class LayerVectors(NamedTuple):
+    """The vectors of a layer, float32, in the order of `set_layer`."""
 
     attention_norm: Floats
     mlp_norm: Floats
-    q_norm: Floats | None
+    q_norm: Floats | None  # of each head, or of whole projections, and so is the next
     k_norm: Floats | None
     sinks: Floats | None
     router_bias: Floats | None  # for choosing alone
@@ -64,37 +63,32 @@ class LayerVectors:
     hartley: Floats | None  # [m, m], of the odd factor m of the hidden size
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMatrices:
-    """The dense matrices of a layer; without `router` it does not route, without `up` nothing runs for every token."""
+class LayerMatrices(NamedTuple):
+    """The dense matrices of a layer, in the order of `set_layer`."""
 
     q: LayerMatrix
     k: LayerMatrix
     v: LayerMatrix
     o: LayerMatrix
-    router: LayerMatrix | None
-    up: LayerMatrix | None
+    router: LayerMatrix | None  # None: the layer does not route
+    up: LayerMatrix | None  # None: nothing runs for every token
     gate: LayerMatrix | None
     down: LayerMatrix | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What a layer computes, apart from its weights.
-
-    `window`: how many positions a token sees at most; None for all.   `least_sum`: as for `Kernels.route`.
-    `function`: of what runs for every token: the shared expert, or a dense one.
-    """
+    """What a layer computes, apart from its weights."""
 
     hidden_size: int
     attention: GroupedQuerySpec
-    window: int | None
+    window: int | None  # the most positions that a token sees; None: all
     interleaved: bool
     eps: float
     residual_multiplier: float
     router: formats.RouterSpec
-    least_sum: float
-    function: formats.NeuronFunction
+    least_sum: float  # as for `Kernels.route`
+    function: formats.NeuronFunction  # of what runs for every token: the shared expert, or a dense one
 
     def numbers(self) -> Numbers:
         """Returns the whole numbers in the order of `LayerNumber` in module_decode.cpp."""
@@ -114,18 +108,18 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class LayerPass:
-    """The arrays of a pass through a layer of T tokens, equally many of each sequence.
+    """The arrays of a pass through a layer of T tokens, equally many of each sequence; the call writes them."""
 
-    `x`: float32 [T, d], hidden states, which the call changes.   `inputs`: float32 [T, d], written: what router and
-    experts get.   `unrouted`: float32 [T, d], written: the output of what runs for every token; None if nothing does.
-    `experts`, `weights`: int64 and float32 [T, k], written: the router's choice; None in a layer without a router.
-    """
+    x: Floats  # [T, d], hidden states, which the call changes
+    inputs: Floats  # [T, d], the input of router and experts
+    unrouted: Floats | None  # [T, d], the output of what runs for every token; None if nothing does
+    experts: NDArray[np.int64] | None  # [T, k], the router's choice; None in a layer without a router
+    weights: Floats | None  # [T, k]
 
-    x: Floats
-    inputs: Floats
-    unrouted: Floats | None
-    experts: NDArray[np.int64] | None
-    weights: Floats | None
+    @property
+    def all(self) -> tuple[object, ...]:
+        """The arrays in the order of calls."""
+        return self.x, self.inputs, self.unrouted, self.experts, self.weights
 
 
 # Of each sequence: keys and values u8 [heads, places, bytes of a row], the number of positions before the new ones, and
@@ -146,13 +140,8 @@ class NativeLayers:
 
     def set(self, layer: int, facts: LayerFacts, vectors: LayerVectors, matrices: LayerMatrices) -> None:
         """Sets what a layer computes with, once."""
-        of = vectors
-        norms = of.attention_norm, of.mlp_norm, of.q_norm, of.k_norm
-        others = of.sinks, of.router_bias, of.rotation_in, of.rotation_out, of.hartley
-        own = matrices
-        each = own.q, own.k, own.v, own.o, own.router, own.up, own.gate, own.down
-        given = tuple(None if one is None else (one.layout, one.rows, one.bias) for one in each)
-        _native.set_layer(self._layers, layer, facts.numbers(), facts.floats(), (*norms, *others), given)
+        given = tuple(None if one is None else tuple(one) for one in matrices)
+        _native.set_layer(self._layers, layer, facts.numbers(), facts.floats(), tuple(vectors), given)
 
     def set_expert(self, layer: int, expert: int, rows: ExpertRows) -> None:
         """Sets the rows of an expert, in one piece each, once."""
@@ -164,9 +153,7 @@ class NativeLayers:
 
         Args:    angles: cosine and sine, float32 [T, rotary_dim / 2] each.
         """
-        of = arrays
-        own = of.x, of.inputs, of.unrouted, of.experts, of.weights
-        self._kernels.begin_layer(self._layers, layer, *own, *angles, caches)
+        self._kernels.begin_layer(self._layers, layer, *arrays.all, *angles, caches)
 
     def run(self, first: int, arrays: LayerPass, steps: list[tuple[Floats, Floats, SequenceCaches]]) -> int:
         """Computes consecutive layers until one has chosen an expert that is not set.
@@ -177,9 +164,7 @@ class NativeLayers:
         Returns: how many layers are complete.
         Raises:  LayerCutError if rows are mapped from a file that was cut.
         """
-        of = arrays
-        own = of.x, of.inputs, of.unrouted, of.experts, of.weights
-        complete = self._kernels.run_layers(self._layers, first, *own, steps)
+        complete = self._kernels.run_layers(self._layers, first, *arrays.all, steps)
         if complete < 0:
             raise LayerCutError(first - 1 - complete)
         return complete
@@ -189,8 +174,7 @@ class NativeLayers:
 
         Raises:  LayerCutError if rows are mapped from a file that was cut.
         """
-        of = arrays
         try:
-            self._kernels.end_layer(self._layers, layer, of.x, of.inputs, of.unrouted, of.experts, of.weights)
+            self._kernels.end_layer(self._layers, layer, *arrays.all)
         except MapCutError as fault:
             raise LayerCutError(layer) from fault

@@ -56,16 +56,12 @@ class Drafter(Protocol):
 
 @dataclass(slots=True)
 class DraftCounts:
-    """The counts so far.
+    """The counts so far."""
 
-    `passes`: of decode, with drafts and without.   `proposed`: passes for which there was a proposal.   `drafted`:
-    tokens that were verified behind another.   `accepted`: of these, the ones that were right.
-    """
-
-    passes: int = 0
-    proposed: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    passes: int = 0  # of decode, with drafts and without
+    proposed: int = 0  # passes for which there was a proposal
+    drafted: int = 0  # tokens that were verified behind another
+    accepted: int = 0  # of these, the ones that were right
 
     @property
     def tokens_per_pass(self) -> float:

@@ -131,7 +131,12 @@ class CheckpointWeights:
 
     def matrix(self, role: str) -> matrices.Matrix:
         """Returns a dense matrix by its role, which reads its rows when they are needed."""
-        return _SourceMatrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
+        source = self._checkpoint.dense_source(role)
+
+        def read(start: int, stop: int) -> Tensor:
+            return read_rows(self._checkpoint, source, start, stop).to(self._device, torch.float32)
+
+        return matrices.ReadMatrix(source.num_rows, source.num_cols, read)
 
     def load(self, role: str) -> matrices.Matrix:
         """Reads a dense matrix into memory, in the source's bytes."""
@@ -151,33 +156,12 @@ class CheckpointWeights:
 
     def ngram_table(self, layer: int) -> mixers.RowTable:
         """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
-        return _SourceTable(self._checkpoint, layer)
+        dtype = matrices.TORCH_DTYPES[self._checkpoint.table_dtype(layer)]
 
+        def read(numbers: NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(self._checkpoint.table_rows_at(layer, numbers)).view(dtype).to(torch.float32)
 
-class _SourceTable:
-    def __init__(self, checkpoint: families.Checkpoint, layer: int) -> None:
-        self._checkpoint = checkpoint
-        self._layer = layer
-
-    def begin(self, numbers: NDArray[np.int64]) -> mixers.LaterRows:
-        dtype = matrices.TORCH_DTYPES[self._checkpoint.table_dtype(self._layer)]
-
-        def read() -> Tensor:
-            rows = torch.from_numpy(self._checkpoint.table_rows_at(self._layer, numbers))
-            return rows.view(dtype).to(torch.float32)
-
-        return mixers.LaterRows(read)
-
-
-class _SourceMatrix:
-    def __init__(self, checkpoint: families.Checkpoint, source: families.SourceMatrix, device: torch.device) -> None:
-        self._checkpoint = checkpoint
-        self._source = source
-        self._device = device
-        self.num_rows, self.num_cols = source.num_rows, source.num_cols
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return read_rows(self._checkpoint, self._source, start, stop).to(self._device, torch.float32)
+        return mixers.LaterTable(read)
 
 
 class _SourceExpert:

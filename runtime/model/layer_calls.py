@@ -2,8 +2,8 @@
 
 A standard layer is computed whole by a call: grouped-query attention, rms norms, a router, routed experts in memory,
 and what runs for every token. Consecutive ones are one call. If only a layer's first half is standard, or its experts
-are not in memory, its call ends after the router, or before it, and Python goes on with `layer`. All other layers are
-computed by `layer` alone, which is the reference; a call gives the same bits.
+are not in memory, its call ends after the router, or before it, and Python goes on with `layers`. All other layers are
+computed by `layers` alone, which is the reference; a call gives the same bits.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
 from moe_pack.runtime.model.matrices import DivisibleMatrix
 from moe_pack.runtime.model.operations import NativeOperations, hartley_array
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.model.router import least_sum
 from moe_pack.runtime.model.weights import Weights
 
@@ -94,7 +95,7 @@ class LayerCalls:
         """Runs a layer, and those after it as far as calls complete them, for hidden states x float32 [T, d].
 
         New tokens have entered the caches of these layers.
-        Returns: None if this pass needs `layer` instead.
+        Returns: None if this pass needs `layers` instead.
         Raises:  PackError if an expert is damaged or its file is truncated.
         """
         kind = self._kind(layer)
@@ -151,10 +152,10 @@ class LayerCalls:
                     route_idx += 1
                     done += 1
         except cpu.LayerCutError as fault:
-            assert isinstance(self._weights, layers.RowsInMemory), "only experts in memory are mapped"
+            assert isinstance(self._weights, MappedPackWeights), "only experts in memory are mapped"
             raise self._weights.cut_error(self._layer_idx[fault.layer]) from fault
         routing = [first + number for number, kind in enumerate(kinds) if kind.routes]
-        if isinstance(self._weights, layers.RowsInMemory):
+        if isinstance(self._weights, MappedPackWeights):
             for layer, own_experts, own_weights in zip(routing, experts, router_weights, strict=True):
                 self._weights.note_run(self._layer_idx[layer], own_experts, own_weights)
         last = first + len(kinds) - 1
@@ -167,7 +168,7 @@ class LayerCalls:
 
     def _set_chosen(self, layer: int, arrays: cpu.LayerPass) -> None:
         """Sets the chosen experts that have not been set."""
-        assert isinstance(self._weights, layers.RowsInMemory) and arrays.experts is not None
+        assert isinstance(self._weights, MappedPackWeights) and arrays.experts is not None
         for expert in np.unique(arrays.experts).tolist():
             if (layer, expert) not in self._set_experts:
                 self._native.set_expert(layer, expert, self._weights.expert_rows(self._layer_idx[layer], expert))
@@ -212,7 +213,7 @@ class LayerCalls:
     def _runs_experts(self, layer: int) -> bool:
         """Whether the rows of a layer's routed experts are in memory and get the `mlp_input`, rotated or not."""
         weights = self._weights
-        if not isinstance(weights, layers.RowsInMemory) or not weights.runs_in_place or weights.spec.router.on_input:
+        if not isinstance(weights, MappedPackWeights) or not weights.runs_in_place or weights.spec.router.on_input:
             return False
         rotation = weights.rotation(self._layer_idx[layer])
         return rotation is None or hartley_array(weights.spec.hidden_size) is not None

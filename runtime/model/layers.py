@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.runtime.cpu import ExpertRows
 from moe_pack.runtime.model import caches, matrices, mixers
 from moe_pack.runtime.model.attention import kinds
 from moe_pack.runtime.model.expert import run_expert
@@ -184,12 +183,10 @@ class ExpertRunner(ABC):
     """Weights that run the routed experts of a layer themselves, wherever the experts are.
 
     They rotate the input of a rotated layer, and its output back (`to_experts`, `from_experts`).
-    `is_batch`: whether each token of the running pass is the next one of a sequence of its own.   `is_prompt`: whether
-    the pass is of several tokens of one sequence, even if a layer's experts run for one of them. The decoder sets both.
     """
 
-    is_batch = False
-    is_prompt = False
+    is_batch = False  # each token of the running pass is the next one of a sequence of its own; the decoder sets both
+    is_prompt = False  # the pass is of several tokens of one sequence, even if a layer's experts run for one of them
 
     def begin_pass(self, ids: Tensor, num_last: int) -> None:
         """Takes note of the tokens int64 [T] of a pass, before its first layer; here, nothing follows from them.
@@ -212,34 +209,6 @@ class ExpertRunner(ABC):
         Args:    layer_idx: counts MoE layers.   experts, router_weights: int64 and float32 [T, k].
                  partial_state: None where the next layer has no experts.
         """
-
-
-class RowsInMemory(ABC):
-    """Weights whose routed experts are in memory, in rows that native layers use where they are."""
-
-    @property
-    @abstractmethod
-    def runs_in_place(self) -> bool:
-        """Whether native layers may run the experts instead of `run_experts`: not where a class overrides that."""
-
-    @abstractmethod
-    def expert_rows(self, layer_idx: int, expert: int) -> ExpertRows:
-        """Returns the rows of an expert, which stay where they are; it is checked the first time.
-
-        Args:    layer_idx: counts MoE layers, here and below.
-        Raises:  PackError if the expert is damaged.
-        """
-
-    @abstractmethod
-    def note_run(self, layer_idx: int, experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
-        """Takes note that a layer's experts have run: int64 and float32 [T, k] as `run_experts` gets them.
-
-        Raises:  PackError with the last layer, if a file is truncated.
-        """
-
-    @abstractmethod
-    def cut_error(self, layer_idx: int) -> formats.PackError:
-        """Returns the error for a layer whose file was cut while its map was read."""
 
 
 class ExpertObserver(Protocol):

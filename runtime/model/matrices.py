@@ -4,13 +4,14 @@ A matrix may be in memory, in its stored bytes, or on disk. At most 16 MiB of it
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats import RowLayout
-from moe_pack.runtime.model.operations import TORCH, NativeProduct, Operations, product_by_blocks, row_blocks
+from moe_pack.runtime.model.operations import TORCH, NativeProduct, Operations, Product, product_by_blocks, row_blocks
 
 TORCH_DTYPES = {  # by their names in safetensors
     "BF16": torch.bfloat16,
@@ -57,14 +58,28 @@ class DivisibleMatrix(InMemoryMatrix):
         """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
 
 
-class StoredMatrix(DivisibleMatrix):
+class _MultipliedMatrix(DivisibleMatrix):
+    """A matrix that its operations multiply by `_product`."""
+
+    def __init__(self, num_rows: int, num_cols: int, product: Product) -> None:
+        self.num_rows, self.num_cols, self._product = num_rows, num_cols, product
+
+    def product(self, x: Tensor) -> Tensor:
+        """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
+        return self._product(x)
+
+    @property
+    def native(self) -> NativeProduct | None:
+        """The rows as the kernels see them."""
+        return self._product if isinstance(self._product, NativeProduct) else None
+
+
+class StoredMatrix(_MultipliedMatrix):
     """A matrix of 16- or 32-bit values, or of integers, on the device of its operations."""
 
     def __init__(self, weight: Tensor, operations: Operations = TORCH) -> None:
-        self._weight = weight
-        self._operations = operations
-        self._product = operations.stored_product(weight)
-        self.num_rows, self.num_cols = weight.shape
+        super().__init__(weight.shape[0], weight.shape[1], operations.stored_product(weight))
+        self._weight, self._operations = weight, operations
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
@@ -74,30 +89,18 @@ class StoredMatrix(DivisibleMatrix):
         """Returns the rows with these numbers, float32 [n, num_cols]."""
         return self._weight[ids.to(self._weight.device)].to(torch.float32)
 
-    def product(self, x: Tensor) -> Tensor:
-        """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
-        return self._product(x)
-
-    @property
-    def native(self) -> NativeProduct | None:
-        """The rows as the kernels see them."""
-        return self._product if isinstance(self._product, NativeProduct) else None
-
     def part(self, start: int, stop: int) -> "StoredMatrix":
         """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
         return StoredMatrix(self._weight[start:stop], self._operations)
 
 
-class RowMatrix(DivisibleMatrix):
+class RowMatrix(_MultipliedMatrix):
     """A matrix in rows of the row layout, u8 [num_rows, row_bytes], on the device of its operations."""
 
     def __init__(self, layout: RowLayout, stored: Tensor, operations: Operations = TORCH) -> None:
+        super().__init__(stored.shape[0], layout.num_cols, operations.row_product(layout, stored))
         (self._part,) = layout.parts
-        self._layout = layout
-        self._stored = stored
-        self._operations = operations
-        self._product = operations.row_product(layout, stored)
-        self.num_rows, self.num_cols = stored.shape[0], layout.num_cols
+        self._layout, self._stored, self._operations = layout, stored, operations
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
@@ -107,34 +110,27 @@ class RowMatrix(DivisibleMatrix):
         """Returns the rows with these numbers, float32 [n, num_cols]; their bytes are gathered, then decoded once."""
         return self._operations.decode(self._layout, self._part, self._stored[ids.to(self._stored.device)])
 
-    def product(self, x: Tensor) -> Tensor:
-        """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
-        return self._product(x)
-
-    @property
-    def native(self) -> NativeProduct | None:
-        """The rows as the kernels see them."""
-        return self._product if isinstance(self._product, NativeProduct) else None
-
     def part(self, start: int, stop: int) -> "RowMatrix":
         """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
         return RowMatrix(self._layout, self._stored[start:stop], self._operations)
 
 
-class _Part:
-    """Rows `start` to `stop` of a matrix."""
+class ReadMatrix:
+    """A matrix whose rows a function reads when they are needed: rows `start` to `stop`, float32."""
 
-    def __init__(self, matrix: Matrix, start: int, stop: int) -> None:
-        self._matrix, self._start = matrix, start
-        self.num_rows, self.num_cols = stop - start, matrix.num_cols
+    def __init__(self, num_rows: int, num_cols: int, read: Callable[[int, int], Tensor]) -> None:
+        self.num_rows, self.num_cols, self._read = num_rows, num_cols, read
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return self._matrix.rows(self._start + start, self._start + stop)
+        """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
+        return self._read(start, stop)
 
 
 def rows_of(matrix: Matrix, start: int, stop: int) -> Matrix:
     """Returns rows `start` to `stop` of a matrix as a matrix of their own."""
-    return matrix.part(start, stop) if isinstance(matrix, DivisibleMatrix) else _Part(matrix, start, stop)
+    if isinstance(matrix, DivisibleMatrix):
+        return matrix.part(start, stop)
+    return ReadMatrix(stop - start, matrix.num_cols, lambda first, last: matrix.rows(start + first, start + last))
 
 
 def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:

@@ -1,8 +1,7 @@
 """The operations of a forward pass, in plain torch and by native kernels.
 
-`layer`, `attention` and the weights say what is computed; operations say how. `Operations` is plain torch on any device
-and the reference. Faster operations override its methods and are tested against it; `NativeOperations` are those of the
-C++ kernels on the CPU. The formulas of routers are in `router`, those of experts in `expert`.
+`layers`, `attention` and the weights say what is computed; operations say how. `Operations` is plain torch on any
+device and the reference. Faster operations override its methods; `NativeOperations` are the C++ kernels on the CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,15 +31,12 @@ Product = Callable[[Tensor], Tensor]  # from x float32 [T, columns] to x @ rows.
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The RMS norms of each head's queries and keys: weights float32 [head_dim] and eps.
+    """The RMS norms of each head's queries and keys."""
 
-    `is_last`: heads are normed after they are rotated, not before.
-    """
-
-    q: Tensor
+    q: Tensor  # weights float32 [head_dim]
     k: Tensor
     eps: float
-    is_last: bool = False
+    is_last: bool = False  # heads are normed after they are rotated, not before
 
 
 class Operations:
@@ -224,11 +220,10 @@ class NativeOperations(Operations):
         sinks: Tensor | None,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Returns the attention of each query head, float32 [T, num_heads * value_dim].
+        """Returns the same by the kernel, or in torch where it lacks something.
 
-        The kernel norms heads before it rotates them, has values as large as keys, and has sliding windows: for one
-        token, a chunk is one. It attends to all positions of a window, not to blocks. What it lacks is computed in
-        torch.
+        The kernel norms heads before it rotates them, has values as large as keys, and attends to all positions of a
+        sliding window; for one token, a chunk is one.
         """
         if spec.value_dim != spec.head_dim or chosen is not None:
             return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks, chosen)

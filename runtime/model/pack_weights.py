@@ -243,25 +243,38 @@ class _PackRows:
 _FIRST_TOKEN = np.zeros(1, np.int64)
 
 
-class PackWeights(layers.ObservedWeights):
+class _OfPack:
+    """The small facts of an open pack's weights."""
+
+    def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations) -> None:
+        self.spec: formats.ModelSpec = pack.spec
+        self.selector = pack.manifest.selector
+        self.operations = operations
+        self._pack, self._device = pack, device
+        self._rotations = rotations(pack, device)
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        """Returns the expert's threshold on `abs(a)`."""
+        return float(self._pack.thresholds[layer_idx, expert])
+
+    def rotation(self, layer_idx: int) -> Rotation | None:
+        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
+        return self._rotations[layer_idx]
+
+
+class PackWeights(_OfPack, layers.ObservedWeights):
     """The weights of an open pack, with the dense part on the device. `close` them; the caller closes the pack.
 
-    An expert is read and copied to the device each time it is needed; `bytes_read` counts these bytes. `dense_bytes`:
-    size of the dense part, with the vectors of rotation.
+    An expert is read and copied to the device each time it is needed.
     Raises:  PackError if the dense part is damaged; later, if a needed expert is.
     """
 
     def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> None:
-        self.spec: formats.ModelSpec = pack.spec
-        self.selector = pack.manifest.selector
-        self.operations = operations
-        self.bytes_read = 0
+        super().__init__(pack, device, operations)
+        self.bytes_read = 0  # of experts
         self.dense_bytes = pack.layout.dense_file.num_bytes + pack.layout.rotation_bytes
-        self._pack = pack
-        self._device = device
         self._dense: dict[str, matrices.Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
-        self._rotations = rotations(pack, device)
         self._tables: PackTables | None = None  # opened when they are needed
         self._keep(torch.from_numpy(pack.read_file(DENSE_FILE)))
 
@@ -295,14 +308,6 @@ class PackWeights(layers.ObservedWeights):
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(layout, raw, self.operations)
 
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
-        return float(self._pack.thresholds[layer_idx, expert])
-
-    def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
-        return self._rotations[layer_idx]
-
     def ngram_table(self, layer: int) -> "mixers.RowTable":
         """Returns the n-gram table of a decoder layer that has one; threads read its rows."""
         if self._tables is None:
@@ -316,7 +321,7 @@ class PackWeights(layers.ObservedWeights):
             self._tables = None
 
 
-class MappedPackWeights(PackWeights, layers.ExpertRunner, layers.RowsInMemory):
+class MappedPackWeights(PackWeights, layers.ExpertRunner):
     """The weights of an open pack on the CPU, whose experts native operations use in their mapped files.
 
     An expert is checked when it is first needed.
@@ -378,15 +383,21 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner, layers.RowsInMemory):
 
     @property
     def runs_in_place(self) -> bool:
-        """Whether native layers may run the experts instead of `run_experts`."""
+        """Whether native layers may run the experts instead of `run_experts`: not where a class overrides that."""
         return type(self).run_experts is MappedPackWeights.run_experts
 
     def expert_rows(self, layer_idx: int, expert: int) -> cpu.ExpertRows:
-        """Returns the rows of an expert in its mapped file; it is checked the first time."""
+        """Returns the rows of an expert in its mapped file, which stay where they are; it is checked the first time.
+
+        Raises:  PackError if the expert is damaged.
+        """
         return self._mapped_expert(layer_idx, expert).rows
 
     def note_run(self, layer_idx: int, experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
-        """Takes note that a layer's experts have run: int64 and float32 [T, k]; checks files with the last layer."""
+        """Takes note that native layers have run a layer's experts: int64 and float32 [T, k].
+
+        Raises:  PackError with the last layer, if a file is truncated.
+        """
         if self.observer is not None:
             self.observer.routed(layer_idx, experts)
         ran = experts[0] if len(experts) == 1 else experts[router_weights != 0]
@@ -436,21 +447,16 @@ def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, ND
         start = stop
 
 
-class StreamedPackWeights:
+class StreamedPackWeights(_OfPack):
     """The weights of an open pack, of which every matrix is read each time it is needed; the caller closes the pack.
 
     Raises:  PackError if the dense part is damaged; later, if a needed expert is.
     """
 
     def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> None:
+        super().__init__(pack, device, operations)
         pack.check_file(DENSE_FILE)
-        self.spec: formats.ModelSpec = pack.spec
-        self.selector = pack.manifest.selector
-        self._pack = pack
-        self.operations = operations
-        self._device = device
         self._dense = {dense.role.name: dense for dense in pack.layout.dense}
-        self._rotations = rotations(pack, device)
 
     def vector(self, role: str) -> Tensor:
         """Returns a norm's weight or a bias, float32 [n]."""
@@ -458,7 +464,8 @@ class StreamedPackWeights:
 
     def matrix(self, role: str) -> matrices.Matrix:
         """Returns a dense matrix by its role, which reads its rows when they are needed."""
-        return _StreamedMatrix(self, role, self._dense[role])
+        num_rows, num_cols = self._dense[role].role.shape
+        return matrices.ReadMatrix(num_rows, num_cols, lambda start, stop: self.rows(role, start, stop))
 
     def load(self, role: str) -> matrices.Matrix:
         """Reads a dense matrix into memory, in its stored bytes."""
@@ -474,39 +481,13 @@ class StreamedPackWeights:
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(self._pack.layout.experts[layer_idx][expert], raw, self.operations)
 
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
-        return float(self._pack.thresholds[layer_idx, expert])
-
-    def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
-        return self._rotations[layer_idx]
-
     def ngram_table(self, layer: int) -> "mixers.RowTable":
         """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
-        return _StreamedTable(self._pack, next(table for table in self._pack.layout.ngrams if table.layer == layer))
+        pack, table = self._pack, next(table for table in self._pack.layout.ngrams if table.layer == layer)
+        return mixers.LaterTable(lambda numbers: table_values(table, pack.read_ngram_rows(table, numbers), numbers))
 
     def _rows(self, role: str, start: int, stop: int) -> Tensor:
         return torch.from_numpy(self._pack.read_dense(self._dense[role].entry, start, stop)).to(self._device)
-
-
-class _StreamedTable:
-    def __init__(self, pack: formats.Pack, table: NgramLayout) -> None:
-        self._pack, self._table = pack, table
-
-    def begin(self, numbers: reads.Numbers) -> "mixers.LaterRows":
-        pack, table = self._pack, self._table
-        return mixers.LaterRows(lambda: table_values(table, pack.read_ngram_rows(table, numbers), numbers))
-
-
-class _StreamedMatrix:
-    def __init__(self, weights: StreamedPackWeights, role: str, dense: DenseLayout) -> None:
-        self._weights = weights
-        self._role = role
-        self.num_rows, self.num_cols = dense.role.shape
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self._weights.rows(self._role, start, stop)
 
 
 def stored_vector(dense: DenseLayout, raw: Tensor) -> Tensor:

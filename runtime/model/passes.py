@@ -148,10 +148,6 @@ class SequencePasses(ABC):
     def run_layers(self, x: Tensor, batch: Pass, ids: Tensor, ends_early: bool) -> Tensor:
         """Returns the hidden states of tokens int64 [T] after the last layer."""
 
-    @abstractmethod
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        """Returns the logits, float32 [T, vocabulary], of hidden states after the last layer, float32 [T, d]."""
-
     # ---- one sequence -----------------------------------------------------------------------------------------------
 
     def extend(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
@@ -160,7 +156,7 @@ class SequencePasses(ABC):
         Raises:  RunError if the context is full or a token is not in the vocabulary.
         """
         assert ids, "at least one token"
-        return self.logits_of(self.append(sequence, ids, last_only=True)[0][-1:])[0]
+        return self._head(self.append(sequence, ids, last_only=True)[0][-1:])[0]
 
     @torch.inference_mode()
     def append(self, sequence: CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
@@ -234,7 +230,7 @@ class SequencePasses(ABC):
             hidden = self._run(batch, torch.tensor(ids))
             for sequence, own in zip(sequences, hidden, strict=True):
                 sequence.hidden = own
-            return self.logits_of(hidden)
+            return self._head(hidden)
 
     # ---- drafts -----------------------------------------------------------------------------------------------------
 
@@ -270,7 +266,7 @@ class SequencePasses(ABC):
         self._check_ids(sequence, ids)
         sequence.cache.save()
         self._verified = self._append_alone(sequence, ids)
-        return self.logits_of(self._verified)
+        return self._head(self._verified)
 
     @torch.inference_mode()
     def keep(self, sequence: CachedSequence, num_tokens: int) -> None:
@@ -310,6 +306,10 @@ class SequencePasses(ABC):
         x = self.run_layers(layers.embed(ids, self.weights), batch, ids, ends_early)
         batch.end(x)
         return x
+
+    @torch.inference_mode()
+    def _head(self, hidden: Tensor) -> Tensor:
+        return layers.head(hidden, self.weights)
 
     @contextmanager
     def _alone(self, sequences: list[CachedSequence], rows: _Rows) -> Iterator[None]:

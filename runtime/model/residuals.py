@@ -7,7 +7,9 @@ Between layers, hidden states are float32 [T, w], where w is d, or with several 
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,14 +125,11 @@ class _NormedState(Residual):
 
 
 class _GatedNorms(Residual):
-    """The normed input of a half goes through gates."""
-
-    def __init__(self, spec: parts.GatedNormsSpec) -> None:
-        self._spec = spec
+    """The normed input of a half goes through gates, which second halves without routed experts lack."""
 
     def half_input(self, x: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         x = super().half_input(x, weights, layer, half)
-        if not residual.has_input_gates(self._spec, half, layer in weights.spec.moe_layers):
+        if half == "mlp" and layer not in weights.spec.moe_layers:
             return x
         role = f"layers.{layer}.{half}_gates"
         gates = torch.nn.functional.silu(linear(x, weights.matrix(f"{role}.down")))
@@ -271,10 +270,10 @@ def _weighted(x: Tensor, shares: Tensor) -> Tensor:
     return (x.view(*shares.shape, -1) * shares[:, :, None]).sum(dim=1)
 
 
-_KINDS = {
+_KINDS: dict[type, Callable[[Any], Residual]] = {
     parts.NormedResidualSpec: _Normed,
     parts.NormedStateSpec: _NormedState,
-    parts.GatedNormsSpec: _GatedNorms,
+    parts.GatedNormsSpec: lambda _: _GatedNorms(),
     parts.ShortcutResidualSpec: _Shortcut,
     parts.ParallelResidualSpec: _Parallel,
     parts.GatedStreamsSpec: _GatedStreams,

@@ -29,10 +29,10 @@ _PIECE_FLOATS, _MOST_PIECES = 1 << 16, 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """The vectors a (`input`) and b (`output`) of one layer, float32 [d]."""
+    """The vectors of one layer, float32 [d]."""
 
-    input: Tensor
-    output: Tensor
+    input: Tensor  # a
+    output: Tensor  # b
 
 
 def odd_factor(d: int) -> int:

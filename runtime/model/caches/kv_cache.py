@@ -52,13 +52,11 @@ class _Ring:
 
 
 class Checkpoint:
-    """Room for a copy of what a cache cannot be cut back to: its states, and what its rings have of a window.
-
-    `num_tokens`: after which it was taken; 0 if it is empty.   `parts`: the tensors, allocated once.
-    """
+    """Room for a copy of what a cache cannot be cut back to: its states, and what its rings have of a window."""
 
     def __init__(self, parts: list[Tensor], num_states: int) -> None:
-        self.num_tokens, self.parts, self.num_states = 0, parts, num_states
+        self.num_tokens = 0  # after which it was taken; 0 if it is empty
+        self.parts, self.num_states = parts, num_states
 
     @property
     def num_bytes(self) -> int:
@@ -69,15 +67,10 @@ class Checkpoint:
 class KVCache:
     """The keys and values of all layers, [heads, places, n] each: float32, bfloat16, or codes (`storage`).
 
-    A layer has a place for every position of the context, or fewer with a sliding window (`cached_tokens`). With latent
-    attention the key of a token is its latent and then its rotated key, for one head (then the indexer's key, if there
-    is one), and the latent is its value too: `values` are views of `keys`, or the same codes. `is_ring`: whether some
-    layer has fewer places than positions. `num_bytes`: of keys, values and states.
-
-    A layer without attention has a state instead, and one with n-grams has a state as well (`states`), float32 whatever
-    the dtype. `num_tokens` may rise, and may
-    return to 0, which resets the states. Other earlier positions are those of `reachable`: with states, only where they
-    were copied (`save`).
+    A layer has a place for every position of the context, or fewer with a sliding window (`cached_tokens`). A layer
+    without attention has a state instead, and one with n-grams has a state as well, float32 whatever the dtype.
+    `num_tokens` may rise, and may return to 0, which resets the states. Other earlier positions are those of
+    `reachable`: with states, only where they were copied (`save`).
 
     Args:    context_tokens: the most positions of a sequence.   chunk_tokens: the most tokens that are appended at
              once; None: any number.   num_layers: None: the model's; else layers that keep the whole context.
@@ -103,9 +96,9 @@ class KVCache:
         self._layers = tuple(s.empty(n, context_tokens, chunk, device) for s, n in zip(shapes, places, strict=True))
         self.keys, self.values = (tuple(layer.keys for layer in self._layers), tuple(l.values for l in self._layers))
         num_bytes = (shape.num_bytes(n, context_tokens, chunk) for shape, n in zip(shapes, places, strict=True))
-        self.num_bytes = sum(num_bytes) + self.states.num_bytes
+        self.num_bytes = sum(num_bytes) + self.states.num_bytes  # of keys, values and states
         self._rings = tuple(self._find_rings(spec))
-        self.is_ring = bool(self._rings)
+        self.is_ring = bool(self._rings)  # some layer has fewer places than positions
         self._chosen = Chosen()
         self._num_tokens = 0
         self._saved_tokens: int | None = None  # where states were copied

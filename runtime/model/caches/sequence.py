@@ -37,17 +37,15 @@ class Follower(Protocol):
 class CachedSequence:
     """The tokens of a sequence, and the keys, values and states of those that have run.
 
-    `ids`: the tokens; while a pass runs, its new ones are already there.   `cache`: of the others.   `hidden`: the
-    hidden states of the last token that ran, after the last layer and before the final norm, float32 [w]; None before
-    the first. The decoder sets it, for drafts.   `follower`: who gets those of all tokens; None: nobody.
     Args:    num_checkpoints: room for so many, apart from the cache's own copy of states.
     """
 
     def __init__(self, spec: ModelSpec, cache: KVCache, ropes: LayerRopes, num_checkpoints: int = 0) -> None:
         self.spec, self.cache = spec, cache
-        self.ids: list[int] = []
+        self.ids: list[int] = []  # while a pass runs, its new tokens are already there
+        # Of the last token that ran, after the last layer and before the final norm, float32 [w], for drafts.
         self.hidden: Tensor | None = None
-        self.follower: Follower | None = None
+        self.follower: Follower | None = None  # gets the hidden states of all tokens
         number = 0 if cache.is_cut_anywhere else num_checkpoints
         self._checkpoints = [cache.new_checkpoint() for _ in range(number)]  # the one used last comes last
         self._ropes = ropes

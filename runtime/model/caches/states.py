@@ -1,11 +1,9 @@
 """The states of layers without attention, and of n-grams: a cache of its own next to that of keys and values.
 
-A state has the last inputs of a short convolution and a recurrent state, both float32 (`StateShape` in
-formats/parts/mixers.py). A layer with n-grams keeps the last inputs of their convolution, next to its mixer's state or
-its keys and values. Each new token overwrites it. So a text can go on, and it can begin again, but a state cannot
-be cut back to an earlier position as keys and values can. It leads back to one position alone: where it was copied. The
-decoder has it copied after each prompt, so that several continuations, or a dialogue that leaves out what was thought
-before an answer, need not read the prompt again (`Decoder.keep_beginning`).
+A layer with n-grams keeps the last inputs of their convolution, next to its mixer's state or its keys and values. Each
+new token overwrites a state. So it cannot be cut back to an earlier position as keys and values can, but to one
+position alone: where it was copied. The decoder has it copied after each prompt, so that several continuations, or a
+dialogue that leaves out what was thought before an answer, need not read the prompt again (`Decoder.keep_beginning`).
 """
 
 from dataclasses import dataclass
@@ -18,14 +16,10 @@ from moe_pack.formats import ModelSpec, parts
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """A layer's state, which its mixer or its n-grams update in place.
+    """A layer's state, which its mixer or its n-grams update in place; a part is empty if the layer has none."""
 
-    `conv`: float32 [earlier inputs, channels], the oldest first.   `recurrent`: float32 [heads, keys, values]. Either
-    is empty if the layer has none.
-    """
-
-    conv: Tensor
-    recurrent: Tensor
+    conv: Tensor  # float32 [earlier inputs, channels], the oldest first
+    recurrent: Tensor  # float32 [heads, keys, values]
 
     @classmethod
     def empty(cls, mixer: "parts.MixerSpec", device: torch.device) -> "LayerState":

@@ -6,6 +6,13 @@ from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.runtime.model.mixers.kinds import mix, ngram_output
-    from moe_pack.runtime.model.mixers.ngrams import SLOT_TOKENS, SLOTS_PER_TABLE, LaterRows, NgramRows, RowTable
+    from moe_pack.runtime.model.mixers.ngrams import (
+        SLOT_TOKENS,
+        SLOTS_PER_TABLE,
+        LaterRows,
+        LaterTable,
+        NgramRows,
+        RowTable,
+    )
 else:
     __getattr__ = face(__name__)

@@ -66,6 +66,17 @@ class LaterRows:
         """Does nothing, because nothing has begun."""
 
 
+class LaterTable:
+    """A table whose rows a function reads, by their numbers, when somebody waits for them."""
+
+    def __init__(self, read: Callable[[Numbers], Tensor]) -> None:
+        self._read = read
+
+    def begin(self, numbers: Numbers) -> LaterRows:
+        """Returns the rows with these numbers."""
+        return LaterRows(lambda: self._read(numbers))
+
+
 def row_numbers(ngrams: NgramSpec, tokens: Numbers, num_new: int, layers: Iterable[int]) -> Numbers:
     """Returns the rows that tokens read in tables of layers, int64 [layers, num_new, heads].
 
