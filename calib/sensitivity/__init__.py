@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         MOST_GROWTH,
         Effects,
         LayerLosses,
-        Level,
         copies_of,
         effects_of,
         head_pieces,

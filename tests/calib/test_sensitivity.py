@@ -18,14 +18,13 @@ from moe_pack.calib.forward import Array, LayerwiseWeights
 from moe_pack.calib.sensitivity import (
     WIDTHS,
     LayerLosses,
-    Level,
     SensitivityPass,
     compared_formats,
     copies_of,
     quantized_formats,
     roundable_roles,
 )
-from moe_pack.calib.sensitivity.effects import Copy, Divergences
+from moe_pack.calib.sensitivity.effects import Copy, Divergences, Level
 from moe_pack.calib.sensitivity.errors import plainly_rounded, ratios_of_widths
 from moe_pack.formats import ModelSpec, part_format
 from moe_pack.formats.families import Checkpoint
