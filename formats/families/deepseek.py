@@ -1,6 +1,6 @@
 """DeepSeekMoE-16B. Source: deepseek-ai/deepseek-moe-16b-base, modeling_deepseek.py; DeepSeekMoE (2401.06066).
 
-transformers has no class for it; tests/support/references/deepseek.py stands in for one.
+transformers has no class for it; tests/families/deepseek.py stands in for one.
 """
 
 from moe_pack import formats

@@ -1,6 +1,6 @@
 """MiniCPM-MoE-8x2B. Source: openbmb/MiniCPM-MoE-8x2B, modeling_minicpm.py; MiniCPM (2404.06395), section 7.
 
-transformers has no class for it; tests/support/references/minicpm.py stands in for one.
+transformers has no class for it; tests/families/minicpm.py stands in for one.
 """
 
 import math

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support.cards import CONFIGS
 from support.cases import case
 from support.losses import random_losses
 from support.models import DEMO_MODEL, TinyMixtral
-from support.published import CONFIGS, PUBLISHED
+from support.published import PUBLISHED
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert.cli.main import main

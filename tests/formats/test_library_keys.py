@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.built_configs import BUILT_AS
 from support.cases import case
-from support.families import IN_TRANSFORMERS, WITH_ENCODER, Tiny, config_of, text_values, with_text
-from support.text_alone import text_config
+from support.families import IN_TRANSFORMERS, WITH_ENCODER, Tiny, config_of, text_config, text_values, with_text
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families.config import Config
@@ -110,7 +108,7 @@ def test_whatever_the_library_writes_of_a_family_is_read_as_one_model() -> None:
         kept = {} if family in WITH_ENCODER else OF_TRANSFORMERS_4  # decoder_start_token_id and others are its own
         specs = []
         for dump, extra in (("to_diff_dict", {}), ("to_dict", {}), ("to_dict", kept)):
-            with case(family, dump, BUILT_AS.get(family)):
+            with case(family, dump):
                 specs.append(read_spec(Config(whole(family, dump, extra), "config.json"))[1])
         assert specs[0] == specs[1] == specs[2], family
 

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.built_configs import built
+from support.cards import CONFIGS, Published
 from support.cases import case
-from support.families import class_of, quiet_transformers, text_values, with_text
-from support.multimodal_parts import MULTIMODAL, OTHER_PARTS
-from support.published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, spec_of, total
-from support.references import REFERENCES
+from support.families import CARDS, REFERENCES, built, class_of, quiet_transformers, text_values, with_text
+from support.published import PUBLISHED, UNPUBLISHED, active, agrees, spec_of, total
 
 from moe_pack.formats import MATRICES
 from moe_pack.formats.families.config import Config
@@ -48,7 +46,8 @@ def parameters_of_the_class(published: Published) -> int:
     with torch.device("meta"):
         model = class_of(model_type).from_config(config)
     # Of a multimodal model the language model and the head, which are one model without the others.
-    others = tuple(f"{part}." for part in OTHER_PARTS) if model_type in MULTIMODAL else ()
+    around = CARDS[model_type].around
+    others = tuple(f"{part}." for part in around.names) if around is not None else ()
     parameters = [
         held
         for name, held in model.named_parameters()
