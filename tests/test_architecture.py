@@ -18,40 +18,12 @@ from moe_pack.formats.families.registry import FAMILIES
 ROOT = Path(__file__).parents[1]
 ROOMS = ("formats", "runtime", "calib", "convert")
 # Every folder, from the ground up: a folder imports from folders that stand before it, and never from one after it.
-FLOORS = (
-    "formats.base",
-    "formats.parts",
-    "formats.pack",
-    "formats",
-    "formats.families",
-    "formats.gguf",
-    "formats.hub",
-    "runtime.cpu",
-    "runtime.model.mixers",
-    "runtime.model.caches",
-    "runtime.model",
-    "runtime.offload",
-    "runtime.drafts",
-    "runtime.gpu.kernels",
-    "runtime.gpu",
-    "runtime",
-    "runtime.serve",
-    "runtime.serve.protocols",
-    "runtime.serve.http",
-    "runtime.cli",
-    "calib.quantize",
-    "calib.forward",
-    "calib.statistics",
-    "calib.sensitivity",
-    "calib.evaluate",
-    "calib.profile",
-    "calib.report",
-    "calib",
-    "convert.plan",
-    "convert",
-    "convert.export",
-    "convert.cli",
-)
+FLOORS = ("formats.base", "formats.parts", "formats.pack", "formats", "formats.families", "formats.gguf", "formats.hub",
+          "runtime.cpu", "runtime.model.mixers", "runtime.model.caches", "runtime.model", "runtime.offload",
+          "runtime.drafts", "runtime.gpu.kernels", "runtime.gpu", "runtime", "runtime.serve", "runtime.serve.protocols",
+          "runtime.serve.http", "runtime.cli", "calib.quantize", "calib.forward", "calib.statistics",
+          "calib.sensitivity", "calib.evaluate", "calib.profile", "calib.report", "calib", "convert.plan", "convert",
+          "convert.export", "convert.cli")  # fmt: skip
 EXTENSION = "moe_pack.runtime.cpu._native"  # no Python: it imports nothing of ours
 COMMAND_HELPERS = "moe_pack.formats.base.cli"  # what commands share; only folders and modules called cli may import it
 

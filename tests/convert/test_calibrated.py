@@ -331,19 +331,13 @@ USAGE = {
     ),
 }
 REFUSED = {
-    "a trellis of 8 bits": (
-        ["--codec", "trellis", "--record-bits", "8"],
-        "--record-bits 8: a trellis has 2 to 4 bits a weight; use --codec affine",
-    ),
-    "affine of half bits": (
-        ["--codec", "affine", "--selector-bits", "2.5"],
-        "--selector-bits 2.5: affine has whole bits only; use --codec trellis",
-    ),
-    "a trellis by hqq": (
-        ["--record-bits", "2.5"],
-        "--record-bits/--group-size: a trellis has no hqq quantization; use calibrated or nearest",
-    ),
-}
+    "a trellis of 8 bits": (["--codec", "trellis", "--record-bits", "8"],
+                            "--record-bits 8: a trellis has 2 to 4 bits a weight; use --codec affine"),
+    "affine of half bits": (["--codec", "affine", "--selector-bits", "2.5"],
+                            "--selector-bits 2.5: affine has whole bits only; use --codec trellis"),
+    "a trellis by hqq": (["--record-bits", "2.5"],
+                         "--record-bits/--group-size: a trellis has no hqq quantization; use calibrated or nearest"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", USAGE)

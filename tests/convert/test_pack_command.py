@@ -74,15 +74,8 @@ def test_a_pack_has_the_size_its_manifest_gives_to_the_byte(source: Path, new_fo
             with case(width, group):
                 tmp_path = new_folder()
                 options = [
-                    "--selector-bits",
-                    width,
-                    "--record-bits",
-                    width,
-                    "--group-size",
-                    group,
-                    "--quantizer",
-                    "nearest",
-                ]
+                    "--selector-bits", width, "--record-bits", width, "--group-size", group, "--quantizer", "nearest",
+                ]  # fmt: skip
                 assert run("convert", source, "-o", tmp_path / "p", *options).exit_code == 0
                 with Pack(tmp_path / "p") as opened:
                     totals = opened.manifest.totals

@@ -321,35 +321,21 @@ def test_for_vllm_a_layer_has_one_format_and_all_of_its_neurons_run(
 def test_wrong_options_are_refused(small: Path) -> None:
     cases = [
         ([], "Error: --target-vram is missing; give the memory to plan for, such as --target-vram 11G"),
-        (
-            ["--target-vram", "1G", "--sparsity", "0.5"],
-            "Error: --sparsity needs --preset floe, because other plans decide it; remove --sparsity",
-        ),
-        (
-            ["--target-vram", "1G", "--preset", "floe", "--selector", "up"],
-            "Error: --selector: preset floe decides it; remove --selector",
-        ),
-        (
-            ["--target-vram", "1G", "--preset", "floe", "--for", "vllm"],
-            "Error: --preset does not apply to --for vllm, which restricts the search; remove one of the two",
-        ),
-        (
-            ["--target-vram", "1G", "--search", "uniform", "--for", "vllm"],
-            "Error: --search does not apply to --for vllm, which restricts the search; remove one of the two",
-        ),
-        (
-            ["--target-vram", "13G", "--gpu", "RTX 3060 12G"],
-            "moe-pack: --target-vram: found 13.0 GiB, RTX 3060 12G has 12.0 GiB; give less, or another GPU with --gpu",
-        ),
-        (
-            ["--target-vram", "1G", "--context", "1000000"],
-            "moe-pack: --context: found 1000000, this model takes at most 4096 tokens",
-        ),
-        (
-            ["--target-vram", "1G", "-o", "/proc/none/plan.json"],
-            "moe-pack: --output /proc/none/plan.json: cannot be written (No such file or directory); give another file",
-        ),
-    ]
+        (["--target-vram", "1G", "--sparsity", "0.5"],
+         "Error: --sparsity needs --preset floe, because other plans decide it; remove --sparsity"),
+        (["--target-vram", "1G", "--preset", "floe", "--selector", "up"],
+         "Error: --selector: preset floe decides it; remove --selector"),
+        (["--target-vram", "1G", "--preset", "floe", "--for", "vllm"],
+         "Error: --preset does not apply to --for vllm, which restricts the search; remove one of the two"),
+        (["--target-vram", "1G", "--search", "uniform", "--for", "vllm"],
+         "Error: --search does not apply to --for vllm, which restricts the search; remove one of the two"),
+        (["--target-vram", "13G", "--gpu", "RTX 3060 12G"],
+         "moe-pack: --target-vram: found 13.0 GiB, RTX 3060 12G has 12.0 GiB; give less, or another GPU with --gpu"),
+        (["--target-vram", "1G", "--context", "1000000"],
+         "moe-pack: --context: found 1000000, this model takes at most 4096 tokens"),
+        (["--target-vram", "1G", "-o", "/proc/none/plan.json"],
+         "moe-pack: --output /proc/none/plan.json: cannot be written (No such file or directory); give another file"),
+    ]  # fmt: skip
     for arguments, message in cases:
         with case(arguments, message):
             assert fault(small, *arguments) == message

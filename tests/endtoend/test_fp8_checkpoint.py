@@ -25,15 +25,9 @@ from moe_pack.runtime.model import Decoder, PackWeights
 # The project's bound on float32 logits; see test_families.py.
 TOLERANCE = 1e-4
 SHAPE = {
-    "hidden_size": 192,
-    "moe_intermediate_size": 160,
-    "intermediate_size": 320,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "v_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-}
+    "hidden_size": 192, "moe_intermediate_size": 160, "intermediate_size": 320, "q_lora_rank": 64, "kv_lora_rank": 64,
+    "v_head_dim": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+}  # fmt: skip
 CODED = ("_proj.weight", "kv_a_proj_with_mqa.weight")
 
 

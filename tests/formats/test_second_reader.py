@@ -33,16 +33,8 @@ from moe_pack.runtime.model.matrices import TORCH_DTYPES
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1, 2, 3, 4, 8, 16)
-FILES = (
-    "manifest.json",
-    "index.safetensors",
-    "dense.safetensors",
-    "experts-000.safetensors",
-    "thresholds.safetensors",
-    "order.safetensors",
-    "source.json",
-    "config.json",
-)
+FILES = ("manifest.json", "index.safetensors", "dense.safetensors", "experts-000.safetensors", "thresholds.safetensors",
+         "order.safetensors", "source.json", "config.json")  # fmt: skip
 
 
 def zero_and_constant_rows(tensors: Tensors) -> None:
