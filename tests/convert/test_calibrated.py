@@ -9,10 +9,11 @@ from threading import Event, Lock
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from numpy.typing import NDArray
 from support.cases import case
 from support.coded import IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks
+from support.commands import moe_pack as run
 from support.killing import different_files, files_in
 from support.models import Tensors, TinyMixtral
 from support.profiles import QUICK, profiled, random_tokens
@@ -281,10 +282,6 @@ def test_a_job_counts_what_its_calibration_holds(checkpoint: Checkpoint) -> None
 
 
 # --- the command
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 def formats_in(folder: Path) -> tuple[str, set[PartFormat | None]]:

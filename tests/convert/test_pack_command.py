@@ -11,17 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import moe_pack as run
 from support.models import DEMO_MODEL, TinyMixtral
 from support.waiting import HANG_S
 
-from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 @pytest.fixture(scope="module")

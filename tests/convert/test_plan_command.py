@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from support.cards import CONFIGS
 from support.cases import case
+from support.commands import moe_pack as run
 from support.losses import random_losses
 from support.models import DEMO_MODEL, TinyMixtral
 from support.published import PUBLISHED
 
 from moe_pack.calib.profile import Profile
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import PlanningModel, Target, check_budget, kv_text, planner_for, read_plan, with_kv_dtype
 from moe_pack.convert.plan.planned import two_digits
 from moe_pack.formats import Pack, RunError, UsageError, dense_roles, part_format, size_text, uniform_plan
@@ -65,10 +65,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return profiled(source, tmp_path_factory.mktemp("profiled") / "profile")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 def planned(*arguments: object) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import moe_pack as run
 from support.models import TESTS, TinyMixtral
 from support.profiles import Recorder, folder_bytes, profiled, random_tokens
 
 from moe_pack.calib.evaluate.thresholds import realized_sparsity
 from moe_pack.convert import link_memory_folder
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import Decision, plan_bytes
 from moe_pack.formats import ConversionError, Pack, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
@@ -23,10 +23,6 @@ from moe_pack.runtime.cli.main import main as moe_run
 
 NOISE = "synthetic: its weights are random, its text is noise"
 CONFIG = TinyMixtral(num_layers=3, num_experts=4, vocab_size=128)
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 def bench(folder: Path, *options: object) -> Result:

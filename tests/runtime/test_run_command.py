@@ -11,17 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import moe_run as run
 from support.models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 from support.waiting import HANG_S
 from tokenizers import Tokenizer
-
-from moe_pack.runtime.cli.main import main
-
-
-def run(*arguments: object, text: str | None = None) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=text, prog_name="moe-run")
 
 
 @pytest.fixture
