@@ -1,13 +1,8 @@
 """The card of `qwen3_vl_moe`."""
 
-from support.cards import EXPERTS, Card, Multimodal, Published, Values, only, with_old_keys
+from support.cards import EXPERTS, Card, Multimodal, Published, only
 
-
-def with_num_experts(values: Values) -> Values:
-    """Gives the number of experts the name that transformers 4 has for it."""
-    four = with_old_keys(values)
-    return four | {"num_experts": four.pop("num_local_experts")}
-
+from families.qwen3_moe import with_num_experts
 
 CARDS = {
     "qwen3_vl_moe": Card(
