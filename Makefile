@@ -75,7 +75,7 @@ check: $(INSTALLED)
 # Side by side: mypy takes one CPU, and tests wait for disks and processes now and then.
 types:
 	$(BIN)/mypy -p moe_pack
-	MYPYPATH=tests $(BIN)/mypy $(BENCH)/*.py $(BENCH)/*/*.py tests/support/*.py install/*.py
+	MYPYPATH=tests $(BIN)/mypy $(BENCH)/*.py $(BENCH)/*/*.py tests/support/*.py tests/families/*.py install/*.py
 
 unit:
 	$(BIN)/pytest -n auto --dist loadfile

@@ -28,31 +28,15 @@ def loaded_by(*modules: str) -> set[str]:
 
 def test_importing_formats_loads_none_of_the_heavy_packages() -> None:
     heavy = {
-        "torch",
-        "hqq",
-        "transformers",
-        "datasets",
-        "click",
-        "tqdm",
-        "huggingface_hub",
-        "safetensors",
-        "tokenizers",
-    }
+        "torch", "hqq", "transformers", "datasets", "click", "tqdm", "huggingface_hub", "safetensors", "tokenizers",
+    }  # fmt: skip
     assert loaded_by("moe_pack.formats.pack.reader", "moe_pack.formats.pack.writer") & heavy == set()
 
 
 def test_importing_the_runtime_loads_nothing_of_the_extras() -> None:
     extras = {
-        "hqq",
-        "transformers",
-        "datasets",
-        "pyarrow",
-        "huggingface_hub",
-        "safetensors",
-        "jinja2",
-        "pytest",
-        "triton",
-    }
+        "hqq", "transformers", "datasets", "pyarrow", "huggingface_hub", "safetensors", "jinja2", "pytest", "triton",
+    }  # fmt: skip
     loaded = loaded_by("moe_pack.runtime.engine.engine", "moe_pack.runtime.text", "moe_pack.calib.report.page")
     assert loaded & extras == set()
     assert "torch" in loaded, "as the test above would find it"

@@ -1,6 +1,6 @@
 """DeepSeekMoE-16B: softmax over all and weights not normalized, shared experts, dense first layer.
 
-transformers has no class for it; tests/support/references/deepseek.py stands in for one.
+transformers has no class for it; tests/families/deepseek.py stands in for one.
 Source: deepseek-ai/deepseek-moe-16b-base, modeling_deepseek.py; DeepSeekMoE (2401.06066).
 """
 

@@ -1,6 +1,6 @@
 """MiniCPM-MoE-8x2B: embedding, residuals and what the head sees are scaled, tied head.
 
-transformers has no class for it; tests/support/references/minicpm.py stands in for one.
+transformers has no class for it; tests/families/minicpm.py stands in for one.
 Source: openbmb/MiniCPM-MoE-8x2B, modeling_minicpm.py; MiniCPM (2404.06395), section 7.
 """
 

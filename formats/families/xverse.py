@@ -1,6 +1,6 @@
 """XVERSE-MoE-A4.2B: shared experts, weights normalized by their sum and a millionth.
 
-transformers has no class for it; tests/support/references/xverse.py stands in for one.
+transformers has no class for it; tests/families/xverse.py stands in for one.
 Source: xverse/XVERSE-MoE-A4.2B, modeling_xverse.py.
 """
 

@@ -5,7 +5,7 @@
 
 The first line counts the model types with experts in the installed transformers. After the families come the types that
 are refused, each with its reason. `--docs` measures nothing: it writes the generated parts of docs/families.md.
-Every tiny checkpoint of tests/support/families.py is made, packed in 16 bit and run against transformers (prefill,
+Every tiny checkpoint of the cards in tests/families is made, packed in 16 bit and run against transformers (prefill,
 token by token, 32 greedy tokens); every published config is read and counted; every config near a known one is tried.
 Exit code 1 if anything fails.
 """
@@ -21,13 +21,13 @@ from pathlib import Path
 import benchlib  # first: it puts tests/support on the path
 import click
 import torch
-from support.close_configs import CLOSE, refusal
-from support.close_rows import Close
+from support.close import CLOSE, Close, refusal
 from support.expert_types import PAGE, REASONS, count_line, faults, with_generated
-from support.families import BASE, TINY, Comparison, compare, is_bounded
-from support.published import PUBLISHED, UNPUBLISHED, Published, active, agrees, counted, spec_of, total
+from support.families import CARDS, TINY, Comparison, compare, is_bounded
+from support.published import PUBLISHED, UNPUBLISHED, active, agrees, counted, spec_of, total
 from tqdm import tqdm
 
+from moe_pack.formats.families.family import Published
 from moe_pack.formats.families.registry import model_types
 from moe_pack.formats.parts.specs import cached_values, num_active_parameters, num_parameters
 
@@ -67,8 +67,8 @@ def folder() -> Iterator[Path]:
 
 def measure(family: str) -> Row:
     """A family's row: all its shapes, refusals and published models, tried now."""
-    if family not in BASE:
-        raise SystemExit(f"{family}: has no shapes; add it to BASE in tests/support/families.py")
+    if family not in CARDS:
+        raise SystemExit(f"{family}: has no card; add it to CARDS of its file in tests/families")
     found: dict[str, Comparison] = {}
     for tiny in tqdm([tiny for tiny in TINY if tiny.family == family], desc=family, disable=None, leave=False):
         with folder() as path:

@@ -33,20 +33,14 @@ def exact(values: Floats, level: float) -> float:
 
 
 CASES = {
-    "one value": np.float32([0.7]),
-    "two values": np.float32([3.0, 1e-3]),
-    "a hundred values": drawn(100, 1.0),
-    "numbers close together": drawn(999, 1e-4),
-    "numbers of all sizes": drawn(1000, 25.0),
-    "a constant": np.full(37, 1.2345, np.float32),
-    "powers of two": 2.0 ** np.arange(-140, 128, dtype=np.float32),
-    "zeros": np.zeros(10, np.float32),
-    "half zeros": np.concatenate([np.zeros(500, np.float32), drawn(500, 1.0)]),
-    "denormals": (np.arange(300) * 2.0**-139).astype(np.float32),
-    "the smallest of all": np.float32([2.0**-149]),
+    "one value": np.float32([0.7]), "two values": np.float32([3.0, 1e-3]), "a hundred values": drawn(100, 1.0),
+    "numbers close together": drawn(999, 1e-4), "numbers of all sizes": drawn(1000, 25.0),
+    "a constant": np.full(37, 1.2345, np.float32), "powers of two": 2.0 ** np.arange(-140, 128, dtype=np.float32),
+    "zeros": np.zeros(10, np.float32), "half zeros": np.concatenate([np.zeros(500, np.float32), drawn(500, 1.0)]),
+    "denormals": (np.arange(300) * 2.0**-139).astype(np.float32), "the smallest of all": np.float32([2.0**-149]),
     "huge": np.linspace(1e38, 3.39e38, 50).astype(np.float32),
     "the largest of all": np.full(3, np.finfo(np.float32).max),
-}
+}  # fmt: skip
 
 
 def test_quantiles_are_those_of_sorted_values_to_one_part_in_1024() -> None:

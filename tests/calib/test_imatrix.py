@@ -10,9 +10,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from support.cases import case
+from support.commands import moe_pack as run
 from support.models import TinyMixtral
 from support.profiles import copied, profiled, reseal, tokens_of
 from support.raw_gguf import F32, KIND_F32, LIST, TEXT, U32, Value, gguf_file, list_of, text
@@ -28,7 +28,6 @@ from moe_pack.calib.profile import (
 )
 from moe_pack.calib.profile.imatrix import dense_tensor, expert_tensor
 from moe_pack.calib.quantize import Calibration, ExpertMoments, ExpertQuantizer, ExpertTokens, GuardedQuantizer
-from moe_pack.convert.cli.main import main
 from moe_pack.formats import ExpertFormat, Pack, PackError, PlanError, part_format, trellis_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf.architecture import EXPERT_TENSORS
@@ -424,10 +423,6 @@ def test_neurons_of_large_activations_are_repeated_in_every_block() -> None:
 def random_block(seed: int = 0) -> NeuronBlock:
     generator = torch.Generator().manual_seed(seed)
     return NeuronBlock(*(torch.randn(F, D, generator=generator) / 8 for _ in range(3)))
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(each) for each in arguments], prog_name="moe-pack")
 
 
 def test_commands_carry_a_file_to_a_pack_and_back(source: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from support.commands import moe_run as run
 from support.models import DEMO_MODEL, TinyMixtral, pack
 from support.native import kernels_limited_to
 from support.profiles import Recorder, random_tokens
@@ -15,7 +15,6 @@ from moe_pack.calib.evaluate import measure_numerics
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.sidecar import write_sidecar
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.engine.numerics import NUMERICS_FILE, ModeLoss, NumericsLoss, chosen_mode, read_numerics
 from moe_pack.runtime.model import Decoder
 
@@ -91,10 +90,6 @@ def test_an_engine_takes_what_was_measured_for_this_content(packed: Path) -> Non
                 modes.append(engine.numerics)
         assert modes == ["fastest", "fast", "exact"] and read_numerics(opened) is None
         (packed / NUMERICS_FILE).unlink()
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-run")
 
 
 def test_a_run_says_its_mode_and_the_loss(demo: Path) -> None:

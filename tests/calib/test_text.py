@@ -108,18 +108,10 @@ SAMPLE_NAME = "the sample: prose, chat, code and languages"
 # The parts in a round of 20 sequences: 0 to 7 are prose, 8 conversations, 9 code, 10 other languages.
 TURNS = [0, 8, 9, 10, 1, 8, 2, 9, 3, 8, 10, 4, 9, 5, 8, 6, 9, 10, 8, 7]
 BEGINNINGS = {
-    0: "Glass\n",
-    1: "City to Reopen",
-    2: "Installing the Shelf\n",
-    3: "Abstract\n",
-    4: "Dear Ruth,\n",
-    5: "How a Vaccine Works\n",
-    6: "Terms of Use",
-    7: "Quarterly Report",
-    8: "User: What is the difference between weather",
-    9: "// Package cache",
-    10: "Der Herbst im Gebirge",
-}
+    0: "Glass\n", 1: "City to Reopen", 2: "Installing the Shelf\n", 3: "Abstract\n", 4: "Dear Ruth,\n",
+    5: "How a Vaccine Works\n", 6: "Terms of Use", 7: "Quarterly Report",
+    8: "User: What is the difference between weather", 9: "// Package cache", 10: "Der Herbst im Gebirge",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ from threading import Event, Lock
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from numpy.typing import NDArray
 from support.cases import case
 from support.coded import IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks
+from support.commands import moe_pack as run
 from support.killing import different_files, files_in
 from support.models import Tensors, TinyMixtral
 from support.profiles import QUICK, profiled, random_tokens
@@ -293,10 +294,6 @@ def test_a_job_counts_what_its_calibration_holds(checkpoint: Checkpoint) -> None
 # --- the command
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
-
-
 def formats_in(folder: Path) -> tuple[str, set[PartFormat | None]]:
     with Pack(folder) as pack:
         experts = [expert for layer in pack.index.experts for expert in layer]
@@ -341,19 +338,13 @@ USAGE = {
     ),
 }
 REFUSED = {
-    "a trellis of 8 bits": (
-        ["--codec", "trellis", "--record-bits", "8"],
-        "--record-bits 8: a trellis has 2 to 4 bits a weight; use --codec affine",
-    ),
-    "affine of half bits": (
-        ["--codec", "affine", "--selector-bits", "2.5"],
-        "--selector-bits 2.5: affine has whole bits only; use --codec trellis",
-    ),
-    "a trellis by hqq": (
-        ["--record-bits", "2.5"],
-        "--record-bits/--group-size: a trellis has no hqq quantization; use calibrated or nearest",
-    ),
-}
+    "a trellis of 8 bits": (["--codec", "trellis", "--record-bits", "8"],
+                            "--record-bits 8: a trellis has 2 to 4 bits a weight; use --codec affine"),
+    "affine of half bits": (["--codec", "affine", "--selector-bits", "2.5"],
+                            "--selector-bits 2.5: affine has whole bits only; use --codec trellis"),
+    "a trellis by hqq": (["--record-bits", "2.5"],
+                         "--record-bits/--group-size: a trellis has no hqq quantization; use calibrated or nearest"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", USAGE)

@@ -7,23 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from support.cases import case
-from support.models import DEMO_MODEL, TinyMixtral, pack
+from support.commands import moe_pack as run
+from support.models import TinyMixtral, pack, with_tokenizer
 from support.reseal import reseal
 
 from moe_pack.convert.checks import CheckResult, check_losses, exit_code_of, junit_xml, markdown_table
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.options import CheckLimits
 from moe_pack.runtime.quality import Estimate, Quality, SourceQuality
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
 NAMES = ["schema", "digests", "tensors", "kl", "perplexity", "bytes", "budget"]
 SHORT = ["--sample", "512"]
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 def checked(*arguments: str | Path, exit_code: int = 0) -> dict[str, Any]:
@@ -44,9 +39,7 @@ def statuses(found: dict[str, Any]) -> str:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model that has the demo model's tokenizer."""
     folder = SHAPE.write(tmp_path_factory.mktemp("source"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, folder / name)
-    return folder
+    return with_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +132,7 @@ def test_a_limit_of_loss_that_nothing_was_measured_for_is_unchecked(made: Path, 
 
 def test_a_loss_that_cannot_be_measured_is_unchecked(source: Path, packed: Path, tmp_path: Path) -> None:
     other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, other / name)
+    with_tokenizer(other)
     pack(other, tmp_path / "strange", width=4)
     kept = tmp_path / "kept"
     assert run("eval", packed, "--against", source, "--tokens", "512", "--keep-reference", kept).exit_code == 0

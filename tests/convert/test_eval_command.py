@@ -6,30 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from support.cases import case
-from support.models import BOOK, DEMO_MODEL, TinyMixtral, pack
+from support.commands import moe_pack as run
+from support.models import BOOK, TinyMixtral, pack, with_tokenizer
 
 from moe_pack.calib.evaluate import REFERENCE_FILE, read_reference
 from moe_pack.calib.forward import read_tokens, unseen_tokens
 from moe_pack.convert.cli.eval import quality_lines
-from moe_pack.convert.cli.main import main
 from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import Text
 from moe_pack.runtime.quality import Estimate, Prices, Quality, SparsityPrice, Substitution, SubstitutionPrice
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
 SHORT = ["--tokens", "256"]
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
-
-
-def with_tokenizer(folder: Path) -> Path:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, folder / name)
-    return folder
 
 
 @pytest.fixture(scope="module")

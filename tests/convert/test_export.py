@@ -25,7 +25,7 @@ from support.coded import (
     quantize_fp8,
     quantize_packed,
 )
-from support.families import BASE, TINY, Tiny, original, token_ids, write
+from support.families import CARDS, TINY, Tiny, original, token_ids, write
 from support.models import DEMO_MODEL, PackMaker, Tensors, TinyMixtral, pack
 from support.profiles import profiled, random_tokens
 
@@ -500,7 +500,7 @@ def test_a_synthetic_pack_has_nothing_to_export(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama4_text", "mistral4"])
 def test_experts_that_have_codes_one_by_one_are_in_one_tensor_again(family: str, tmp_path: Path) -> None:
     sizes = {"intermediate_size": 64, "moe_intermediate_size": 64}
-    tiny = Tiny(family, "as it comes", {key: size for key, size in sizes.items() if key in BASE[family]})
+    tiny = Tiny(family, "as it comes", {key: size for key, size in sizes.items() if key in CARDS[family].config})
     (tmp_path / "source").mkdir()
     write(tiny, tmp_path / "source")
     exported(tmp_path / "source", tmp_path)

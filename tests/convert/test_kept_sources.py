@@ -7,17 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from support.cases import case
 from support.coded import FP8_CONFIG, IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks, quantize_fp8
+from support.commands import moe_pack as run
 from support.killing import different_files, files_in
 from support.losses import random_losses
 from support.models import BOOK, Tensors, TinyMixtral
 
 from moe_pack.convert import compare_logits, compare_weights, convert, keep_source
 from moe_pack.convert.account import Preparation
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.kept import lossless_formats, with_kept
 from moe_pack.convert.plan.search import expert_choices
 from moe_pack.formats import (
@@ -300,10 +299,6 @@ def test_a_changed_code_of_the_source_is_told_from_what_was_kept(tmp_path: Path)
 
 
 # --- the command line
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 def test_by_default_a_checkpoint_in_fp8_keeps_its_codes_and_is_told_so(tmp_path: Path) -> None:

@@ -11,17 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import moe_pack as run
 from support.models import DEMO_MODEL, TinyMixtral
 from support.waiting import HANG_S
 
-from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +69,8 @@ def test_a_pack_has_the_size_its_manifest_gives_to_the_byte(source: Path, new_fo
             with case(width, group):
                 tmp_path = new_folder()
                 options = [
-                    "--selector-bits",
-                    width,
-                    "--record-bits",
-                    width,
-                    "--group-size",
-                    group,
-                    "--quantizer",
-                    "nearest",
-                ]
+                    "--selector-bits", width, "--record-bits", width, "--group-size", group, "--quantizer", "nearest",
+                ]  # fmt: skip
                 assert run("convert", source, "-o", tmp_path / "p", *options).exit_code == 0
                 with Pack(tmp_path / "p") as opened:
                     totals = opened.manifest.totals

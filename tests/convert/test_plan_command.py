@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from support.cards import CONFIGS
 from support.cases import case
+from support.commands import moe_pack as run
 from support.losses import random_losses
 from support.models import DEMO_MODEL, TinyMixtral
-from support.published import CONFIGS, PUBLISHED
+from support.published import PUBLISHED
 
 from moe_pack.calib.profile import Profile
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import PlanningModel, Target, check_budget, kv_text, planner_for, read_plan, with_kv_dtype
 from moe_pack.convert.plan.planned import two_digits
 from moe_pack.formats import Pack, RunError, UsageError, dense_roles, part_format, size_text, uniform_plan
@@ -65,10 +66,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return profiled(source, tmp_path_factory.mktemp("profiled") / "profile")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 def planned(*arguments: object) -> dict[str, Any]:
@@ -321,35 +318,21 @@ def test_for_vllm_a_layer_has_one_format_and_all_of_its_neurons_run(
 def test_wrong_options_are_refused(small: Path) -> None:
     cases = [
         ([], "Error: --target-vram is missing; give the memory to plan for, such as --target-vram 11G"),
-        (
-            ["--target-vram", "1G", "--sparsity", "0.5"],
-            "Error: --sparsity needs --preset floe, because other plans decide it; remove --sparsity",
-        ),
-        (
-            ["--target-vram", "1G", "--preset", "floe", "--selector", "up"],
-            "Error: --selector: preset floe decides it; remove --selector",
-        ),
-        (
-            ["--target-vram", "1G", "--preset", "floe", "--for", "vllm"],
-            "Error: --preset does not apply to --for vllm, which restricts the search; remove one of the two",
-        ),
-        (
-            ["--target-vram", "1G", "--search", "uniform", "--for", "vllm"],
-            "Error: --search does not apply to --for vllm, which restricts the search; remove one of the two",
-        ),
-        (
-            ["--target-vram", "13G", "--gpu", "RTX 3060 12G"],
-            "moe-pack: --target-vram: found 13.0 GiB, RTX 3060 12G has 12.0 GiB; give less, or another GPU with --gpu",
-        ),
-        (
-            ["--target-vram", "1G", "--context", "1000000"],
-            "moe-pack: --context: found 1000000, this model takes at most 4096 tokens",
-        ),
-        (
-            ["--target-vram", "1G", "-o", "/proc/none/plan.json"],
-            "moe-pack: --output /proc/none/plan.json: cannot be written (No such file or directory); give another file",
-        ),
-    ]
+        (["--target-vram", "1G", "--sparsity", "0.5"],
+         "Error: --sparsity needs --preset floe, because other plans decide it; remove --sparsity"),
+        (["--target-vram", "1G", "--preset", "floe", "--selector", "up"],
+         "Error: --selector: preset floe decides it; remove --selector"),
+        (["--target-vram", "1G", "--preset", "floe", "--for", "vllm"],
+         "Error: --preset does not apply to --for vllm, which restricts the search; remove one of the two"),
+        (["--target-vram", "1G", "--search", "uniform", "--for", "vllm"],
+         "Error: --search does not apply to --for vllm, which restricts the search; remove one of the two"),
+        (["--target-vram", "13G", "--gpu", "RTX 3060 12G"],
+         "moe-pack: --target-vram: found 13.0 GiB, RTX 3060 12G has 12.0 GiB; give less, or another GPU with --gpu"),
+        (["--target-vram", "1G", "--context", "1000000"],
+         "moe-pack: --context: found 1000000, this model takes at most 4096 tokens"),
+        (["--target-vram", "1G", "-o", "/proc/none/plan.json"],
+         "moe-pack: --output /proc/none/plan.json: cannot be written (No such file or directory); give another file"),
+    ]  # fmt: skip
     for arguments, message in cases:
         with case(arguments, message):
             assert fault(small, *arguments) == message

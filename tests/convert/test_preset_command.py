@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from support.cases import case
+from support.commands import moe_pack as run
 from support.losses import random_losses
 from support.models import BOOK, DEMO_MODEL, TinyMixtral
 from support.specs import GROUPED
 
 from moe_pack.calib.profile import Profile, losses_of
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import PlanningModel, Target, preset_decision
 from moe_pack.convert.plan.options import PRESET_NAMES, LossLimit, PresetName
 from moe_pack.convert.plan.planned import two_digits
@@ -24,10 +24,6 @@ TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "512"]
 CPU = ["--target-vram", "16M", "--device", "cpu", "--context", "64"]
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 def done(*arguments: object) -> Result:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from support.cases import case
+from support.commands import moe_pack as run
 from support.models import BOOK, TinyMixtral
 
 from moe_pack.calib.profile import Profile
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import Decision, plan_bytes
 from moe_pack.formats import Pack, part_format, size_text, uniform_plan
 
@@ -31,10 +31,6 @@ def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profiled") / "profile"
     assert run("profile", str(source), "-o", str(folder), *SMALL).exit_code == 0
     return folder
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments, prog_name="moe-pack")
 
 
 def converted(source: Path, out: Path, *more: str) -> Result:

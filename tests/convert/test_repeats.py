@@ -330,33 +330,17 @@ def test_a_pack_whose_repeats_do_not_fit_is_refused(
         edit_array(folder / "order.safetensors", "order", edit)
 
     cases: list[tuple[str, Callable[[JsonObject], object], Callable[[Path], object], str]] = [
-        (
-            "no feature",
-            lambda values: values["features"].remove("repeated"),
-            lambda folder: None,
-            "manifest.json: feature 'repeated' and repeats of experts must be present together",
-        ),
-        (
-            "no repeats",
-            lambda values: expert(values).pop("repeats"),
-            lambda folder: None,
-            "manifest.json: feature 'repeated' and repeats of experts must be present together",
-        ),
-        (
-            "too many",
-            lambda values: expert(values).update(repeats=(F + REPEATS) // 2 + 1),
-            lambda folder: None,
-            f"manifest.json: model: expert repeats is {(F + REPEATS) // 2 + 1}, expected 0 to half of the "
-            f"{F + REPEATS} rows",
-        ),
-        (
-            "thrice",
-            lambda values: None,
-            thrice,
-            f"order.safetensors: order of layer 1 expert 1 is not a permutation of {F} neurons, {REPEATS} of them "
-            "twice",
-        ),
-    ]
+        ("no feature", lambda values: values["features"].remove("repeated"), lambda folder: None,
+         "manifest.json: feature 'repeated' and repeats of experts must be present together"),
+        ("no repeats", lambda values: expert(values).pop("repeats"), lambda folder: None,
+         "manifest.json: feature 'repeated' and repeats of experts must be present together"),
+        ("too many", lambda values: expert(values).update(repeats=(F + REPEATS) // 2 + 1), lambda folder: None,
+         f"manifest.json: model: expert repeats is {(F + REPEATS) // 2 + 1}, expected 0 to half of the "
+         f"{F + REPEATS} rows"),
+        ("thrice", lambda values: None, thrice,
+         f"order.safetensors: order of layer 1 expert 1 is not a permutation of {F} neurons, {REPEATS} of them "
+         "twice"),
+    ]  # fmt: skip
     for name, before, edit, message in cases:
         with case(name):
             folder = sealed(name, before, edit)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from support.commands import moe_pack as run
 from support.models import DEMO_MODEL, PackMaker, TinyMixtral, pack
 from support.profiles import profiled, random_tokens
 
-from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack, RunError
 from moe_pack.runtime.offload import (
     PRESETS,
@@ -27,10 +26,6 @@ from moe_pack.runtime.offload.record import write_recording
 
 BUDGET, CONTEXT = 11 << 20, 64  # of the demo pack's 32 experts, each a page, some two thirds have room
 NUM_EXPERTS = 8
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import moe_pack as run
 from support.models import TESTS, TinyMixtral
 from support.profiles import folder_bytes, profiled, random_tokens
 from support.sparsities import realized_sparsity
 
 from moe_pack.convert import link_memory_folder
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import Decision, plan_bytes
 from moe_pack.formats import ConversionError, Pack, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
@@ -23,10 +23,6 @@ from moe_pack.runtime.cli.main import main as moe_run
 
 NOISE = "synthetic: its weights are random, its text is noise"
 CONFIG = TinyMixtral(num_layers=3, num_experts=4, vocab_size=128)
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 def bench(folder: Path, *options: object) -> Result:
@@ -139,21 +135,12 @@ def test_experts_can_be_as_popular_as_in_a_profile(tmp_path: Path) -> None:
 
 WRONG = {
     "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: no such file or folder, and no known model"),
-    "GGUF file": (
-        ["synth", str(TESTS / "data" / "gguf" / "mixtral.gguf")],
-        1,
-        "mixtral.gguf: is a GGUF file; give a config.json, a folder with one, or a model's name",
-    ),
-    "plan and bits": (
-        ["--plan", "p", "--dense-bits", "8", "--sparsity", "0.5"],
-        2,
-        "--plan decides all formats and sparsities; remove --dense-bits, --sparsity",
-    ),
-    "profile and skew": (
-        ["--profile", "p", "--skew", "1"],
-        2,
-        "--profile decides how popular experts are; remove --skew",
-    ),
+    "GGUF file": (["synth", str(TESTS / "data" / "gguf" / "mixtral.gguf")], 1,
+                  "mixtral.gguf: is a GGUF file; give a config.json, a folder with one, or a model's name"),
+    "plan and bits": (["--plan", "p", "--dense-bits", "8", "--sparsity", "0.5"], 2,
+                      "--plan decides all formats and sparsities; remove --dense-bits, --sparsity"),
+    "profile and skew": (["--profile", "p", "--skew", "1"], 2,
+                         "--profile decides how popular experts are; remove --skew"),
     "skew": (["--skew", "nan"], 2, "--skew: found nan, expected a number from 0 to 4"),
     "correlation": (["--path-correlation", "1.01"], 2, "--path-correlation: found 1.01, expected a number from 0 to 1"),
     "sparsity": (["--sparsity", "1"], 2, "--sparsity: found 1.0, expected a share of at least 0 and less than 1"),
@@ -161,7 +148,7 @@ WRONG = {
     "no plan": (["--plan", "/nowhere/plan.json"], 1, "moe-pack: plan.json: file is missing"),
     "no profile": (["--profile", "/nowhere"], 1, "moe-pack: /nowhere: no such folder"),
     "layers": (["--layers", "4"], 1, "--layers is 4, but this model's num_hidden_layers is 3"),
-}
+}  # fmt: skip
 
 
 def test_wrong_input_ends_in_a_line_that_says_what_to_do(config: Path, new_folder: Callable[[], Path]) -> None:

@@ -46,33 +46,11 @@ from moe_pack.runtime.model import TORCH, Decoder, PackWeights, open_weights, op
 from moe_pack.runtime.model.pack_weights import table_values
 
 # Models with every kind of attention, mixer, router and residual that published ones have.
-NAMES = (
-    "mixtral-8x7b",
-    "qwen1.5-moe-a2.7b",
-    "qwen3-30b-a3b",
-    "deepseek-v2",
-    "phi-3.5-moe",
-    "olmoe-1b-7b",
-    "granite-3.0-1b-a400m",
-    "glm-4.5-air",
-    "dots.llm1.base",
-    "gpt-oss-20b",
-    "qwen3-next-80b-a3b-instruct",
-    "qwen3.6-35b-a3b",
-    "kimi-linear-48b-a3b-instruct",
-    "ling-3.0-flash",
-    "granite-4.0-h-tiny",
-    "lfm2-8b-a1b",
-    "jamba-v0.1",
-    "nemotron-3-nano-30b-a3b",
-    "mistral-small-4",
-    "llama-4-scout-17b-16e",
-    "gemma-4-26b-a4b",
-    "trinity-mini",
-    "laguna-xs-2.1",
-    "mimo-v2-flash",
-    "dbrx-instruct",
-)
+NAMES = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "deepseek-v2", "phi-3.5-moe", "olmoe-1b-7b",
+         "granite-3.0-1b-a400m", "glm-4.5-air", "dots.llm1.base", "gpt-oss-20b", "qwen3-next-80b-a3b-instruct",
+         "qwen3.6-35b-a3b", "kimi-linear-48b-a3b-instruct", "ling-3.0-flash", "granite-4.0-h-tiny", "lfm2-8b-a1b",
+         "jamba-v0.1", "nemotron-3-nano-30b-a3b", "mistral-small-4", "llama-4-scout-17b-16e", "gemma-4-26b-a4b",
+         "trinity-mini", "laguna-xs-2.1", "mimo-v2-flash", "dbrx-instruct")  # fmt: skip
 # Whose first three layers have no experts, or lack a kind of attention.
 LATE = ("glm-5.3", "step-3.7-flash", "minimax-m3", "deepseek-v4-flash")
 

@@ -97,23 +97,15 @@ def test_options_that_would_do_nothing_are_usage_errors() -> None:
     cases = [
         (["--ram", "2G"], "--ram needs --target-vram; add --target-vram or remove --ram"),
         (["--max-loss", "1%"], "--max-loss needs --target-vram; add --target-vram or remove --max-loss"),
-        (
-            ["--target-vram", "1G", "--device", "cpu", "--gpu", "L4"],
-            "--gpu needs --device cuda; remove it or add --device cuda",
-        ),
-        (
-            ["--target-vram", "1G", "--device", "cpu", "--ram", "2G"],
-            "--ram needs --device cuda; remove it or add --device cuda",
-        ),
-        (
-            ["--target-vram", "1G", "--kv-dtype", "q8", "--gpu", "L4"],
-            "--gpu is for GPUs and --kv-dtype for the CPU; remove one of the two",
-        ),
-        (
-            ["--target-vram", "1G", "--preset", "corm", "--search", "uniform"],
-            "--search does not apply to --preset corm; remove one of the two",
-        ),
-    ]
+        (["--target-vram", "1G", "--device", "cpu", "--gpu", "L4"],
+         "--gpu needs --device cuda; remove it or add --device cuda"),
+        (["--target-vram", "1G", "--device", "cpu", "--ram", "2G"],
+         "--ram needs --device cuda; remove it or add --device cuda"),
+        (["--target-vram", "1G", "--kv-dtype", "q8", "--gpu", "L4"],
+         "--gpu is for GPUs and --kv-dtype for the CPU; remove one of the two"),
+        (["--target-vram", "1G", "--preset", "corm", "--search", "uniform"],
+         "--search does not apply to --preset corm; remove one of the two"),
+    ]  # fmt: skip
     for arguments, fault in cases:
         with case(arguments, fault):
             assert asked(*arguments) == f"Error: {fault}"

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from support.cases import case
+from support.commands import moe_pack as run
 from support.models import BOOK, TinyMixtral
 
 from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.convert.autopack import work_folder
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.convert.plan.planned import two_digits
 from moe_pack.formats import Pack
@@ -25,10 +25,6 @@ TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "512"]
 CPU = ["--target-vram", "16M", "--device", "cpu", "--context", "64"]
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments, prog_name="moe-pack")
 
 
 @pytest.fixture(scope="module")

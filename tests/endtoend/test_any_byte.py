@@ -16,19 +16,10 @@ from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.runtime.cli.main import main as moe_run
 
 FILES = [
-    "manifest.json",
-    "index.safetensors",
-    "experts-000.safetensors",
-    "experts-001.safetensors",
-    "dense.safetensors",
-    "thresholds.safetensors",
-    "order.safetensors",
-    "source.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-]
+    "manifest.json", "index.safetensors", "experts-000.safetensors", "experts-001.safetensors", "dense.safetensors",
+    "thresholds.safetensors", "order.safetensors", "source.json", "config.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json",
+]  # fmt: skip
 RUN = ["--device", "cpu", "--prompt", "It was a dark night", "--temperature", "0", "--max-tokens", "6"]
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support.commands import moe_pack as run
 from support.families import Tiny, write
-from support.models import BOOK, DEMO_MODEL
+from support.models import BOOK, with_tokenizer
 
-from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
 from moe_pack.runtime.cli.main import main as run_main
 from moe_pack.runtime.offload import divide_budget, routing_bytes
@@ -27,10 +27,6 @@ CPU = ["--target-vram", str(MEMORY), "--device", "cpu", "--context", str(CONTEXT
 TEXT = ["--tokens", "512", "--sequence-length", "64"]
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, arguments, prog_name="moe-pack")
-
-
 def done(*arguments: str) -> Result:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
@@ -39,10 +35,7 @@ def done(*arguments: str) -> Result:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write(SHAPE, tmp_path_factory.mktemp("source"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, folder / name)
-    return folder
+    return with_tokenizer(write(SHAPE, tmp_path_factory.mktemp("source")))
 
 
 @pytest.fixture(scope="module")

@@ -4,20 +4,19 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
+import families
 import pytest
 import torch
-from support.built_configs import BUILT_AS
+from families.phimoe import LONGROPE
 from support.cases import case
-from support.close_configs import CLOSE, refusal
-from support.close_rows import Close
+from support.close import CLOSE, Close, refusal
 from support.families import (
-    BASE,
+    CARDS,
     IN_TRANSFORMERS,
-    LONGROPE,
-    NOT_ROTARY,
-    ROPE_BY_KIND,
+    REFERENCES,
     TINY,
     WITH_ENCODER,
     Tiny,
@@ -32,12 +31,11 @@ from support.families import (
     write,
     write_config,
 )
-from support.references import REFERENCES
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.registry import model_types, read_spec
+from moe_pack.formats.families.registry import families_of, model_types, modules, read_spec
 from moe_pack.runtime.engine.options import cpu_only
 
 # The project's bound on float32 logits. Sums in another order differ by less than 1e-5 here; logits reach 1 to 10.
@@ -45,8 +43,11 @@ TOLERANCE = 1e-4
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
-def test_every_family_has_a_row() -> None:
-    assert set(BASE) == set(model_types())
+def test_every_family_has_a_card_in_the_file_of_its_module() -> None:
+    files = {path.stem for path in Path(families.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == set(modules())
+    for name in files:
+        assert set(import_module(f"families.{name}").CARDS) == {each.model_type for each in families_of(name)}, name
     assert {tiny.family for tiny in TINY} == set(model_types())
     assert {tiny.family for tiny in FEW} == set(CHANGED)
 
@@ -137,8 +138,9 @@ def test_configs_of_transformers_4_and_5_describe_the_same_model(new_folder: Cal
             four.close()
             written = text_values(json.loads((tmp_path / "four" / "config.json").read_text()))
             is_rotary = ("rope_theta" in written) == (five.spec.rope is not None)
-            assert "rope_parameters" not in written or family in ROPE_BY_KIND
-            assert is_rotary or family in (*NOT_ROTARY, *ROPE_BY_KIND)
+            rope = CARDS[family].rope
+            assert "rope_parameters" not in written or rope == "by kind"
+            assert is_rotary or rope in ("none", "by kind")
             assert four.spec == five.spec
 
 
@@ -152,7 +154,7 @@ def test_a_key_that_is_missing_means_what_it_means_to_transformers(step: int, ne
             with case(four, family):
                 tmp_path = new_folder()
                 whole = write_config(Tiny(family, "whole"), tmp_path)
-                text = as_transformers_4(text_values(whole)) if four else text_values(whole)
+                text = as_transformers_4(family, text_values(whole)) if four else text_values(whole)
                 for key in text.keys() - {"model_type"}:
                     values = with_text(whole, {name: value for name, value in text.items() if name != key})
                     try:
@@ -161,7 +163,7 @@ def test_a_key_that_is_missing_means_what_it_means_to_transformers(step: int, ne
                         continue
                     if "time_step_limit" in text_values(values):  # infinity, which only from_pretrained reads
                         values = with_text(values, text_values(values) | {"time_step_limit": [0.0, math.inf]})
-                    theirs = AutoConfig.for_model(**(values | {"model_type": BUILT_AS.get(family, family)}))
+                    theirs = AutoConfig.for_model(**(values | {"model_type": CARDS[family].built_as or family}))
                     theirs.save_pretrained(tmp_path)
                     filled = named(family, tmp_path)
                     assert ours == read_spec(Config(filled, "config.json"))[1], f"without {key}"

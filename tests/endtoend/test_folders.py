@@ -150,19 +150,12 @@ def test_a_tied_head_that_differs_is_the_head_in_each_family(new_folder: Callabl
 def test_names_with_a_wrapper_s_prefix_are_those_of_the_model(new_folder: Callable[[], Path]) -> None:
     expected = read(single(new_folder() / "model"))[0]
     cases: list[Change] = [
-        prefixed("base_model.model."),
-        prefixed("module."),
-        prefixed("_orig_mod."),
-        prefixed("module._orig_mod."),
-        within("model.layers", "model._orig_mod.layers"),
-        within("self_attn.", "self_attn._fsdp_wrapped_module."),
+        prefixed("base_model.model."), prefixed("module."), prefixed("_orig_mod."), prefixed("module._orig_mod."),
+        within("model.layers", "model._orig_mod.layers"), within("self_attn.", "self_attn._fsdp_wrapped_module."),
         within(".block_sparse_moe", "._checkpoint_wrapped_module.block_sparse_moe"),
-        prefixed("model.language_model.", "model."),
-        prefixed("language_model."),
-        prefixed("", "model."),
-        prefixed("transformer.", "model."),
-        prefixed("module.", "model."),
-    ]
+        prefixed("model.language_model.", "model."), prefixed("language_model."), prefixed("", "model."),
+        prefixed("transformer.", "model."), prefixed("module.", "model."),
+    ]  # fmt: skip
     for number, change in enumerate(cases):
         with case(number):
             found, notes = read(single(new_folder() / "model", change=change))

@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 import torch
 from support.answers import our_logits, start_token, their_answer
-from support.built_configs import built
 from support.families import (
-    BASE,
+    CARDS,
+    REFERENCES,
     WITH_ENCODER,
     Tiny,
+    built,
+    leave_text,
     oracle,
     original,
     text_values,
     token_ids,
+    whole_config,
     with_text,
     write_config,
     write_random,
 )
-from support.references import REFERENCES
-from support.text_alone import leave_text, whole_config
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families import Checkpoint
@@ -86,7 +87,7 @@ def _infinite(value: Any) -> Any:
 def candidates(folder: Path) -> list[tuple[str, Any]]:
     """Every key of every family's config with values that are not its own."""
     found: dict[str, list[Any]] = {}
-    for family in BASE:
+    for family in CARDS:
         for key, value in text_values(written(family, folder)).items():
             if isinstance(value, bool):
                 found.setdefault(key, []).extend([True, False])
@@ -161,7 +162,7 @@ def spec_or_none(values: dict[str, Any]) -> ModelSpec | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", BASE)
+@pytest.mark.parametrize("family", CARDS)
 def test_a_foreign_key_is_refused_or_means_what_it_means_to_the_original(
     family: str, changes: list[tuple[str, Any]], tmp_path: Path
 ) -> None:

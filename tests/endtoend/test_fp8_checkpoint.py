@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.coded import FP8_CONFIG, quantize_fp8
+from support.commands import moe_pack as run
 from support.families import Tiny, config_of, original, token_ids, write_random
 
 from moe_pack.convert import convert, keep_source
-from moe_pack.convert.cli.main import main
 from moe_pack.formats import BF16, Pack, PackError, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.layouts import UNUSED_FILE
@@ -25,15 +24,9 @@ from moe_pack.runtime.model import Decoder, PackWeights
 # The project's bound on float32 logits; see test_families.py.
 TOLERANCE = 1e-4
 SHAPE = {
-    "hidden_size": 192,
-    "moe_intermediate_size": 160,
-    "intermediate_size": 320,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "v_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-}
+    "hidden_size": 192, "moe_intermediate_size": 160, "intermediate_size": 320, "q_lora_rank": 64, "kv_lora_rank": 64,
+    "v_head_dim": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+}  # fmt: skip
 CODED = ("_proj.weight", "kv_a_proj_with_mqa.weight")
 
 
@@ -108,10 +101,6 @@ def test_its_prediction_layer_lies_in_the_pack_byte_for_byte(folders: tuple[Path
     for name, expected in behind.items():
         assert found[name].dtype == expected.dtype
         assert torch.equal(found[name].view(torch.uint8), expected.view(torch.uint8)), name
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
 def spoiled(packed: Path, folder: Path) -> Path:

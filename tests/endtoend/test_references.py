@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cards import Values
 from support.cases import case
-from support.references import REFERENCES, SIZES, SMALLEST, SWITCHES, Values
-from support.references.fixtures import FIXTURES, TEXT, logits_of_shapes, shapes_of
-from support.references.plain import Weights
+from support.families import CARDS, REFERENCES, SIZES
+from support.plain import Weights
+from support.references import FIXTURES, TEXT, logits_of_shapes, shapes_of
 
 Sibling = tuple[Values, Weights]  # the config and the tensors of a transformers class that comes to the same
 IDS = [(11 * i * i + 5 * i + 3) % 96 for i in range(32)]
@@ -27,7 +28,7 @@ def test_a_reference_says_what_it_said_when_it_was_written(model_type: str) -> N
 @pytest.mark.parametrize("model_type", REFERENCES)
 def test_every_switch_changes_what_is_said(model_type: str) -> None:
     kept = load_file(FIXTURES / f"{model_type}.safetensors")
-    for name in SWITCHES[model_type]:
+    for name in CARDS[model_type].shapes:
         assert (kept[name] - kept["as it comes"]).abs().max() > 0.1, name
 
 
@@ -160,4 +161,4 @@ def test_a_transformers_class_that_comes_to_the_same_says_the_same(new_folder: C
 
 def test_the_fixtures_text_is_within_the_vocabulary_and_the_window() -> None:
     assert max(TEXT) < SIZES["vocab_size"] and len(IDS) < SIZES["max_position_embeddings"]
-    assert SMALLEST.keys() == SWITCHES.keys() == REFERENCES.keys() == SIBLINGS.keys()
+    assert REFERENCES.keys() == SIBLINGS.keys()

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cards import ALL_SCALINGS
 from support.cases import case
-from support.families import Tiny, original, token_ids, write
-from support.scaled_rope import KINDS, LENGTHS, NOT_RUN, ORIGINAL, REFUSED, SCALED, rescale
+from support.families import CARDS, ROTARY, Tiny, original, token_ids, write
+from support.scaled_rope import LENGTHS, ORIGINAL, rescale
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import Checkpoint
@@ -35,8 +36,9 @@ def compare_kinds(family: str, folder: Path) -> None:
     write(Tiny(family, "as it comes"), folder)
     values = json.loads((folder / "config.json").read_text())
     unscaled, ids = by_transformers(folder, token_ids()[: LENGTHS[-1]]), token_ids()
-    for kind in KINDS:
-        if kind in (*NOT_RUN.get(family, ()), *REFUSED.get(family, ())):
+    card = CARDS[family]
+    for kind in ALL_SCALINGS:
+        if kind in (*card.not_run, *card.refused_scalings):
             continue
         with case(family, kind):
             rescale(folder, values, kind)
@@ -60,17 +62,17 @@ def test_scaled_positions_are_those_of_transformers(new_folder: Folder) -> None:
 
 @pytest.mark.slow
 def test_scaled_positions_of_all_other_families_are_those_of_transformers(new_folder: Folder) -> None:
-    for family in SCALED:
+    for family in ROTARY:
         if family not in FEW:
             compare_kinds(family, new_folder())
 
 
 @pytest.mark.slow
 def test_scalings_that_a_family_lacks_are_refused(new_folder: Folder) -> None:
-    for family, kinds in REFUSED.items():
+    for family in (family for family, card in CARDS.items() if card.refused_scalings):
         folder = write(Tiny(family, "as it comes"), new_folder())
         values = json.loads((folder / "config.json").read_text())
-        for kind in kinds:
+        for kind in CARDS[family].refused_scalings:
             with case(family, kind):
                 rescale(folder, values, kind)
                 with pytest.raises(CheckpointError, match=r"longrope nor dynamic|expected at least rotary_dim"):

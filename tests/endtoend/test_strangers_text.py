@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import moe_run as run
 from support.models import DEMO_MODEL, TinyMixtral
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from moe_pack.convert.cli.main import main as moe_pack_command
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, Text
-from moe_pack.runtime.cli.main import main as moe_run_command
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.sampling import SamplingOptions
 from moe_pack.runtime.serve.requests import EndEvent, Event, Request, TokenEvent
@@ -32,10 +32,6 @@ RECURSIVE = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
 def convert(source: Path, output: Path) -> Result:
     arguments = ["convert", str(source), "-o", str(output), "--quantizer", "nearest"]
     return CliRunner().invoke(moe_pack_command, arguments, prog_name="moe-pack")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(moe_run_command, [str(argument) for argument in arguments], prog_name="moe-run")
 
 
 @pytest.fixture(scope="module")

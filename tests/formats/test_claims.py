@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cases import case
-from support.families import BASE, FUSED_ALWAYS, ROTARY, STACKED, Tiny, write
+from support.families import CARDS, ROTARY, Tiny, write
 from support.models import Tensors, pack
 
 from moe_pack.formats import CheckpointError, Matrix, canonical
@@ -466,15 +466,16 @@ def test_every_row_of_every_tensor_is_accounted_for_once(new_folder: Callable[[]
     for family, fused in cases:
         with case(family, fused):
             tmp_path = new_folder()
-            assert family in BASE
             checkpoint = Checkpoint(write(Tiny(family, "account", fused=fused), tmp_path))
             assert_every_value_is_claimed_once(checkpoint)
             packed = {tensor.name for tensor in checkpoint.account()[1] if tensor.fate == "packed"}
             spec = checkpoint.spec
             # Biases of gate and up lie in one tensor, as these do.
-            is_fused = fused or family in FUSED_ALWAYS
+            is_fused = fused or CARDS[family].experts == "fused"
             num_matrices = len(spec.expert.matrices)
-            is_apart = family == "dbrx" or (family in STACKED and not fused)  # a tensor for each matrix of all experts
+            is_apart = family == "dbrx" or (
+                CARDS[family].experts == "stacked" and not fused
+            )  # a tensor for each matrix of all experts
             of_each_layer = (
                 (3 if is_apart else 2) + 2 * bool(spec.expert.bias)
                 if is_fused or is_apart

@@ -201,19 +201,13 @@ def test_another_quantization_is_refused_by_name(new_folder: Callable[[], Path])
         ({"weight_block_size": None}, "weight_block_size is []; only [128, 128] is supported"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2', supported: e4m3"),
         ({"activation_scheme": "static"}, "activation_scheme is 'static', supported: dynamic"),
-        (
-            {"kv_cache_scheme": "fp8"},
-            "key 'kv_cache_scheme' ('fp8') is unknown for this family and may change the arithmetic",
-        ),
-        (
-            {"quant_method": "awq"},
-            "quant_method is 'awq', supported: fp8, mxfp4, compressed-tensors; use the 16-bit original",
-        ),
-        (
-            {"quant_method": None},
-            "quant_method is '', supported: fp8, mxfp4, compressed-tensors; use the 16-bit original",
-        ),
-    ]
+        ({"kv_cache_scheme": "fp8"},
+         "key 'kv_cache_scheme' ('fp8') is unknown for this family and may change the arithmetic"),
+        ({"quant_method": "awq"},
+         "quant_method is 'awq', supported: fp8, mxfp4, compressed-tensors; use the 16-bit original"),
+        ({"quant_method": None},
+         "quant_method is '', supported: fp8, mxfp4, compressed-tensors; use the 16-bit original"),
+    ]  # fmt: skip
     for config, message in cases:
         with case(config, message):
             tmp_path = new_folder()

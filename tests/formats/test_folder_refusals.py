@@ -101,21 +101,15 @@ def test_a_folder_that_lacks_weights_is_refused_by_what_it_has(new_folder: Calla
         (["training_args.bin", "optimizer.pt"], neither),
         (["original/consolidated.00.pth"], neither),
         (SHARDS[:2], f"found {', '.join(SHARDS[:2])} without {INDEX}, which says what is in them; download it too"),
-        (
-            ["consolidated.safetensors", "model.Q4_0.gguf"],
-            "found consolidated.safetensors, which has its authors' names of tensors; download the model's files for "
-            f"transformers, {SINGLE} or {INDEX} and its shards",
-        ),
-        (
-            ["model.fp16.safetensors"],
-            f"found model.fp16.safetensors, expected {SINGLE} or {INDEX}; if one file has the whole model, rename it "
-            f"to {SINGLE}",
-        ),
-        (
-            ["flax_model.msgpack", "tf_model.h5"],
-            f"found flax_model.msgpack, tf_model.h5, expected {SINGLE} or {INDEX}; download the model as safetensors",
-        ),
-    ]
+        (["consolidated.safetensors", "model.Q4_0.gguf"],
+         "found consolidated.safetensors, which has its authors' names of tensors; download the model's files for "
+         f"transformers, {SINGLE} or {INDEX} and its shards"),
+        (["model.fp16.safetensors"],
+         f"found model.fp16.safetensors, expected {SINGLE} or {INDEX}; if one file has the whole model, rename it "
+         f"to {SINGLE}"),
+        (["flax_model.msgpack", "tf_model.h5"],
+         f"found flax_model.msgpack, tf_model.h5, expected {SINGLE} or {INDEX}; download the model as safetensors"),
+    ]  # fmt: skip
     for names, message in cases:
         with case(names):
             folder = without(with_files(single(new_folder()), *names), SINGLE)

@@ -513,23 +513,15 @@ def test_a_tensor_that_is_missing_or_has_no_role_or_no_values_is_refused(tmp_pat
     cases: Iterable[tuple[Callable[[dict[str, Any]], object], str]] = [
         (lambda tensors: tensors.pop("blk.1.attn_v.weight"), "tensor 'blk.1.attn_v.weight' is missing"),
         (lambda tensors: tensors.pop("token_embd.weight"), "tensor 'token_embd.weight' is missing"),
-        (
-            lambda tensors: tensors.update({"blk.0.attn_q.lora_a": tensors["blk.0.attn_q.weight"]}),
-            "tensor 'blk.0.attn_q.lora_a' has no role in architecture 'llama'; the pack would lose it",
-        ),
-        (
-            lambda tensors: tensors.update({"rope_freqs.weight": (np.ones(8, np.float32), kinds.F32)}),
-            "tensor 'rope_freqs.weight' has no role in architecture 'llama'; the pack would lose it",
-        ),
-        (
-            lambda tensors: tensors.update({"blk.0.attn_norm.weight": (np.ones(32, np.float32), kinds.F32)}),
-            "tensor 'blk.0.attn_norm.weight' has shape [32], expected [64] by the metadata",
-        ),
-        (
-            lambda tensors: tensors.update({"blk.0.attn_norm.weight": (np.ones(64, np.int32), kinds.I32)}),
-            "tensor 'blk.0.attn_norm.weight' is I32, which the gguf package cannot dequantize; a newer one may: ",
-        ),
-    ]
+        (lambda tensors: tensors.update({"blk.0.attn_q.lora_a": tensors["blk.0.attn_q.weight"]}),
+         "tensor 'blk.0.attn_q.lora_a' has no role in architecture 'llama'; the pack would lose it"),
+        (lambda tensors: tensors.update({"rope_freqs.weight": (np.ones(8, np.float32), kinds.F32)}),
+         "tensor 'rope_freqs.weight' has no role in architecture 'llama'; the pack would lose it"),
+        (lambda tensors: tensors.update({"blk.0.attn_norm.weight": (np.ones(32, np.float32), kinds.F32)}),
+         "tensor 'blk.0.attn_norm.weight' has shape [32], expected [64] by the metadata"),
+        (lambda tensors: tensors.update({"blk.0.attn_norm.weight": (np.ones(64, np.int32), kinds.I32)}),
+         "tensor 'blk.0.attn_norm.weight' is I32, which the gguf package cannot dequantize; a newer one may: "),
+    ]  # fmt: skip
     for number, (change, message) in enumerate(cases):
         with case(message):
             found = refusal(rewritten(tmp_path / f"{number}.gguf", tensors=change))
@@ -558,23 +550,13 @@ def test_factors_of_rotary_positions_that_are_not_the_models_are_refused(tmp_pat
     assert set(bands.tolist()) == {1.0, 16.0}
     changes: dict[str, tuple[Path, Any, str]] = {
         "missing": (gemma, None, f"tensor '{name}' is missing"),
-        "type": (
-            gemma,
-            (np.minimum(own, 2).astype(np.float16), kinds.F16),
-            f"tensor '{name}' is F16, expected F32",
-        ),
+        "type": (gemma, (np.minimum(own, 2).astype(np.float16), kinds.F16), f"tensor '{name}' is F16, expected F32"),
         "number": (gemma, (own[:-1], kinds.F32), f"tensor '{name}' has shape [15], expected [16] by the metadata"),
-        "value": (
-            gemma,
-            (np.where(np.arange(16) == 1, 2, own).astype(np.float32), kinds.F32),
-            f"tensor '{name}' has other factors than the published models of architecture 'gemma4'",
-        ),
-        "bands": (
-            scout,
-            (np.minimum(bands, np.arange(1, len(bands) + 1)).astype(np.float32), kinds.F32),
-            f"tensor '{name}' has other factors than the published models of architecture 'llama4'",
-        ),
-    }
+        "value": (gemma, (np.where(np.arange(16) == 1, 2, own).astype(np.float32), kinds.F32),
+                  f"tensor '{name}' has other factors than the published models of architecture 'gemma4'"),
+        "bands": (scout, (np.minimum(bands, np.arange(1, len(bands) + 1)).astype(np.float32), kinds.F32),
+                  f"tensor '{name}' has other factors than the published models of architecture 'llama4'"),
+    }  # fmt: skip
     for title, (source, value, message) in changes.items():
         with case(title):
 

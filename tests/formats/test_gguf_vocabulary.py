@@ -359,29 +359,18 @@ def test_a_tokenizer_that_gguf_cannot_say_is_refused(pieces: Values) -> None:
         (demo() | {"model": unigram, "added_tokens": []}, "is a Unigram tokenizer; only BPE tokenizers can be written"),
         (demo() | {"model": words, "added_tokens": []}, "is a WordPiece tokenizer; only BPE tokenizers can be written"),
         (demo() | {"normalizer": {"type": "Lowercase"}}, "has the normalizer Lowercase, which GGUF cannot say; "),
-        (
-            demo() | {"pre_tokenizer": splitter([r"\p{L}+"])},
-            "splits texts by rules that have no name in GGUF; those of ",
-        ),
-        (
-            demo() | {"pre_tokenizer": prefixed},
-            "splits texts by rules that have no name in GGUF; those of these names ",
-        ),
-        (
-            demo() | {"pre_tokenizer": None},
-            "has the normalizer none and the pre-tokenizer none, which GGUF cannot say; ",
-        ),
+        (demo() | {"pre_tokenizer": splitter([r"\p{L}+"])},
+         "splits texts by rules that have no name in GGUF; those of "),
+        (demo() | {"pre_tokenizer": prefixed},
+         "splits texts by rules that have no name in GGUF; those of these names "),
+        (demo() | {"pre_tokenizer": None},
+         "has the normalizer none and the pre-tokenizer none, which GGUF cannot say; "),
         (demo() | {"model": demo()["model"] | {"end_of_word_suffix": "</w>"}}, "end_of_word_suffix is '</w>', which "),
         (demo() | {"model": demo()["model"] | {"merges": []}}, "has no merges; llama.cpp loads no vocabulary without "),
-        (
-            pieces | {"normalizer": None, "pre_tokenizer": spaces},
-            "has the normalizer none and the pre-tokenizer Metaspace, which GGUF cannot say; ",
-        ),
-        (
-            pieces | {"model": no_bytes},
-            "has byte_fallback false; llama.cpp needs a token for each byte",
-        ),
-    ]
+        (pieces | {"normalizer": None, "pre_tokenizer": spaces},
+         "has the normalizer none and the pre-tokenizer Metaspace, which GGUF cannot say; "),
+        (pieces | {"model": no_bytes}, "has byte_fallback false; llama.cpp needs a token for each byte"),
+    ]  # fmt: skip
     for values, message in cases:
         with case(message):
             assert refusal(as_files(values)).startswith(f"tokenizer.json: {message}")

@@ -58,10 +58,7 @@ SHARED_DIGESTS = {
 }
 GOLDENS = [
     Golden(
-        "up",
-        PartFormat("affine", 4, 32, 16),
-        PartFormat("affine", 3, 16, 8),
-        PartFormat("affine", 8, 64, 16),
+        "up", PartFormat("affine", 4, 32, 16), PartFormat("affine", 3, 16, 8), PartFormat("affine", 8, 64, 16),
         {
             "dense.safetensors": "62aa2ad1bd025ccb2299ad75cb311ffc5b23ecd0f574388cc060c552b73deb61",
             "experts-000.safetensors": "5715eed57a929b2a912d3ec2cb54dfc7e4d60fe98387ba053987108ae03af42a",
@@ -71,10 +68,7 @@ GOLDENS = [
         },
     ),
     Golden(
-        "gate",
-        PartFormat("affine", 2, 0, 16),
-        PartFormat("affine", 1, 64, 8),
-        None,
+        "gate", PartFormat("affine", 2, 0, 16), PartFormat("affine", 1, 64, 8), None,
         {
             "dense.safetensors": "5ce34bdaf4f8e2a9ffa851058383f87b897ac5bd8dd182f79730ce32be30fdc0",
             "experts-000.safetensors": "b38184a6e9497cb09b41a74195b20bc454c274ef2fa0bf4b3b542e91a4b10adc",
@@ -84,10 +78,7 @@ GOLDENS = [
         },
     ),
     Golden(
-        "both",
-        PartFormat("affine", 8, 16, 8),
-        BF16,
-        BF16,
+        "both", PartFormat("affine", 8, 16, 8), BF16, BF16,
         {
             "dense.safetensors": "247351aeb32b19e0d414a620031b6d36f918ceb94c800ed31eaeb12218627ddf",
             "experts-000.safetensors": "d3c57b9d4f2b94b46c69a31e2097d7d550aaba72d7ec8602a8652eeb735ca296",
@@ -97,10 +88,7 @@ GOLDENS = [
         },
     ),
     Golden(
-        "none",
-        BF16,
-        PartFormat("affine", 4, 0, 8),
-        PartFormat("affine", 2, 16, 8),
+        "none", BF16, PartFormat("affine", 4, 0, 8), PartFormat("affine", 2, 16, 8),
         {
             "dense.safetensors": "43ad08115a288f212dc8ec95eaa730ae2f9bceb7e6fbe2a7f04ad52d21fe3a9f",
             "experts-000.safetensors": "4b1651434ee4cb9807becf19af0d6079dda6788da4f2d2f998835969d389496b",
@@ -109,7 +97,7 @@ GOLDENS = [
             "manifest.json": "4df13a40117b8695e530ba578e12f2d5390c884457f3a22f5071590c11b3354c",
         },
     ),
-]
+]  # fmt: skip
 
 
 def write_checkpoint(folder: Path) -> Path:

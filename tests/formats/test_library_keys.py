@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.built_configs import BUILT_AS
 from support.cases import case
-from support.families import IN_TRANSFORMERS, WITH_ENCODER, Tiny, config_of, text_values, with_text
-from support.text_alone import text_config
+from support.families import IN_TRANSFORMERS, WITH_ENCODER, Tiny, config_of, text_config, text_values, with_text
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families.config import Config
@@ -17,48 +15,17 @@ from moe_pack.formats.families.registry import read_spec
 
 # What PretrainedConfig of transformers 4.57 wrote with to_dict, beyond what the installed class writes.
 OF_TRANSFORMERS_4: dict[str, Any] = {
-    "add_cross_attention": False,
-    "bad_words_ids": None,
-    "begin_suppress_tokens": None,
-    "cross_attention_hidden_size": None,
-    "decoder_start_token_id": None,
-    "diversity_penalty": 0.0,
-    "do_sample": False,
-    "early_stopping": False,
-    "encoder_no_repeat_ngram_size": 0,
-    "exponential_decay_length_penalty": None,
-    "finetuning_task": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "is_decoder": False,
-    "length_penalty": 1.0,
-    "max_length": 20,
-    "min_length": 0,
-    "no_repeat_ngram_size": 0,
-    "num_beam_groups": 1,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "output_attentions": False,
-    "output_scores": False,
-    "prefix": None,
-    "pruned_heads": {},
-    "remove_invalid_values": False,
-    "repetition_penalty": 1.0,
-    "return_dict_in_generate": False,
-    "sep_token_id": None,
-    "suppress_tokens": None,
-    "task_specific_params": None,
-    "temperature": 1.0,
-    "tf_legacy_loss": False,
-    "tie_encoder_decoder": False,
-    "tokenizer_class": None,
-    "top_k": 50,
-    "top_p": 1.0,
-    "torch_dtype": None,
-    "torchscript": False,
-    "typical_p": 1.0,
-    "use_bfloat16": False,
-}
+    "add_cross_attention": False, "bad_words_ids": None, "begin_suppress_tokens": None,
+    "cross_attention_hidden_size": None, "decoder_start_token_id": None, "diversity_penalty": 0.0, "do_sample": False,
+    "early_stopping": False, "encoder_no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None,
+    "finetuning_task": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "is_decoder": False,
+    "length_penalty": 1.0, "max_length": 20, "min_length": 0, "no_repeat_ngram_size": 0, "num_beam_groups": 1,
+    "num_beams": 1, "num_return_sequences": 1, "output_attentions": False, "output_scores": False, "prefix": None,
+    "pruned_heads": {}, "remove_invalid_values": False, "repetition_penalty": 1.0, "return_dict_in_generate": False,
+    "sep_token_id": None, "suppress_tokens": None, "task_specific_params": None, "temperature": 1.0,
+    "tf_legacy_loss": False, "tie_encoder_decoder": False, "tokenizer_class": None, "top_k": 50, "top_p": 1.0,
+    "torch_dtype": None, "torchscript": False, "typical_p": 1.0, "use_bfloat16": False,
+}  # fmt: skip
 
 
 def of_the_installed_class() -> dict[str, Any]:
@@ -110,7 +77,7 @@ def test_whatever_the_library_writes_of_a_family_is_read_as_one_model() -> None:
         kept = {} if family in WITH_ENCODER else OF_TRANSFORMERS_4  # decoder_start_token_id and others are its own
         specs = []
         for dump, extra in (("to_diff_dict", {}), ("to_dict", {}), ("to_dict", kept)):
-            with case(family, dump, BUILT_AS.get(family)):
+            with case(family, dump):
                 specs.append(read_spec(Config(whole(family, dump, extra), "config.json"))[1])
         assert specs[0] == specs[1] == specs[2], family
 

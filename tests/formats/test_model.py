@@ -79,19 +79,11 @@ def test_keys_may_have_the_older_names_that_a_family_knows(tmp_path: Path) -> No
     """The names are those of NVIDIA's published file, which public tests quote."""
     alone = published_config("nemotron-3-nano-30b-a3b")
     whole = {
-        "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
-        "max_sequence_length": 131072,
-        "img_context_token_id": 18,
-        "video_context_token_id": 131081,
-        "sound_context_token_id": 27,
-        "downsample_ratio": 0.5,
-        "projector_hidden_size": 20480,
-        "vit_hidden_size": 1280,
-        "video_pruning_rate": 0.7,
-        "vision_config": {"version": "c-radio_v4-h"},
-        "sound_config": {"model_type": "parakeet"},
-        "llm_config": alone,
-    }
+        "model_type": "NemotronH_Nano_Omni_Reasoning_V3", "max_sequence_length": 131072, "img_context_token_id": 18,
+        "video_context_token_id": 131081, "sound_context_token_id": 27, "downsample_ratio": 0.5,
+        "projector_hidden_size": 20480, "vit_hidden_size": 1280, "video_pruning_rate": 0.7,
+        "vision_config": {"version": "c-radio_v4-h"}, "sound_config": {"model_type": "parakeet"}, "llm_config": alone,
+    }  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(whole))
     expected = replace(model_spec("nemotron-3-nano-30b-a3b"), family="NemotronH_Nano_Omni_Reasoning_V3")

@@ -124,24 +124,16 @@ def test_specs_that_cannot_be_are_refused() -> None:
         ({"dilation": 2**30}, f"the state of ngrams has {3 * 2**38} values, expected at most 2^31"),
         ({"eos_token": 96}, "ngrams eos_token is 96, expected 0 to 95"),
         ({"num_rows": spec.num_rows[:1]}, "ngrams num_rows has 1 values, expected 2: one for each layer"),
-        (
-            {"head_sizes": (spec.head_sizes[0], (0, *spec.head_sizes[1][1:]))},
-            "ngrams head_sizes must list 4 sizes of 1 or more for each layer",
-        ),
-        (
-            {"head_sizes": (spec.head_sizes[0], spec.head_sizes[1][1:])},
-            "ngrams head_sizes must list 4 sizes of 1 or more for each layer",
-        ),
-        (
-            {"multipliers": (spec.multipliers[0], (1, 1, largest + 1))},
-            f"ngrams multipliers must list 3 numbers from 1 to {largest} for each layer",
-        ),
-        (
-            {"num_rows": (sum(spec.head_sizes[0]) - 1, spec.num_rows[1])},
-            f"ngrams num_rows has {sum(spec.head_sizes[0]) - 1}, expected {sum(spec.head_sizes[0])}, the rows of all "
-            "heads, to 2^48",
-        ),
-    ]
+        ({"head_sizes": (spec.head_sizes[0], (0, *spec.head_sizes[1][1:]))},
+         "ngrams head_sizes must list 4 sizes of 1 or more for each layer"),
+        ({"head_sizes": (spec.head_sizes[0], spec.head_sizes[1][1:])},
+         "ngrams head_sizes must list 4 sizes of 1 or more for each layer"),
+        ({"multipliers": (spec.multipliers[0], (1, 1, largest + 1))},
+         f"ngrams multipliers must list 3 numbers from 1 to {largest} for each layer"),
+        ({"num_rows": (sum(spec.head_sizes[0]) - 1, spec.num_rows[1])},
+         f"ngrams num_rows has {sum(spec.head_sizes[0]) - 1}, expected {sum(spec.head_sizes[0])}, the rows of all "
+         "heads, to 2^48"),
+    ]  # fmt: skip
     for change, message in cases:
         assert replace(spec, **change).fault(3, 256, 96) == message
     assert replace(spec, multipliers=(spec.multipliers[0], (1, 1, largest))).fault(3, 256, 96) is None

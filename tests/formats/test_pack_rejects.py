@@ -17,15 +17,9 @@ from support.waiting import HANG_S
 from moe_pack.formats import Pack, PackError
 
 FILES = [
-    "config.json",
-    "dense.safetensors",
-    "experts-000.safetensors",
-    "experts-001.safetensors",
-    "index.safetensors",
-    "order.safetensors",
-    "source.json",
-    "thresholds.safetensors",
-]
+    "config.json", "dense.safetensors", "experts-000.safetensors", "experts-001.safetensors", "index.safetensors",
+    "order.safetensors", "source.json", "thresholds.safetensors",
+]  # fmt: skip
 REQUIRED = ["index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"]
 ROUTERS = ("softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sqrtsoftplus_topk", "sparsemixer")
 FUNCTIONS = ("silu", "relu", "relu2", "clamped_swiglu", "gelu_tanh", "clipped_silu", "capped_silu")

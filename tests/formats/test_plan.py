@@ -58,31 +58,18 @@ def test_every_expert_may_have_formats_of_its_own() -> None:
 def test_a_plan_for_another_model_is_refused() -> None:
     cases = [
         ({"experts": PLAN.experts[:1]}, "plan: 1 layers planned, but the model has 2 with experts"),
-        (
-            {"experts": (PLAN.experts[0], PLAN.experts[1][:2])},
-            "plan: layer 1: 2 experts planned, but the model has 3",
-        ),
-        (
-            {"experts": (PLAN.experts[0], (ExpertFormat(None, FOUR, FOUR),) * 3)},
-            "plan: layer 1 expert 0: format of gate does not fit the model's matrices",
-        ),
-        (
-            {"experts": (PLAN.experts[0], (ExpertFormat(FOUR, FOUR, part_format(4, 128)),) * 3)},
-            "plan: layer 1 expert 0 down: group size 128 does not divide rows of 64 values",
-        ),
-        (
-            {"dense": (part_format(5, 64), *PLAN.dense[1:])},
-            "plan: dense embed: width 5, expected one of 1, 2, 3, 4, 8 (or 16 for bf16)",
-        ),
-        (
-            {"dense": PLAN.dense[1:]},
-            f"plan: formats given for {len(PLAN.dense) - 1} dense tensors, but the model has {len(PLAN.dense)}",
-        ),
-        (
-            {"dense": (None, part_format(8, 64), *PLAN.dense[2:])},
-            "plan: dense layers.0.attention_norm: must not be quantized",
-        ),
-    ]
+        ({"experts": (PLAN.experts[0], PLAN.experts[1][:2])}, "plan: layer 1: 2 experts planned, but the model has 3"),
+        ({"experts": (PLAN.experts[0], (ExpertFormat(None, FOUR, FOUR),) * 3)},
+         "plan: layer 1 expert 0: format of gate does not fit the model's matrices"),
+        ({"experts": (PLAN.experts[0], (ExpertFormat(FOUR, FOUR, part_format(4, 128)),) * 3)},
+         "plan: layer 1 expert 0 down: group size 128 does not divide rows of 64 values"),
+        ({"dense": (part_format(5, 64), *PLAN.dense[1:])},
+         "plan: dense embed: width 5, expected one of 1, 2, 3, 4, 8 (or 16 for bf16)"),
+        ({"dense": PLAN.dense[1:]},
+         f"plan: formats given for {len(PLAN.dense) - 1} dense tensors, but the model has {len(PLAN.dense)}"),
+        ({"dense": (None, part_format(8, 64), *PLAN.dense[2:])},
+         "plan: dense layers.0.attention_norm: must not be quantized"),
+    ]  # fmt: skip
     for change, message in cases:
         with case(change, message):
             assert refusal(dataclasses.replace(PLAN, **change)) == message  # type: ignore[arg-type]  # one field each

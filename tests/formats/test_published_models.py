@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.built_configs import built
 from support.cases import case
-from support.families import class_of, quiet_transformers, text_values, with_text
-from support.multimodal_parts import MULTIMODAL, OTHER_PARTS
-from support.published import CONFIGS, PUBLISHED, UNPUBLISHED, Published, active, agrees, path_of, spec_of, total
-from support.references import REFERENCES
+from support.families import CARDS, REFERENCES, built, class_of, quiet_transformers, text_values, with_text
+from support.published import CONFIGS, PUBLISHED, UNPUBLISHED, active, agrees, path_of, spec_of, total
 
 from moe_pack.formats import MATRICES
 from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Published
 from moe_pack.formats.families.registry import family_of, model_types, read_spec
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
 from moe_pack.formats.parts.positions import LongRopeSpec, YarnSpec
@@ -48,7 +46,8 @@ def parameters_of_the_class(published: Published) -> int:
     with torch.device("meta"):
         model = class_of(model_type).from_config(config)
     # Of a multimodal model the language model and the head, which are one model without the others.
-    others = tuple(f"{part}." for part in OTHER_PARTS) if model_type in MULTIMODAL else ()
+    around = CARDS[model_type].around
+    others = tuple(f"{part}." for part in around.names) if around is not None else ()
     parameters = [
         held
         for name, held in model.named_parameters()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.cases import case
-from support.families import BASE, Tiny, write
+from support.families import CARDS, Tiny, write
 from support.models import Tensors, TinyMixtral, pack
 from support.ngrams import TinyNgrams, known_family
 from support.random_codes import every_window
@@ -33,16 +33,8 @@ from moe_pack.runtime.model.matrices import TORCH_DTYPES
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1, 2, 3, 4, 8, 16)
-FILES = (
-    "manifest.json",
-    "index.safetensors",
-    "dense.safetensors",
-    "experts-000.safetensors",
-    "thresholds.safetensors",
-    "order.safetensors",
-    "source.json",
-    "config.json",
-)
+FILES = ("manifest.json", "index.safetensors", "dense.safetensors", "experts-000.safetensors", "thresholds.safetensors",
+         "order.safetensors", "source.json", "config.json")  # fmt: skip
 
 
 def zero_and_constant_rows(tensors: Tensors) -> None:
@@ -176,7 +168,7 @@ def test_a_model_whose_embedding_is_its_head_is_read_alike(tmp_path: Path) -> No
 
 
 MODELS = (
-    *(Tiny(family, "as it comes") for family in BASE),
+    *(Tiny(family, "as it comes") for family in CARDS),
     Tiny("qwen2_moe", "two layers without experts", {"mlp_only_layers": [0, 2]}),
     Tiny("qwen3_moe", "bias of each projection", {"attention_bias": True}),
     Tiny("deepseek_v2", "query latent", {"q_lora_rank": 40}),

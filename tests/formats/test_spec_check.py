@@ -165,39 +165,20 @@ def test_attention_of_some_layers_that_cannot_be_is_refused() -> None:
         (GROUPED, with_others({"layers": [3]}), with_others({"layers": [2]}), DECODER),
         (GROUPED, with_others({"layers": [0, 1, 2]}), with_others({"layers": [0, 2]}), ONCE),
         (GROUPED, with_others({}, {}), with_others({}, {"layers": [0]}), ONCE),
-        (
-            GROUPED,
-            with_others({"attention": attention | {"num_heads": 0}}),
-            with_others({"attention": attention | {"num_heads": 2}}),
-            "num_heads of others is 0, expected 1 to 2^31 - 1",
-        ),
-        (
-            GROUPED,
-            with_others({"rope": rope | {"rotary_dim": 0}}),
-            with_others({"rope": None}),
-            "rotary_dim of others is 0, expected 1 to 2^31 - 1",
-        ),
-        (
-            GROUPED,
-            with_others({"rope": rope | {"rotary_dim": 34}}),
-            with_others({"rope": rope | {"rotary_dim": 16}}),
-            "rotary_dim is 34, expected an even number up to 32",
-        ),
-        (
-            GROUPED,
-            with_others({"attention": attention | {"num_kv_heads": 3}}),
-            with_others({"attention": attention | {"num_kv_heads": 4}}),
-            "4 heads cannot share 3 keys and values",
-        ),
-        (
-            replace(GROUPED, norm=replace(GROUPED.norm, zero_centered=True)),
-            with_others({"attention": latent, "rope": dump(LATENT.rope)}),
-            with_others({}),
-            "a zero-centered norm needs kind rms and grouped_query attention, found rms",
-        ),
+        (GROUPED, with_others({"attention": attention | {"num_heads": 0}}),
+         with_others({"attention": attention | {"num_heads": 2}}), "num_heads of others is 0, expected 1 to 2^31 - 1"),
+        (GROUPED, with_others({"rope": rope | {"rotary_dim": 0}}), with_others({"rope": None}),
+         "rotary_dim of others is 0, expected 1 to 2^31 - 1"),
+        (GROUPED, with_others({"rope": rope | {"rotary_dim": 34}}), with_others({"rope": rope | {"rotary_dim": 16}}),
+         "rotary_dim is 34, expected an even number up to 32"),
+        (GROUPED, with_others({"attention": attention | {"num_kv_heads": 3}}),
+         with_others({"attention": attention | {"num_kv_heads": 4}}), "4 heads cannot share 3 keys and values"),
+        (replace(GROUPED, norm=replace(GROUPED.norm, zero_centered=True)),
+         with_others({"attention": latent, "rope": dump(LATENT.rope)}), with_others({}),
+         "a zero-centered norm needs kind rms and grouped_query attention, found rms"),
         (replace(ANSWERING, encoder=None), with_others({}), [], "relative attention cannot have others"),
         (ANSWERING, with_others({}), [], "attention is relative, but a model with an encoder needs relative"),
-    ]
+    ]  # fmt: skip
     for spec, wrong, right, message in cases:
         with case(wrong, right, message):
             assert_refused_beside_legal(spec, "others", wrong, right, message)
@@ -258,17 +239,9 @@ GROUPS = (
 JITTER = ", expected 0, or less than 1 with sparsemixer"
 LEAST_SUM = ", expected 0, or less than 1 with normalize True"
 SOFT: dict[str, Any] = {
-    "kind": "softmax_topk",
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "normalize": False,
-    "bias": False,
-    "n_group": 1,
-    "topk_group": 1,
-    "scaling_factor": 1.0,
-    "jitter": 0.0,
-    "capacity": None,
-}
+    "kind": "softmax_topk", "num_experts": 6, "num_experts_per_tok": 2, "normalize": False, "bias": False, "n_group": 1,
+    "topk_group": 1, "scaling_factor": 1.0, "jitter": 0.0, "capacity": None,
+}  # fmt: skip
 TOPK, MIXER, SIGMA = (SOFT | {"kind": kind} for kind in ("topk_softmax", "sparsemixer", "sigmoid_topk"))
 
 

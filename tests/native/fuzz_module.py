@@ -320,15 +320,8 @@ class Cases:
             wide = np.array([odd[self.number(0, len(odd) - 1)]], np.int64)
             values[at : at + 1] = wide.astype(values.dtype)
         choices: list[Any] = [
-            values,
-            values,
-            values,
-            flat[:-1],
-            flat[1:],
-            np.append(flat, flat[:1]),
-            flat[::2],
-            flat[::-1],
-        ]
+            values, values, values, flat[:-1], flat[1:], np.append(flat, flat[:1]), flat[::2], flat[::-1],
+        ]  # fmt: skip
         choices += [readonly, flat.tobytes(), bytearray(flat), flat.data, array.array("i", range(8)), flat[:0]]
         choices += [
             flat.astype(np.float64),

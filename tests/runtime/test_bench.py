@@ -5,19 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import moe_run as run
 from support.models import PackMaker, TinyMixtral, pack
 
 from moe_pack.formats import RunError
 from moe_pack.formats.base import peak_resident_bytes
 from moe_pack.runtime import BenchTimes, random_prompt
-from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.engine.machine import anonymous_bytes
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-run")
 
 
 @pytest.fixture

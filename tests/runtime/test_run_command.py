@@ -11,17 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import moe_run as run
 from support.models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 from support.waiting import HANG_S
 from tokenizers import Tokenizer
-
-from moe_pack.runtime.cli.main import main
-
-
-def run(*arguments: object, text: str | None = None) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=text, prog_name="moe-run")
 
 
 @pytest.fixture
@@ -106,16 +100,10 @@ def test_a_prompt_longer_than_the_context_is_refused(demo: Path) -> None:
 
 ERRORS = {
     "empty prompt": (["--prompt", ""], 1, "moe-run: --prompt is empty; give at least one character\n"),
-    "temperature": (
-        ["--prompt", "x", "--temperature", "-1"],
-        1,
-        "moe-run: --temperature: found -1.0, expected a number",
-    ),
-    "top-p": (
-        ["--prompt", "x", "--top-p", "0"],
-        1,
-        "moe-run: --top-p: found 0.0, expected more than 0 and at most 1\n",
-    ),
+    "temperature": (["--prompt", "x", "--temperature", "-1"], 1,
+                    "moe-run: --temperature: found -1.0, expected a number"),
+    "top-p": (["--prompt", "x", "--top-p", "0"], 1,
+              "moe-run: --top-p: found 0.0, expected more than 0 and at most 1\n"),
     "top-k": (["--prompt", "x", "--top-k", "-1"], 1, "moe-run: --top-k: found -1, expected a whole number from 0 up\n"),
     "min-p": (["--prompt", "x", "--min-p", "2"], 1, "moe-run: --min-p: found 2.0, expected a number from 0 to 1\n"),
     "chat": (["--prompt", "x", "--chat"], 1, "moe-run: --chat needs a chat template, and this pack has none"),
@@ -124,7 +112,7 @@ ERRORS = {
     "two prompts": (["--prompt", "x", "--prompt-file", "-"], 2, "--prompt and --prompt-file are both the text to"),
     "no tokens": (["--prompt", "x", "--max-tokens", "0"], 2, "--max-tokens"),
     "unknown option": (["--prompt", "x", "--pages", "1"], 2, "No such option"),
-}
+}  # fmt: skip
 
 
 def test_wrong_input_ends_in_a_line_that_says_what_to_do(demo: Path) -> None:

@@ -121,16 +121,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"frequency_penalty": -0.25, "presence_penalty": 1.5},
     {"logit_bias": ((3, 8.0), (10, -math.inf), (3, -1.0)), "top_p": 0.7},
     {
-        "repetition_penalty": 2.0,
-        "frequency_penalty": 0.25,
-        "presence_penalty": 0.5,
-        "logit_bias": ((0, 4.0),),
-        "temperature": 0.5,
-        "top_k": 30,
-        "top_p": 0.9,
-        "min_p": 0.01,
+        "repetition_penalty": 2.0, "frequency_penalty": 0.25, "presence_penalty": 0.5, "logit_bias": ((0, 4.0),),
+        "temperature": 0.5, "top_k": 30, "top_p": 0.9, "min_p": 0.01,
     },
-]
+]  # fmt: skip
 
 
 def test_every_option_chooses_as_a_twin_that_sorts_all_tokens() -> None:

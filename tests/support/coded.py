@@ -22,17 +22,9 @@ FP8_CONFIG: dict[str, Any] = {
 }
 MXFP4_CONFIG: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
 PACKED_WEIGHTS: dict[str, Any] = {
-    "num_bits": 4,
-    "type": "int",
-    "symmetric": True,
-    "strategy": "group",
-    "group_size": 32,
-    "dynamic": False,
-    "actorder": None,
-    "block_structure": None,
-    "observer": "minmax",
-    "observer_kwargs": {},
-}
+    "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False,
+    "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
+}  # fmt: skip
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 

@@ -175,18 +175,11 @@ def _described(call: str, kernel: str, capability: int, built: Any, with_instruc
         sass = _cuobjdump("-sass", file.name) if with_instructions else ""
     usages = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     return Compiled(
-        call,
-        kernel,
-        capability,
-        built.metadata.num_warps,
-        usages["REG"],
-        usages["STACK"],
-        usages["LOCAL"],
-        usages["SHARED"],
-        len(re.findall(r"\b(?:add|sub|mul|fma)(?:\.\w+)*\.ftz\.f32", built.asm["ptx"])),
+        call, kernel, capability, built.metadata.num_warps, usages["REG"], usages["STACK"], usages["LOCAL"],
+        usages["SHARED"], len(re.findall(r"\b(?:add|sub|mul|fma)(?:\.\w+)*\.ftz\.f32", built.asm["ptx"])),
         loads_by_function(built.asm["ptx"]),
         dict(Counter(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)", sass))),
-    )
+    )  # fmt: skip
 
 
 _LINE = re.compile(r"\.loc\s+\d+ \d+ \d+\s+// (\w+)\.py:(\d+)")

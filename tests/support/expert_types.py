@@ -31,19 +31,9 @@ WIDTH = 120
 
 # The keys of all configs for the number of experts, or of experts that a token uses.
 EXPERT_KEYS = frozenset(
-    (
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-        "moe_num_experts",
-        "num_moe_experts",
-        "num_experts_per_tok",
-        "moe_topk",
-        "moe_top_k",
-        "moe_k",
-        "top_k_experts",
-    )
-)
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts",
+     "num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts"),
+)  # fmt: skip
 # Parts whose checkpoints are also published alone, so that they count on their own.
 PUBLISHED_ALONE = ("step3p5",)
 # Types that can have a part with experts, but refuse experts in it.

@@ -158,58 +158,28 @@ SCOUT = BANDS | {"factor": 16.0, "high_freq_factor": 1.0, "original_max_position
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Q4_0", EXPERTS | DELTA),
     "qwen3_5_moe_text": ("Q5_0", EXPERTS | DELTA),
-    "granitemoehybrid": (
-        "Q4_0",
-        {
-            "num_local_experts": 4,
-            "intermediate_size": 32,
-            "shared_intermediate_size": 32,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-    ),
-    "jamba": (
-        "Q4_0",
-        {
-            "num_experts": 4,
-            "intermediate_size": 32,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-        },
-    ),
-    "nemotron_h": (
-        "Q4_0",
-        {
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 32,
-            "intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 32,
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        },
-    ),
-    "kimi_linear": (
-        "Q4_0",
-        LATENT
-        | {
-            "layer_types": ["linear_attention", "full_attention"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "intermediate_size": 64,
-            "linear_num_heads": 4,
-            "mlp_layer_types": ["sparse", "sparse"],
-        },
-    ),
+    "granitemoehybrid": ("Q4_0", {
+        "num_local_experts": 4, "intermediate_size": 32, "shared_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    }),
+    "jamba": ("Q4_0", {
+        "num_experts": 4, "intermediate_size": 32, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "expert_layer_period": 2, "expert_layer_offset": 1,
+    }),
+    "nemotron_h": ("Q4_0", {
+        "n_routed_experts": 4, "moe_intermediate_size": 32, "intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    }),
+    "kimi_linear": ("Q4_0", LATENT | {
+        "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "intermediate_size": 64, "linear_num_heads": 4,
+        "mlp_layer_types": ["sparse", "sparse"],
+    }),
     "llama4_text": ("Q4_0", LLAMA4),
-    "llama4_text-scout": (
-        "Q4_0",
-        LLAMA4
-        | {
-            "interleave_moe_layer_step": 1,
-            "rope_parameters": SCOUT | {"rope_theta": 5e5},
-        },
-    ),
+    "llama4_text-scout": ("Q4_0", LLAMA4 | {
+        "interleave_moe_layer_step": 1, "rope_parameters": SCOUT | {"rope_theta": 5e5},
+    }),
     "afmoe": ("Q4_0", EXPERTS | {"num_hidden_layers": 4, "global_attn_every_n_layers": 4}),
     "exaone_moe": ("Q5_0", EXPERTS | {"layer_types": ["sliding_attention", "full_attention"]}),
     "minimax_m2": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
@@ -220,174 +190,104 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("Q4_0", ROUTED),
     "hunyuan_v1_moe": ("Q4_0", {"num_experts": 4, "moe_topk": 2, "intermediate_size": 32}),
     "dbrx": ("Q4_0", {"n_layers": 2, "vocab_size": VOCAB, "ffn_config": DBRX}),
-    "cohere2_moe": (
-        "Q4_0",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 32,
-            "prefix_dense_intermediate_size": 64,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "mlp_layer_types": ["dense", "sparse"],
+    "cohere2_moe": ("Q4_0", {
+        "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "prefix_dense_intermediate_size": 64,
+        "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
+    }),
+    "step3p5": ("Q4_0", ROUTED | {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "swiglu_limits": [None, 0.4, 0.3],
+        "swiglu_limits_shared": [0.5, None, 0.3],
+        "share_expert_dim": 32,
+        "head_dim": 16,
+        "rope_parameters": {
+            "full_attention": BANDS | {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
         },
-    ),
-    "step3p5": (
-        "Q4_0",
-        ROUTED
-        | {
-            "num_hidden_layers": 3,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "swiglu_limits": [None, 0.4, 0.3],
-            "swiglu_limits_shared": [0.5, None, 0.3],
-            "share_expert_dim": 32,
-            "head_dim": 16,
-            "rope_parameters": {
-                "full_attention": BANDS | {"rope_theta": 100.0, "partial_rotary_factor": 0.5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
-            },
-        },
-    ),
+    }),
     "deepseek_v32": ("Q4_0", ROUTED | LATENT | INDEXED | {"n_group": 2, "topk_group": 1}),
     "glm_moe_dsa": ("Q4_0", ROUTED | LATENT | INDEXED | {"indexer_types": ["full", "shared"]}),
-    "mistral4": (
-        "Q4_0",
-        ROUTED
-        | LATENT
-        | {
-            "q_lora_rank": 32,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0} | SHARPENED,
-        },
-    ),
-    "minimax_m3_vl": (
-        "Q4_0",
-        {
-            "num_local_experts": 4,
-            "intermediate_size": 32,
-            "dense_intermediate_size": 64,
-            "shared_intermediate_size": 32,
-            "mlp_layer_types": ["dense", "sparse"],
-            "layer_types": ["full_attention", "minimax_m3_sparse"],
-            "index_head_dim": 32,
-            "index_block_size": 4,
-        },
-    ),
-    "minimax": (
-        "Q4_0",
-        {
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "num_local_experts": 2,
-            "num_experts_per_tok": 1,
-            "intermediate_size": 32,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-            "rotary_dim": 8,
-            **dict.fromkeys(("full_attn_alpha_factor", "linear_attn_alpha_factor", "mlp_alpha_factor"), 3.5),
-            **dict.fromkeys(("full_attn_beta_factor", "linear_attn_beta_factor", "mlp_beta_factor"), 1.0),
-        },
-    ),
-    "bailing_hybrid": (
-        "Q4_0",
-        EXPERTS
-        | LATENT
-        | {
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "layer_group_size": 2,
-            "first_k_dense_replace": 0,
-            "num_experts_per_token": 2,
-            "num_expert_group": 2,
-            "topk_group": 1,
-            "expert_swiglu_limit_list": [0, 0.25],
-            "share_expert_swiglu_limit_list": [0.75, 0],
-        },
-    ),
+    "mistral4": ("Q4_0", ROUTED | LATENT | {
+        "q_lora_rank": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0} | SHARPENED,
+    }),
+    "minimax_m3_vl": ("Q4_0", {
+        "num_local_experts": 4, "intermediate_size": 32, "dense_intermediate_size": 64, "shared_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_head_dim": 32, "index_block_size": 4,
+    }),
+    "minimax": ("Q4_0", {
+        "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 32,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"], "rotary_dim": 8,
+        **dict.fromkeys(("full_attn_alpha_factor", "linear_attn_alpha_factor", "mlp_alpha_factor"), 3.5),
+        **dict.fromkeys(("full_attn_beta_factor", "linear_attn_beta_factor", "mlp_beta_factor"), 1.0),
+    }),
+    "bailing_hybrid": ("Q4_0", EXPERTS | LATENT | {
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "layer_group_size": 2,
+        "first_k_dense_replace": 0, "num_experts_per_token": 2, "num_expert_group": 2, "topk_group": 1,
+        "expert_swiglu_limit_list": [0, 0.25], "share_expert_swiglu_limit_list": [0.75, 0],
+    }),
     "mimo_v2_flash": ("Q4_0", ROUTED | {"v_head_dim": 24}),
     "lfm2_moe": ("Q4_0", EXPERTS | {"layer_types": ["conv", "full_attention"], "conv_bias": False}),
     "mixtral": ("Q4_0", {"num_local_experts": 4, "intermediate_size": 32}),
     "qwen2_moe": ("Q5_0", EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3_moe": ("Q4_0", EXPERTS),
-    "gemma4_text": (
-        "Q4_0",
-        EXPERTS
-        | {
-            "num_hidden_layers": 3,
-            "num_experts": 3,
-            "head_dim": 16,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
+    "gemma4_text": ("Q4_0", EXPERTS | {
+        "num_hidden_layers": 3,
+        "num_experts": 3,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
-    ),
-    "mellum": (
-        "Q4_0",
-        EXPERTS
-        | {
-            "num_hidden_layers": 3,
-            "num_experts": 3,
-            "head_dim": 16,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "mlp_layer_types": ["sparse"] * 3,
-            "rope_parameters": {
-                "full_attention": YARN | {"attention_factor": 1.3},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
+    }),
+    "mellum": ("Q4_0", EXPERTS | {
+        "num_hidden_layers": 3,
+        "num_experts": 3,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["sparse"] * 3,
+        "rope_parameters": {
+            "full_attention": YARN | {"attention_factor": 1.3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
-    ),
-    "laguna": (
-        "Q4_0",
-        EXPERTS
-        | {
-            "num_hidden_layers": 3,
-            "num_experts": 3,
-            "head_dim": 16,
-            "shared_expert_intermediate_size": 32,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "num_attention_heads_per_layer": [2, 4, 4],
-            "rope_parameters": {
-                "full_attention": YARN | {"attention_factor": 1.3, "partial_rotary_factor": 0.5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
-            },
+    }),
+    "laguna": ("Q4_0", EXPERTS | {
+        "num_hidden_layers": 3,
+        "num_experts": 3,
+        "head_dim": 16,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_attention_heads_per_layer": [2, 4, 4],
+        "rope_parameters": {
+            "full_attention": YARN | {"attention_factor": 1.3, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 1.0},
         },
-    ),
-    "granitemoe_swa": (
-        "Q4_0",
-        {
-            "num_hidden_layers": 3,
-            "num_local_experts": 4,
-            "intermediate_size": 32,
-            "shared_intermediate_size": 32,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "layer_rope_theta": [1e5, 0, 1e5],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
-        },
-    ),
-    "qwen3_vl_moe": (
-        "Q4_0",
-        EXPERTS
-        | {
-            "num_experts": 3,
-            "moe_intermediate_size": 96,
-            "head_dim": 16,
-            "mlp_only_layers": [],
-            "rope_parameters": MROPE,
-        },
-    ),
+    }),
+    "granitemoe_swa": ("Q4_0", {
+        "num_hidden_layers": 3,
+        "num_local_experts": 4,
+        "intermediate_size": 32,
+        "shared_intermediate_size": 32,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "layer_rope_theta": [1e5, 0, 1e5],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    }),
+    "qwen3_vl_moe": ("Q4_0", EXPERTS | {
+        "num_experts": 3, "moe_intermediate_size": 96, "head_dim": 16, "mlp_only_layers": [], "rope_parameters": MROPE,
+    }),
     "olmoe": ("Q4_1", EXPERTS | {"intermediate_size": 32, "num_key_value_heads": 4}),
     "deepseek_v2": ("Q5_1", ROUTED | LATENT | {"rope_parameters": YARN | SCALED}),
     "deepseek_v3": ("Q8_0", ROUTED | LATENT | {"q_lora_rank": 32, "n_group": 2, "topk_group": 1}),
     "gpt_oss": ("MXFP4", {"num_local_experts": 4, "intermediate_size": 64}),
     "glm4_moe": ("Q4_0", ROUTED),
     "dots1": ("Q4_1", ROUTED),
-}
+}  # fmt: skip
 # Which stay float32: routers, kernels, and what llama.cpp's converter transposes.
 _KEPT_THERE = re.compile(
     r"ffn_gate_inp|conv|attn_[kv]_b|ssm_(a|d|dt|ba|alpha|beta|norm)\b|token_types|exp_probs|attn_sinks|bias"

@@ -86,25 +86,14 @@ def gpu_engine(
         else:
             host = stack.enter_context(HostArena(pack, device))
         inputs = GpuInputs(
-            pack=pack,
-            device=device,
-            misses=run.misses,
-            host=host,
-            tier=tier,
+            pack=pack, device=device, misses=run.misses, host=host, tier=tier,
             kernels=None if run.misses == "pull" else kernels,
-            rates=None if run.cpu_share is None else _rates(run.cpu_share),
-            pulled_share=run.pulled_share,
-            link_rate=float("inf"),
-            popularity=np.ones(pack.index.size.shape),
+            rates=None if run.cpu_share is None else _rates(run.cpu_share), pulled_share=run.pulled_share,
+            link_rate=float("inf"), popularity=np.ones(pack.index.size.shape),
             eviction=eviction or (lambda facts: eviction_of(PRESETS[run.policy], facts)),
-            dynamic_share=run.dynamic_share,
-            is_fast=run.is_fast,
-            needs_scores=PRESETS[run.policy].needs_scores,
-            prediction=run.prediction,
-            alpha=run.alpha,
-            by_expert=run.by_expert,
-            offset_bytes=run.offset_bytes,
-        )
+            dynamic_share=run.dynamic_share, is_fast=run.is_fast, needs_scores=PRESETS[run.policy].needs_scores,
+            prediction=run.prediction, alpha=run.alpha, by_expert=run.by_expert, offset_bytes=run.offset_bytes,
+        )  # fmt: skip
         expert_bytes = expert_bytes_for(pack, run.share, run.misses)
         with closing(GpuEngine(inputs, expert_bytes, run.context_tokens, run.chunk_tokens, run.cache_dtype)) as built:
             built.prepare()

@@ -61,20 +61,9 @@ def random_losses(spec: ModelSpec, seed: int = 0) -> Losses:
     magnitudes = np.asarray(QUANTILE_LEVELS, np.float32)  # abs(a) evenly between 0 and 1
     popularity = generator.dirichlet(np.ones(shape[1]), shape[0]) * spec.router.num_experts_per_tok
     return Losses(
-        quantizer="hqq",
-        formats=(*formats, BF16),
-        quantized=quantized,
-        calibrated_formats=(BF16,),
-        calibrated=np.zeros((*shape, 3, 1)),
-        absmax=absmax,
-        importance=absmax[..., 0].sum(axis=2),
-        kinds=("up", "gate", "both"),
-        sparsities=(0.0, 0.5, 0.7, 0.8, 0.9),
-        sparse=sparse,
-        dense_widths=(16, 8, 4),
-        dense=dense,
-        popularity=popularity,
-        nll_per_kl=0.5,
-        quantiles=np.broadcast_to(magnitudes, (*shape, 3, len(QUANTILE_LEVELS))),
-        origin="random",
-    )
+        quantizer="hqq", formats=(*formats, BF16), quantized=quantized, calibrated_formats=(BF16,),
+        calibrated=np.zeros((*shape, 3, 1)), absmax=absmax, importance=absmax[..., 0].sum(axis=2),
+        kinds=("up", "gate", "both"), sparsities=(0.0, 0.5, 0.7, 0.8, 0.9), sparse=sparse, dense_widths=(16, 8, 4),
+        dense=dense, popularity=popularity, nll_per_kl=0.5,
+        quantiles=np.broadcast_to(magnitudes, (*shape, 3, len(QUANTILE_LEVELS))), origin="random",
+    )  # fmt: skip

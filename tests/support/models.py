@@ -24,6 +24,13 @@ Tensors = dict[str, torch.Tensor]
 PackMaker = Callable[[Selector, int], Path]  # the fixture `demo_pack`
 
 
+def with_tokenizer(folder: Path) -> Path:
+    """Copies the demo model's tokenizer, which has 4,096 tokens, into a checkpoint."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder / name)
+    return folder
+
+
 @dataclass(frozen=True)
 class TinyMixtral:
     """A random Mixtral checkpoint; `config` adds to or replaces keys of its config.json, None removes one."""
@@ -43,10 +50,7 @@ class TinyMixtral:
     def write_with_tokenizer(self, folder: Path) -> Path:
         """The checkpoint in a folder, with the demo model's tokenizer, which takes a vocabulary of 4,096."""
         assert self.vocab_size == 4096, "the tokenizer's"
-        self.write(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(DEMO_MODEL / name, folder / name)
-        return folder
+        return with_tokenizer(self.write(folder))
 
     def config_json(self) -> dict[str, Any]:
         values = {

@@ -21,19 +21,10 @@ from support.models import Tensors, TinyMixtral
 
 EOS = 5
 CONFIG: dict[str, Any] = {
-    "model_type": "ngram_mixtral",
-    "num_hidden_layers": 3,
-    "ple_layer_ids": [1, 3],
-    "ple_embed_dim": 24,
-    "ple_conv_kernel_size": 4,
-    "ngram_size": 3,
-    "heads_per_ngram": 2,
-    "ngram_vocab_size_base": 37,
-    "make_ngram_vocab_size_divisible_by": 8,
-    "split_ngram_parts": 3,
-    "seed": 1234,
-    "eos_token_id": EOS,
-}
+    "model_type": "ngram_mixtral", "num_hidden_layers": 3, "ple_layer_ids": [1, 3], "ple_embed_dim": 24,
+    "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 37,
+    "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 3, "seed": 1234, "eos_token_id": EOS,
+}  # fmt: skip
 
 
 def _read_config(config: Config) -> ModelSpec:

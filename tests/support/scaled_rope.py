@@ -1,32 +1,17 @@
 """Configs whose rotary positions are scaled in each way that transformers has for all its models."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import LatentSpec
-from support.families import IN_TRANSFORMERS, NOT_ROTARY, WITH_ENCODER, Values, text_values, with_text
+from support.cards import Values
+from support.families import text_values, with_text
 
 # Of the original context, and of the text: shorter and longer than that.
 ORIGINAL, POSITIONS, LENGTHS = 32, 128, (20, 72)
-KINDS = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
-# What transformers does not run. Where layers have heads of their own, it has no longrope; where a share of a head is
-# rotated, most code takes no more frequencies than that share has; other code asks for more keys.
-NOT_RUN: Mapping[str, tuple[str, ...]] = {
-    "phimoe": KINDS,
-    "ernie4_5_vl_moe": KINDS,
-    **dict.fromkeys(("mistral3", "mistral4"), ("linear", "dynamic", "proportional")),
-    **dict.fromkeys(("gemma4", "gemma4_text", "step3p5", "step3p7"), ("longrope",)),
-    **dict.fromkeys(("glm4v_moe", "deepseek_v4", "qwen4_exp", "qwen4_exp_text"), ("proportional",)),
-}
-# What we refuse: keys of pooled blocks and compressed entries do not follow the length of the sequence.
-REFUSED: Mapping[str, tuple[str, ...]] = dict.fromkeys(
-    ("deepseek_v4", "qwen4_exp", "qwen4_exp_text"), ("dynamic", "longrope")
-) | {"minimax_m3_vl": ("proportional",)}  # whose indexer has smaller heads than the attention
-SCALED = tuple(family for family in IN_TRANSFORMERS if family not in (*NOT_ROTARY, *WITH_ENCODER))
 
 
 def scaling_of(kind: str, pairs: int) -> Values:

@@ -209,17 +209,9 @@ def random_states(num_layers: int, num_experts: int, k: int, number: int, share:
 
 
 COUNTS = SchedulerCounts(
-    running=1,
-    waiting=0,
-    num_slots=2,
-    num_requests=1,
-    prompt_tokens=0,
-    cached_tokens=0,
-    generated_tokens=0,
-    prefill_s=0,
-    decode_s=0,
-    decode_steps=0,
-)
+    running=1, waiting=0, num_slots=2, num_requests=1, prompt_tokens=0, cached_tokens=0, generated_tokens=0,
+    prefill_s=0, decode_s=0, decode_steps=0,
+)  # fmt: skip
 
 
 @dataclass

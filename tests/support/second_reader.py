@@ -41,16 +41,9 @@ CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4", 6: "trellis"}
 FORMATS = {"bf16": (16, 0, 16), "fp8": (8, 128, 32), "e5m2": (8, 0, 8), "mxfp4": (4, 32, 8)}  # width, group, scale_bits
 TABLES = json.loads((Path(__file__).parents[2] / "docs" / "trellis-tables.json").read_text())  # section 8
 NUMPY_DTYPES = {
-    "U8": "<u1",
-    "U16": "<u2",
-    "U32": "<u4",
-    "U64": "<u8",
-    "F16": "<f2",
-    "BF16": "<u2",
-    "F32": "<f4",
-    "I32": "<i4",
+    "U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F16": "<f2", "BF16": "<u2", "F32": "<f4", "I32": "<i4",
     "I64": "<i8",
-}
+}  # fmt: skip
 SELF_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 SELF_DIGEST_BYTES = 82
 INDEX_TAILS: dict[str, tuple[str, tuple[int, ...]]] = {

@@ -169,16 +169,10 @@ def kimi_delta(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
         for name in ("decay", "gate")
     }
     return [
-        *((name, (w, d)) for name in ("q", "k", "v")),
-        *((f"{name}_conv", (w * taps,)) for name in ("q", "k", "v")),
-        ("b", (h, d)),
-        *ranked["decay"],
-        ("a_log", (h,)),
-        ("dt_bias", (w,)),
-        *ranked["gate"],
-        ("out_norm", (size,)),
+        *((name, (w, d)) for name in ("q", "k", "v")), *((f"{name}_conv", (w * taps,)) for name in ("q", "k", "v")),
+        ("b", (h, d)), *ranked["decay"], ("a_log", (h,)), ("dt_bias", (w,)), *ranked["gate"], ("out_norm", (size,)),
         ("o", (d, w)),
-    ]
+    ]  # fmt: skip
 
 
 def mamba2(mixer: dict[str, Any], d: int) -> list[tuple[str, Shape]]:

@@ -16,14 +16,19 @@ from support.waiting import HANG_S, wait_until
 
 @dataclass(frozen=True)
 class Served:
-    """A server that runs. `http`: a plain client of it, without a key.   `num_connections`: counts what is open."""
+    """A server that runs."""
 
     url: str
     port: int
     app: FastAPI
     scheduler: ScriptedScheduler
-    http: httpx2.Client
-    num_connections: Callable[[], int]
+    http: httpx2.Client  # a plain client of it, without a key
+    num_connections: Callable[[], int]  # counts the open ones
+
+    @property
+    def prompt(self) -> str:
+        """The text that the model was given last."""
+        return "".join(map(chr, self.scheduler.requests[-1].prompt_ids))
 
 
 @contextmanager

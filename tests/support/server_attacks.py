@@ -78,15 +78,8 @@ def random_grammar(random_source: random.Random) -> dict[str, Any]:
 
     def rule() -> str:
         words = [
-            '"a"',
-            '"b"{1000}',
-            "[a-z]*",
-            "root",
-            "other",
-            '("x" | other)+',
-            ".",
-            f"other{{{draw.randint(0, 999)}}}",
-        ]
+            '"a"', '"b"{1000}', "[a-z]*", "root", "other", '("x" | other)+', ".", f"other{{{draw.randint(0, 999)}}}",
+        ]  # fmt: skip
         return " | ".join(" ".join(draw.choices(words, k=draw.randint(1, 4))) for _ in range(draw.randint(1, 3)))
 
     kind = draw.choice(["gbnf", "schema", "regex"])

@@ -45,48 +45,24 @@ Values = dict[str, Any]
 
 # Three layers, the last without experts; every optional part is there.
 GROUPED = ModelSpec(
-    family="mixtral",
-    hidden_size=64,
-    vocab_size=96,
-    num_hidden_layers=3,
-    moe_layers=(0, 1),
-    dense_intermediate_size=80,
-    max_position_embeddings=128,
-    norm=NormSpec("rms", 1e-5),
-    tied_head=False,
-    head_bias=False,
-    embedding_multiplier=1.0,
-    residual_multiplier=1.0,
-    logits_scaling=1.0,
+    family="mixtral", hidden_size=64, vocab_size=96, num_hidden_layers=3, moe_layers=(0, 1), dense_intermediate_size=80,
+    max_position_embeddings=128, norm=NormSpec("rms", 1e-5), tied_head=False, head_bias=False, embedding_multiplier=1.0,
+    residual_multiplier=1.0, logits_scaling=1.0,
     attention=GroupedQuerySpec("grouped_query", 4, 2, 32, 16, 32**-0.5, ("q", "k", "v"), "head"),
-    rope=RopeSpec(1e4, 32, interleaved=False, scaling=None),
-    router=RouterSpec("softmax_topk", 6, 2, normalize=True),
-    expert=ExpertSpec("silu", 48, MATRICES, bias=(), extra_floats=0),
-    shared_expert=SharedExpertSpec(40, gated=True),
-)
+    rope=RopeSpec(1e4, 32, interleaved=False, scaling=None), router=RouterSpec("softmax_topk", 6, 2, normalize=True),
+    expert=ExpertSpec("silu", 48, MATRICES, bias=(), extra_floats=0), shared_expert=SharedExpertSpec(40, gated=True),
+)  # fmt: skip
 # Two layers, the first without experts.
 LATENT = replace(
-    GROUPED,
-    family="deepseek_v2",
-    num_hidden_layers=2,
-    moe_layers=(1,),
-    norm=NormSpec("rms", 1e-6),
-    tied_head=True,
+    GROUPED, family="deepseek_v2", num_hidden_layers=2, moe_layers=(1,), norm=NormSpec("rms", 1e-6), tied_head=True,
     attention=LatentSpec(
-        kind="latent",
-        num_heads=4,
-        q_lora_rank=40,
-        kv_lora_rank=24,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        scale=24**-0.5,
-        lora_norm_eps=1e-6,
+        kind="latent", num_heads=4, q_lora_rank=40, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8,
+        v_head_dim=12, scale=24**-0.5, lora_norm_eps=1e-6,
     ),
     rope=RopeSpec(1e4, 8, interleaved=True, scaling=None),
     router=RouterSpec("softmax_topk", 8, 3, normalize=False, n_group=4, topk_group=2, scaling_factor=16.0),
     shared_expert=SharedExpertSpec(96, gated=False),
-)
+)  # fmt: skip
 # Three layers, the first and the last with Gated DeltaNet; gated attention in the other.
 HYBRID = replace(
     GROUPED,
@@ -98,63 +74,49 @@ HYBRID = replace(
 # Three layers whose halves do not simply add to the hidden state, by a name for each kind.
 RESIDUALS = {
     "norms of inputs and outputs": replace(
-        GROUPED, residual_multiplier=0.7, residual=NormedResidualSpec("normed", True, ("attention", "mlp"), False, True)
+        GROUPED, residual_multiplier=0.7,
+        residual=NormedResidualSpec("normed", True, ("attention", "mlp"), False, True),
     ),
     "norms of outputs alone": replace(
-        GROUPED, residual=NormedResidualSpec("normed", False, ("attention", "mlp"), False, False)
+        GROUPED, residual=NormedResidualSpec("normed", False, ("attention", "mlp"), False, False),
     ),
     "norms of experts' outputs": replace(
-        GROUPED, residual=NormedResidualSpec("normed", True, ("experts",), False, False)
+        GROUPED, residual=NormedResidualSpec("normed", True, ("experts",), False, False),
     ),
     "norms apart": replace(GROUPED, residual=NormedResidualSpec("normed", True, ("attention", "mlp"), True, True)),
     "sums by depth": replace(
         GROUPED,
         attention=GroupedQuerySpec(
-            "grouped_query",
-            4,
-            2,
-            32,
-            16,
-            32**-0.5,
-            (),
-            "head",
+            "grouped_query", 4, 2, 32, 16, 32**-0.5, (), "head",
             temperature=TemperatureSpec(0.1, 4, is_from_one=True, is_unrotated=False, is_power=True),
             gate=OutputGateSpec("value", "sigmoid", bias=True),
         ),
         residual=NormedResidualSpec("normed", True, ("attention", "mlp"), False, False, by_depth=True),
     ),
     "sums with what was read": replace(
-        GROUPED,
-        mixer=LightningSpec("lightning_attention", (1,), 4, 16, factors=(0.5,), norm_eps=1e-6),
+        GROUPED, mixer=LightningSpec("lightning_attention", (1,), 4, 16, factors=(0.5,), norm_eps=1e-6),
         residual=NormedStateSpec(
-            "normed_state", FactorsSpec(1.5, 0.75), FactorsSpec(2.0, 1.25), FactorsSpec(1.25, 0.5)
+            "normed_state", FactorsSpec(1.5, 0.75), FactorsSpec(2.0, 1.25), FactorsSpec(1.25, 0.5),
         ),
     ),
     "shortcut": replace(GROUPED, residual=ShortcutResidualSpec("shortcut", (1,))),
     "parallel": replace(GROUPED, residual=ParallelResidualSpec("parallel", averaged=True)),
     "parallel, layer norms": replace(
-        GROUPED, norm=NormSpec("layer", 1e-5, unbiased=True), residual=ParallelResidualSpec("parallel", averaged=False)
+        GROUPED, norm=NormSpec("layer", 1e-5, unbiased=True), residual=ParallelResidualSpec("parallel", averaged=False),
     ),
     "gated norms": replace(GROUPED, residual=GatedNormsSpec("gated_norms", 6)),
     "gated streams": replace(
-        GROUPED, norm=NormSpec("rms", 1e-6, zero_centered=True), residual=GatedStreamsSpec("gated_streams", 4, 40)
+        GROUPED, norm=NormSpec("rms", 1e-6, zero_centered=True), residual=GatedStreamsSpec("gated_streams", 4, 40),
     ),
     "mixed streams": replace(GROUPED, residual=MixedStreamsSpec("mixed_streams", 3, mixing=4, magnitude=2.0, eps=1e-6)),
     "streams that do not mix": replace(
-        GROUPED, residual=MixedStreamsSpec("mixed_streams", 2, mixing=0, magnitude=1.5, eps=1e-6)
+        GROUPED, residual=MixedStreamsSpec("mixed_streams", 2, mixing=0, magnitude=1.5, eps=1e-6),
     ),
-}
+}  # fmt: skip
 _WINDOW = CompressedSpec(
-    "compressed",
-    num_heads=4,
-    head_dim=16,
-    q_lora_rank=40,
-    sliding_window=4,
-    scale=0.25,
-    num_groups=2,
-    o_lora_rank=24,
+    "compressed", num_heads=4, head_dim=16, q_lora_rank=40, sliding_window=4, scale=0.25, num_groups=2, o_lora_rank=24,
     compression=None,
-)
+)  # fmt: skip
 _SPARSE = replace(_WINDOW, compression=CompressionSpec(2, overlap=True, indexer=EntryIndexerSpec(12, 12, 2)))
 _HEAVY = replace(_WINDOW, compression=CompressionSpec(3, overlap=False, indexer=None))
 # Three layers with entries that an indexer chooses, with all entries, and with a window alone; in the first, a table
@@ -183,31 +145,18 @@ ROUTED = {
         RESIDUALS["norms apart"],
         router=RouterSpec("softmax_topk", 6, 2, normalize=True, input_scale=True, expert_scale=True),
         attention=GroupedQuerySpec(
-            "grouped_query",
-            4,
-            2,
-            32,
-            16,
-            1.0,
-            (),
-            "head",
-            keys_as_values=True,
-            v_norm=True,
+            "grouped_query", 4, 2, 32, 16, 1.0, (), "head", keys_as_values=True, v_norm=True,
             gate=OutputGateSpec("value", "softplus"),
         ),
-        rope=RopeSpec(1e4, 32, interleaved=False, scaling=ProportionalSpec("proportional", 4, 1.0)),
-        logits_softcap=2.0,
+        rope=RopeSpec(1e4, 32, interleaved=False, scaling=ProportionalSpec("proportional", 4, 1.0)), logits_softcap=2.0,
     ),
     "limits in some layers": replace(
-        GROUPED,
-        router=RouterSpec("sqrtsoftplus_topk", 6, 2, normalize=True, bias=True),
+        GROUPED, router=RouterSpec("sqrtsoftplus_topk", 6, 2, normalize=True, bias=True),
         expert=replace(
-            GROUPED.expert,
-            function="capped_silu",
-            limits=(LimitSpec((0, 2), 0.5, 0.6), LimitSpec((1,), None, 0.4)),
+            GROUPED.expert, function="capped_silu", limits=(LimitSpec((0, 2), 0.5, 0.6), LimitSpec((1,), None, 0.4)),
         ),
     ),
-}
+}  # fmt: skip
 # An encoder of two layers and a decoder of two, each stack's second with experts.
 ANSWERING = replace(
     GROUPED,

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from support.commands import moe_run as run
 from support.models import DEMO_MODEL, pack
 from support.native import INSTRUCTION_SETS, kernels_limited_to
 from support.waiting import HANG_S
 
-from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.cpu import Kernels, is_available, open_kernels
 from moe_pack.runtime.cpu.kernels import InstructionSet
 
@@ -34,10 +33,6 @@ def one_torch_thread_again() -> Iterator[None]:
     """The command sets the threads of torch for its process, which here is that of other tests."""
     yield
     torch.set_num_threads(1)
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-run")
 
 
 # One process for all that is asked of an installation without kernels: as where no compiler was found, the extension

@@ -40,27 +40,13 @@ def numbers(*values: int) -> NDArray[np.int32]:
 
 def legal_attention() -> Arguments:
     return {
-        "q": floats(T, HEADS * HEAD_DIM),
-        "k": floats(T, KV_HEADS * HEAD_DIM),
-        "v": floats(T, KV_HEADS * HEAD_DIM),
-        "q_norm": floats(HEAD_DIM),
-        "k_norm": floats(HEAD_DIM),
-        "cosines": floats(T, ANGLES),
-        "sines": floats(T, ANGLES),
-        "keys": floats(KV_HEADS, CONTEXT, HEAD_DIM),
-        "values": floats(KV_HEADS, CONTEXT, HEAD_DIM),
-        "sinks": floats(HEADS),
-        "out": floats(T, HEADS * HEAD_DIM),
-        "num_heads": HEADS,
-        "num_kv_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "start": CONTEXT - T,
-        "window": 4,
-        "scale": 0.5,
-        "eps": 1e-6,
-        "interleaved": True,
-        "kind": 0,
-    }
+        "q": floats(T, HEADS * HEAD_DIM), "k": floats(T, KV_HEADS * HEAD_DIM), "v": floats(T, KV_HEADS * HEAD_DIM),
+        "q_norm": floats(HEAD_DIM), "k_norm": floats(HEAD_DIM), "cosines": floats(T, ANGLES),
+        "sines": floats(T, ANGLES), "keys": floats(KV_HEADS, CONTEXT, HEAD_DIM),
+        "values": floats(KV_HEADS, CONTEXT, HEAD_DIM), "sinks": floats(HEADS), "out": floats(T, HEADS * HEAD_DIM),
+        "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "start": CONTEXT - T, "window": 4,
+        "scale": 0.5, "eps": 1e-6, "interleaved": True, "kind": 0,
+    }  # fmt: skip
 
 
 def legal_coded_attention() -> Arguments:
@@ -71,19 +57,10 @@ def legal_coded_attention() -> Arguments:
 
 def legal_routing() -> Arguments:
     return {
-        "logits": floats(T, 6),
-        "bias": floats(6),
-        "experts": np.zeros((T, 2), np.int64),
-        "weights": floats(T, 2),
-        "kind": 0,
-        "num_experts": 6,
-        "chosen": 2,
-        "groups": 3,
-        "chosen_groups": 1,
-        "least_sum": -1.0,
-        "factor": 1.0,
+        "logits": floats(T, 6), "bias": floats(6), "experts": np.zeros((T, 2), np.int64), "weights": floats(T, 2),
+        "kind": 0, "num_experts": 6, "chosen": 2, "groups": 3, "chosen_groups": 1, "least_sum": -1.0, "factor": 1.0,
         "jitter": 0.0,
-    }
+    }  # fmt: skip
 
 
 def legal(name: str) -> Arguments:
@@ -92,71 +69,40 @@ def legal(name: str) -> Arguments:
     expert = {"layout": rows.layout, "selector": rows.selector, "records": rows.records, "extra": rows.extra}
     given: dict[str, Arguments] = {
         "experts": {
-            **expert,
-            "threshold": 0.1,
-            "tokens": np.array([2, 0]),
-            "weights": floats(2),
-            "outputs": np.array([2, 1]),
-            "a": floats(2, F),
-            "runs": np.ones((2, F), np.uint8),
-            "neurons": numbers(0, 2, 4),
-            "x": floats(T, D),
-            "y": floats(T, D),
-            "d": D,
+            **expert, "threshold": 0.1, "tokens": np.array([2, 0]), "weights": floats(2), "outputs": np.array([2, 1]),
+            "a": floats(2, F), "runs": np.ones((2, F), np.uint8), "neurons": numbers(0, 2, 4), "x": floats(T, D),
+            "y": floats(T, D), "d": D,
         },
         "select": {
-            "layout": rows.layout,
-            "selector": rows.selector,
-            "threshold": 0.1,
-            "tokens": np.array([2, 0]),
-            "a": floats(2, F),
-            "runs": np.zeros((2, F), np.uint8),
-            "neurons": numbers(*range(F)),
-            "x": floats(T, D),
+            "layout": rows.layout, "selector": rows.selector, "threshold": 0.1, "tokens": np.array([2, 0]),
+            "a": floats(2, F), "runs": np.zeros((2, F), np.uint8), "neurons": numbers(*range(F)), "x": floats(T, D),
             "d": D,
         },
         "dense": {"layout": row_numbers(layout, "weight"), "rows": dense, "x": floats(T, D), "out": floats(T, F)},
         "decode": {"layout": row_numbers(layout, "weight"), "rows": dense, "out": floats(F, D)},
         "gather": {
-            "rows": dense,
-            "row_bytes": dense.shape[1],
-            "places": numbers(4, 0, 0),
+            "rows": dense, "row_bytes": dense.shape[1], "places": numbers(4, 0, 0),
             "out": np.zeros((3, dense.shape[1]), np.uint8),
         },
         "attend": legal_attention(),
         "recur": {
-            "q": floats(T, 2, 5),
-            "k": floats(T, 2, 5),
-            "v": floats(T, 4, 7),
-            "log_decay": floats(T, 4),
-            "rate": floats(T, 4),
-            "recurrent": floats(4, 5, 7),
-            "out": floats(T, 4, 7),
-            "num_key_heads": 2,
-            "num_heads": 4,
-            "num_keys": 5,
-            "num_values": 7,
+            "q": floats(T, 2, 5), "k": floats(T, 2, 5), "v": floats(T, 4, 7), "log_decay": floats(T, 4),
+            "rate": floats(T, 4), "recurrent": floats(4, 5, 7), "out": floats(T, 4, 7), "num_key_heads": 2,
+            "num_heads": 4, "num_keys": 5, "num_values": 7,
         },
         "convolve": {
-            "x": floats(T, 6),
-            "kernel": floats(6, 4),
-            "bias": floats(6),
-            "state": floats(3, 6),
-            "out": floats(T, 6),
+            "x": floats(T, 6), "kernel": floats(6, 4), "bias": floats(6), "state": floats(3, 6), "out": floats(T, 6),
             "taps": 4,
         },
         "rms_norm": {"x": floats(T, D), "weight": floats(D), "eps": 1e-6, "out": floats(T, D)},
         "rotate": {
-            "x": floats(T, 192),
-            "scale": floats(192),
-            "is_scaled_first": True,
-            "hartley": floats(3, 3),
+            "x": floats(T, 192), "scale": floats(192), "is_scaled_first": True, "hartley": floats(3, 3),
             "out": floats(T, 192),
         },
         "route": legal_routing(),
         "checksum": {"bytes": dense},
         "read": {"bytes": dense},
-    }
+    }  # fmt: skip
     return given[name]
 
 

@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import moe_run as run
 from support.models import PackMaker
 from support.streaming import budget_for
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.drafts import MOST_DRAFTED
 from moe_pack.runtime.offload import Approximations, least_budget
@@ -23,10 +22,6 @@ WORDS = "The cat saw the dog, and the dog saw the cat. The cat saw the dog, and 
 CONTEXT = 80
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="native kernels were not built")
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-run")
 
 
 @pytest.fixture

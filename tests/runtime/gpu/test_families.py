@@ -45,9 +45,9 @@ def is_run_by_gpus(tiny: Tiny, folder: Path) -> bool:
 
 def _of_two_layers(name: str) -> dict[str, object]:
     """The lists of a row's config that have a value for each layer, cut to two."""
-    from support.families import BASE
+    from support.families import CARDS
 
-    kinds = BASE[name.partition(":")[0]].get("mlp_layer_types")
+    kinds = CARDS[name.partition(":")[0]].config.get("mlp_layer_types")
     return {} if kinds is None else {"mlp_layer_types": kinds[:2]}
 
 

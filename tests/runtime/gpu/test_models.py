@@ -19,23 +19,17 @@ REFUSED: list[tuple[ModelSpec, str]] = [
     (changed(LATENT, "attention gated", True), "gates of attention"),
     (changed(LATENT, "router zero_outside", True), "groups of experts that score 0"),
     (changed(LATENT, "attention sinks", True), "sinks of latent attention"),
-    (
-        changed(changed(GROUPED, "router num_experts_per_tok", 1), "router on_input", True),
-        "router weights on the input of experts",
-    ),
+    (changed(changed(GROUPED, "router num_experts_per_tok", 1), "router on_input", True),
+     "router weights on the input of experts"),
     (changed(GROUPED, "logits_softcap", 30.0), "a softcap of logits"),
-    (
-        changed(GROUPED, "rope scaling", {"kind": "proportional", "rotated_pairs": 4, "factor": 1.0}),
-        "partly rotated pairs",
-    ),
+    (changed(GROUPED, "rope scaling", {"kind": "proportional", "rotated_pairs": 4, "factor": 1.0}),
+     "partly rotated pairs"),
     (changed(changed(GROUPED, "attention bias", []), "attention keys_as_values", True), "keys that are values"),
     (changed(GROUPED, "attention v_norm", True), "norms of values"),
     (changed(GROUPED, "attention value_head_dim", 16), "values of another size than keys"),
     (changed(GROUPED, "attention value_scale", 0.5), "scaled values"),
-    (
-        changed(GROUPED, "others", [{"layers": [1], "attention": dump(GROUPED.attention), "rope": None}]),
-        "several kinds of attention",
-    ),
+    (changed(GROUPED, "others", [{"layers": [1], "attention": dump(GROUPED.attention), "rope": None}]),
+     "several kinds of attention"),
     (changed(GROUPED, "attention gate", {"each": "head", "function": "sigmoid"}), "gates of attention"),
     (changed(LATENT, "attention gate", {"each": "value", "function": "sigmoid"}), "gates of attention"),
     (changed(changed(GROUPED, "norm kind", "layer"), "norm unbiased", True), "layer norms without bias"),
@@ -52,7 +46,7 @@ REFUSED: list[tuple[ModelSpec, str]] = [
     (changed(GROUPED, "attention indexer", BLOCKS), "attention to blocks"),
     (replace(COMPRESSED, others=()), "compressed attention"),
     (changed(GROUPED, "router table_layers", [0]), "a table from tokens to experts"),
-]
+]  # fmt: skip
 
 
 def test_what_a_gpu_does_not_run_is_refused_by_name() -> None:

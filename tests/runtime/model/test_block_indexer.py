@@ -72,23 +72,13 @@ def pooled(indexer: BlockIndexerSpec, seed: int) -> tuple[Callable[[Tensor], Ten
     from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 
     config: Any = Qwen4ExpTextConfig(
-        hidden_size=D,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        num_hidden_layers=4,
+        hidden_size=D, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, num_hidden_layers=4,
         rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [2, 1, 1],
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
         },
-        indexer_n_heads=indexer.num_heads,
-        indexer_kv_heads=1,
-        indexer_head_dim=indexer.head_dim,
-        indexer_budget=indexer.num_blocks * indexer.block_tokens,
-        indexer_compress_ratio=indexer.block_tokens,
-    )
+        indexer_n_heads=indexer.num_heads, indexer_kv_heads=1, indexer_head_dim=indexer.head_dim,
+        indexer_budget=indexer.num_blocks * indexer.block_tokens, indexer_compress_ratio=indexer.block_tokens,
+    )  # fmt: skip
     config._attn_implementation = "sdpa"
     module: Any = qwen4.Qwen4ExpTextAttention(config, 0).eval()
     random_weights(module, seed)
@@ -112,19 +102,12 @@ def by_the_best(indexer: BlockIndexerSpec, seed: int) -> tuple[Callable[[Tensor]
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 
     config: Any = MiniMaxM3VLTextConfig(
-        hidden_size=D,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        num_hidden_layers=1,
+        hidden_size=D, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, num_hidden_layers=1,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-        layer_types=["minimax_m3_sparse"],
-        index_n_heads=indexer.num_heads,
-        index_head_dim=indexer.head_dim,
-        index_block_size=indexer.block_tokens,
-        index_topk_blocks=indexer.num_blocks,
+        layer_types=["minimax_m3_sparse"], index_n_heads=indexer.num_heads, index_head_dim=indexer.head_dim,
+        index_block_size=indexer.block_tokens, index_topk_blocks=indexer.num_blocks,
         index_local_blocks=indexer.local_blocks,
-    )
+    )  # fmt: skip
     config._attn_implementation = "sdpa"
     module: Any = minimax.MiniMaxM3VLAttention(config, 0).eval()
     random_weights(module, seed)

@@ -107,17 +107,10 @@ def test_rotations_keep_products_and_parts_stay_apart() -> None:
 
 
 # Windows and sinks; latents with and without an indexer; entries; blocks; chunks; values of another size than keys.
-FAMILIES = (
-    Tiny("mixtral", "plain"),
-    Tiny("gpt_oss", "windows and sinks"),
-    Tiny("deepseek_v2", "latents"),
-    Tiny("glm_moe_dsa", "latents with an indexer"),
-    Tiny("hy_v4", "latents with sinks"),
-    Tiny("deepseek_v4", "entries"),
-    Tiny("minimax_m3_vl", "blocks"),
-    Tiny("llama4_text", "chunks"),
-    Tiny("mimo_v2_flash", "values of another size"),
-)
+FAMILIES = (Tiny("mixtral", "plain"), Tiny("gpt_oss", "windows and sinks"), Tiny("deepseek_v2", "latents"),
+            Tiny("glm_moe_dsa", "latents with an indexer"), Tiny("hy_v4", "latents with sinks"),
+            Tiny("deepseek_v4", "entries"), Tiny("minimax_m3_vl", "blocks"), Tiny("llama4_text", "chunks"),
+            Tiny("mimo_v2_flash", "values of another size"))  # fmt: skip
 
 
 def coded_cache(dtype: KvDtype, shape: tuple[int, int, int], num_tokens: int) -> LayerCache:
@@ -127,15 +120,8 @@ def coded_cache(dtype: KvDtype, shape: tuple[int, int, int], num_tokens: int) ->
 
 
 # Tokens, positions before them, places, a window, and the values of a head. Rings, tiles that wrap, several blocks.
-SHAPES = (
-    (1, 700, 701, None, 64),
-    (5, 300, 320, None, 128),
-    (130, 17, 147, None, 80),
-    (3, 0, 5, None, 6),
-    (1, 100, 10, 10, 32),
-    (9, 95, 48, 40, 96),
-    (1, 600, 300, 300, 64),
-)
+SHAPES = ((1, 700, 701, None, 64), (5, 300, 320, None, 128), (130, 17, 147, None, 80), (3, 0, 5, None, 6),
+          (1, 100, 10, 10, 32), (9, 95, 48, 40, 96), (1, 600, 300, 300, 64))  # fmt: skip
 
 
 def assert_stores(cache: LayerCache, twin: LayerCache, keys: Tensor, values: Tensor) -> None:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.families import FULL_V2, NUM_TOKENS, Tiny, token_ids, write
+from families.deepseek_v2 import FULL_V2
+from support.families import NUM_TOKENS, Tiny, token_ids, write
 
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import LatentSpec

@@ -103,26 +103,19 @@ RULES: dict[str, Callable[[list[float], list[float], RouterSpec], Chosen]] = {
     "sparsemixer": sparsemixer,
 }
 ROUTERS = [
-    RouterSpec("softmax_topk", 8, 3, True),
-    RouterSpec("softmax_topk", 8, 3, False, scaling_factor=16.0),
+    RouterSpec("softmax_topk", 8, 3, True), RouterSpec("softmax_topk", 8, 3, False, scaling_factor=16.0),
     RouterSpec("softmax_topk", 12, 4, False, n_group=4, topk_group=2),
     RouterSpec("softmax_topk", 12, 3, True, n_group=4, topk_group=1, bias=True),
-    RouterSpec("softmax_topk", 10, 3, True, least_sum=0.125),
-    RouterSpec("sigmoid_topk", 10, 3, True, least_sum=1e-6),
-    RouterSpec("topk_softmax", 8, 3, False),
-    RouterSpec("topk_softmax", 8, 8, False, scaling_factor=0.5),
-    RouterSpec("sigmoid_topk", 8, 3, True, bias=True, scaling_factor=2.5),
-    RouterSpec("sigmoid_topk", 8, 2, False),
+    RouterSpec("softmax_topk", 10, 3, True, least_sum=0.125), RouterSpec("sigmoid_topk", 10, 3, True, least_sum=1e-6),
+    RouterSpec("topk_softmax", 8, 3, False), RouterSpec("topk_softmax", 8, 8, False, scaling_factor=0.5),
+    RouterSpec("sigmoid_topk", 8, 3, True, bias=True, scaling_factor=2.5), RouterSpec("sigmoid_topk", 8, 2, False),
     RouterSpec("sigmoid_topk", 12, 4, True, bias=True, n_group=4, topk_group=2),
     RouterSpec("sigmoid_topk", 12, 3, True, bias=True, n_group=6, topk_group=2),
     RouterSpec("sqrtsoftplus_topk", 8, 3, True, bias=True, scaling_factor=1.5),
-    RouterSpec("sqrtsoftplus_topk", 8, 2, False),
-    RouterSpec("topk_sigmoid", 8, 3, True, bias=True, scaling_factor=1.5),
-    RouterSpec("topk_sigmoid", 8, 1, False),
-    RouterSpec("sparsemixer", 8, 2, False, jitter=0.01),
-    RouterSpec("sparsemixer", 8, 2, False, jitter=0.3),
-    RouterSpec("sparsemixer", 8, 3, False, jitter=0.1),
-]
+    RouterSpec("sqrtsoftplus_topk", 8, 2, False), RouterSpec("topk_sigmoid", 8, 3, True, bias=True, scaling_factor=1.5),
+    RouterSpec("topk_sigmoid", 8, 1, False), RouterSpec("sparsemixer", 8, 2, False, jitter=0.01),
+    RouterSpec("sparsemixer", 8, 2, False, jitter=0.3), RouterSpec("sparsemixer", 8, 3, False, jitter=0.1),
+]  # fmt: skip
 
 
 def named(router: RouterSpec) -> str:

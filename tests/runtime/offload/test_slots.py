@@ -19,24 +19,12 @@ POLICIES = ("lru", "corm", "edgemoe", "importance")
 def placement_of(num_slots: int, num_landing: int, first: int = 0) -> GpuPlacement:
     """Layers with so many slots each; the first records of each expert are static."""
     return GpuPlacement(
-        misses="split",
-        has_selector=np.ones((L, E), bool),
-        first_dynamic=np.full((L, E), first),
-        static_bytes=np.zeros(L, np.int64),
-        num_slots=np.full(L, num_slots),
-        slot_bytes=np.full(L, 16 * SLOT_UNITS),
-        num_landing=np.full(L, num_landing),
-        num_scratch=np.zeros(L, np.int64),
-        num_ahead=np.zeros(L, np.int64),
-        scratch_bytes=0,
-        ahead_bytes=0,
-        dynamic_bytes=16 * SLOT_UNITS * L * num_slots,
-        other_bytes=0,
-        offset_bytes=4,
-        num_rows=F,
-        num_active=K,
-        num_predicted=0,
-    )
+        misses="split", has_selector=np.ones((L, E), bool), first_dynamic=np.full((L, E), first),
+        static_bytes=np.zeros(L, np.int64), num_slots=np.full(L, num_slots), slot_bytes=np.full(L, 16 * SLOT_UNITS),
+        num_landing=np.full(L, num_landing), num_scratch=np.zeros(L, np.int64), num_ahead=np.zeros(L, np.int64),
+        scratch_bytes=0, ahead_bytes=0, dynamic_bytes=16 * SLOT_UNITS * L * num_slots, other_bytes=0, offset_bytes=4,
+        num_rows=F, num_active=K, num_predicted=0,
+    )  # fmt: skip
 
 
 @dataclass

@@ -15,15 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import moe_run as run
 from support.models import PackMaker
 from support.streaming import budget_for
 from support.waiting import HANG_S
 
 from moe_pack.formats import DISK_BLOCK_BYTES, Pack, PackError, RunError
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.offload import read_recording
 from moe_pack.runtime.offload.expert_store import Trace
 
@@ -54,10 +53,6 @@ def options(folder: Path, max_tokens: int) -> list[str]:
     # How many drafts run depends on times, and on it how large a recording is.
     text = ["--prompt", TEXT, "--temperature", "0", "-n", str(max_tokens), "--draft", "off", "--device", "cpu"]
     return [str(folder), *text, "--budget", str(budget)]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-run")
 
 
 def started(*arguments: object) -> subprocess.Popen[str]:

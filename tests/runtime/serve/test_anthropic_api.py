@@ -24,20 +24,10 @@ def client_of(server: Served) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Served]:
-    with served(Script("Hello there!", cached=3)) as server:
-        yield server
-
-
 @pytest.fixture
 def client(plain: Served) -> Iterator[anthropic.Anthropic]:
     with client_of(plain) as made:
         yield made
-
-
-def prompt_of(server: Served) -> str:
-    return "".join(map(chr, server.scheduler.requests[-1].prompt_ids))
 
 
 def test_an_answer_has_text_and_usage(client: anthropic.Anthropic) -> None:
@@ -137,7 +127,7 @@ def test_conversations_reach_the_template_as_templates_read_them(plain: Served, 
     ask["thinking"] = {"type": "enabled", "budget_tokens": 1024}
     client.messages.create(**ask, max_tokens=2000)
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    assert prompt_of(plain).split("\n") == [
+    assert plain.prompt.split("\n") == [
         "system: Be brief.",
         "user: a",
         "b",
@@ -152,7 +142,7 @@ def test_conversations_reach_the_template_as_templates_read_them(plain: Served, 
     assert counted.input_tokens == len(plain.scheduler.requests[-1].prompt_ids)
     last: Any = [*HELLO, {"role": "assistant", "content": "Well"}]
     client.messages.create(model="demo-moe", max_tokens=9, messages=last, thinking={"type": "disabled"})
-    assert prompt_of(plain) == "user: Hi\nassistant: Well\nenable_thinking=False"
+    assert plain.prompt == "user: Hi\nassistant: Well\nenable_thinking=False"
 
 
 def test_a_tool_that_has_to_be_called() -> None:
@@ -172,7 +162,7 @@ def test_a_tool_that_has_to_be_called() -> None:
         client.messages.create(
             model="demo-moe", max_tokens=1, messages=HELLO, tools=[WEATHER], tool_choice={"type": "none"}
         )
-        assert "weather" not in prompt_of(server)
+        assert "weather" not in server.prompt
 
 
 def test_what_is_refused_is_said_in_anthropics_shape(plain: Served) -> None:
@@ -237,7 +227,7 @@ def test_a_conversation_that_the_server_would_keep_is_sent_whole_by_the_client()
         )
         answers = [answer.content[0].type for answer in runner]
         assert answers == ["tool_use", "text"]
-        assert "user: Rome?" in prompt_of(server) and "sunny in Rome" in prompt_of(server)
+        assert "user: Rome?" in server.prompt and "sunny in Rome" in server.prompt
         body = {"max_tokens": 9, "messages": HELLO, "thread": {"type": "continue", "previous_message_id": "msg_1"}}
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
             answer = server.http.post(path, json=body)

@@ -34,32 +34,20 @@ SCRIPTS = {
 }
 Body = dict[str, Any]
 REQUESTS: dict[str, tuple[str, Body, Any, Any]] = {
-    "chat": (
-        "/v1/chat/completions",
-        {"messages": HELLO, "tools": [{"type": "function", "function": FUNCTION}], "n": 2},
-        ChatCompletion,
-        ChatCompletionChunk,
-    ),
+    "chat": ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function", "function": FUNCTION}], "n": 2},
+             ChatCompletion, ChatCompletionChunk),
     "chat with log-probabilities and usage": (
-        "/v1/chat/completions",
-        {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 4},
-        ChatCompletion,
-        ChatCompletionChunk,
+        "/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 4},
+        ChatCompletion, ChatCompletionChunk,
     ),
     "completions": ("/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "echo": False}, Completion, Completion),
-    "responses": (
-        "/v1/responses",
-        {"input": "Hi", "tools": [{"type": "function", **FUNCTION}], "max_output_tokens": 99},
-        Response,
-        ResponseStreamEvent,
-    ),
-    "messages": (
-        "/v1/messages",
-        {"messages": HELLO, "max_tokens": 99, "tools": [{"name": "weather", "input_schema": SCHEMA}]},
-        Message,
-        RawMessageStreamEvent,
-    ),
-}
+    "responses": ("/v1/responses",
+                  {"input": "Hi", "tools": [{"type": "function", **FUNCTION}], "max_output_tokens": 99}, Response,
+                  ResponseStreamEvent),
+    "messages": ("/v1/messages",
+                 {"messages": HELLO, "max_tokens": 99, "tools": [{"name": "weather", "input_schema": SCHEMA}]}, Message,
+                 RawMessageStreamEvent),
+}  # fmt: skip
 
 
 def nulls_of(value: Any, key: str = "") -> Iterator[str]:

@@ -1,10 +1,8 @@
 """Constraints in the dialects of several servers: no field that rules an answer is dropped in silence."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from support.cases import case
 from support.scripted_scheduler import NamedGrammar, Script
@@ -27,12 +25,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hi"},
     "/v1/messages": {"messages": HELLO, "max_tokens": 100},
 }
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Served]:
-    with served(Script("Hello there!")) as server:
-        yield server
 
 
 def request_of(server: Served, path: str, **fields: Any) -> Request:

@@ -31,12 +31,6 @@ def client_of(server: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Served]:
-    with served(Script("Hello there!", cached=3)) as server:
-        yield server
-
-
 @pytest.fixture
 def client(plain: Served) -> Iterator[openai.OpenAI]:
     with client_of(plain) as made:
@@ -148,7 +142,7 @@ def test_tool_choice_decides_what_the_model_sees_and_what_it_may_say() -> None:
         ask = client.chat.completions.create
         answer = ask(model="demo-moe", messages=HELLO, tools=[WEATHER], tool_choice="none")
         assert answer.choices[0].message.tool_calls is None
-        assert "weather" not in prompt_of(server)
+        assert "weather" not in server.prompt
         named: Any = {"type": "function", "function": {"name": "weather"}}
         for tools, choice, expected in (
             ([WEATHER, CLOCK], named, ("weather", one)),
@@ -163,10 +157,6 @@ def test_tool_choice_decides_what_the_model_sees_and_what_it_may_say() -> None:
                 assert server.scheduler.requests[-1].grammar is not None
         cut = ask(model="demo-moe", messages=HELLO, tools=[WEATHER, CLOCK], tool_choice="required")
         assert (cut.choices[0].message.content, cut.choices[0].message.tool_calls) == (several[:9], None)
-
-
-def prompt_of(server: Served) -> str:
-    return "".join(map(chr, server.scheduler.requests[-1].prompt_ids))
 
 
 def test_conversations_reach_the_template_as_templates_read_them(plain: Served, client: openai.OpenAI) -> None:
@@ -184,7 +174,7 @@ def test_conversations_reach_the_template_as_templates_read_them(plain: Served, 
         extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
     made = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    assert prompt_of(plain).split("\n") == [
+    assert plain.prompt.split("\n") == [
         "system: Be brief.",
         "user: a",
         "b",
@@ -196,7 +186,7 @@ def test_conversations_reach_the_template_as_templates_read_them(plain: Served, 
     ]
     last: Any = [*HELLO, {"role": "assistant", "content": "Well"}]
     client.chat.completions.create(model="demo-moe", messages=last, extra_body={"continue_final_message": True})
-    assert prompt_of(plain) == "user: Hi\nassistant: Well"
+    assert plain.prompt == "user: Hi\nassistant: Well"
 
 
 def test_sampling_fields_reach_the_scheduler(plain: Served, client: openai.OpenAI) -> None:
@@ -282,7 +272,7 @@ def test_an_answer_of_json_is_content_whatever_it_looks_like() -> None:
                     **fields,  # type: ignore[arg-type]  # fields by name
                 )
                 assert answer.choices[0].message.content == '["[think]", 1]'
-                assert prompt_of(server) == prompt
+                assert server.prompt == prompt
 
 
 def test_text_completions(plain: Served, client: openai.OpenAI) -> None:

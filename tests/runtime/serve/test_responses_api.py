@@ -23,20 +23,10 @@ def client_of(server: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Served]:
-    with served(Script("Hello there!", cached=3)) as server:
-        yield server
-
-
 @pytest.fixture
 def client(plain: Served) -> Iterator[openai.OpenAI]:
     with client_of(plain) as made:
         yield made
-
-
-def prompt_of(server: Served) -> str:
-    return "".join(map(chr, server.scheduler.requests[-1].prompt_ids))
 
 
 def test_a_response_has_text_and_usage(client: openai.OpenAI) -> None:
@@ -128,7 +118,7 @@ def test_items_reach_the_template_as_templates_read_them(plain: Served, client: 
         model="demo-moe", input=items, instructions="Be brief.", tools=[WEATHER], reasoning={"effort": "none"}
     )
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    assert prompt_of(plain).split("\n") == [
+    assert plain.prompt.split("\n") == [
         "system: Be brief.",
         "",
         "No jokes.",
@@ -258,7 +248,7 @@ def test_the_tools_of_a_namespace_come_back_with_it(plain: Served) -> None:
         items: list[Any] = [{"role": "user", "content": "Hi"}, *(item.model_dump(exclude_none=True) for item in called)]
         items += [{"type": "function_call_output", "call_id": "call_1", "output": "warm"}]
         client.responses.create(model="demo-moe", input=items, tools=tools)
-        prompt = prompt_of(server)
+        prompt = server.prompt
     assert [(item.type, getattr(item, "namespace", None), getattr(item, "name", "")) for item in called] == [
         ("function_call", "mcp__files__", "weather"),
         ("custom_tool_call", "mcp__files__", "apply_patch"),
@@ -276,7 +266,7 @@ def test_what_a_service_runs_is_left_out(plain: Served) -> None:
     tools = [*({"type": kind, "name": f"the_{kind}"} for kind in kinds), WEATHER]
     found = plain.http.post("/v1/responses", json={"input": "Hi", "tools": tools, "tool_choice": "auto"}).json()
     assert [tool["name"] for tool in found["tools"]] == ["weather"]
-    assert prompt_of(plain).count("tool: ") == 1
+    assert plain.prompt.count("tool: ") == 1
     for i, kind in enumerate(kinds):
         assert f"tools[{i}]: type '{kind}' is not supported" in found["warnings"][i]
     for choice, message in (
@@ -301,7 +291,7 @@ def test_allowed_tools_are_the_ones_that_the_model_knows(plain: Served, client: 
     choice: Any = {"type": "allowed_tools", "mode": "required", "tools": allowed}
     tools: Any = [WEATHER, PATCH, {"type": "web_search"}]
     response = client.responses.create(model="demo-moe", input="Hi", tools=tools, tool_choice=choice)
-    assert "tool: apply_patch" in prompt_of(plain) and "tool: weather" not in prompt_of(plain)
+    assert "tool: apply_patch" in plain.prompt and "tool: weather" not in plain.prompt
     assert [item.type for item in response.output] == ["custom_tool_call"]
     assert not isinstance(response.tool_choice, str) and response.tool_choice.type == "allowed_tools"
 
@@ -332,7 +322,7 @@ def test_histories_of_agents_reach_the_template(plain: Served, client: openai.Op
             "function": {"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"], "env": {}}},
         },
     ]
-    assert prompt_of(plain).split("\n") == [
+    assert plain.prompt.split("\n") == [
         "user: a",
         f"assistant:  { ({'reasoning_content': 'hm', 'tool_calls': calls}) }",
         f"tool: Done. { ({'tool_call_id': 'c1', 'name': 'apply_patch'}) }",

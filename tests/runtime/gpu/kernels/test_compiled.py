@@ -32,18 +32,12 @@ STACK_BYTES = {"_hidden": 32}
 STACK_BYTES_100 = {"_neurons_kernel": 16, "_select_kernel": 16}
 READERS = {
     "load_words": {
-        "_gemv",
-        "_gather_row",
-        "_select_kernel",
-        "_neurons_kernel",
-        "_gated",
-        "_route_kernel",
-        "_enter_latent_kernel",
+        "_gemv", "_gather_row", "_select_kernel", "_neurons_kernel", "_gated", "_route_kernel", "_enter_latent_kernel",
         "_leave_latent_kernel",
     },
     "_read_words": {"_gemm", "_hidden", "_down"},
     "_load_host": {"_pull_records_kernel", "_pull_selectors_kernel", "_bring_kernel"},
-}
+}  # fmt: skip
 SUMS = {"_neurons_kernel", "_gather_row"}  # whose rows are added up
 # Every width, hidden size and GPU once, with the usual selector and another; `compiled_kernels.py` compiles the whole
 # matrix, in an hour.

@@ -19,26 +19,20 @@ from moe_pack.runtime.model.router import expert_scores, router_weights
 from moe_pack.runtime.offload.split import substitute
 
 SPECS = [
-    RouterSpec("softmax_topk", 8, 2, True),
-    RouterSpec("softmax_topk", 60, 4, False, scaling_factor=2.5),
+    RouterSpec("softmax_topk", 8, 2, True), RouterSpec("softmax_topk", 60, 4, False, scaling_factor=2.5),
     RouterSpec("softmax_topk", 128, 8, True),
     RouterSpec("softmax_topk", 160, 6, False, n_group=8, topk_group=3, scaling_factor=16.0),
     RouterSpec("softmax_topk", 12, 3, True, bias=True, n_group=4, topk_group=2),
-    RouterSpec("softmax_topk", 512, 10, True),
-    RouterSpec("softmax_topk", 64, 6, True, least_sum=0.125),
-    RouterSpec("sigmoid_topk", 24, 4, True, least_sum=0.25),
-    RouterSpec("softmax_topk", 1, 1, True),
-    RouterSpec("topk_softmax", 40, 8, False),
-    RouterSpec("topk_softmax", 128, 4, False, logit_bias=True),
-    RouterSpec("softmax_topk", 20, 3, True, least_sum=0.5),
-    RouterSpec("topk_softmax", 3, 3, False, scaling_factor=0.5),
+    RouterSpec("softmax_topk", 512, 10, True), RouterSpec("softmax_topk", 64, 6, True, least_sum=0.125),
+    RouterSpec("sigmoid_topk", 24, 4, True, least_sum=0.25), RouterSpec("softmax_topk", 1, 1, True),
+    RouterSpec("topk_softmax", 40, 8, False), RouterSpec("topk_softmax", 128, 4, False, logit_bias=True),
+    RouterSpec("softmax_topk", 20, 3, True, least_sum=0.5), RouterSpec("topk_softmax", 3, 3, False, scaling_factor=0.5),
     RouterSpec("sigmoid_topk", 128, 8, True, bias=True),
     RouterSpec("sigmoid_topk", 256, 8, True, bias=True, n_group=8, topk_group=4, scaling_factor=2.5),
     RouterSpec("sigmoid_topk", 384, 8, True, bias=True, scaling_factor=2.827),
     RouterSpec("sigmoid_topk", 20, 10, False, n_group=4, topk_group=2),
-    RouterSpec("sparsemixer", 16, 2, False, jitter=0.01),
-    RouterSpec("sparsemixer", 7, 3, False, jitter=0.3),
-]
+    RouterSpec("sparsemixer", 16, 2, False, jitter=0.01), RouterSpec("sparsemixer", 7, 3, False, jitter=0.3),
+]  # fmt: skip
 
 
 def name_of(spec: RouterSpec) -> str:

@@ -1,0 +1,14 @@
+"""Shared by the tests of the server."""
+
+from collections.abc import Iterator
+
+import pytest
+from support.scripted_scheduler import Script
+from support.served import Served, served
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Served]:
+    """A server that always gives the same answer."""
+    with served(Script("Hello there!", cached=3)) as server:
+        yield server
