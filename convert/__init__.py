@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from moe_pack.convert.autopack import loss_text
     from moe_pack.convert.fixed_costs import measure_fixed_costs
     from moe_pack.convert.hub import find_checkpoint
-    from moe_pack.convert.kept import keep_source
-    from moe_pack.convert.pipeline import ConversionResult, convert, layout_for
+    from moe_pack.convert.pipeline import ConversionResult
     from moe_pack.convert.synthetic import (
         SyntheticTraits,
         link_memory_folder,

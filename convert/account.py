@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack import formats
+from moe_pack.calib import quantize
 from moe_pack.calib.profile import profiles
-from moe_pack.calib.quantize import ExpertLoss, needs_inputs
 from moe_pack.formats.base.version import installed_version
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack import layouts, manifests, sidecar
@@ -310,7 +310,7 @@ def _versions(plan: formats.Plan) -> tuple[manifests.PackageVersion, ...]:
     """Returns the packages whose version decides the quantized bytes."""
     experts = {part for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)}
     if plan.quantizer == "calibrated":
-        experts = {part for part in experts if part is not None and not needs_inputs(part)}
+        experts = {part for part in experts if part is not None and not quantize.needs_inputs(part)}
     solved = any(part is not None and part.codec == "affine" for part in experts | {*plan.dense})
     names = ["moe-pack", "torch"]
     if dense_quantizer(plan.quantizer) == "hqq" and solved:
@@ -336,11 +336,11 @@ _JOURNAL = "conversion.journal"
 class ExpertNote:
     """What the journal keeps of an expert next to its bytes: what it loses, and the neurons with two rows, rising."""
 
-    loss: ExpertLoss | None
+    loss: quantize.ExpertLoss | None
     repeated: tuple[int, ...]
 
 
-def note_of(loss: ExpertLoss | None, repeated: tuple[int, ...] = ()) -> bytes:
+def note_of(loss: quantize.ExpertLoss | None, repeated: tuple[int, ...] = ()) -> bytes:
     """Returns the journal's note of an expert."""
     return formats.canonical(formats.dump(ExpertNote(loss, repeated)))
 
@@ -362,7 +362,7 @@ def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], 
 class Rounding:
     """What rounding cost the experts of a pack, `[layer][expert]`; None where it was not measured."""
 
-    experts: tuple[tuple[ExpertLoss | None, ...], ...]
+    experts: tuple[tuple[quantize.ExpertLoss | None, ...], ...]
 
     @classmethod
     def of_notes(cls, notes: Mapping[tuple[int, int], ExpertNote], shape: tuple[int, int]) -> "Rounding":
@@ -391,7 +391,7 @@ class HeavyLoss:
 
     layer: int  # of the model
     expert: int
-    loss: ExpertLoss
+    loss: quantize.ExpertLoss
     usual: float  # the median of `own_error` over the experts in the same formats
     is_rotated: bool
 

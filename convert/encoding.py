@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib import quantize
-from moe_pack.convert import kept
-from moe_pack.convert.account import Recipe, note_of
+from moe_pack.convert import account, kept
 from moe_pack.formats import families
 from moe_pack.formats.base import errors
 from moe_pack.formats.pack import codecs, layouts, plans
@@ -50,10 +49,10 @@ class MadeItem:
 
     def note(self) -> bytes:
         """Returns what the journal notes of the item, which is not in its bytes."""
-        return b"" if self.loss is None and not self.repeated else note_of(self.loss, self.repeated)
+        return b"" if self.loss is None and not self.repeated else account.note_of(self.loss, self.repeated)
 
 
-def made_item(recipe: Recipe, item: layouts.Item, stop: Event, stored: Tensor | None = None) -> MadeItem:
+def made_item(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: Tensor | None = None) -> MadeItem:
     """Makes an item that is not a header.
 
     Args:    stored: of a sequential recipe, the inputs of the expert's layer behind the stored layers, float32 [T, d].
@@ -104,7 +103,7 @@ def _next_rows(num_rows: int, stop: Event, at_once: int = _ROWS_AT_ONCE) -> Iter
         yield start, min(start + at_once, num_rows)
 
 
-def _dense_bytes(recipe: Recipe, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
+def _dense_bytes(recipe: account.Recipe, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
     checkpoint, layout = recipe.checkpoint, recipe.layout
     dense = next(dense for dense in layout.dense if dense.role.name == item.role)
     source, rows = checkpoint.dense_source(item.role), dense.rows
@@ -124,7 +123,7 @@ def _dense_bytes(recipe: Recipe, item: layouts.Item, stop: Event) -> NDArray[np.
     return out.reshape(-1)
 
 
-def _table_bytes(recipe: Recipe, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
+def _table_bytes(recipe: account.Recipe, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
     """Returns rows of an n-gram table with their CRCs; some are read at a time."""
     checkpoint, table = recipe.checkpoint, recipe.layout.ngrams[item.layer]
     row_bytes, value_bytes = table.rows.row_bytes, table.rows.crc_offset
@@ -143,7 +142,7 @@ def _table_bytes(recipe: Recipe, item: layouts.Item, stop: Event) -> NDArray[np.
     return out.reshape(-1)
 
 
-def _expert(recipe: Recipe, item: layouts.Item, stop: Event, stored: Tensor | None) -> MadeItem:
+def _expert(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: Tensor | None) -> MadeItem:
     """Makes an extent. Neurons are read and quantized in the source's order, whatever the stored order is.
 
     Therefore a neuron has the same bytes in every order, although hqq solves some rows together, and no order takes
@@ -233,7 +232,7 @@ class _NeuronRows:
 
 
 def _plain_rows(
-    recipe: Recipe, item: layouts.Item, stop: Event, rotation: quantize.LayerRotation
+    recipe: account.Recipe, item: layouts.Item, stop: Event, rotation: quantize.LayerRotation
 ) -> Iterator[_NeuronRows]:
     """Yields all rows of an expert that is quantized by its weights alone, like dense matrices, or copied."""
     checkpoint, plan = recipe.checkpoint, recipe.plan
@@ -259,7 +258,7 @@ def _plain_rows(
 
 
 def _calibrated_quantizer(
-    recipe: Recipe, item: layouts.Item, rotation: quantize.LayerRotation, stored: Tensor | None
+    recipe: account.Recipe, item: layouts.Item, rotation: quantize.LayerRotation, stored: Tensor | None
 ) -> quantize.GuardedQuantizer | None:
     """Returns the quantizer of an expert whose codes depend on its inputs, else None.
 
@@ -278,7 +277,7 @@ def _calibrated_quantizer(
 
 
 def _calibrated_rows(
-    recipe: Recipe,
+    recipe: account.Recipe,
     item: layouts.Item,
     stop: Event,
     rotation: quantize.LayerRotation,

@@ -19,19 +19,11 @@ from numpy.typing import NDArray
 from moe_pack import formats
 from moe_pack.calib import forward, profile, quantize
 from moe_pack.calib.evaluate import thresholds
-from moe_pack.convert import account, autopack, hub, kept, pipeline, plan, ray_launcher
-from moe_pack.convert.options import (
-    CALIBRATION_TOKENS,
-    SEQUENCE_LENGTH,
-    PackOrder,
-    PlanOrder,
-    ProfileOrder,
-    chosen_device,
-)
+from moe_pack.convert import account, autopack, hub, kept, options, pipeline, plan, ray_launcher
 from moe_pack.convert.plan.options import PresetName, read_limit
 from moe_pack.convert.plan.rotation import PlanRotation
+from moe_pack.formats import families
 from moe_pack.formats.base import commands, errors
-from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.gguf import find_gguf
 from moe_pack.formats.hub import StreamedFiles
 from moe_pack.formats.pack.writer import await_parts
@@ -59,7 +51,7 @@ def text_lines(spec: formats.ModelSpec, tokens: forward.Tokens) -> Iterator[str]
     yield from (f"note: {note}" for note in tokens.notes)
 
 
-def make_profile(order: ProfileOrder, progress: formats.Progress = formats.NO_PROGRESS) -> profile.Profile:
+def make_profile(order: options.ProfileOrder, progress: formats.Progress = formats.NO_PROGRESS) -> profile.Profile:
     """Measures a model on text, or reads an importance file; continues where a killed run stopped.
 
     Raises:  UsageError, CheckpointError, ConversionError, RunError.
@@ -74,7 +66,7 @@ def make_profile(order: ProfileOrder, progress: formats.Progress = formats.NO_PR
         if order.many.ray is not None:
             job = ray_launcher.ProfileJob(ray_launcher.absolute(order), tokens, torch.get_num_threads())
             return ray_launcher.make_profile_on_cluster(job, checkpoint.spec.moe_layers, progress)
-        device, part = chosen_device(order.device), order.many.part
+        device, part = options.chosen_device(order.device), order.many.part
         return profile.make_profile(checkpoint, tokens, order.output, order.profile, progress, device, part)
 
 
@@ -100,7 +92,7 @@ class MadePlans:
         return f"losses {losses.origin}; routes drawn {drawn}; moe-pack profile measures both"
 
 
-def make_plan(order: PlanOrder, progress: formats.Progress = formats.NO_PROGRESS) -> MadePlans:
+def make_plan(order: options.PlanOrder, progress: formats.Progress = formats.NO_PROGRESS) -> MadePlans:
     """Makes the plan for a memory and a loss, and plans for other losses next to it; converts nothing.
 
     Raises:  UsageError, PlanError, RunError; CheckpointError.
@@ -143,9 +135,9 @@ def _model_of(
         with commands.stage_of(progress, "reading the checkpoint"):
             # On the hub, a plan needs the headers of the weights' files only.
             files = hub.find_checkpoint(source) if has_weights else hub.open_streamed(source, Path(gettempdir()))
-            with closing(Checkpoint(files)) as checkpoint:
+            with closing(families.Checkpoint(files)) as checkpoint:
                 return checkpoint.spec, pipeline.dense_dtypes(checkpoint), kept.lossless_formats(checkpoint)
-    spec = model_spec(source)
+    spec = families.model_spec(source)
     return spec, specs.usual_dtypes(spec), {}
 
 
@@ -187,7 +179,7 @@ class PackForTarget:
     result: autopack.AutoPackResult
 
 
-def make_pack(order: PackOrder, progress: formats.Progress = formats.NO_PROGRESS) -> MadePack:
+def make_pack(order: options.PackOrder, progress: formats.Progress = formats.NO_PROGRESS) -> MadePack:
     """Makes the pack that options or a plan describe; continues where a killed run stopped.
 
     Raises:  UsageError, PlanError, CheckpointError, ConversionError, RunError.
@@ -231,7 +223,9 @@ def make_pack(order: PackOrder, progress: formats.Progress = formats.NO_PROGRESS
     return MadePack(order.output, result, seconds, source_bytes, measured, routing)
 
 
-def _decision(order: PackOrder, checkpoint: Checkpoint, found: profile.Profile | None) -> plan.Decision:
+def _decision(
+    order: options.PackOrder, checkpoint: families.Checkpoint, found: profile.Profile | None
+) -> plan.Decision:
     """Returns the plan and the sparsity of each expert; PlanError if the plan does not fit the model."""
     spec = checkpoint.spec
     if order.plan_file is not None:
@@ -246,7 +240,7 @@ def _decision(order: PackOrder, checkpoint: Checkpoint, found: profile.Profile |
 
 
 def _prepared(
-    order: PackOrder, checkpoint: Checkpoint, decision: plan.Decision, found: profile.Profile | None
+    order: options.PackOrder, checkpoint: families.Checkpoint, decision: plan.Decision, found: profile.Profile | None
 ) -> account.Preparation:
     """Returns the order of neurons, the rotation and the calibration of a pack, which fit its plan."""
     rotate = PlanRotation.choice(order.rotate, decision.is_plain)
@@ -260,8 +254,8 @@ def _prepared(
 
 
 def _converted(
-    order: PackOrder,
-    checkpoint: Checkpoint,
+    order: options.PackOrder,
+    checkpoint: families.Checkpoint,
     chosen: formats.Plan,
     prepared: account.Preparation,
     progress: formats.Progress,
@@ -284,9 +278,9 @@ def _converted(
 
 
 def _say_plan(
-    checkpoint: Checkpoint,
+    checkpoint: families.Checkpoint,
     chosen: formats.Plan,
-    order: PackOrder,
+    order: options.PackOrder,
     prepared: account.Preparation,
     source_bytes: int,
     progress: formats.Progress,
@@ -323,7 +317,7 @@ def _say_plan(
         progress.say(hub.check_stream_space(checkpoint.files, order.output, pipeline.large_bytes(layout)))
 
 
-def _widened(checkpoint: Checkpoint, chosen: formats.Plan) -> list[DenseRole]:
+def _widened(checkpoint: families.Checkpoint, chosen: formats.Plan) -> list[DenseRole]:
     """Returns the dense matrices that have codes in the source and are stored as its dequantized values."""
     return [
         role
@@ -334,23 +328,23 @@ def _widened(checkpoint: Checkpoint, chosen: formats.Plan) -> list[DenseRole]:
     ]
 
 
-def _rotated_note(order: PackOrder, is_plain: bool) -> list[str]:
+def _rotated_note(order: options.PackOrder, is_plain: bool) -> list[str]:
     """Returns a note that a plain plan (`Decision`) is rotated all the same; none if it is not."""
     if order.rotate != "on" or not is_plain:
         return []
     return ["--rotate on rotates layers that this plan, a paper's or one for vLLM, leaves as they are"]
 
 
-def _sample(checkpoint: Checkpoint, text: Text) -> forward.Tokens:
+def _sample(checkpoint: families.Checkpoint, text: Text) -> forward.Tokens:
     """Reads the start of our sample, which calibrates by default."""
-    return forward.read_tokens(None, None, text, CALIBRATION_TOKENS, _sequence_length(checkpoint))
+    return forward.read_tokens(None, None, text, options.CALIBRATION_TOKENS, _sequence_length(checkpoint))
 
 
-def _sequence_length(checkpoint: Checkpoint) -> int:
-    return min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+def _sequence_length(checkpoint: families.Checkpoint) -> int:
+    return min(options.SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
 
 
-def make_pack_for_target(order: PackOrder, progress: formats.Progress = formats.NO_PROGRESS) -> PackForTarget:
+def make_pack_for_target(order: options.PackOrder, progress: formats.Progress = formats.NO_PROGRESS) -> PackForTarget:
     """Makes the pack for a target, or continues an earlier run: plans, converts and measures until the loss fits.
 
     Raises:  UsageError, PlanError, CheckpointError, ConversionError, RunError.
@@ -386,7 +380,7 @@ def make_pack_for_target(order: PackOrder, progress: formats.Progress = formats.
 
 
 def _placed(
-    target: plan.Target, checkpoint: Checkpoint, dtypes: tuple[str, ...], progress: formats.Progress
+    target: plan.Target, checkpoint: families.Checkpoint, dtypes: tuple[str, ...], progress: formats.Progress
 ) -> plan.Target:
     """Returns the target with the device and the key-value cache that it leaves open; without a memory as it is."""
     if target.budget_bytes is None:
@@ -399,7 +393,7 @@ def _placed(
     return target
 
 
-def _eval_tokens(checkpoint: Checkpoint, text: Text, order: PackOrder) -> forward.Tokens:
+def _eval_tokens(checkpoint: families.Checkpoint, text: Text, order: options.PackOrder) -> forward.Tokens:
     length = _sequence_length(checkpoint)
     if order.eval_data is None:
         return forward.unseen_tokens(text, order.eval_tokens, length)
@@ -407,7 +401,11 @@ def _eval_tokens(checkpoint: Checkpoint, text: Text, order: PackOrder) -> forwar
 
 
 def _profile_for_target(
-    checkpoint: Checkpoint, text: Text, order: PackOrder, rotate: quantize.RotateChoice, progress: formats.Progress
+    checkpoint: families.Checkpoint,
+    text: Text,
+    order: options.PackOrder,
+    rotate: quantize.RotateChoice,
+    progress: formats.Progress,
 ) -> profile.Profile:
     """Returns the profile of the order, or makes one of our sample next to the output.
 
@@ -429,7 +427,11 @@ def _profile_for_target(
 
 
 def _planner(
-    model: plan.PlanningModel, found: profile.Profile, order: PackOrder, target: plan.Target, progress: formats.Progress
+    model: plan.PlanningModel,
+    found: profile.Profile,
+    order: options.PackOrder,
+    target: plan.Target,
+    progress: formats.Progress,
 ) -> plan.Planner | None:
     """Returns the planner for a target, after its defaults are said; None for a paper's pack without a memory."""
     for line in plan.defaults_text(target, model.spec, order.machine):
@@ -450,7 +452,7 @@ def convert(
     preset: PresetName | None = None,
     plan_file: str | Path | None = None,
     profile: str | Path | None = None,
-    order: PackOrder | None = None,
+    order: options.PackOrder | None = None,
     progress: formats.Progress = formats.NO_PROGRESS,
 ) -> MadePack | PackForTarget:
     """Makes a pack of a checkpoint, as the command `moe-pack convert` does; the defaults are the command's.
@@ -460,7 +462,7 @@ def convert(
              pack.   plan_file: of `moe-pack plan`.   profile: a folder.   order: everything else; arguments replace it.
     Raises:  UsageError for arguments that do not go together; PlanError, CheckpointError, ConversionError, RunError.
     """
-    order = replace(order or PackOrder(), source=str(source), output=Path(output))
+    order = replace(order or options.PackOrder(), source=str(source), output=Path(output))
     if plan_file is not None:
         order = replace(order, plan_file=Path(plan_file))
     if profile is not None:

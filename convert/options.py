@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Literal
 
 from moe_pack import formats, runtime
 from moe_pack.calib.profile import ProfileOptions
-from moe_pack.calib.quantize import RotateChoice
-from moe_pack.calib.quantize.options import ROTATE_CHOICE_OPTION
+from moe_pack.calib.quantize import options
 from moe_pack.convert.plan import Target
 from moe_pack.formats import hub
 from moe_pack.formats.base import commands
-from moe_pack.formats.pack.plans import QUANTIZERS, TRELLIS_WIDTHS
+from moe_pack.formats.pack import plans
 from moe_pack.formats.parts.specs import with_repeats
-from moe_pack.runtime import DEVICE_OPTION
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +159,7 @@ class ProfileOrder:
     stream: StreamOptions = field(default_factory=StreamOptions)
     output: Path = commands.option_field(Path("profile"), "--output", "-o", help="The profile's folder.")
     many: PartOptions = field(default_factory=PartOptions)
-    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=runtime.DEVICE_OPTION)
     imatrix: Path | None = commands.option_field(
         None,
         "--imatrix",
@@ -186,7 +184,7 @@ class ProfileOrder:
 
 PlanCodec = Literal["auto", "affine", "trellis"]
 _EXPERT_BITS_CHOICE = ("1", "2", "2.5", "3", "3.5", "4", "8", "16", SOURCE)
-_TRELLIS_BITS = tuple(width / 2 for width in TRELLIS_WIDTHS)
+_TRELLIS_BITS = tuple(width / 2 for width in plans.TRELLIS_WIDTHS)
 _AFFINE_GROUP = 64  # by default; a trellis has one scale a row
 _EXPERT_BITS = 4  # by default, of experts that the checkpoint does not have in codes
 _DEFAULT_BITS = f"source for FP8 and MXFP4, else {_EXPERT_BITS}"
@@ -321,7 +319,11 @@ def _width(bits: Bits, default: int) -> float:
 
 
 AnyQuantizer = formats.Quantizer | Literal["auto"]
-_QUANTIZERS: tuple[AnyQuantizer, ...] = ("auto", "calibrated", *(name for name in QUANTIZERS if name != "calibrated"))
+_QUANTIZERS: tuple[AnyQuantizer, ...] = (
+    "auto",
+    "calibrated",
+    *(name for name in plans.QUANTIZERS if name != "calibrated"),
+)
 _TARGET_EVAL_TOKENS = 16384  # by default: more than for `eval`, because the interval counts against the limit
 
 
@@ -378,7 +380,7 @@ class PackOrder:
         help="Number of neurons of each expert whose row of down is stored a second time, for what the first one "
         "lost: a few neurons decide much of an expert's output. Needs calibrated codes.  [default: 1 of 128]",
     )
-    rotate: RotateChoice = field(default="auto", metadata=ROTATE_CHOICE_OPTION)
+    rotate: options.RotateChoice = field(default="auto", metadata=options.ROTATE_CHOICE_OPTION)
     sequential: bool = commands.option_field(
         True,
         "--sequential/--no-sequential",

@@ -25,9 +25,8 @@ from moe_pack import formats
 from moe_pack.calib import profile
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile.profiles import layer_file
-from moe_pack.convert import hub, pipeline
+from moe_pack.convert import hub, options, pipeline
 from moe_pack.convert.account import Preparation
-from moe_pack.convert.options import MEMORY_BYTES, PackOrder, PartOptions, ProfileOrder
 from moe_pack.formats.base import FolderLock, commands
 from moe_pack.formats.base.errors import MoePackError, PartBusyError
 from moe_pack.formats.base.version import VERSION
@@ -63,7 +62,7 @@ class Job(Protocol):
 class PackJob:
     """A pack. The order's paths are absolute."""
 
-    order: PackOrder
+    order: options.PackOrder
     plan: formats.Plan
     prepared: Preparation
 
@@ -91,7 +90,7 @@ class PackJob:
 class ProfileJob:
     """A profile. The order's paths are absolute."""
 
-    order: ProfileOrder
+    order: options.ProfileOrder
     tokens: Tokens
     threads: int  # of torch, on which the rounding of sums depends
 
@@ -108,7 +107,7 @@ class ProfileJob:
             profile.make_profile(checkpoint, self.tokens, order.output, order.profile, part=part)
 
 
-Order = TypeVar("Order", PackOrder, ProfileOrder)
+Order = TypeVar("Order", options.PackOrder, options.ProfileOrder)
 
 
 def absolute(order: Order) -> Order:
@@ -139,14 +138,14 @@ def make_profile_on_cluster(job: ProfileJob, layers: Sequence[int], progress: fo
         return len(finished), "" if len(finished) < len(layers) else "sensitivity and predictors follow"
 
     stage = commands.Stage("statistics", len(layers), "layers", done()[0])
-    each = Resources(job.threads, MEMORY_BYTES + PROCESS_BYTES)
+    each = Resources(job.threads, options.MEMORY_BYTES + PROCESS_BYTES)
     _run_on_cluster(job, job.order.many, each, progress, stage, done)
     return profile.Profile(job.output)
 
 
 def _run_on_cluster(
     job: Job,
-    many: PartOptions,
+    many: options.PartOptions,
     each: "Resources",
     progress: formats.Progress,
     stage: commands.Stage,

@@ -26,7 +26,6 @@ from moe_pack.formats.pack import layouts
 from moe_pack.formats.pack.manifests import MANIFEST_FILE
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS
 from moe_pack.runtime import cpu
-from moe_pack.runtime.cpu import Kernels, is_available, num_cpus
 from moe_pack.runtime.cpu.reads import NUM_THREADS, BlockingReads, Reads, open_reads
 from moe_pack.runtime.engine import machine
 
@@ -65,7 +64,7 @@ def measure_machine(
     has_link = torch.cuda.is_available()
     with _files_of(folder, most_bytes, progress) as files:
         trials = _trials(files)
-        cpu_steps = 3 + len(WIDTHS) + len(DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if is_available() else 0
+        cpu_steps = 3 + len(WIDTHS) + len(DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if cpu.is_available() else 0
         steps = MeasurementSteps(progress, len(trials) + cpu_steps + (len(COPY_SIZES) if has_link else 0), seconds)
         disk = _measure_disk(files, trials, machine.device_of(folder)[1], steps, seconds)
     cpu_facts = measure_cpu(steps, seconds)
@@ -86,13 +85,13 @@ def measure_disk(
     """
     with _files_of(folder, MAX_FILE_BYTES, progress) as files:
         mode: machine.ReadMode = "direct" if _has_direct(files[0].path) else "pread"
-        threads = (1, NUM_THREADS) if is_available() else (1,)
+        threads = (1, NUM_THREADS) if cpu.is_available() else (1,)
         most = min(_BRIEF_BYTES, max(file.num_bytes for file in files))
         trials = [ReadTrial(mode, number, size) for size in READ_SIZES if size <= most for number in threads]
         steps = MeasurementSteps(progress, len(trials), seconds)
         disk = _measure_disk(files, trials, machine.device_of(folder)[1], steps, seconds)
     progress.end()
-    unknown = machine.CpuFacts(num_cpus(), None, None, None, (), (), None)
+    unknown = machine.CpuFacts(cpu.num_cpus(), None, None, None, (), (), None)
     return machine.MachineFacts(datetime.now(UTC).date().isoformat(), disk, unknown, None)
 
 
@@ -195,10 +194,10 @@ def _trials(files: Sequence[_File]) -> list[ReadTrial]:
         name, least = files[0].path.name, READ_SIZES[0]
         raise formats.RunError(f"{name}: has less than {least} bytes; give a folder that is not a pack")
     modes: list[machine.ReadMode] = ["direct"] if _has_direct(files[0].path) else []
-    threads = READ_THREADS if is_available() else (1,)
+    threads = READ_THREADS if cpu.is_available() else (1,)
     trials = [ReadTrial(mode, number, size) for size in sizes for mode in (*modes, "pread") for number in threads]
     # Maps are read by native kernels only: they survive it if a mapped file is cut.
-    return trials + ([ReadTrial("map", 1, size) for size in sizes] if is_available() else [])
+    return trials + ([ReadTrial("map", 1, size) for size in sizes] if cpu.is_available() else [])
 
 
 def _has_direct(path: Path) -> bool:
@@ -307,7 +306,7 @@ def _read_until(reads: Reads, tickets: Sequence[int], end: float) -> None:
 def _map_rate(files: Sequence[_File], size: int, seconds: float) -> float:
     """Returns the bytes a second that page faults of one thread bring from a mapped file."""
     num_bytes, taken = 0, 0.0
-    with closing(Kernels(1)) as kernels:
+    with closing(cpu.Kernels(1)) as kernels:
         while taken < seconds:
             _drop_cached(files)
             for file in files:
@@ -356,10 +355,10 @@ def measure_cpu(steps: MeasurementSteps, seconds: float) -> machine.CpuFacts:
 
     Returns: the number of cores alone if the native kernels were not built.
     """
-    cores = num_cpus()
-    if not is_available():
+    cores = cpu.num_cpus()
+    if not cpu.is_available():
         return machine.CpuFacts(cores, None, None, None, (), (), None)
-    with closing(Kernels(1)) as one, closing(Kernels(cores)) as every:
+    with closing(cpu.Kernels(1)) as one, closing(cpu.Kernels(cores)) as every:
         read_one, read_all = (_memory_rate(kernels, steps, seconds) for kernels in (one, every))
         experts = []
         for width in WIDTHS:
@@ -383,13 +382,13 @@ def measure_cpu(steps: MeasurementSteps, seconds: float) -> machine.CpuFacts:
         )
 
 
-def _memory_rate(kernels: Kernels, steps: MeasurementSteps, seconds: float) -> float:
+def _memory_rate(kernels: cpu.Kernels, steps: MeasurementSteps, seconds: float) -> float:
     steps.next(f"memory, {_threads_text(kernels.threads)}")
     memory = np.ones(_MEMORY_BYTES, np.uint8)
     return _repeated(lambda: kernels.read(memory), len(memory), seconds)
 
 
-def _expert_speed(kernels: Kernels, stored: formats.PartFormat, num_cols: int, seconds: float) -> _ExpertSpeed:
+def _expert_speed(kernels: cpu.Kernels, stored: formats.PartFormat, num_cols: int, seconds: float) -> _ExpertSpeed:
     """Measures experts that are computed for one token, with all neurons running."""
     spec = formats.ExpertSpec("silu", _EXPERT_ROWS, formats.MATRICES, (), 0)
     layout = layouts.expert_layout(formats.ExpertFormat(stored, stored, stored), "none", spec, num_cols)
@@ -404,7 +403,7 @@ def _expert_speed(kernels: Kernels, stored: formats.PartFormat, num_cols: int, s
     return _ExpertSpeed(rate, rows.shape[1] / len(formats.MATRICES))
 
 
-def _dense_rate(kernels: Kernels, width: int, seconds: float) -> float:
+def _dense_rate(kernels: cpu.Kernels, width: int, seconds: float) -> float:
     """Returns the bytes a second of a dense matrix that is multiplied by one vector."""
     stored = _stored(width)
     x = torch.ones(1, _EXPERT_COLS)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import Array, NamedArrays
+from moe_pack.calib import forward
 from moe_pack.calib.sensitivity import errors
 from moe_pack.runtime.model import Weights, head
 
@@ -73,27 +73,29 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLosses(NamedArrays):
+class LayerLosses(forward.NamedArrays):
     """KL divergences in nats, estimated to second order, by changes in one layer.
 
     Without experts in the layer all but the first are [0].
     """
 
-    dense: Array  # f32 [M, 2]: for each of its M dense matrices (`roundable_roles`) at 8 and 4 bits
-    quantized: Array  # f32 [E, 3, 4]: for gate, up, down at 2, 3, 4, 8 bits by hqq in groups of 64 with 16-bit scales
+    dense: forward.Array  # f32 [M, 2]: for each of its M dense matrices (`roundable_roles`) at 8 and 4 bits
+    quantized: (
+        forward.Array
+    )  # f32 [E, 3, 4]: for gate, up, down at 2, 3, 4, 8 bits by hqq in groups of 64 with 16-bit scales
     # f32 [E, 4]: that of down if the neurons that lose most lose nothing, as many as conversion repeats
-    repeated: Array
-    sparse: Array  # f32 [E, 3, 4]: for up, gate, both at the sparsities of hotness
+    repeated: forward.Array
+    sparse: forward.Array  # f32 [E, 3, 4]: for up, gate, both at the sparsities of hotness
     # f32 [3, F]: the losses in every format (`compared_formats`) over those of plain rounding at the same width.
-    ratios: Array
+    ratios: forward.Array
     # f32 [3, C]: the same for the calibrated quantizer (`calibrated_formats`), over plain rounding at its `base_width`,
     # of down without the repeated neurons if the format repeats them; [0] if no inputs are kept.
-    calibrated: Array
+    calibrated: forward.Array
 
-    def plain(self, num_cols: int) -> Array:
+    def plain(self, num_cols: int) -> forward.Array:
         """Returns the loss of all experts by plain rounding at `WIDTHS`: float64 [4]."""
         ratios = errors.ratios_of_widths(self.ratios, num_cols).astype(np.float64)
-        total: Array = (self.quantized.sum(axis=0) / np.where(ratios > 0, ratios, 1.0)).sum(axis=0)
+        total: forward.Array = (self.quantized.sum(axis=0) / np.where(ratios > 0, ratios, 1.0)).sum(axis=0)
         return total
 
 
@@ -115,11 +117,11 @@ def copies_of(losses: Sequence[LayerLosses], num_cols: int) -> tuple[Copy, ...]:
 class Divergences:
     """Divergences at the model's end, as means over tokens."""
 
-    kls: Array  # f32 [C]: KL divergences of the copies from the original
-    nlls: Array  # f32 [C]: the log-likelihood that the true next tokens lose
+    kls: forward.Array  # f32 [C]: KL divergences of the copies from the original
+    nlls: forward.Array  # f32 [C]: the log-likelihood that the true next tokens lose
     num_tokens: int  # how many next tokens there are
-    embedding: Array  # f32 [2]: KL divergences with the embedding at 8 and 4 bits, to second order
-    head: Array  # f32 [2]: the same with the head, as measured
+    embedding: forward.Array  # f32 [2]: KL divergences with the embedding at 8 and 4 bits, to second order
+    head: forward.Array  # f32 [2]: the same with the head, as measured
 
 
 def effects_of(copies: Sequence[Copy], measured: Divergences, moe_layers: Sequence[int], num_layers: int) -> "Effects":
@@ -154,11 +156,11 @@ def _nll_per_kl(measured: Divergences) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Effects(NamedArrays):
+class Effects(forward.NamedArrays):
     """The factors of a model's losses, and the losses that are not in a layer."""
 
-    growth: Array  # f32 [layers]: multiplies the losses of a layer, because real errors are not small
-    embedding: Array  # f32 [2]: KL at 8 and 4 bits, as it is
-    head: Array  # f32 [2]: likewise
-    copies: Array  # f32 [C, 2]: the KL of each copy, and the log-likelihood that the true next tokens lost
-    nll_per_kl: Array  # f32 [1]: the ratio of the two over all copies
+    growth: forward.Array  # f32 [layers]: multiplies the losses of a layer, because real errors are not small
+    embedding: forward.Array  # f32 [2]: KL at 8 and 4 bits, as it is
+    head: forward.Array  # f32 [2]: likewise
+    copies: forward.Array  # f32 [C, 2]: the KL of each copy, and the log-likelihood that the true next tokens lost
+    nll_per_kl: forward.Array  # f32 [1]: the ratio of the two over all copies

@@ -11,7 +11,7 @@ import torch
 
 from moe_pack.calib import quantize
 from moe_pack.calib.forward import DerivedWeights
-from moe_pack.calib.sensitivity.errors import calibrated_anchor, calibrated_formats, first_neurons, on_cpu
+from moe_pack.calib.sensitivity import errors
 from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.manifests import RotationVectors
@@ -57,7 +57,7 @@ def is_rotated_better(
     calibrating, judging = (
         quantize.ExpertTokens(tokens.inputs[first::2], tokens.weights[first::2]) for first in range(2)
     )
-    blocks = [on_cpu(block) for block in first_neurons(expert, _JUDGED_NEURONS)]
+    blocks = [errors.on_cpu(block) for block in errors.first_neurons(expert, _JUDGED_NEURONS)]
     own, rotated = (
         _error(blocks, function, calibrating, judging, coordinates) for coordinates in (quantize.UNROTATED, rotation)
     )
@@ -77,7 +77,7 @@ def _error(
     """
     num_cols, x = calibrating.inputs.shape[1], judging.inputs
     calibration = quantize.Calibration(replace(calibrating, inputs=rotation.inputs(calibrating.inputs)), function)
-    part = calibrated_anchor(calibrated_formats(num_cols))
+    part = errors.calibrated_anchor(errors.calibrated_formats(num_cols))
     formats = plans.ExpertFormat(part if blocks[0].gate is not None else None, part, part)
     quantizer = quantize.ExpertQuantizer(formats, calibration, num_cols)
     error, stored_x = torch.zeros_like(x), rotation.inputs(x)

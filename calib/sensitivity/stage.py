@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.forward import Array, LayerwiseWeights, experts, layers, shared
-from moe_pack.calib.sensitivity import copies, costs, effects, errors
-from moe_pack.calib.sensitivity.comparison import CalibratedComparison, FormatComparison
+from moe_pack.calib.sensitivity import comparison, copies, costs, effects, errors, way_back
 from moe_pack.calib.sensitivity.rotated import RotatedExperts
 from moe_pack.calib.sensitivity.run import Run
-from moe_pack.calib.sensitivity.way_back import WayBack, num_dense_sequences
 from moe_pack.formats.base import commands
 from moe_pack.formats.pack.manifests import RotationVectors
 
@@ -77,10 +75,10 @@ class SensitivityPass:
         )
         stored_experts = RotatedExperts(weights, rotation, device)
         self._run = run = Run(weights, stored_experts, given, self.states, self.num_sequences, device, results)
-        self._comparison = FormatComparison(run, level, stored)
+        self._comparison = comparison.FormatComparison(run, level, stored)
         if kept is not None:
-            self._comparison = CalibratedComparison(run, level, stored, kept, rotation)
-        self.way_back = WayBack(run, folder, thresholds, self._comparison)
+            self._comparison = comparison.CalibratedComparison(run, level, stored, kept, rotation)
+        self.way_back = way_back.WayBack(run, folder, thresholds, self._comparison)
 
     @property
     def next_back(self) -> int:
@@ -110,7 +108,7 @@ class SensitivityPass:
             if layer >= self.states.next_layer:
                 forward += halves[kind] * self.num_sequences + plain * (choices * is_moe)
             if layer <= self.next_back:
-                tried = num_dense_sequences(run, layer) * (len(errors.roundable_roles(spec, layer)) + 1)
+                tried = way_back.num_dense_sequences(run, layer) * (len(errors.roundable_roles(spec, layer)) + 1)
                 on_way_back += halves[kind] * (self.num_sequences + tried)
                 on_way_back += halves_back[kind] * self.num_sequences
                 if spec.residual is not None:

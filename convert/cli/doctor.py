@@ -8,7 +8,6 @@ import click
 
 from moe_pack import formats, runtime
 from moe_pack.formats.base import cli, commands
-from moe_pack.formats.base.commands import stage_of
 
 # The example of an expert: records of gate and down with 4096 weights each, at 4 bit, group 64.
 _ROWS, _ROW_BYTES = 14336, 4624
@@ -47,7 +46,7 @@ def doctor_command(options: DoctorOptions) -> None:
     path, seconds = options.path, options.seconds
     with cli.TerminalProgress() as progress:
         facts = measure_machine(path, progress, seconds)
-        with stage_of(progress, "decoding with small packs"):
+        with commands.stage_of(progress, "decoding with small packs"):
             facts = replace(facts, fixed=measure_fixed_costs(facts, seconds))
     file = runtime.save_facts(facts, cli.cache_folder(), path)
     if options.as_json:

@@ -12,18 +12,8 @@ import click
 import torch
 
 from moe_pack import formats
-from moe_pack.calib import forward
-from moe_pack.calib.evaluate import (
-    NUM_CALIBRATION_TOKENS,
-    RealizedSparsity,
-    Reference,
-    evaluation,
-    make_reference,
-    measure_numerics,
-    measure_prices,
-    read_reference,
-    thresholds,
-)
+from moe_pack.calib import evaluate, forward
+from moe_pack.calib.evaluate import evaluation, thresholds
 from moe_pack.convert import same_tensors
 from moe_pack.convert.cli.options import EVAL_TOKENS, EvalOptions, checkpoint_at
 from moe_pack.convert.making import text_lines
@@ -77,13 +67,13 @@ def measure_loss(pack: formats.Pack, options: EvalOptions) -> Quality:
         quality = evaluation.evaluate(pack, tokens, progress, against, device, operations)
         if quality.against is not None:
             write_sidecar(pack.folder, QUALITY_FILE, quality, pack.manifest.root)
-            numerics = measure_numerics(pack, tokens, progress)
+            numerics = evaluate.measure_numerics(pack, tokens, progress)
             if numerics is not None:
                 write_sidecar(pack.folder, NUMERICS_FILE, numerics, pack.manifest.root)
         if options.prices:
             length = tokens.sequences.shape[1]
-            calibration = forward.read_tokens(None, None, Text(pack), NUM_CALIBRATION_TOKENS, length)
-            prices = measure_prices(pack, tokens, calibration, progress, device, operations)
+            calibration = forward.read_tokens(None, None, Text(pack), evaluate.NUM_CALIBRATION_TOKENS, length)
+            prices = evaluate.measure_prices(pack, tokens, calibration, progress, device, operations)
             quality = replace(quality, prices=prices)
             write_sidecar(pack.folder, QUALITY_FILE, quality, pack.manifest.root)
     shutil.rmtree(pack.folder / _WORK_FOLDER, ignore_errors=True)  # a reference that is not kept
@@ -92,10 +82,10 @@ def measure_loss(pack: formats.Pack, options: EvalOptions) -> Quality:
 
 def _compared(
     pack: formats.Pack, options: EvalOptions, progress: formats.Progress, device: torch.device, stack: ExitStack
-) -> tuple[Reference | Checkpoint | None, forward.Tokens]:
+) -> tuple[evaluate.Reference | Checkpoint | None, forward.Tokens]:
     """Returns what a pack is compared with, and the text."""
     if options.reference_file is not None:
-        reference = read_reference(options.reference_file)
+        reference = evaluate.read_reference(options.reference_file)
         tokens = reference.tokens()
         say_text(pack.spec, tokens)
         return reference, tokens
@@ -111,7 +101,7 @@ def _compared(
         return checkpoint, tokens
     folder = options.keep_reference or pack.folder / _WORK_FOLDER
     is_temporary = options.keep_reference is None
-    return make_reference(checkpoint, tokens, folder, progress, device, replaces=is_temporary), tokens
+    return evaluate.make_reference(checkpoint, tokens, folder, progress, device, replaces=is_temporary), tokens
 
 
 def _eval_tokens(pack: formats.Pack, options: EvalOptions) -> forward.Tokens:
@@ -180,7 +170,7 @@ def threshold_lines(folder: Path, layers: Sequence[int], measured: thresholds.Me
     return lines
 
 
-def _layer_share(realized: RealizedSparsity, layer_idx: int) -> float | None:
+def _layer_share(realized: evaluate.RealizedSparsity, layer_idx: int) -> float | None:
     """Returns the sparsity of a layer, its experts weighted by their tokens; None without tokens."""
     pairs = zip(realized.experts[layer_idx], realized.tokens[layer_idx], strict=True)
     shares = [(share, num_tokens) for share, num_tokens in pairs if share is not None]

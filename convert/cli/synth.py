@@ -16,7 +16,6 @@ from moe_pack.calib.quantize.options import ROTATE_OPTION
 from moe_pack.convert.cli.options import INTERRUPTED
 from moe_pack.convert.options import NUM_CORES, WORKERS_OPTION, PlanOptions
 from moe_pack.formats.base import cli, commands
-from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import MODEL
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class SynthOptions:
                 raise formats.UsageError(f"{name}: found {value}, expected a number from 0 to {most:g}")
         if self.profile is not None and self.skew:
             raise formats.UsageError("--profile decides how popular experts are; remove --skew")
-        others = [*given(self.plan), *(["--sparsity"] if self.sparsity else [])]
+        others = [*commands.given(self.plan), *(["--sparsity"] if self.sparsity else [])]
         if self.plan_file is not None and others:
             raise formats.UsageError(f"--plan decides all formats and sparsities; remove {', '.join(others)}")
 

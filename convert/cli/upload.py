@@ -13,7 +13,6 @@ import click
 from moe_pack import formats
 from moe_pack.formats import hub
 from moe_pack.formats.base import cli, commands
-from moe_pack.formats.base.commands import stage_of
 from moe_pack.formats.hub.cli import PACK
 
 if TYPE_CHECKING:
@@ -84,7 +83,10 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
         return
     name = f"uploading {formats.size_text(sum(path.stat().st_size for path in files))}"
     # On a terminal the hub's client shows bars of its own.
-    with cli.TerminalProgress() as progress, nullcontext() if sys.stderr.isatty() else stage_of(progress, name):
+    with (
+        cli.TerminalProgress() as progress,
+        nullcontext() if sys.stderr.isatty() else commands.stage_of(progress, name),
+    ):
         _upload(client, target, files, card, options.private)
     click.echo(f"{pack}: is now {client.constants.ENDPOINT}/{target.repository}; run it: moe-run {target.text()}")
 

@@ -12,17 +12,7 @@ from typing import Any, Literal
 
 from moe_pack import formats
 from moe_pack.convert.options import Dtype
-from moe_pack.formats.families import SourceMatrix
-from moe_pack.formats.families.claiming import (
-    Claims,
-    Tensors,
-    claim_tensors,
-    expert_spelling,
-    expert_tensors,
-    known_spellings,
-    second_head,
-    spec_of_tensors,
-)
+from moe_pack.formats.families import claiming
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.encodings import WORD_BITS
 from moe_pack.formats.families.family import ExpertNames, Family
@@ -44,7 +34,7 @@ class SourceModel:
     family: Family
     spec: formats.ModelSpec
     tensors: Mapping[str, manifests.SourceTensor]
-    claims: Claims
+    claims: claiming.Claims
 
     @classmethod
     def of(cls, pack: formats.Pack) -> "SourceModel":
@@ -68,17 +58,17 @@ class SourceModel:
             for tensor in manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes()).tensors
         }
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in account.items()}
-        spec = spec_of_tensors(family, spec, shapes)
-        if (head := second_head(family, spec, shapes)) is not None and account[head].fate != "dropped":
+        spec = claiming.spec_of_tensors(family, spec, shapes)
+        if (head := claiming.second_head(family, spec, shapes)) is not None and account[head].fate != "dropped":
             spec = replace(spec, tied_head=False)  # the checkpoint's tensors, and not its config, said so
         if with_repeats(spec, pack.spec.expert.repeats) != pack.spec:
             raise formats.PackError(
                 f"{CONFIG_FILE}: describes another model than the pack's manifest; convert the model again"
             )
-        claims = claim_tensors(family, spec, shapes, quantization)
+        claims = claiming.claim_tensors(family, spec, shapes, quantization)
         return cls(json.loads(raw), family, spec, account, claims)
 
-    def shapes(self) -> Tensors:
+    def shapes(self) -> claiming.Tensors:
         """Returns dtype and shape of each tensor, by name."""
         return {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
 
@@ -92,7 +82,7 @@ class SourceModel:
         if read_spec(Config(plain, CONFIG_FILE))[1].tied_head == self.spec.tied_head:
             return plain
         untied = {**_untied(plain), _TIED: False}
-        found = spec_of_tensors(self.family, read_spec(Config(untied, CONFIG_FILE))[1], self.shapes())
+        found = claiming.spec_of_tensors(self.family, read_spec(Config(untied, CONFIG_FILE))[1], self.shapes())
         return untied if found == self.spec else plain
 
     def lost(self) -> dict[str, int]:
@@ -114,7 +104,7 @@ def _untied(values: dict[str, Any]) -> dict[str, Any]:
 
 def exported_tensors(
     pack: formats.Pack, model: SourceModel, dtype: Dtype | None, *, by_expert: bool = False
-) -> Tensors:
+) -> claiming.Tensors:
     """Returns dtype and shape of each tensor of the plain checkpoint, by name.
 
     Meaning: matrices that the pack may quantize get `dtype`; without one, 16 bits: the source's dtype, or bfloat16 for
@@ -143,9 +133,9 @@ def _as_it_was(model: SourceModel, name: str) -> tuple[str, tuple[int, ...]]:
 
 def _dense_tensors(
     pack: formats.Pack, model: SourceModel, dtype: Dtype | None
-) -> dict[str, tuple[str, tuple[int, ...], SourceMatrix]]:
+) -> dict[str, tuple[str, tuple[int, ...], claiming.SourceMatrix]]:
     """Returns for each tensor of dense roles its dtype, and the shape and a place that it had in the source."""
-    tensors: dict[str, tuple[str, tuple[int, ...], SourceMatrix]] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...], claiming.SourceMatrix]] = {}
     for dense in pack.layout.dense:
         source = model.claims.dense[dense.role.name]
         found = model.tensors[source.tensor]
@@ -158,12 +148,12 @@ def _dense_tensors(
     return tensors
 
 
-def plain_name(source: SourceMatrix) -> str:
+def plain_name(source: claiming.SourceMatrix) -> str:
     """Returns the name that the tensor of a matrix has in a checkpoint without codes."""
     return source.tensor.removesuffix("_packed") if source.codec == "packed" else source.tensor
 
 
-def _plain_shape(source: SourceMatrix, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _plain_shape(source: claiming.SourceMatrix, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape that a tensor has in a checkpoint without codes: packed, it has a word for several columns."""
     return (*shape[:-1], shape[-1] * WORD_BITS // source.num_bits) if source.codec == "packed" else shape
 
@@ -174,7 +164,7 @@ def _expert_tensors(model: SourceModel, dtype: Dtype | None, by_expert: bool) ->
     for layer in model.spec.moe_layers:
         spelling = _plain_spelling(model, layer, by_expert)
         of_biases = {source.tensor for source in model.claims.expert_biases.values()}
-        for name, shape in expert_tensors(model.spec, spelling, layer).items():
+        for name, shape in claiming.expert_tensors(model.spec, spelling, layer).items():
             found = model.tensors.get(name)
             if found is not None:
                 shape = found.shape  # experts that return their input may have rows too
@@ -189,8 +179,8 @@ def _plain_spelling(model: SourceModel, layer: int, by_expert: bool) -> ExpertNa
     If checkpoints without codes have all experts of a layer in one tensor, they are so here, whatever a source in codes
     or a GGUF file has: transformers reads no other.
     """
-    own = expert_spelling(model.family, model.spec, model.shapes(), layer)
-    known = known_spellings(model.family, model.spec, layer)
+    own = claiming.expert_spelling(model.family, model.spec, model.shapes(), layer)
+    known = claiming.known_spellings(model.family, model.spec, layer)
     if _is_by_expert(own) and not by_expert and not _is_by_expert(known[0]):
         own = known[0]
     for names in (own, *known):
@@ -221,7 +211,7 @@ class Owner:
     expert: int = -1
 
 
-def owners(claims: Claims) -> Iterator[tuple[Owner, SourceMatrix]]:
+def owners(claims: claiming.Claims) -> Iterator[tuple[Owner, claiming.SourceMatrix]]:
     """Yields the owner of each place in the tensors of a checkpoint; a tensor that is a copy has its original's."""
     copies: dict[str, list[str]] = {}
     for name, original in claims.copies.items():

@@ -19,7 +19,6 @@ from moe_pack.formats.parts import specs
 from moe_pack.runtime import offload
 from moe_pack.runtime.gpu import fit, placements
 from moe_pack.runtime.offload import budgets
-from moe_pack.runtime.offload.budgets import extent_bytes
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
@@ -271,7 +270,7 @@ class GpuTier(speed.MachineTier):
         routing, machine = self._routing, self._machine
         needs = fit.gpu_needs(layout, self._context_tokens)
         division = fit.divide_gpu(needs, self.budget_bytes - less_bytes, self._context_tokens)
-        fits_host = disk_share(int(extent_bytes(layout).sum()), machine) == 0
+        fits_host = disk_share(int(budgets.extent_bytes(layout).sum()), machine) == 0
         placement = placements.place_experts(
             layout,
             division.experts,

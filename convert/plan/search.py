@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan import planned, speed
 from moe_pack.convert.plan.plan_file import Decision
-from moe_pack.formats import PlanError, RunError
+from moe_pack.formats.base import errors
 from moe_pack.formats.pack import layouts, plans
 from moe_pack.formats.pack.safetensors import DTYPE_BYTES
 from moe_pack.formats.parts import DenseRole, specs
@@ -92,7 +92,7 @@ def fused_choices(spec: specs.ModelSpec, selector: specs.Selector, losses: Losse
     sizes = (spec.hidden_size, spec.expert.source_size)
     usable = [number for number, part in enumerate(known) if is_fused_format(part, sizes)]
     if not usable:
-        raise PlanError(
+        raise errors.PlanError(
             f"--for vllm: groups of {', '.join(map(str, FUSED_GROUPS))} weights do not divide rows of {sizes[0]} and "
             f"{sizes[1]}, as this model's experts have; remove --for"
         )
@@ -432,7 +432,7 @@ def _byte_price(tier: speed.MemoryTier, last: planned.EstimatedPlan | None) -> f
     less = int(_PROBE * tier.budget_bytes)
     try:
         smaller = tier.estimate(last.layout, last.decision.sparsity, less, is_rough=True)
-    except RunError:
+    except errors.RunError:
         return last.speed.seconds / tier.budget_bytes  # the budget is hardly enough
     return max(smaller.seconds - last.speed.seconds, 0.0) / less
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -63,14 +62,14 @@ def _read_attention(config: Config) -> parts.GroupedQuerySpec:
 
 
 _LAYER = "model.layers.{i}."
-AFMOE = Family(
+AFMOE = family.Family(
     model_type="afmoe",
     short_names={
         "trinity-mini": "arcee-ai/Trinity-Mini",
         "trinity-nano": "arcee-ai/Trinity-Nano-Preview",
         "trinity-large": "arcee-ai/Trinity-Large-Preview",
     },
-    published=(Published("trinity-mini", "26", "3"),),
+    published=(family.Published("trinity-mini", "26", "3"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

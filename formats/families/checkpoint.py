@@ -15,15 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack import formats
-from moe_pack.formats.families import checkpoint_files, published, registry
-from moe_pack.formats.families.claiming import (
-    Claims,
-    SourceMatrix,
-    claim_tensors,
-    second_head,
-    spec_of_tensors,
-    stored_ways,
-)
+from moe_pack.formats.families import checkpoint_files, claiming, published, registry
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.given_names import given_names
@@ -48,8 +40,8 @@ class Checkpoint(SourceReader):
             self.family, self.spec, quantization = registry.read_spec(config)
             self._entries = self._named_entries()
             shapes = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
-            self.spec = self._with_own_head(spec_of_tensors(self.family, self.spec, shapes))
-            self.claims: Claims = claim_tensors(self.family, self.spec, shapes, quantization)
+            self.spec = self._with_own_head(claiming.spec_of_tensors(self.family, self.spec, shapes))
+            self.claims: claiming.Claims = claiming.claim_tensors(self.family, self.spec, shapes, quantization)
             for name, original in self.claims.copies.items():
                 self._check_copy(name, original)
             for name, numbers in self.claims.constants.items():
@@ -67,15 +59,15 @@ class Checkpoint(SourceReader):
         """Closes all files."""
         self.files.close()
 
-    def dense_source(self, role: str) -> SourceMatrix:
+    def dense_source(self, role: str) -> claiming.SourceMatrix:
         """Returns the place of the dense tensor with this role."""
         return self.claims.dense[role]
 
-    def expert_source(self, layer_idx: int, expert: int, matrix: formats.Matrix) -> SourceMatrix:
+    def expert_source(self, layer_idx: int, expert: int, matrix: formats.Matrix) -> claiming.SourceMatrix:
         """Returns the place of a matrix of an expert in the `layer_idx`-th MoE layer."""
         return self.claims.experts[self.spec.moe_layers[layer_idx], expert, matrix]
 
-    def bias_source(self, layer_idx: int, expert: int, matrix: formats.Matrix) -> SourceMatrix:
+    def bias_source(self, layer_idx: int, expert: int, matrix: formats.Matrix) -> claiming.SourceMatrix:
         """Returns the place of the bias, a vector, of an expert's matrix that has one by the spec."""
         return self.claims.expert_biases[self.spec.moe_layers[layer_idx], expert, matrix]
 
@@ -116,7 +108,7 @@ class Checkpoint(SourceReader):
             first += source.num_rows
         return np.concatenate(pieces)
 
-    def place(self, source: SourceMatrix) -> str:
+    def place(self, source: claiming.SourceMatrix) -> str:
         """Returns file and tensor for messages, and the matrix's rows if the tensor has many matrices."""
         entry = self._entries[source.tensor]
         last = source.first_row + (source.num_rows - 1) * source.row_step
@@ -177,8 +169,8 @@ class Checkpoint(SourceReader):
 
     def _with_own_head(self, spec: formats.ModelSpec) -> formats.ModelSpec:
         """Returns the spec; with a head of its own if the config says that it is the embedding, and it is not."""
-        head = second_head(self.family, spec, self._entries)
-        embeds = (way.name for way in stored_ways(self.family, spec, "embed"))
+        head = claiming.second_head(self.family, spec, self._entries)
+        embeds = (way.name for way in claiming.stored_ways(self.family, spec, "embed"))
         embed = next((name for name in embeds if name in self._entries), None)
         if head is None or embed is None:
             return spec

@@ -12,19 +12,12 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from moe_pack import formats
-from moe_pack.formats.families.encodings import (
-    MXFP4_BLOCK,
-    PLAIN,
-    SCALE_BLOCK,
-    WORD_BITS,
-    Quantization,
-    SourceCodec,
-)
+from moe_pack.formats.families import encodings
 from moe_pack.formats.families.family import ExpertNames, Family, LeftOut, Stored
 from moe_pack.formats.parts import DenseRole
 from moe_pack.formats.parts.part import FLOAT_DTYPES, INTEGER_DTYPES
 
-_DTYPES: Mapping[SourceCodec | Literal["integers"], tuple[str, ...]] = {
+_DTYPES: Mapping[encodings.SourceCodec | Literal["integers"], tuple[str, ...]] = {
     "plain": FLOAT_DTYPES,
     "integers": INTEGER_DTYPES,
     "fp8": ("F8_E4M3",),
@@ -54,7 +47,7 @@ class SourceMatrix:
     first_col: int = 0
     col_step: int = 1
     neurons: Literal["rows", "columns"] = "rows"  # of an expert's matrix: rows `[f, d]`, columns `[d, f]`
-    codec: SourceCodec = "plain"
+    codec: encodings.SourceCodec = "plain"
     # For codes, the tensor of their scales: one for 128 rows by 128 columns with `fp8`, one for 32 columns with
     # `mxfp4`, one for `group_size` columns with `packed`.
     scales: str | None = None
@@ -119,7 +112,7 @@ def second_head(family: Family, spec: formats.ModelSpec, tensors: Collection[str
 
 
 def claim_tensors(
-    family: Family, spec: formats.ModelSpec, tensors: Tensors, quantization: Quantization = PLAIN
+    family: Family, spec: formats.ModelSpec, tensors: Tensors, quantization: encodings.Quantization = encodings.PLAIN
 ) -> Claims:
     """Accounts for every source tensor.
 
@@ -157,7 +150,7 @@ def claim_parts(
     spec: formats.ModelSpec,
     roles: Sequence[DenseRole],
     tensors: Tensors,
-    quantization: Quantization = PLAIN,
+    quantization: encodings.Quantization = encodings.PLAIN,
 ) -> tuple[dict[str, SourceMatrix], ExpertSources]:
     """Returns the places of some dense roles and of all experts, whatever other tensors there are.
 
@@ -168,7 +161,11 @@ def claim_parts(
 
 
 def _claim_dense(
-    family: Family, spec: formats.ModelSpec, wanted: Sequence[DenseRole], tensors: Tensors, quantization: Quantization
+    family: Family,
+    spec: formats.ModelSpec,
+    wanted: Sequence[DenseRole],
+    tensors: Tensors,
+    quantization: encodings.Quantization,
 ) -> dict[str, SourceMatrix]:
     """Returns the place of each role's tensor."""
     dense, roles = {}, {role.name: role for role in wanted}
@@ -298,7 +295,7 @@ def _claim_table(template: str, shape: tuple[int, int], tensors: Tensors) -> tup
 
 
 def _claim_experts(
-    family: Family, spec: formats.ModelSpec, tensors: Tensors, quantization: Quantization
+    family: Family, spec: formats.ModelSpec, tensors: Tensors, quantization: encodings.Quantization
 ) -> tuple[ExpertSources, ExpertSources]:
     """Returns the places of the experts' matrices, and of their biases."""
     matrices: ExpertSources = {}
@@ -336,7 +333,7 @@ def _claim_matrix(
     spelling: ExpertNames,
     matrix: formats.Matrix,
     layer: int,
-    quantization: Quantization,
+    quantization: encodings.Quantization,
 ) -> ExpertSources:
     """Returns the places of a matrix of all experts of a layer."""
     template, claims = spelling.matrices[matrix], ExpertSources()
@@ -471,7 +468,7 @@ def _follows(name: str, pattern: str, n: int, num_experts: int) -> bool:
     return found is not None and int(found[1]) >= num_experts
 
 
-def _with_scales(source: SourceMatrix, tensors: Tensors, quantization: Quantization) -> SourceMatrix:
+def _with_scales(source: SourceMatrix, tensors: Tensors, quantization: encodings.Quantization) -> SourceMatrix:
     """Returns the matrix of a whole tensor with its scales, which are checked, if it is in codes as the config says."""
     if quantization.codec == "packed":
         return _with_packed(source, tensors, quantization)
@@ -483,12 +480,12 @@ def _with_scales(source: SourceMatrix, tensors: Tensors, quantization: Quantizat
             f"checkpoint: tensor {other!r} has the scales of {source.tensor!r}, which are not supported under this "
             "name; use a 16-bit copy"
         )
-    blocks = (-(-source.num_rows // SCALE_BLOCK), -(-source.num_cols // SCALE_BLOCK))
+    blocks = (-(-source.num_rows // encodings.SCALE_BLOCK), -(-source.num_cols // encodings.SCALE_BLOCK))
     _check_tensor(scales, blocks, tensors)
     return replace(source, codec="fp8", scales=scales)
 
 
-def _with_packed(source: SourceMatrix, tensors: Tensors, quantization: Quantization) -> SourceMatrix:
+def _with_packed(source: SourceMatrix, tensors: Tensors, quantization: encodings.Quantization) -> SourceMatrix:
     """Returns the matrix in the words of `weight_packed` in place of `weight`, if the checkpoint has only those."""
     packed = f"{source.tensor}_packed"
     if source.tensor in tensors or packed not in tensors:
@@ -496,12 +493,14 @@ def _with_packed(source: SourceMatrix, tensors: Tensors, quantization: Quantizat
     known = [(each.num_bits, each.group_size or source.num_cols) for each in (quantization, *quantization.others)]
     num_cols, scales = source.num_cols, f"{source.tensor}_scale"
     found = [tensors[name][1][-1:] for name in (packed, scales) if name in tensors]
-    fitting = [each for each in known if found == [(num_cols * each[0] // WORD_BITS,), (num_cols // each[1],)]]
+    fitting = [
+        each for each in known if found == [(num_cols * each[0] // encodings.WORD_BITS,), (num_cols // each[1],)]
+    ]
     num_bits, group_size = (fitting or known)[0]
-    if num_cols % group_size or num_cols * num_bits % WORD_BITS:
+    if num_cols % group_size or num_cols * num_bits % encodings.WORD_BITS:
         raise formats.CheckpointError(
             f"checkpoint: tensor {packed!r}: config.json gives it rows of {num_cols} values, expected whole groups of "
-            f"{group_size} and whole words of {WORD_BITS // num_bits}"
+            f"{group_size} and whole words of {encodings.WORD_BITS // num_bits}"
         )
     _check_tensor(scales, (source.num_rows, num_cols // group_size), tensors)
     return replace(source, tensor=packed, codec="packed", scales=scales, num_bits=num_bits, group_size=group_size)
@@ -509,10 +508,12 @@ def _with_packed(source: SourceMatrix, tensors: Tensors, quantization: Quantizat
 
 def _stored_shape(source: SourceMatrix, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of a tensor whose values have `shape`: packed, it has a word for several columns."""
-    return (*shape[:-1], shape[-1] * source.num_bits // WORD_BITS) if source.codec == "packed" else shape
+    return (*shape[:-1], shape[-1] * source.num_bits // encodings.WORD_BITS) if source.codec == "packed" else shape
 
 
-def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors, quantization: Quantization) -> None:
+def _check_matrix(
+    source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors, quantization: encodings.Quantization
+) -> None:
     """Checks that the tensor of an expert's matrix has `shape`; for MXFP4 blocks, also the tensor of their scales."""
     if source.codec != "mxfp4":
         _check_tensor(source.tensor, _stored_shape(source, shape), tensors, source.codec)
@@ -522,19 +523,19 @@ def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors
             f"checkpoint: tensor {source.tensor!r} is in MXFP4 blocks, but config.json has no "
             "quantization_config for them"
         )
-    if shape[-1] % MXFP4_BLOCK:
+    if shape[-1] % encodings.MXFP4_BLOCK:
         raise formats.CheckpointError(
             f"checkpoint: tensor {source.tensor!r}: config.json gives it rows of {shape[-1]} values, expected a "
-            f"multiple of {MXFP4_BLOCK}"
+            f"multiple of {encodings.MXFP4_BLOCK}"
         )
     assert source.scales is not None, "a matrix in blocks has scales"
-    blocks = (*shape[:-1], shape[-1] // MXFP4_BLOCK)
-    _check_tensor(source.tensor, (*blocks, MXFP4_BLOCK // 2), tensors, "mxfp4")
+    blocks = (*shape[:-1], shape[-1] // encodings.MXFP4_BLOCK)
+    _check_tensor(source.tensor, (*blocks, encodings.MXFP4_BLOCK // 2), tensors, "mxfp4")
     _check_tensor(source.scales, blocks, tensors, "mxfp4")
 
 
 def _check_tensor(
-    name: str, expected: tuple[int, ...], tensors: Tensors, codec: SourceCodec | Literal["integers"] = "plain"
+    name: str, expected: tuple[int, ...], tensors: Tensors, codec: encodings.SourceCodec | Literal["integers"] = "plain"
 ) -> None:
     if name not in tensors:
         raise formats.CheckpointError(f"checkpoint: tensor {name!r} is missing")

@@ -4,9 +4,8 @@ Source: transformers, models/deepseek_v2; DeepSeek-V2 (2405.04434).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -41,7 +40,7 @@ def read_router(config: Config) -> formats.RouterSpec:
     )
 
 
-DEEPSEEK_V2 = Family(
+DEEPSEEK_V2 = family.Family(
     model_type="deepseek_v2",
     short_names={
         "deepseek-v2": "deepseek-ai/DeepSeek-V2",
@@ -50,8 +49,8 @@ DEEPSEEK_V2 = Family(
         "deepseek-v2-lite-chat": "deepseek-ai/DeepSeek-V2-Lite-Chat",
     },
     published=(
-        Published("deepseek-v2-lite", "15.7", "2.4", cached="15.6", active_leaves_out=("embed",)),
-        Published("deepseek-v2", "236", "21", cached="34.6"),
+        family.Published("deepseek-v2-lite", "15.7", "2.4", cached="15.6", active_leaves_out=("embed",)),
+        family.Published("deepseek-v2", "236", "21", cached="34.6"),
     ),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},

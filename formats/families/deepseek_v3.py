@@ -8,9 +8,8 @@ Source: transformers, models/deepseek_v3, models/kimi_k25; DeepSeek-V3 (2412.194
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import multimodal, readers, rotary
+from moe_pack.formats.families import family, multimodal, readers, rotary
 from moe_pack.formats.families.config import Config, keys
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -30,7 +29,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = family.Family(
     model_type="deepseek_v3",
     short_names={
         "deepseek-v3": "deepseek-ai/DeepSeek-V3",
@@ -43,8 +42,8 @@ DEEPSEEK_V3 = Family(
         "moonlight-16b-a3b-instruct": "moonshotai/Moonlight-16B-A3B-Instruct",
     },
     published=(
-        Published("deepseek-v3", "671", "37", cached="35.136"),
-        Published("moonlight-16b-a3b-instruct", "15.29", "2.24", cached="15.552", leaves_out=("embed", "head")),
+        family.Published("deepseek-v3", "671", "37", cached="35.136"),
+        family.Published("moonlight-16b-a3b-instruct", "15.29", "2.24", cached="15.552", leaves_out=("embed", "head")),
     ),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
@@ -64,7 +63,7 @@ KIMI_K2 = replace(
         "kimi-k2-instruct-0905": "moonshotai/Kimi-K2-Instruct-0905",
         "kimi-k2-thinking": "moonshotai/Kimi-K2-Thinking",
     },
-    published=(Published("kimi-k2-instruct", "1026", "32", cached="35.136"),),
+    published=(family.Published("kimi-k2-instruct", "1026", "32", cached="35.136"),),
 )
 KIMI_K25 = replace(
     multimodal.within(
@@ -94,5 +93,5 @@ KIMI_K25 = replace(
         ),
     ),
     short_names={"kimi-k2.5": "moonshotai/Kimi-K2.5", "kimi-k2.6": "moonshotai/Kimi-K2.6"},
-    published=(Published("kimi-k2.5", "1026", "32", cached="35.136"),),
+    published=(family.Published("kimi-k2.5", "1026", "32", cached="35.136"),),
 )

@@ -5,9 +5,8 @@ Source: transformers, models/dots1; dots.llm1 technical report (2506.05767).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -36,10 +35,10 @@ def _refuse_windows(config: Config) -> None:
     config.ignore("sliding_window", "max_window_layers")
 
 
-DOTS1 = Family(
+DOTS1 = family.Family(
     model_type="dots1",
     short_names={"dots.llm1.base": "rednote-hilab/dots.llm1.base", "dots.llm1.inst": "rednote-hilab/dots.llm1.inst"},
-    published=(Published("dots.llm1.base", "142", "14"),),
+    published=(family.Published("dots.llm1.base", "142", "14"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
     ignored_keys=frozenset({"pretraining_tp"}),

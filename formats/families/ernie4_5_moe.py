@@ -7,9 +7,8 @@ Source: transformers, models/ernie4_5_moe; Baidu (2025).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, LeftOut, Published
 
 _LEAST_SUM = 1e-12
 
@@ -83,7 +82,7 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
     return tuple(i for i in range(num_layers) if (i + 1) % step == 0 and first <= i <= last)
 
 
-ERNIE4_5_MOE = Family(
+ERNIE4_5_MOE = family.Family(
     model_type="ernie4_5_moe",
     model_class="Ernie4_5_MoeForCausalLM",
     short_names={
@@ -91,7 +90,7 @@ ERNIE4_5_MOE = Family(
         "ernie-4.5-21b-a3b-thinking": "baidu/ERNIE-4.5-21B-A3B-Thinking",
         "ernie-4.5-300b-a47b": "baidu/ERNIE-4.5-300B-A47B-PT",
     },
-    published=(Published("ernie-4.5-21b-a3b", "21", "3"),),
+    published=(family.Published("ernie-4.5-21b-a3b", "21", "3"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
@@ -100,6 +99,6 @@ ERNIE4_5_MOE = Family(
             "model.layers.{i}.mlp.gate.moe_statics.e_score_correction_bias",
         ),
     },
-    unused=(LeftOut("model.mtp_*", "a multi-token-prediction layer, which plain decoding does not run"),),
+    unused=(family.LeftOut("model.mtp_*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"_attn_implementation", "moe_capacity", "num_nextn_predict_layers"}),
 )

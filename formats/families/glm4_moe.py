@@ -5,9 +5,8 @@ Source: transformers, models/glm4_moe; GLM-4.5 (2508.06471).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -28,12 +27,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-GLM4_MOE = Family(
+GLM4_MOE = family.Family(
     model_type="glm4_moe",
     short_names={"glm-4.5-air": "zai-org/GLM-4.5-Air", "glm-4.5": "zai-org/GLM-4.5"},
     published=(
-        Published("glm-4.5-air", "106", "12", cached="94.208", leaves_out=("embed", "head")),
-        Published("glm-4.5", "355", "32", cached="188.416", leaves_out=("embed", "head"), adds_prediction_layer=True),
+        family.Published("glm-4.5-air", "106", "12", cached="94.208", leaves_out=("embed", "head")),
+        family.Published(
+            "glm-4.5", "355", "32", cached="188.416", leaves_out=("embed", "head"), adds_prediction_layer=True
+        ),
     ),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,

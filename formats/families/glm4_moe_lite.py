@@ -4,9 +4,8 @@ Source: transformers, models/glm4_moe_lite.
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -29,10 +28,10 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-GLM4_MOE_LITE = Family(
+GLM4_MOE_LITE = family.Family(
     model_type="glm4_moe_lite",
     short_names={"glm-4.7-flash": "zai-org/GLM-4.7-Flash"},
-    published=(Published("glm-4.7-flash", "30", "3"),),
+    published=(family.Published("glm-4.7-flash", "30", "3"),),
     read_config=_read_config,
     dense_names={**readers.DENSE_NAMES, **readers.LATENT_NAMES},
     unused=(readers.PREDICTION_LAYER,),

@@ -7,9 +7,8 @@ Source: transformers, models/granitemoehybrid; Granite 4.0 (IBM, 2025).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import granitemoe, readers, rotary
+from moe_pack.formats.families import family, granitemoe, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.parts import Mamba2Spec
 
 MAMBA_LAYERS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
@@ -85,7 +84,7 @@ MAMBA2_NAMES = {
     "o": "out_proj.weight",
     "o_bias": "out_proj.bias",
 }
-GRANITEMOEHYBRID = Family(
+GRANITEMOEHYBRID = family.Family(
     model_type="granitemoehybrid",
     model_class="GraniteMoeHybridForCausalLM",
     short_names={
@@ -94,7 +93,7 @@ GRANITEMOEHYBRID = Family(
         "granite-4.0-h-small": "ibm-granite/granite-4.0-h-small",
         "granite-4.0-h-small-base": "ibm-granite/granite-4.0-h-small-base",
     },
-    published=(Published("granite-4.0-h-tiny", "7", "1"),),
+    published=(family.Published("granite-4.0-h-tiny", "7", "1"),),
     read_config=_read_config,
     dense_names={
         **granitemoe.GRANITEMOE.dense_names,

@@ -4,9 +4,8 @@ Source: transformers, models/hunyuan_v1_moe; Tencent (2025).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 _MLP = "model.layers.{i}.mlp."
 
@@ -50,14 +49,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-HUNYUAN_V1_MOE = Family(
+HUNYUAN_V1_MOE = family.Family(
     model_type="hunyuan_v1_moe",
     model_class="HunYuanMoEV1ForCausalLM",
     short_names={
         "hunyuan-a13b": "tencent/Hunyuan-A13B-Instruct",
         "hunyuan-a13b-instruct": "tencent/Hunyuan-A13B-Instruct",
     },
-    published=(Published("hunyuan-a13b-instruct", "80", "13"),),
+    published=(family.Published("hunyuan-a13b-instruct", "80", "13"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -4,9 +4,8 @@ Source: transformers, models/hy_v3; Tencent (2026).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config, keys
-from moe_pack.formats.families.family import Family, Published
 
 _MLP = "model.layers.{i}.mlp."
 
@@ -43,11 +42,11 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-HY_V3 = Family(
+HY_V3 = family.Family(
     model_type="hy_v3",
     model_class="HYV3ForCausalLM",
     short_names={"hy3-preview": "tencent/Hy3-preview", "hy3-preview-base": "tencent/Hy3-preview-Base"},
-    published=(Published("hy3-preview-base", "295", "21"),),
+    published=(family.Published("hy3-preview-base", "295", "21"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

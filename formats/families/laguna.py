@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -80,10 +79,10 @@ def _read_gate(config: Config) -> parts.OutputGateSpec:
 
 
 _BIAS, _SHARED = "e_score_correction_bias", "model.layers.{i}.mlp.shared_expert"
-LAGUNA = Family(
+LAGUNA = family.Family(
     model_type="laguna",
     short_names={"laguna-xs.2": "poolside/Laguna-XS.2", "laguna-xs-2.1": "poolside/Laguna-XS-2.1"},
-    published=(Published("laguna-xs-2.1", "33", "3"),),
+    published=(family.Published("laguna-xs-2.1", "33", "3"),),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

@@ -6,9 +6,8 @@ Source: transformers, models/olmoe; Muennighoff et al., "OLMoE" (2409.02060).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -27,14 +26,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-OLMOE = Family(
+OLMOE = family.Family(
     model_type="olmoe",
     short_names={
         "olmoe": "allenai/OLMoE-1B-7B-0924",
         "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924",
         "olmoe-1b-7b-instruct": "allenai/OLMoE-1B-7B-0924-Instruct",
     },
-    published=(Published("olmoe-1b-7b", "6.9", "1.3"),),
+    published=(family.Published("olmoe-1b-7b", "6.9", "1.3"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
 )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.base import json_files
-from moe_pack.formats.families.claiming import SourceMatrix, Tensors, claim_parts
+from moe_pack.formats.families import claiming
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.encodings import Quantization
 from moe_pack.formats.families.family import DenseName, ExpertNames, Family, PredictionNames, Stored
@@ -44,7 +44,7 @@ class PredictionLayer(SourceReader):
         own = _layer_family(family, names, pack.spec.num_hidden_layers, tensors)
         self.roles = {role.name: role for role in _roles(self.spec, own)}
         try:
-            places = claim_parts(own, self.spec, tuple(self.roles.values()), tensors, quantization)
+            places = claiming.claim_parts(own, self.spec, tuple(self.roles.values()), tensors, quantization)
             self.dense, self._experts = places
         except formats.CheckpointError as fault:
             raise formats.PackError(f"{UNUSED_FILE}: the prediction layer cannot run: {fault}") from fault
@@ -80,7 +80,7 @@ class PredictionLayer(SourceReader):
         assert 0 <= start <= start + num_bytes <= entry.num_bytes, (tensor, start, num_bytes)
         return self.pack.read_unused(entry.offset + start, num_bytes)
 
-    def expert_source(self, expert: int, matrix: formats.Matrix) -> SourceMatrix:
+    def expert_source(self, expert: int, matrix: formats.Matrix) -> claiming.SourceMatrix:
         """Returns the place of a matrix of a routed expert."""
         return self._experts[0, expert, matrix]
 
@@ -120,7 +120,7 @@ def _roles(spec: formats.ModelSpec, family: Family) -> Iterator[parts.DenseRole]
     yield parts.DenseRole(PROJECT, (spec.hidden_size, 2 * spec.hidden_size), True)
 
 
-def _layer_family(family: Family, names: PredictionNames, n: int, tensors: Tensors) -> Family:
+def _layer_family(family: Family, names: PredictionNames, n: int, tensors: claiming.Tensors) -> Family:
     """Returns a family whose layer 0 has the names of the prediction layer behind `n` decoder layers."""
 
     def named(name: str) -> str:

@@ -5,9 +5,8 @@ Source: transformers, models/qwen2_moe; Qwen2 technical report (2407.10671).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -27,7 +26,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-QWEN2_MOE = Family(
+QWEN2_MOE = family.Family(
     model_type="qwen2_moe",
     short_names={
         "qwen1.5-moe": "Qwen/Qwen1.5-MoE-A2.7B",
@@ -36,7 +35,7 @@ QWEN2_MOE = Family(
         "qwen2-57b-a14b": "Qwen/Qwen2-57B-A14B",
         "qwen2-57b-a14b-instruct": "Qwen/Qwen2-57B-A14B-Instruct",
     },
-    published=(Published("qwen1.5-moe-a2.7b", "14.3", "2.7"), Published("qwen2-57b-a14b", "57", "14")),
+    published=(family.Published("qwen1.5-moe-a2.7b", "14.3", "2.7"), family.Published("qwen2-57b-a14b", "57", "14")),
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,

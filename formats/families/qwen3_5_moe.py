@@ -8,9 +8,8 @@ Source: transformers, models/qwen3_5_moe.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import qwen3_next, readers, rotary
+from moe_pack.formats.families import family, qwen3_next, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 from moe_pack.formats.families.multimodal import within
 
 _IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
@@ -45,7 +44,7 @@ _NAMES = {
         for name in ("qkv", "z", "b", "a")
     },
 }
-QWEN3_5_MOE_TEXT = Family(
+QWEN3_5_MOE_TEXT = family.Family(
     model_type="qwen3_5_moe_text",
     model_class="Qwen3_5MoeForCausalLM",
     unpublished="its models are published inside multimodal checkpoints, qwen3_5_moe",
@@ -66,5 +65,5 @@ QWEN3_5_MOE = replace(
         "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B",
         "qwen3.6-35b-a3b": "Qwen/Qwen3.6-35B-A3B",
     },
-    published=(Published("qwen3.6-35b-a3b", "35", "3"),),
+    published=(family.Published("qwen3.6-35b-a3b", "35", "3"),),
 )

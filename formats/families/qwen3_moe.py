@@ -4,9 +4,8 @@ Source: transformers, models/qwen3_moe; Qwen3 technical report (2505.09388).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -26,7 +25,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-QWEN3_MOE = Family(
+QWEN3_MOE = family.Family(
     model_type="qwen3_moe",
     short_names={
         "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
@@ -35,8 +34,8 @@ QWEN3_MOE = Family(
         "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
     },
     published=(
-        Published("qwen3-30b-a3b", "30.5", "3.3", cached="49.152"),
-        Published("qwen3-235b-a22b", "235", "22", cached="96.256"),
+        family.Published("qwen3-30b-a3b", "30.5", "3.3", cached="49.152"),
+        family.Published("qwen3-235b-a22b", "235", "22", cached="96.256"),
     ),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,

@@ -11,9 +11,8 @@ from typing import Literal
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import rotary
+from moe_pack.formats.families import family, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import LeftOut, PredictionNames
 from moe_pack.formats.parts import positions
 from moe_pack.formats.parts.specs import LimitSpec
 
@@ -75,14 +74,14 @@ class LayerAttention:
 
 
 # A layer after the last layer of the decoder, recognized by a tensor that no decoder layer has.
-PREDICTION_LAYER = LeftOut(
+PREDICTION_LAYER = family.LeftOut(
     "model.layers.{n}.*",
     "a multi-token-prediction layer, which plain decoding does not run",
     sign="model.layers.{n}.eh_proj.weight",
 )
 # Its names: those of DeepSeek-V3, which GLM-4.5 has too. Source: DeepSeek-V3's README_WEIGHTS.md, which says that
 # embedding and head are the model's own.
-PREDICTION_NAMES = PredictionNames(
+PREDICTION_NAMES = family.PredictionNames(
     stack="model.layers.{i}.",
     layer="model.layers.{n}.",
     project="model.layers.{n}.eh_proj.weight",

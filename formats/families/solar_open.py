@@ -4,9 +4,8 @@ Source: transformers, models/solar_open; Upstage (2026).
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family, Published
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
@@ -30,10 +29,10 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-SOLAR_OPEN = Family(
+SOLAR_OPEN = family.Family(
     model_type="solar_open",
     short_names={"solar-open-100b": "upstage/Solar-Open-100B"},
-    published=(Published("solar-open-100b", "102.6", "12"),),
+    published=(family.Published("solar-open-100b", "102.6", "12"),),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
 )

@@ -17,12 +17,10 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.formats.base.commands import did_you_mean
-from moe_pack.formats.families import weight_files
+from moe_pack.formats.families import claiming, registry, weight_files
 from moe_pack.formats.families.checkpoint_files import CheckpointFiles
-from moe_pack.formats.families.claiming import named, role_key, stored_ways
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, Stored
-from moe_pack.formats.families.registry import family_of, read_spec
 from moe_pack.formats.gguf import architecture
 from moe_pack.formats.gguf.decoders import DECODERS
 from moe_pack.formats.gguf.factors import rope_factors
@@ -163,7 +161,7 @@ class GgufFiles(CheckpointFiles):
 
     def _make_config(self) -> architecture.Values:
         values = self._architecture.config(self.metadata)
-        family = family_of(values["model_type"])
+        family = registry.family_of(values["model_type"])
         assert family is not None, values["model_type"]
         values = {"architectures": [family.class_name], **values}
         types = {tensor.type for name, tensor in self._stored.items() if "_exps.weight" in name}
@@ -177,7 +175,7 @@ class GgufFiles(CheckpointFiles):
         Raises:  CheckpointError if one is missing, has another shape than the metadata says, or has no role.
         """
         if not self._entries:
-            family, spec, _ = read_spec(Config(self._config, "config.json"))
+            family, spec, _ = registry.read_spec(Config(self._config, "config.json"))
             self._tensors = dict(self._all_tensors(family, spec))
             self._check_factors(spec)
             self._check_left_out()
@@ -247,7 +245,7 @@ class GgufFiles(CheckpointFiles):
     def _all_tensors(self, family: Family, spec: formats.ModelSpec) -> Iterator[tuple[str, _Tensor]]:
         self._roles = {role.name: role for role in formats.dense_roles(spec)}
         for role in list(self._roles.values()):
-            way = _plain_way(stored_ways(family, spec, role.name))
+            way = _plain_way(claiming.stored_ways(family, spec, role.name))
             if not way.roles:
                 yield way.name, self._dense(spec, role, way)
             elif way.roles[0] == role.name:
@@ -263,7 +261,7 @@ class GgufFiles(CheckpointFiles):
 
     def _dense(self, spec: formats.ModelSpec, role: DenseRole, way: Stored) -> _Tensor:
         """Returns the tensor of a role. Raises CheckpointError if there is none, or it has another size."""
-        key, layer = role_key(spec, role.name)
+        key, layer = claiming.role_key(spec, role.name)
         make = self._architecture.makers.get(key)
         name = "" if make else self._name(key, layer)
         rows: Rows
@@ -350,10 +348,10 @@ class GgufFiles(CheckpointFiles):
         for matrix in spec.expert.matrices:
             shape = (d, f) if matrix == "down" else (f, d)
             for expert, (rows, file) in enumerate(self._expert_rows(layer, matrix, num_experts, shape)):
-                name = named(names.matrices[matrix], layer, expert)
+                name = claiming.named(names.matrices[matrix], layer, expert)
                 if matrix in names.scales:
                     assert isinstance(rows, Part)
-                    for scales, part in ((False, name), (True, named(names.scales[matrix], layer, expert))):
+                    for scales, part in ((False, name), (True, claiming.named(names.scales[matrix], layer, expert))):
                         yield part, _mxfp4(rows, scales, file)
                 elif "{e}" in names.matrices[matrix]:
                     yield name, _Tensor(rows, shape, file)
@@ -397,7 +395,10 @@ class GgufFiles(CheckpointFiles):
         rows = self._rows(tensor)
         for expert in range(shape[0]):
             part = Part(rows, expert, 1)
-            yield named(names.biases[matrix], layer, expert), _Tensor(part, shape[1:], self._paths[tensor.file].name)
+            yield (
+                claiming.named(names.biases[matrix], layer, expert),
+                _Tensor(part, shape[1:], self._paths[tensor.file].name),
+            )
 
     def _prediction_layer(self, family: Family, spec: formats.ModelSpec, number: int) -> Iterator[tuple[str, _Tensor]]:
         """Yields the layer that predicts a further token, if there is one, under the names of the family's.
@@ -434,7 +435,7 @@ class GgufFiles(CheckpointFiles):
         }
         self._roles |= {name: replace(role, name=name) for name, role in own.items()}
         for name, role in own.items():
-            way = _plain_way(stored_ways(family, spec, name))
+            way = _plain_way(claiming.stored_ways(family, spec, name))
             moved.append((way.name, self._dense(spec, self._roles[name], way)))
             assert not way.roles, f"{role.name} is in a tensor with others, which no family with prediction layers has"
         for name, made in (*moved, *self._experts(family, spec, number)):

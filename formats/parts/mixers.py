@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 
 from moe_pack.formats.base.json_files import added
 from moe_pack.formats.parts import part
-from moe_pack.formats.parts.part import DenseRole
 
 CHUNK_TOKENS = 64  # that see each other by products of matrices, and all earlier ones through the state
 KEYED_CHUNK_TOKENS = 16  # where decays differ by key: tables are [heads, chunk, chunk, keys]
@@ -46,7 +45,7 @@ class Mixer(part.Part, ABC):
     layers: tuple[int, ...]
 
     @abstractmethod
-    def roles(self, d: int) -> Iterator[DenseRole]:
+    def roles(self, d: int) -> Iterator[part.DenseRole]:
         """Yields the tensors of a layer, for a hidden size d."""
 
     @property
@@ -122,20 +121,20 @@ class GatedDeltaSpec(Mixer):
         """The channels of the convolution: queries, keys and values."""
         return 2 * self.key_width + self.value_width
 
-    def roles(self, d: int) -> Iterator[DenseRole]:
+    def roles(self, d: int) -> Iterator[part.DenseRole]:
         if self.interleaved:
-            yield DenseRole("qkvz", (self.conv_channels + self.value_width, d), True)
-            yield DenseRole("ba", (2 * self.num_value_heads, d), False)
+            yield part.DenseRole("qkvz", (self.conv_channels + self.value_width, d), True)
+            yield part.DenseRole("ba", (2 * self.num_value_heads, d), False)
         else:
-            yield DenseRole("qkv", (self.conv_channels, d), True)
-            yield DenseRole("z", (self.value_width, d), True)
-            yield DenseRole("b", (self.num_value_heads, d), False)
-            yield DenseRole("a", (self.num_value_heads, d), False)
-        yield DenseRole("conv", (self.conv_channels * self.conv_kernel,), False)
-        yield DenseRole("a_log", (self.num_value_heads,), False)
-        yield DenseRole("dt_bias", (self.num_value_heads,), False)
-        yield DenseRole("out_norm", (self.value_head_dim,), False)
-        yield DenseRole("o", (d, self.value_width), True)
+            yield part.DenseRole("qkv", (self.conv_channels, d), True)
+            yield part.DenseRole("z", (self.value_width, d), True)
+            yield part.DenseRole("b", (self.num_value_heads, d), False)
+            yield part.DenseRole("a", (self.num_value_heads, d), False)
+        yield part.DenseRole("conv", (self.conv_channels * self.conv_kernel,), False)
+        yield part.DenseRole("a_log", (self.num_value_heads,), False)
+        yield part.DenseRole("dt_bias", (self.num_value_heads,), False)
+        yield part.DenseRole("out_norm", (self.value_head_dim,), False)
+        yield part.DenseRole("o", (d, self.value_width), True)
 
     @property
     def state(self) -> StateShape:
@@ -187,27 +186,27 @@ class KimiDeltaSpec(Mixer):
         """The values of all heads."""
         return self.num_heads * self.head_dim
 
-    def roles(self, d: int) -> Iterator[DenseRole]:
+    def roles(self, d: int) -> Iterator[part.DenseRole]:
         width, size = self.head_width, self.head_dim
         for name in ("q", "k", "v"):
-            yield DenseRole(name, (width, d), True)
+            yield part.DenseRole(name, (width, d), True)
         for name in ("q", "k", "v"):
-            yield DenseRole(f"{name}_conv", (width * self.conv_kernel,), False)
-        yield DenseRole("b", (self.num_heads, d), False)
+            yield part.DenseRole(f"{name}_conv", (width * self.conv_kernel,), False)
+        yield part.DenseRole("b", (self.num_heads, d), False)
         yield from self._ranked("decay", d)
-        yield DenseRole("a_log", (self.num_heads,), False)
-        yield DenseRole("dt_bias", (width,), False)
+        yield part.DenseRole("a_log", (self.num_heads,), False)
+        yield part.DenseRole("dt_bias", (width,), False)
         yield from self._ranked("gate", d)
-        yield DenseRole("out_norm", (size,), False)
-        yield DenseRole("o", (d, width), True)
+        yield part.DenseRole("out_norm", (size,), False)
+        yield part.DenseRole("o", (d, width), True)
 
-    def _ranked(self, name: str, d: int) -> Iterator[DenseRole]:
+    def _ranked(self, name: str, d: int) -> Iterator[part.DenseRole]:
         """Yields the tensors between the hidden state and a number for each value of the heads."""
         if self.full_rank:
-            yield DenseRole(name, (self.head_width, d), True)
+            yield part.DenseRole(name, (self.head_width, d), True)
         else:
-            yield DenseRole(f"{name}_a", (self.head_dim, d), False)
-            yield DenseRole(f"{name}_b", (self.head_width, self.head_dim), False)
+            yield part.DenseRole(f"{name}_a", (self.head_dim, d), False)
+            yield part.DenseRole(f"{name}_b", (self.head_width, self.head_dim), False)
 
     @property
     def state(self) -> StateShape:
@@ -257,20 +256,20 @@ class Mamba2Spec(Mixer):
         """The channels of the convolution: values of all heads, then B and C of all groups."""
         return self.head_width + 2 * self.num_groups * self.state_size
 
-    def roles(self, d: int) -> Iterator[DenseRole]:
+    def roles(self, d: int) -> Iterator[part.DenseRole]:
         projected = self.head_width + self.conv_channels + self.num_heads
-        yield DenseRole("in", (projected, d), True)
+        yield part.DenseRole("in", (projected, d), True)
         if self.proj_bias:
-            yield DenseRole("in_bias", (projected,), False)
-        yield DenseRole("conv", (self.conv_channels * self.conv_kernel,), False)
+            yield part.DenseRole("in_bias", (projected,), False)
+        yield part.DenseRole("conv", (self.conv_channels * self.conv_kernel,), False)
         if self.conv_bias:
-            yield DenseRole("conv_bias", (self.conv_channels,), False)
+            yield part.DenseRole("conv_bias", (self.conv_channels,), False)
         for name in ("a_log", "dt_bias", "skip"):
-            yield DenseRole(name, (self.num_heads,), False)
-        yield DenseRole("out_norm", (self.head_width,), False)
-        yield DenseRole("o", (d, self.head_width), True)
+            yield part.DenseRole(name, (self.num_heads,), False)
+        yield part.DenseRole("out_norm", (self.head_width,), False)
+        yield part.DenseRole("o", (d, self.head_width), True)
         if self.proj_bias:
-            yield DenseRole("o_bias", (d,), False)
+            yield part.DenseRole("o_bias", (d,), False)
 
     @property
     def state(self) -> StateShape:
@@ -316,23 +315,23 @@ class MambaSpec(Mixer):
     conv_bias: bool  # of the convolution
     proj_bias: bool  # of both outer projections
 
-    def roles(self, d: int) -> Iterator[DenseRole]:
-        yield DenseRole("in", (2 * self.channels, d), True)
+    def roles(self, d: int) -> Iterator[part.DenseRole]:
+        yield part.DenseRole("in", (2 * self.channels, d), True)
         if self.proj_bias:
-            yield DenseRole("in_bias", (2 * self.channels,), False)
-        yield DenseRole("conv", (self.channels * self.conv_kernel,), False)
+            yield part.DenseRole("in_bias", (2 * self.channels,), False)
+        yield part.DenseRole("conv", (self.channels * self.conv_kernel,), False)
         if self.conv_bias:
-            yield DenseRole("conv_bias", (self.channels,), False)
-        yield DenseRole("x", (self.step_rank + 2 * self.state_size, self.channels), False)
+            yield part.DenseRole("conv_bias", (self.channels,), False)
+        yield part.DenseRole("x", (self.step_rank + 2 * self.state_size, self.channels), False)
         for name, size in (("dt_norm", self.step_rank), ("b_norm", self.state_size), ("c_norm", self.state_size)):
-            yield DenseRole(name, (size,), False)
-        yield DenseRole("dt", (self.channels, self.step_rank), False)
-        yield DenseRole("dt_bias", (self.channels,), False)
-        yield DenseRole("a_log", (self.channels * self.state_size,), False)
-        yield DenseRole("skip", (self.channels,), False)
-        yield DenseRole("o", (d, self.channels), True)
+            yield part.DenseRole(name, (size,), False)
+        yield part.DenseRole("dt", (self.channels, self.step_rank), False)
+        yield part.DenseRole("dt_bias", (self.channels,), False)
+        yield part.DenseRole("a_log", (self.channels * self.state_size,), False)
+        yield part.DenseRole("skip", (self.channels,), False)
+        yield part.DenseRole("o", (d, self.channels), True)
         if self.proj_bias:
-            yield DenseRole("o_bias", (d,), False)
+            yield part.DenseRole("o_bias", (d,), False)
 
     @property
     def state(self) -> StateShape:
@@ -361,16 +360,16 @@ class ShortConvSpec(Mixer):
     conv_kernel: int  # taps of the convolution
     bias: bool  # of the convolution and both projections
 
-    def roles(self, d: int) -> Iterator[DenseRole]:
-        yield DenseRole("in", (3 * self.channels, d), True)
+    def roles(self, d: int) -> Iterator[part.DenseRole]:
+        yield part.DenseRole("in", (3 * self.channels, d), True)
         if self.bias:
-            yield DenseRole("in_bias", (3 * self.channels,), False)
-        yield DenseRole("conv", (self.channels * self.conv_kernel,), False)
+            yield part.DenseRole("in_bias", (3 * self.channels,), False)
+        yield part.DenseRole("conv", (self.channels * self.conv_kernel,), False)
         if self.bias:
-            yield DenseRole("conv_bias", (self.channels,), False)
-        yield DenseRole("o", (d, self.channels), True)
+            yield part.DenseRole("conv_bias", (self.channels,), False)
+        yield part.DenseRole("o", (d, self.channels), True)
         if self.bias:
-            yield DenseRole("o_bias", (d,), False)
+            yield part.DenseRole("o_bias", (d,), False)
 
     @property
     def state(self) -> StateShape:
@@ -412,11 +411,11 @@ class LightningSpec(Mixer):
         factor = self.factors[self.layers.index(layer)]
         return tuple(factor * 2 ** (-8 * (head + 1) / self.num_heads) for head in range(self.num_heads))
 
-    def roles(self, d: int) -> Iterator[DenseRole]:
-        yield DenseRole("qkv", (3 * self.head_width, d), True)
-        yield DenseRole("gate", (self.head_width, d), True)
-        yield DenseRole("out_norm", (self.head_width,), False)
-        yield DenseRole("o", (d, self.head_width), True)
+    def roles(self, d: int) -> Iterator[part.DenseRole]:
+        yield part.DenseRole("qkv", (3 * self.head_width, d), True)
+        yield part.DenseRole("gate", (self.head_width, d), True)
+        yield part.DenseRole("out_norm", (self.head_width,), False)
+        yield part.DenseRole("o", (d, self.head_width), True)
 
     @property
     def state(self) -> StateShape:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from moe_pack.formats import parts  # its face loads a kind of part for a model that has one
 from moe_pack.formats.base.json_files import added
-from moe_pack.formats.parts import part
+from moe_pack.formats.parts import latent, part
 from moe_pack.formats.parts.attention import (
     AttentionSpec,
     OtherAttentionSpec,
@@ -27,8 +27,6 @@ from moe_pack.formats.parts.attention import (
     others_fault,
     rope_fault,
 )
-from moe_pack.formats.parts.latent import IndexerSpec, LatentSpec
-from moe_pack.formats.parts.part import DenseRole, NormSpec, are_layers
 from moe_pack.formats.parts.positions import RopeSpec
 from moe_pack.formats.parts.residual import PLAIN, Half, ModelFacts, ResidualSpec
 from moe_pack.formats.parts.router import RouterSpec as RouterSpec  # the face of `formats` offers it
@@ -153,7 +151,7 @@ class ModelSpec(part.Part):
     moe_layers: tuple[int, ...]  # layers with routed experts, counted from 0, rising, at least one
     dense_intermediate_size: int | None  # of the dense expert that all other layers have; null: there are none
     max_position_embeddings: int
-    norm: NormSpec
+    norm: part.NormSpec
     tied_head: bool  # the embedding is the head too
     head_bias: bool  # logits have a bias
     embedding_multiplier: float  # multiplies the embedding
@@ -211,10 +209,10 @@ class ModelSpec(part.Part):
         """Returns whether a layer has its second half, experts or a dense expert."""
         return self.halves is None or layer not in self.halves.first
 
-    def indexer_of(self, layer: int) -> IndexerSpec | None:
+    def indexer_of(self, layer: int) -> latent.IndexerSpec | None:
         """Returns the indexer that chooses the positions of a layer's latent attention; None if it attends to all."""
         attention, has_attention = self.attention_of(layer), self.has_first(layer) and self.mixer_of(layer) is None
-        return attention.indexer if has_attention and isinstance(attention, LatentSpec) else None
+        return attention.indexer if has_attention and isinstance(attention, latent.LatentSpec) else None
 
     def chooser_of(self, layer: int) -> int | None:
         """Returns the earlier layer whose indexer chose the positions that a layer attends to; None if none did."""
@@ -288,9 +286,9 @@ def record_matrices(selector: Selector, matrices: tuple[Matrix, ...]) -> tuple[M
     return tuple(matrix for matrix in MATRICES if matrix in matrices and matrix not in selected)
 
 
-def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
+def dense_roles(spec: ModelSpec) -> tuple[part.DenseRole, ...]:
     """Returns every dense tensor that the model runs, in the order of `dense.safetensors`."""
-    roles = [DenseRole("embed", (spec.vocab_size, spec.hidden_size), True)]
+    roles = [part.DenseRole("embed", (spec.vocab_size, spec.hidden_size), True)]
     moe_layers = frozenset(spec.moe_layers)
     num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
     for i in range(spec.num_hidden_layers):
@@ -302,9 +300,9 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
         roles += spec.norm.roles("encoder_norm", spec.hidden_size)
     roles += (spec.residual or PLAIN).final_roles(spec.hidden_size, spec.norm)
     if not spec.tied_head:
-        roles.append(DenseRole("head", (spec.vocab_size, spec.hidden_size), True))
+        roles.append(part.DenseRole("head", (spec.vocab_size, spec.hidden_size), True))
     if spec.head_bias:
-        roles.append(DenseRole("head_bias", (spec.vocab_size,), False))
+        roles.append(part.DenseRole("head_bias", (spec.vocab_size,), False))
     return tuple(roles)
 
 
@@ -313,7 +311,7 @@ def usual_dtypes(spec: ModelSpec) -> tuple[str, ...]:
     return tuple("I32" if role.integers else "BF16" for role in dense_roles(spec))
 
 
-def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
+def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) -> Iterator[part.DenseRole]:
     if (ngrams := spec.ngrams_of(layer)) is not None:
         yield from _under("ngrams.", ngrams.roles(spec.hidden_size, spec.stream_width, spec.norm.offset))
     if spec.has_first(layer):
@@ -329,14 +327,14 @@ def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) ->
     if spec.shared_expert is not None:
         yield from _mlp(spec, "shared", spec.shared_expert.intermediate_size)
         if spec.shared_expert.gated:
-            yield DenseRole("shared_router", (1, spec.hidden_size), False)
+            yield part.DenseRole("shared_router", (1, spec.hidden_size), False)
 
 
-def _half_roles(spec: ModelSpec, half: Half, has_experts: bool) -> Iterator[DenseRole]:
+def _half_roles(spec: ModelSpec, half: Half, has_experts: bool) -> Iterator[part.DenseRole]:
     return (spec.residual or PLAIN).half_roles(half, has_experts, spec.hidden_size, spec.norm)
 
 
-def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[DenseRole]:
+def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[part.DenseRole]:
     mixer, attention = spec.mixer_of(layer), spec.attention_of(layer)
     yield from _half_roles(spec, "attention", False)
     if mixer is not None:
@@ -348,14 +346,14 @@ def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[Dens
         yield from _under("cross.", attention.roles(spec.hidden_size, spec.norm.offset))
 
 
-def _under(prefix: str, roles: Iterator[DenseRole]) -> Iterator[DenseRole]:
+def _under(prefix: str, roles: Iterator[part.DenseRole]) -> Iterator[part.DenseRole]:
     return (replace(role, name=f"{prefix}{role.name}") for role in roles)
 
 
-def _mlp(spec: ModelSpec, name: str, intermediate_size: int) -> Iterator[DenseRole]:
+def _mlp(spec: ModelSpec, name: str, intermediate_size: int) -> Iterator[part.DenseRole]:
     d, f = spec.hidden_size, intermediate_size
     for matrix in spec.expert.matrices:
-        yield DenseRole(f"{name}.{matrix}", (d, f) if matrix == "down" else (f, d), True)
+        yield part.DenseRole(f"{name}.{matrix}", (d, f) if matrix == "down" else (f, d), True)
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -499,7 +497,7 @@ def _sizes_fault(spec: ModelSpec) -> str | None:
 
 
 def _layers_fault(spec: ModelSpec) -> str | None:
-    if not spec.moe_layers or not are_layers(spec.moe_layers, spec.num_hidden_layers):
+    if not spec.moe_layers or not part.are_layers(spec.moe_layers, spec.num_hidden_layers):
         return "moe_layers must list decoder layers, at least one, in rising order"
     if not all(map(spec.has_second, spec.moe_layers)):
         return "moe_layers lists a layer without a second half"
@@ -575,9 +573,9 @@ def _residual_fault(spec: ModelSpec) -> str | None:
 
 
 def _choices_fault(spec: ModelSpec) -> str | None:
-    if not any(isinstance(each, LatentSpec) and each.indexer is not None for each, _ in spec.attention_kinds):
+    if not any(isinstance(each, latent.LatentSpec) and each.indexer is not None for each, _ in spec.attention_kinds):
         return None
-    chooser: IndexerSpec | None = None
+    chooser: latent.IndexerSpec | None = None
     for layer in range(spec.num_hidden_layers):
         indexer = spec.indexer_of(layer)
         if indexer is not None and indexer.shared and chooser != replace(indexer, shared=False):
@@ -620,7 +618,7 @@ def _limits_fault(expert: ExpertSpec, num_layers: int) -> str | None:
     if len(set(listed)) < len(listed) or (whole and len(expert.limits) > 1):
         return "expert limits must list each layer once at most"
     for limit in expert.limits:
-        if limit.layers is not None and (not limit.layers or not are_layers(limit.layers, num_layers)):
+        if limit.layers is not None and (not limit.layers or not part.are_layers(limit.layers, num_layers)):
             return "expert limits must list decoder layers, at least one each, in rising order"
         given = [bound for bound in (limit.routed, limit.unrouted) if bound is not None]
         if not given or not all(0 < bound < 1e6 for bound in given):

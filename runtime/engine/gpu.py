@@ -15,12 +15,10 @@ import torch
 
 from moe_pack import formats
 from moe_pack.runtime import cpu, model, offload
-from moe_pack.runtime.engine import machine, mapped, offloaded
-from moe_pack.runtime.engine.built import Built, Computing, GpuFacts, OffloadFacts, Setup
+from moe_pack.runtime.engine import built, machine, mapped, offloaded
 from moe_pack.runtime.engine.drafting import DraftChoice
-from moe_pack.runtime.gpu import cpu_share, devices, fit, placements
-from moe_pack.runtime.gpu.gpu_engine import GpuEngine, GpuInputs
-from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
+from moe_pack.runtime.gpu import cpu_share, devices, fit, gpu_engine, placements
+from moe_pack.runtime.gpu.kernels import ahead
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.offload.eviction import eviction_of
 from moe_pack.runtime.offload.prefetch import methods_by_layer
@@ -41,7 +39,7 @@ class Sharing:
     """Who has the rows that GPU memory lacks, by which kernels and rates the CPU and the link share them."""
 
     misses: placements.Misses
-    missing: devices.HostArena | OffloadFacts  # has the experts that GPU memory lacks
+    missing: devices.HostArena | built.OffloadFacts  # has the experts that GPU memory lacks
     kernels: cpu.Kernels | None  # of the CPU's share; None if it has none, or torch computes it
     rates: cpu_share.Rates | None  # for prompts; None if the CPU computes nothing of them
     pulled_share: float = 0.0  # of a token's missing records, that the link brings
@@ -53,12 +51,14 @@ class Sharing:
         return self.missing if isinstance(self.missing, devices.HostArena) else None
 
     @property
-    def tier(self) -> OffloadFacts | None:
+    def tier(self) -> built.OffloadFacts | None:
         """The CPU's own engine, which offloads; None if host memory has all experts."""
-        return self.missing if isinstance(self.missing, OffloadFacts) else None
+        return self.missing if isinstance(self.missing, built.OffloadFacts) else None
 
 
-def build_on_gpu(setup: Setup, choice: DraftChoice, device: torch.device, host: devices.HostArena | None) -> Built:
+def build_on_gpu(
+    setup: built.Setup, choice: DraftChoice, device: torch.device, host: devices.HostArena | None
+) -> built.Built:
     """Builds the engine.
 
     Args:    host: the pack's experts in page-locked memory, which the caller closes; None: they are read where they
@@ -71,13 +71,15 @@ def build_on_gpu(setup: Setup, choice: DraftChoice, device: torch.device, host: 
         sharing = _share(setup, run, _host_memory(setup, run, host, stack), stack)
         inputs, preset = choose_inputs(setup, run, sharing)
 
-        def build(expert_bytes: int, chunk_tokens: int) -> GpuEngine:
-            return GpuEngine(inputs, expert_bytes, setup.context_tokens, chunk_tokens, run.request.cache_dtype)
+        def build(expert_bytes: int, chunk_tokens: int) -> gpu_engine.GpuEngine:
+            return gpu_engine.GpuEngine(
+                inputs, expert_bytes, setup.context_tokens, chunk_tokens, run.request.cache_dtype
+            )
 
         def compile_kernels(launch_all: Callable[[], None]) -> None:
-            with collected_launches() as jobs:
+            with ahead.collected_launches() as jobs:
                 launch_all()
-            compile_ahead(list(jobs.values()), cpu.num_cpus(), setup.progress)
+            ahead.compile_ahead(list(jobs.values()), cpu.num_cpus(), setup.progress)
 
         engine, use = fit.fit_to_gpu(
             setup.pack, device, run.memory, run.request, inputs.least_bytes, build, compile_kernels
@@ -87,12 +89,14 @@ def build_on_gpu(setup: Setup, choice: DraftChoice, device: torch.device, host: 
             setup.fall_back("--trust-experts changes nothing: all experts are in GPU memory")
         misses = ("auto" if sharing.pulled_share else "cpu") if sharing.misses == "split" else sharing.misses
         locked_bytes = 0 if sharing.host is None else sharing.host.locked_bytes
-        facts = GpuFacts(run.memory, use, preset, misses, locked_bytes, sharing.tier)
-        computing = Computing(model.TORCH)
-        return Built(setup, computing, engine.weights, engine.decoder, None, choice.why_not, facts, stack.pop_all())
+        facts = built.GpuFacts(run.memory, use, preset, misses, locked_bytes, sharing.tier)
+        computing = built.Computing(model.TORCH)
+        return built.Built(
+            setup, computing, engine.weights, engine.decoder, None, choice.why_not, facts, stack.pop_all()
+        )
 
 
-def open_gpu(setup: Setup, device: torch.device) -> GpuRun:
+def open_gpu(setup: built.Setup, device: torch.device) -> GpuRun:
     """Opens the GPU, before anything else uses it."""
     options = setup.options
     memory = devices.GpuMemory(device)
@@ -101,7 +105,7 @@ def open_gpu(setup: Setup, device: torch.device) -> GpuRun:
 
 
 def _host_memory(
-    setup: Setup, run: GpuRun, host: devices.HostArena | None, stack: ExitStack
+    setup: built.Setup, run: GpuRun, host: devices.HostArena | None, stack: ExitStack
 ) -> devices.HostArena | None:
     """Returns the experts in host memory; None if they do not fit."""
     needed, options = devices.host_bytes(setup.pack), setup.options
@@ -121,7 +125,7 @@ def _host_memory(
     return host
 
 
-def _share(setup: Setup, run: GpuRun, host: devices.HostArena | None, stack: ExitStack) -> Sharing:
+def _share(setup: built.Setup, run: GpuRun, host: devices.HostArena | None, stack: ExitStack) -> Sharing:
     """Decides who has what is missing on the GPU; the stack closes the kernels and the CPU's own engine."""
     options = setup.options
     kernels = None if options.misses == "pull" else _helping_kernels(setup, stack)
@@ -144,7 +148,7 @@ def _share(setup: Setup, run: GpuRun, host: devices.HostArena | None, stack: Exi
     return Sharing("split", host, kernels, rates, rates.pulled_share, rates.link)
 
 
-def _helping_kernels(setup: Setup, stack: ExitStack) -> cpu.Kernels | None:
+def _helping_kernels(setup: built.Setup, stack: ExitStack) -> cpu.Kernels | None:
     """Opens kernels with which the CPU computes what the GPU lacks; None where there are none."""
     options = setup.options
     if options.kernels == "torch":
@@ -158,7 +162,7 @@ def _helping_kernels(setup: Setup, stack: ExitStack) -> cpu.Kernels | None:
     return kernels
 
 
-def choose_inputs(setup: Setup, run: GpuRun, sharing: Sharing) -> tuple[GpuInputs, offload.Preset]:
+def choose_inputs(setup: built.Setup, run: GpuRun, sharing: Sharing) -> tuple[gpu_engine.GpuInputs, offload.Preset]:
     """Decides by which policy records come and go on the GPU; returns the engine's inputs, and the policy."""
     pack, options, share = setup.pack, setup.options, sharing.pulled_share
     # `auto` predicts nothing: on an H200 predictions that were right gained nothing.
@@ -166,7 +170,7 @@ def choose_inputs(setup: Setup, run: GpuRun, sharing: Sharing) -> tuple[GpuInput
     routing = offload.Routing.open(pack)
     if not options.prefetches or not (share or sharing.misses == "pull"):  # nothing comes over the link
         preset = preset.without_prediction()
-    inputs = GpuInputs(
+    inputs = gpu_engine.GpuInputs(
         pack=pack,
         device=run.device,
         misses=sharing.misses,
@@ -190,7 +194,7 @@ def choose_inputs(setup: Setup, run: GpuRun, sharing: Sharing) -> tuple[GpuInput
 
 
 def _prediction(
-    setup: Setup, preset: offload.Preset, routing: offload.Routing | None, misses: placements.Misses
+    setup: built.Setup, preset: offload.Preset, routing: offload.Routing | None, misses: placements.Misses
 ) -> PredictionPlan | None:
     """Returns what is predicted on the GPU; None if nothing is."""
     spec, trusts = setup.pack.spec, setup.options.approximations.runs_predicted

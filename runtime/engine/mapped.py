@@ -11,23 +11,22 @@ import torch
 
 from moe_pack import formats
 from moe_pack.runtime import cpu, drafts, model
-from moe_pack.runtime.engine import numerics
-from moe_pack.runtime.engine.built import Built, Computing, Facts, Setup
+from moe_pack.runtime.engine import built, numerics
 from moe_pack.runtime.engine.drafting import DraftChoice
 
 CPU = torch.device("cpu")
 
 
-def build_mapped(setup: Setup, computing: Computing, choice: DraftChoice) -> Built:
+def build_mapped(setup: built.Setup, computing: built.Computing, choice: DraftChoice) -> built.Built:
     """Builds the engine. The caller owns the operations."""
     with ExitStack() as stack:
         weights = stack.enter_context(closing(model.open_weights(setup.pack, CPU, computing.operations)))
         decoder = cpu_decoder(setup, weights, model.PREFILL_TOKENS)
         opened = choice.open(setup, decoder, weights, 1 + drafts.MOST_DRAFTED)
-        return Built(setup, computing, weights, decoder, opened, choice.why_not, Facts(), stack.pop_all())
+        return built.Built(setup, computing, weights, decoder, opened, choice.why_not, built.Facts(), stack.pop_all())
 
 
-def open_operations(setup: Setup, stack: ExitStack) -> Computing:
+def open_operations(setup: built.Setup, stack: ExitStack) -> built.Computing:
     """Opens what computes on the CPU, and chooses its numeric mode; the stack closes it."""
     options = setup.options
     threads = options.threads or cpu.num_cpus()
@@ -41,7 +40,7 @@ def open_operations(setup: Setup, stack: ExitStack) -> Computing:
             setup.fall_back(f"torch computes: native kernels {cpu.why_unavailable()}")
     if kernels is None:
         torch.set_num_threads(threads)
-        return Computing(model.TORCH)
+        return built.Computing(model.TORCH)
     best = kernels.instruction_set
     if options.kernels not in ("auto", best):
         raise formats.RunError(f"--kernels {options.kernels}: this machine has {best} at most; use --kernels auto")
@@ -54,10 +53,10 @@ def open_operations(setup: Setup, stack: ExitStack) -> Computing:
             setup.fall_back(f"--numerics is exact: {best} kernels do not round inputs")
         mode = "exact"
     loss = None if losses is None else losses.of(mode)
-    return Computing(model.NativeOperations(kernels), mode, None if loss is None else loss.kl)
+    return built.Computing(model.NativeOperations(kernels), mode, None if loss is None else loss.kl)
 
 
-def open_kernels(setup: Setup, threads: int, stack: ExitStack) -> cpu.Kernels | None:
+def open_kernels(setup: built.Setup, threads: int, stack: ExitStack) -> cpu.Kernels | None:
     """Opens the kernels of `--kernels`; None for `auto` where there are none."""
     name = setup.options.kernels
     assert name != "torch", "torch is no kernel"
@@ -65,7 +64,9 @@ def open_kernels(setup: Setup, threads: int, stack: ExitStack) -> cpu.Kernels | 
     return None if kernels is None else stack.enter_context(closing(kernels))
 
 
-def cpu_decoder(setup: Setup, weights: model.PackWeights, most_tokens: int) -> model.Decoder | model.EncoderDecoder:
+def cpu_decoder(
+    setup: built.Setup, weights: model.PackWeights, most_tokens: int
+) -> model.Decoder | model.EncoderDecoder:
     """Returns the decoder of the model, whose passes have at most `most_tokens`."""
     chunk_tokens, sequences = min(setup.options.chunk_tokens or most_tokens, most_tokens), setup.sequences
     if setup.pack.spec.encoder is not None:

@@ -16,8 +16,7 @@ from moe_pack import formats
 from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime import drafts, model, offload
 from moe_pack.runtime.cpu import is_available, reads
-from moe_pack.runtime.engine import machine, mapped
-from moe_pack.runtime.engine.built import Built, Computing, OffloadFacts, Setup
+from moe_pack.runtime.engine import built, machine, mapped
 from moe_pack.runtime.engine.drafting import DraftChoice
 from moe_pack.runtime.engine.options import EngineOptions
 from moe_pack.runtime.offload import budgets
@@ -30,7 +29,9 @@ _LEAST_PREDICTED_BYTES = 1 << 20
 TOO_FEW_TO_TRUST = "--trust-experts changes nothing: fewer experts are predicted than a token uses"
 
 
-def build_offloaded(setup: Setup, computing: Computing, choice: DraftChoice, budget_bytes: int) -> Built:
+def build_offloaded(
+    setup: built.Setup, computing: built.Computing, choice: DraftChoice, budget_bytes: int
+) -> built.Built:
     """Builds the engine. The caller owns the operations.
 
     Raises:  BudgetTooSmall; RunError if an option cannot be followed.
@@ -46,16 +47,16 @@ def build_offloaded(setup: Setup, computing: Computing, choice: DraftChoice, bud
         if facts.weights.recorder is not None and setup.options.record is not None:
             at_end.callback(facts.weights.recorder.write, setup.options.record)
         at_end.push(stack.pop_all())  # first, then the recording is written
-        return Built(setup, computing, facts.weights, decoder, opened, choice.why_not, facts, at_end)
+        return built.Built(setup, computing, facts.weights, decoder, opened, choice.why_not, facts, at_end)
 
 
 def offload_experts(
-    setup: Setup,
+    setup: built.Setup,
     operations: model.Operations,
     budget_bytes: int,
     approximations: offload.Approximations,
     stack: ExitStack,
-) -> OffloadFacts:
+) -> built.OffloadFacts:
     """Builds what keeps experts within a budget of host memory and reads the others; the stack closes it."""
     pack, options = setup.pack, setup.options
     routing = offload.Routing.open(pack) if offload.routing_bytes(pack.folder) else None
@@ -104,14 +105,14 @@ def offload_experts(
     )
     stack.enter_context(closing(weights))
     weights.prefetcher = prefetcher_for(setup, preset, weights, routing)
-    return OffloadFacts(plan, preset, weights, is_direct)
+    return built.OffloadFacts(plan, preset, weights, is_direct)
 
 
 # ---- policies -------------------------------------------------------------------------------------------------------
 
 
 def _preset(
-    setup: Setup, facts: offload.CacheFacts, routing: offload.Routing | None, rows_below: float
+    setup: built.Setup, facts: offload.CacheFacts, routing: offload.Routing | None, rows_below: float
 ) -> offload.Preset:
     """Returns the policies of `--policy`; for `auto` those with the most hits on the profile's routes."""
     if setup.options.policy != "auto":
@@ -146,7 +147,7 @@ def auto_preset(
 
 
 def prefetcher_for(
-    setup: Setup, preset: offload.Preset, weights: offload.OffloadedWeights, routing: offload.Routing | None
+    setup: built.Setup, preset: offload.Preset, weights: offload.OffloadedWeights, routing: offload.Routing | None
 ) -> offload.Prefetcher | None:
     """Returns what prefetches experts for these weights by the preset's prediction; None with `--no-prefetch`."""
     router, options = setup.pack.spec.router, setup.options
@@ -176,7 +177,7 @@ def predicted_by(
 
 
 def _recorder(
-    setup: Setup, facts: offload.CacheFacts, preset: offload.Preset, budget_bytes: int
+    setup: built.Setup, facts: offload.CacheFacts, preset: offload.Preset, budget_bytes: int
 ) -> offload.Recorder | None:
     """Returns what collects the recording of `--record`; None without it.
 
@@ -226,7 +227,7 @@ def runs_some_neurons(pack: formats.Pack) -> bool:
     return pack.manifest.selector != "none" and bool(pack.thresholds.any())
 
 
-def _cutover(setup: Setup, disk: machine.DiskFacts) -> tuple[machine.DiskFacts, float]:
+def _cutover(setup: built.Setup, disk: machine.DiskFacts) -> tuple[machine.DiskFacts, float]:
     """Returns the share of running neurons below which single rows are read, 0 for never, and the disk.
 
     It is that of `--cutover`, else the policy's; `auto` takes that of the disk, which is measured now if it was not.
@@ -243,7 +244,7 @@ def _cutover(setup: Setup, disk: machine.DiskFacts) -> tuple[machine.DiskFacts, 
     return disk, machine.disk_cutover(setup.pack.layout, disk)
 
 
-def reads_directly(setup: Setup, disk: machine.DiskFacts) -> bool:
+def reads_directly(setup: built.Setup, disk: machine.DiskFacts) -> bool:
     """Returns whether reads of this run bypass the system's cache.
 
     Raises:  RunError if `--read direct` is not possible.

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.runtime.gpu import devices, fit
+from moe_pack.runtime.gpu import devices, fit, token_step
+from moe_pack.runtime.gpu.kernels import tables
 from moe_pack.runtime.gpu.kernels.pull import bring
-from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, MISSING, PULLED
 from moe_pack.runtime.gpu.placements import NUM_TURNS
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token_layers import TokenLayers
-from moe_pack.runtime.gpu.token_step import StepInputs, TokenStep
 from moe_pack.runtime.gpu.weights import ExpertMemory
 from moe_pack.runtime.model import Decoder, caches
 from moe_pack.runtime.model.router import expert_scores
@@ -71,7 +70,12 @@ class MovingSlots(Slots):
     """
 
     def __init__(
-        self, residency: Residency, memory: ExpertMemory, step: TokenStep, inputs: StepInputs, link_rate: float
+        self,
+        residency: Residency,
+        memory: ExpertMemory,
+        step: token_step.TokenStep,
+        inputs: token_step.StepInputs,
+        link_rate: float,
     ) -> None:
         self.residency, self._memory, self._step, self._inputs = residency, memory, step, inputs
         self._link_rate = link_rate
@@ -183,7 +187,9 @@ class MovingSlots(Slots):
 class _TokenCounts:
     """The neurons and bytes that tokens needed until now."""
 
-    def __init__(self, memory: ExpertMemory, step: TokenStep, inputs: StepInputs, slots: Slots) -> None:
+    def __init__(
+        self, memory: ExpertMemory, step: token_step.TokenStep, inputs: token_step.StepInputs, slots: Slots
+    ) -> None:
         self._step, self._inputs, self._slots = step, inputs, slots
         self._record_bytes = np.array([[16 * kind.record_units for kind in layer] for layer in memory.kinds])
         self.clear()
@@ -198,9 +204,12 @@ class _TokenCounts:
     def add(self, turn: int) -> None:
         """Adds the token that has run."""
         step, totals = self._step, self._step.totals[turn].numpy()
-        running, left = totals[..., HERE] + totals[..., PULLED] + totals[..., LEFT], totals[..., LEFT]
-        pulled = totals[..., MISSING] - left
-        self._sums[:3] += [int((running - totals[..., MISSING]).sum()), int(pulled.sum()), int(left.sum())]
+        running, left = (
+            totals[..., tables.HERE] + totals[..., tables.PULLED] + totals[..., tables.LEFT],
+            totals[..., tables.LEFT],
+        )
+        pulled = totals[..., tables.MISSING] - left
+        self._sums[:3] += [int((running - totals[..., tables.MISSING]).sum()), int(pulled.sum()), int(left.sum())]
         record_bytes = np.take_along_axis(self._record_bytes, step.routes[turn].numpy(), axis=1)
         self._pulled_bytes += int((pulled * record_bytes).sum())
         self._sums[3] += int((self._inputs.exchange.counts[turn] < 0).sum())
@@ -233,7 +242,7 @@ class GpuDecoder(Decoder):
     def __init__(
         self,
         weights: GpuWeights,
-        inputs: StepInputs,
+        inputs: token_step.StepInputs,
         residency: Residency | None,
         context_tokens: int,
         device: torch.device,
@@ -246,7 +255,7 @@ class GpuDecoder(Decoder):
         self._gpu_weights, self._inputs, self._link_rate = weights, inputs, link_rate
         self._layers = TokenLayers(weights, self.cache, self._ropes.as_last(context_tokens)[0])
         most_changes = 0 if residency is None else residency.most_changes
-        self._step = TokenStep(weights, self._layers, inputs, _num_sms(device), most_changes)
+        self._step = token_step.TokenStep(weights, self._layers, inputs, _num_sms(device), most_changes)
         self._slots = Slots()
         if residency is not None:
             self._slots = MovingSlots(residency, weights.memory, self._step, inputs, link_rate)

@@ -17,7 +17,7 @@ from moe_pack.formats import parts
 from moe_pack.runtime import cpu
 from moe_pack.runtime.model import layers, passes
 from moe_pack.runtime.model.attention import shared
-from moe_pack.runtime.model.caches import Angles, Batch, LayerCache
+from moe_pack.runtime.model.caches import Angles, layer_cache
 from moe_pack.runtime.model.matrices import DivisibleMatrix
 from moe_pack.runtime.model.operations import NativeOperations, hartley_array
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
@@ -244,7 +244,7 @@ def _routes(weights: Weights, layer: int) -> bool:
     return is_plain and router.capacity is None and layer not in router.table_layers
 
 
-def _fits(spec: parts.GroupedQuerySpec, caches: Batch[LayerCache], num_tokens: int) -> bool:
+def _fits(spec: parts.GroupedQuerySpec, caches: layer_cache.Batch[layer_cache.LayerCache], num_tokens: int) -> bool:
     """Whether a call takes these tokens: those of chunks one of a sequence at a time."""
     return not spec.chunked or num_tokens == len(caches)
 
@@ -267,7 +267,7 @@ class _CacheBytes:
 
 
 def _given(
-    kind: _Kind, caches: Batch[LayerCache], angles: Angles, stored: _CacheBytes
+    kind: _Kind, caches: layer_cache.Batch[layer_cache.LayerCache], angles: Angles, stored: _CacheBytes
 ) -> tuple[cpu.FloatAngles, cpu.SequenceCaches]:
     """Returns the angles and caches of a layer as its call takes them."""
     cosines, sines = angles

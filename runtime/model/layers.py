@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.runtime.model import caches, matrices, mixers
+from moe_pack.runtime.model import caches, matrices, mixers, residuals
 from moe_pack.runtime.model.attention import kinds
 from moe_pack.runtime.model.expert import run_expert
-from moe_pack.runtime.model.residuals import residual_of, scaled
 from moe_pack.runtime.model.router import expert_scores, identity_share, router_weights
 from moe_pack.runtime.model.weights import Weights, from_experts, to_experts
 
@@ -47,8 +46,8 @@ def check_vocabulary(ids: list[int], spec: formats.ModelSpec) -> None:
 
 def embed(ids: Tensor, weights: Weights) -> Tensor:
     """Returns the hidden states before the first layer, for tokens int64 [T]."""
-    x = scaled(matrices.gather_rows(weights.matrix("embed"), ids), weights.spec.embedding_multiplier)
-    return residual_of(weights.spec.residual).begin(x)
+    x = residuals.scaled(matrices.gather_rows(weights.matrix("embed"), ids), weights.spec.embedding_multiplier)
+    return residuals.residual_of(weights.spec.residual).begin(x)
 
 
 def add_ngrams(
@@ -78,7 +77,7 @@ def add_attention(
     """
     if not weights.spec.has_first(layer):
         return x
-    residual = residual_of(weights.spec.residual)
+    residual = residuals.residual_of(weights.spec.residual)
     normed = residual.half_input(x, weights, layer, "attention")
     mixer = weights.spec.mixer_of(layer)
     if mixer is None:
@@ -95,7 +94,7 @@ def add_attention(
 
 def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
     """Returns what a layer's router and experts get, float32 [T, d], of hidden states [T, w]."""
-    return residual_of(weights.spec.residual).half_input(x, weights, layer, "mlp")
+    return residuals.residual_of(weights.spec.residual).half_input(x, weights, layer, "mlp")
 
 
 def router_logits(x: Tensor, weights: Weights, layer: int) -> Tensor:
@@ -252,7 +251,7 @@ def run_experts(
 
 def expert_inputs(x: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> tuple[Tensor, Tensor]:
     """Returns what a layer's experts get for `mlp_input` x float32 [T, d], and the weights of their outputs [T, k]."""
-    own = residual_of(weights.spec.residual).experts_norm(weights, weights.spec.moe_layers[layer_idx])
+    own = residuals.residual_of(weights.spec.residual).experts_norm(weights, weights.spec.moe_layers[layer_idx])
     if own is not None:
         x = x * own
     if not weights.spec.router.on_input:
@@ -305,7 +304,7 @@ def run_unrouted(x: Tensor, weights: Weights, layer: int, most_tokens: int | Non
         return run_dense_expert(x, weights, f"{role}.mlp", function)
     if spec.shared_expert is None:
         return None
-    own = residual_of(spec.residual).shared_norm(weights, layer)
+    own = residuals.residual_of(spec.residual).shared_norm(weights, layer)
     x = x if own is None else x * own
     output = run_dense_expert(x, weights, f"{role}.shared", function)
     if spec.shared_expert.gated:
@@ -326,7 +325,7 @@ def run_dense_expert(x: Tensor, weights: Weights, role: str, function: formats.N
 
 def enter_second(x: Tensor, unrouted: Tensor | None, routed: Tensor | None, weights: Weights, layer: int) -> Tensor:
     """Returns hidden states [T, w] after a layer, from those after its first half and the outputs of its experts."""
-    return residual_of(weights.spec.residual).enter_second(x, unrouted, routed, weights, layer)
+    return residuals.residual_of(weights.spec.residual).enter_second(x, unrouted, routed, weights, layer)
 
 
 def run_mlp(
@@ -397,7 +396,7 @@ def head(x: Tensor, weights: Weights) -> Tensor:
     spec = weights.spec
     matrix = weights.matrix("embed" if spec.tied_head else "head")
     bias = weights.vector("head_bias") if spec.head_bias else None
-    logits = matrices.linear(residual_of(spec.residual).end(x, weights), matrix, bias)
+    logits = matrices.linear(residuals.residual_of(spec.residual).end(x, weights), matrix, bias)
     if spec.logits_scaling != 1.0:
         logits = logits / spec.logits_scaling
     cap = spec.logits_softcap

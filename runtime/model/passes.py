@@ -16,17 +16,7 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.model import layers
-from moe_pack.runtime.model.caches import (
-    Angles,
-    Batch,
-    CachedSequence,
-    Chosen,
-    KVCache,
-    LayerCache,
-    LayerState,
-    joined_angles,
-    layer_cache,
-)
+from moe_pack.runtime.model.caches import Angles, CachedSequence, KVCache, LayerState, joined_angles, layer_cache
 from moe_pack.runtime.model.weights import Weights
 
 if TYPE_CHECKING:
@@ -69,9 +59,9 @@ class Pass:
         each = zip(self._rows, self._ngram_rows, self._ngram_states(layer, is_trial), strict=True)
         return torch.cat([layers.add_ngrams(x[own], rows, self._weights, layer, state) for own, rows, state in each])
 
-    def caches(self, layer: int) -> Batch[LayerCache]:
+    def caches(self, layer: int) -> layer_cache.Batch[layer_cache.LayerCache]:
         """Returns the caches of a layer with attention, and the rows of their sequences."""
-        return cast(Batch[LayerCache], self._kept(layer, is_trial=False))
+        return cast(layer_cache.Batch[layer_cache.LayerCache], self._kept(layer, is_trial=False))
 
     def angles(self, layer: int) -> Angles:
         """Returns the rotary angles of all tokens in a layer."""
@@ -82,7 +72,7 @@ class Pass:
 
         Args:    is_trial: the outcome does not count, and leaves no trace in the caches.
         """
-        kept = cast(Batch[LayerCache], self._kept(layer, is_trial))
+        kept = cast(layer_cache.Batch[layer_cache.LayerCache], self._kept(layer, is_trial))
         return layers.add_attention(x, self._weights, layer, kept, self.angles(layer))
 
     def partial_state(self, x: Tensor, layer: int) -> layers.PartialState | None:
@@ -94,10 +84,10 @@ class Pass:
 
         return layers.partial_state(x, self._weights, layer, then)
 
-    def _kept(self, layer: int, is_trial: bool) -> Batch[LayerCache | LayerState]:
+    def _kept(self, layer: int, is_trial: bool) -> layer_cache.Batch[layer_cache.LayerCache | LayerState]:
         return tuple(map(layer_cache.SequenceRows, self._rows, self._caches(layer, is_trial)))
 
-    def _caches(self, layer: int, is_trial: bool) -> list[LayerCache | LayerState]:
+    def _caches(self, layer: int, is_trial: bool) -> list[layer_cache.LayerCache | LayerState]:
         caches = [sequence.cache for sequence in self._sequences]
         return [cache.trial(layer) if is_trial else cache.of(layer) for cache in caches]
 
@@ -119,9 +109,9 @@ class TokenPass(Pass):
         self.num_sequences = num_new
         self._ngram_rows = rows
         self._rows = [slice(i, i + 1) for i in range(num_new)]
-        self._chosen = [Chosen() for _ in rows]  # a layer's choice is for one token
+        self._chosen = [layer_cache.Chosen() for _ in rows]  # a layer's choice is for one token
 
-    def _caches(self, layer: int, is_trial: bool) -> list[LayerCache | LayerState]:
+    def _caches(self, layer: int, is_trial: bool) -> list[layer_cache.LayerCache | LayerState]:
         (cache,) = super()._caches(layer, is_trial)
         if isinstance(cache, LayerState):
             return [cache] * len(self._rows)

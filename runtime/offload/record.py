@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from moe_pack import formats
 from moe_pack.formats.base import json_files, sync_folder
 from moe_pack.formats.pack import safetensors
-from moe_pack.runtime.offload import cache
-from moe_pack.runtime.offload.eviction import CacheParts, cache_parts
+from moe_pack.runtime.offload import cache, eviction
 from moe_pack.runtime.offload.presets import Preset
 
 FORMAT: Literal["moe-pack record"] = "moe-pack record"
@@ -365,7 +364,7 @@ class Recorder:
 class RecordedExpertCache(cache.ExpertCache):
     """A cache that records its calls. The engine calls the recorder's `routed` before each schedule."""
 
-    def __init__(self, recorder: Recorder, parts: CacheParts) -> None:
+    def __init__(self, recorder: Recorder, parts: eviction.CacheParts) -> None:
         super().__init__(*parts)
         self._recorder = recorder
 
@@ -392,4 +391,4 @@ class RecordedExpertCache(cache.ExpertCache):
 
 def recorded_expert_cache_for(preset: Preset, facts: cache.CacheFacts, recorder: Recorder) -> RecordedExpertCache:
     """Returns a cache like `expert_cache_for` that records its calls."""
-    return RecordedExpertCache(recorder, cache_parts(preset, facts))
+    return RecordedExpertCache(recorder, eviction.cache_parts(preset, facts))

@@ -51,7 +51,7 @@ from moe_pack.calib.forward import LayerwiseWeights, Tokens, read_tokens
 from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.calib.sensitivity import log_probabilities
-from moe_pack.convert import convert
+from moe_pack.convert.pipeline import convert
 from moe_pack.convert.plan.options import PAPERS_LIMITS
 from moe_pack.formats import BF16, NO_PROGRESS, ROW_GROUP, Pack, PartFormat, Plan, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint

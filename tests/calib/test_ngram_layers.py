@@ -16,8 +16,8 @@ from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.calib.sensitivity import roundable_roles
 from moe_pack.calib.sensitivity.gradients import Tracked, half_gradient
-from moe_pack.convert import convert
 from moe_pack.convert.account import Preparation
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import trellis_format

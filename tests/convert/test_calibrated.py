@@ -21,11 +21,12 @@ from torch import Tensor
 
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import GuardedQuantizer, calibration_bytes
-from moe_pack.convert import convert, encoding, keep_source, layout_for
+from moe_pack.convert import encoding
 from moe_pack.convert.account import Preparation, Recipe
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.encoding import MadeItem, job_bytes, made_item
-from moe_pack.convert.pipeline import memory_line
+from moe_pack.convert.kept import keep_source
+from moe_pack.convert.pipeline import convert, layout_for, memory_line
 from moe_pack.formats import (
     BF16,
     MATRICES,

@@ -24,7 +24,8 @@ from support.killing import (
 from support.models import TinyMixtral, pack
 from support.profiles import Recorder
 
-from moe_pack.convert import ConversionResult, convert, layout_for
+from moe_pack.convert import ConversionResult
+from moe_pack.convert.pipeline import convert, layout_for
 from moe_pack.formats import ConversionError, Quantizer
 from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint

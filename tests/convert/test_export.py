@@ -30,10 +30,10 @@ from support.models import DEMO_MODEL, PackMaker, Tensors, TinyMixtral, pack
 from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.quantize import rotation_vectors
-from moe_pack.convert import convert
 from moe_pack.convert.account import Preparation
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.export import ExportWork, compare_export, export_compressed, export_plain
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import (
     BF16,
     ROW_GROUP,

@@ -21,9 +21,10 @@ from support.cases import case
 from support.golden_gguf import GOLDEN
 from support.models import DEMO_MODEL, PackMaker
 
-from moe_pack.convert import convert, keep_source
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.export import ExportWork, compare_export, export_gguf
+from moe_pack.convert.kept import keep_source
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import BF16, ModelSpec, Pack, RunError, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf import GgufFiles, find_gguf, gguf_model

@@ -10,8 +10,8 @@ import torch
 from support.families import oracle
 from support.golden_gguf import GOLDEN, IDS
 
-from moe_pack.convert import convert
 from moe_pack.convert.export import export_plain
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import BF16, Pack, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf import GgufFiles

@@ -15,8 +15,8 @@ from support.cases import case
 from support.hub_server import TOKEN, Fault, HubServer, Stored, ask_here, running_hub
 from support.models import DEMO_MODEL, TESTS, PackMaker, TinyMixtral
 
-from moe_pack.convert import convert
 from moe_pack.convert.cli.main import main
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import Pack, PackError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.hub.packs import find_pack

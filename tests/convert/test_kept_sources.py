@@ -15,9 +15,10 @@ from support.killing import different_files, files_in
 from support.losses import random_losses
 from support.models import BOOK, Tensors, TinyMixtral
 
-from moe_pack.convert import compare_logits, compare_weights, convert, keep_source
+from moe_pack.convert import compare_logits, compare_weights
 from moe_pack.convert.account import Preparation
-from moe_pack.convert.kept import lossless_formats, with_kept
+from moe_pack.convert.kept import keep_source, lossless_formats, with_kept
+from moe_pack.convert.pipeline import convert
 from moe_pack.convert.plan.search import expert_choices
 from moe_pack.formats import (
     BF16,

@@ -13,11 +13,12 @@ from support.profiles import Recorder, StoppedError, folder_bytes, profiled, ran
 
 from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.profile import Profile, ProfileOptions, hottest_first
-from moe_pack.convert import convert, making
+from moe_pack.convert import making
 from moe_pack.convert.account import Preparation
 from moe_pack.convert.autopack import MADE_FILE, AutoPacker, AutoPackResult, PackGoal, threshold_rule, work_folder
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.options import PackOrder
+from moe_pack.convert.pipeline import convert
 from moe_pack.convert.plan import Decision, Target
 from moe_pack.formats import ConversionError, Pack, UsageError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint

@@ -12,8 +12,9 @@ from support.killing import different_files, files_in, in_memory, nothing
 from support.models import TinyMixtral
 from support.second_reader import SecondReader
 
-from moe_pack.convert import ConversionResult, compare_logits, compare_weights, convert, same_tensors
+from moe_pack.convert import ConversionResult, compare_logits, compare_weights, same_tensors
 from moe_pack.convert.account import Preparation
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import ConversionError, Pack, PlanError, Quantizer, Selector, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.reader import audit

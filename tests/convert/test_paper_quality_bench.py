@@ -18,7 +18,7 @@ from moe_pack.calib.evaluate import ThresholdRule, read_tasks, task_score
 from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.forward import LayerwiseWeights
 from moe_pack.calib.sensitivity import log_probabilities
-from moe_pack.convert import convert
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import BF16, Pack, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.checkpoint_files import FolderFiles

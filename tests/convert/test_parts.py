@@ -13,8 +13,9 @@ from support.profiles import StoppedError, profiled, random_tokens
 from support.waiting import HANG_S
 
 from moe_pack.calib.profile import Profile
-from moe_pack.convert import ConversionResult, convert
+from moe_pack.convert import ConversionResult
 from moe_pack.convert.account import Preparation
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import ConversionError, Pack, trellis_format, uniform_plan
 from moe_pack.formats.base.commands import Part
 from moe_pack.formats.families import Checkpoint

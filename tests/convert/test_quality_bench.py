@@ -22,7 +22,7 @@ from support.models import DEMO_MODEL, TinyMixtral
 from support.profiles import profiled, random_tokens
 
 from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
-from moe_pack.convert import convert
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import Pack, part_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import QUANTIZERS, format_text

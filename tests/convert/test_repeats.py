@@ -27,9 +27,10 @@ from moe_pack.calib.quantize import (
     repeats_between,
     rotation_vectors,
 )
-from moe_pack.convert import compare_weights, convert
+from moe_pack.convert import compare_weights
 from moe_pack.convert.account import Preparation
 from moe_pack.convert.cli.main import main
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import (
     BF16,
     MATRICES,

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from support.killing import different_files, files_in
 from support.models import TinyMixtral
 
-from moe_pack.convert import convert, layout_for
 from moe_pack.convert.account import Recipe
-from moe_pack.convert.pipeline import EarlierPack
+from moe_pack.convert.pipeline import EarlierPack, convert, layout_for
 from moe_pack.formats import PackError, Plan, dense_roles, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.layouts import Item

@@ -18,11 +18,10 @@ from support.second_reader import SecondReader, rotation_matrix
 
 from moe_pack.calib.profile import Profile, ProfileOptions
 from moe_pack.calib.quantize import GuardedQuantizer, measured_rotation, rotation_vectors
-from moe_pack.convert import convert, layout_for
 from moe_pack.convert.account import Preparation, Recipe
 from moe_pack.convert.cli.main import main
 from moe_pack.convert.encoding import made_item
-from moe_pack.convert.pipeline import EarlierPack
+from moe_pack.convert.pipeline import EarlierPack, convert, layout_for
 from moe_pack.convert.plan.rotation import PlanRotation, check_rotation
 from moe_pack.convert.verify import compare_weights
 from moe_pack.formats import ExpertFormat, Pack, PackError, Plan, PlanError, part_format, trellis_format, uniform_plan

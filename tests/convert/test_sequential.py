@@ -18,9 +18,9 @@ from moe_pack.calib.forward import LayerStates
 from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import ExpertTokens, GuardedQuantizer, LayerRotation, rotation_vectors
-from moe_pack.convert import convert
 from moe_pack.convert.account import Preparation, read_rounding
 from moe_pack.convert.cli.main import main
+from moe_pack.convert.pipeline import convert
 from moe_pack.convert.sequential import STATES_FOLDER
 from moe_pack.formats import (
     MATRICES,

@@ -19,8 +19,9 @@ from support.models import TESTS, TinyMixtral
 from support.profiles import QUICK, folder_bytes, random_tokens
 
 from moe_pack.calib.profile import make_profile
-from moe_pack.convert import convert, find_checkpoint
+from moe_pack.convert import find_checkpoint
 from moe_pack.convert.hub import open_streamed
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import CheckpointError, UsageError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.hub import LEAST_STREAM_BYTES, HubRepository, StreamedFiles, parse_name

@@ -15,15 +15,8 @@ from support.second_reader import SecondReader
 from support.sparsities import realized_sparsity
 from support.synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
 
-from moe_pack.convert import (
-    SyntheticTraits,
-    convert,
-    layout_for,
-    profiled_popularity,
-    skewed_popularity,
-    synthesize,
-    synthetic_layout,
-)
+from moe_pack.convert import SyntheticTraits, profiled_popularity, skewed_popularity, synthesize, synthetic_layout
+from moe_pack.convert.pipeline import convert, layout_for
 from moe_pack.convert.synthetic import WeightDistribution, popular_logits, random_rows, random_stream
 from moe_pack.formats import (
     ConversionError,

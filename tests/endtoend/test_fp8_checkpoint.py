@@ -11,7 +11,8 @@ from support.coded import FP8_CONFIG, quantize_fp8
 from support.commands import moe_pack as run
 from support.families import Tiny, config_of, original, token_ids, write_random
 
-from moe_pack.convert import convert, keep_source
+from moe_pack.convert.kept import keep_source
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import BF16, Pack, PackError, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.layouts import UNUSED_FILE

@@ -20,7 +20,8 @@ from support.native import operations_limited_to
 from support.streaming import budget_for
 from torch import Tensor
 
-from moe_pack.convert import convert, keep_source
+from moe_pack.convert.kept import keep_source
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import BF16, Pack, PackError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import E5M2, MXFP4

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from support.coded import packed_config, quantize_packed
 from support.families import Tiny, original, token_ids, write
 
-from moe_pack.convert import compare_weights, convert
+from moe_pack.convert import compare_weights
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import CheckpointError, Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.reader import audit

@@ -23,10 +23,9 @@ from support.models import TinyMixtral
 from support.second_reader import SecondReader
 from support.specs import GROUPED
 
-from moe_pack.convert import convert
 from moe_pack.convert.account import PackOrigin, PackRecord
 from moe_pack.convert.encoding import MadeItem
-from moe_pack.convert.pipeline import ItemWork, write_pack
+from moe_pack.convert.pipeline import ItemWork, convert, write_pack
 from moe_pack.formats import BF16, Pack, PackLayout, PartFormat, Selector, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.layouts import Item, pack_layout, write_rows

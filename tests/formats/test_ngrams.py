@@ -25,7 +25,7 @@ from support.second_reader import SecondReader
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
-from moe_pack.convert import convert
+from moe_pack.convert.pipeline import convert
 from moe_pack.convert.verify import compare_weights
 from moe_pack.formats import CheckpointError, Pack, PackError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint

@@ -11,7 +11,9 @@ from support.cases import case
 from support.coded import packed_config, packed_words, quantize_packed
 from support.models import Tensors, TinyMixtral
 
-from moe_pack.convert import compare_logits, compare_weights, convert, keep_source
+from moe_pack.convert import compare_logits, compare_weights
+from moe_pack.convert.kept import keep_source
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import BF16, CheckpointError, Matrix, Pack, PlanError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.manifests import read_account

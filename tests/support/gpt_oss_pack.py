@@ -5,7 +5,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from moe_pack.convert import convert, keep_source
+from moe_pack.convert.kept import keep_source
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import Selector, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from support.coded import MXFP4_CONFIG, put_gpt_oss_into_blocks

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import torch
 
-from moe_pack.convert import convert, layout_for
+from moe_pack.convert.pipeline import convert, layout_for
 from moe_pack.formats import ConversionError, Plan, part_format, uniform_plan
 from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from moe_pack.calib.quantize import Rotate, rotation_vectors
-from moe_pack.convert import ConversionResult, convert
+from moe_pack.convert import ConversionResult
 from moe_pack.convert.account import Preparation
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import Quantizer, Selector, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 

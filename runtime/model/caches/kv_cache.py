@@ -8,8 +8,8 @@ from torch import Tensor
 
 from moe_pack.formats.parts import specs
 from moe_pack.runtime.model.attention import kinds
+from moe_pack.runtime.model.caches import layer_cache
 from moe_pack.runtime.model.caches.dtypes import KvDtype
-from moe_pack.runtime.model.caches.layer_cache import Chosen, LayerCache, ring_places
 from moe_pack.runtime.model.caches.states import LayerState, States
 
 
@@ -33,12 +33,12 @@ class _Ring:
 
     def before(self, num_tokens: int) -> Tensor:
         """Returns what the token after `num_tokens` needs, positions in their order."""
-        places = ring_places(max(num_tokens - self.window, 0), num_tokens, self.tensor, self.dim)
+        places = layer_cache.ring_places(max(num_tokens - self.window, 0), num_tokens, self.tensor, self.dim)
         return self.tensor[:, places] if self.dim else self.tensor[places]
 
     def enter(self, num_tokens: int, positions: Tensor) -> None:
         """Writes what `before` returned."""
-        places = ring_places(max(num_tokens - self.window, 0), num_tokens, self.tensor, self.dim)
+        places = layer_cache.ring_places(max(num_tokens - self.window, 0), num_tokens, self.tensor, self.dim)
         if self.dim:
             self.tensor[:, places] = positions
         else:
@@ -99,7 +99,7 @@ class KVCache:
         self.num_bytes = sum(num_bytes) + self.states.num_bytes  # of keys, values and states
         self._rings = tuple(self._find_rings(spec))
         self.is_ring = bool(self._rings)  # some layer has fewer places than positions
-        self._chosen = Chosen()
+        self._chosen = layer_cache.Chosen()
         self._num_tokens = 0
         self._saved_tokens: int | None = None  # where states were copied
 
@@ -114,7 +114,9 @@ class KVCache:
                 yield _Ring(layer.compressed.raw, 0, layer.compressed.earlier_tokens)
 
     @staticmethod
-    def of_layer(spec: specs.ModelSpec, layer: int, context_tokens: int, device: torch.device) -> LayerCache:
+    def of_layer(
+        spec: specs.ModelSpec, layer: int, context_tokens: int, device: torch.device
+    ) -> layer_cache.LayerCache:
         """Returns the keys and values, float32, of one layer that keeps the whole context and has seen nothing."""
         shape = kinds.cache_shape(spec.attention_of(layer), "f32")
         return shape.empty(context_tokens, context_tokens, context_tokens, device)
@@ -231,17 +233,19 @@ class KVCache:
 
     # ---- layers -----------------------------------------------------------------------------------------------------
 
-    def layer(self, idx: int) -> LayerCache:
+    def layer(self, idx: int) -> layer_cache.LayerCache:
         """Returns the keys and values of a layer with attention, in which it reads and writes."""
         own = self._layers[idx]
-        return LayerCache(own.keys, own.values, self._num_tokens, self._chosen, own.index, own.compressed, own.storage)
+        return layer_cache.LayerCache(
+            own.keys, own.values, self._num_tokens, self._chosen, own.index, own.compressed, own.storage
+        )
 
-    def of(self, idx: int) -> LayerCache | LayerState:
+    def of(self, idx: int) -> layer_cache.LayerCache | LayerState:
         """Returns what a layer keeps of earlier tokens: keys and values, or a state."""
         state = self.states.of(idx)
         return self.layer(idx) if state is None else state
 
-    def trial(self, idx: int) -> LayerCache | LayerState:
+    def trial(self, idx: int) -> layer_cache.LayerCache | LayerState:
         """Returns the same for a pass whose outcome does not count, before the layer's own pass for these tokens."""
         state = self.states.of(idx)
         return replace(self.layer(idx), chosen=replace(self._chosen)) if state is None else state.copied()

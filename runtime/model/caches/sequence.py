@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec
-from moe_pack.runtime.model.caches.kv_cache import Checkpoint, KVCache
+from moe_pack.runtime.model.caches import kv_cache
 from moe_pack.runtime.model.caches.ropes import Angles, LayerRopes
 
 LEAST_KEPT = 16  # tokens of a beginning; fewer are not worth the other rounding
@@ -40,7 +40,7 @@ class CachedSequence:
     Args:    num_checkpoints: room for so many, apart from the cache's own copy of states.
     """
 
-    def __init__(self, spec: ModelSpec, cache: KVCache, ropes: LayerRopes, num_checkpoints: int = 0) -> None:
+    def __init__(self, spec: ModelSpec, cache: kv_cache.KVCache, ropes: LayerRopes, num_checkpoints: int = 0) -> None:
         self.spec, self.cache = spec, cache
         self.ids: list[int] = []  # while a pass runs, its new tokens are already there
         # Of the last token that ran, after the last layer and before the final norm, float32 [w], for drafts.
@@ -128,7 +128,7 @@ class CachedSequence:
             self._use(checkpoint)
         self.ids = other.ids[:num_tokens]
 
-    def copy_checkpoint(self, num_tokens: int, room: Checkpoint) -> None:
+    def copy_checkpoint(self, num_tokens: int, room: kv_cache.Checkpoint) -> None:
         """Fills a checkpoint of another sequence with what this sequence keeps at a position that is `reachable`."""
         for checkpoint in self._checkpoints:
             if checkpoint.num_tokens == num_tokens:
@@ -149,15 +149,15 @@ class CachedSequence:
         self._use(checkpoint)
 
     @property
-    def checkpoints(self) -> tuple[Checkpoint, ...]:
+    def checkpoints(self) -> tuple[kv_cache.Checkpoint, ...]:
         """The checkpoints that are not empty, the one used last comes last."""
         return tuple(each for each in self._checkpoints if each.num_tokens)
 
-    def room_for(self, num_checkpoints: int) -> list[Checkpoint]:
+    def room_for(self, num_checkpoints: int) -> list[kv_cache.Checkpoint]:
         """Returns so many checkpoints to write to, or all if there are fewer; the last ones are kept longest."""
         return self._checkpoints[len(self._checkpoints) - min(num_checkpoints, len(self._checkpoints)) :]
 
-    def _use(self, checkpoint: Checkpoint) -> None:
+    def _use(self, checkpoint: kv_cache.Checkpoint) -> None:
         self._checkpoints.remove(checkpoint)
         self._checkpoints.append(checkpoint)
 

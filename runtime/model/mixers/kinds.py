@@ -9,15 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from moe_pack.formats.parts import (
-    GatedDeltaSpec,
-    KimiDeltaSpec,
-    LightningSpec,
-    Mamba2Spec,
-    MambaSpec,
-    MixerSpec,
-    ShortConvSpec,
-)
+from moe_pack.formats.parts import mixers
 from moe_pack.runtime.model.attention.softmax import joined
 from moe_pack.runtime.model.caches import layer_cache, states
 from moe_pack.runtime.model.matrices import linear
@@ -33,7 +25,7 @@ def mix(
     x: Tensor,
     weights: Weights,
     layer: int,
-    mixer: MixerSpec,
+    mixer: mixers.MixerSpec,
     state: states.LayerState | layer_cache.Batch[states.LayerState],
 ) -> Tensor:
     """Returns a layer's mixer for new tokens, which update the layer's state.
@@ -42,15 +34,15 @@ def mix(
     Returns: float32 [T, d].
     """
     role, states = f"layers.{layer}.mixer", layer_cache.each_sequence(state, len(x))
-    if isinstance(mixer, GatedDeltaSpec):
+    if isinstance(mixer, mixers.GatedDeltaSpec):
         return _gated_delta(x, weights, role, mixer, states)
-    if isinstance(mixer, KimiDeltaSpec):
+    if isinstance(mixer, mixers.KimiDeltaSpec):
         return _kimi_delta(x, weights, role, mixer, states)
-    if isinstance(mixer, Mamba2Spec):
+    if isinstance(mixer, mixers.Mamba2Spec):
         return _mamba2(x, weights, role, mixer, states)
-    if isinstance(mixer, MambaSpec):
+    if isinstance(mixer, mixers.MambaSpec):
         return _mamba(x, weights, role, mixer, states)
-    if isinstance(mixer, LightningSpec):
+    if isinstance(mixer, mixers.LightningSpec):
         return _lightning(x, weights, layer, mixer, states)
     return _short_conv(x, weights, role, mixer, states)
 
@@ -81,7 +73,7 @@ def _recur(
 
 
 def _gated_delta(
-    x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec, states: layer_cache.Batch[states.LayerState]
+    x: Tensor, weights: Weights, role: str, spec: mixers.GatedDeltaSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns Gated DeltaNet of tokens x."""
     operations, num_tokens = weights.operations, len(x)
@@ -99,7 +91,9 @@ def _gated_delta(
     return linear(y.flatten(1) * gate(z), weights.matrix(f"{role}.o"))
 
 
-def _interleaved(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _interleaved(
+    x: Tensor, weights: Weights, role: str, spec: mixers.GatedDeltaSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns queries, keys and values together, gates of outputs, logits of rates, and what decays follow from.
 
     For each key head there are its query and key, the values it serves and their gates; and two numbers a value head.
@@ -112,7 +106,9 @@ def _interleaved(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec) -
     return torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1), z.flatten(1), b.flatten(1), a.flatten(1)
 
 
-def _separate(x: Tensor, weights: Weights, role: str, spec: GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _separate(
+    x: Tensor, weights: Weights, role: str, spec: mixers.GatedDeltaSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the same from a matrix each."""
     qkv, z, b, a = (linear(x, weights.matrix(f"{role}.{name}")) for name in ("qkv", "z", "b", "a"))
     return qkv, z, b, a
@@ -124,7 +120,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _kimi_delta(
-    x: Tensor, weights: Weights, role: str, spec: KimiDeltaSpec, states: layer_cache.Batch[states.LayerState]
+    x: Tensor, weights: Weights, role: str, spec: mixers.KimiDeltaSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns Kimi delta attention of tokens x."""
     operations, shape = weights.operations, (len(x), spec.num_heads, spec.head_dim)
@@ -154,7 +150,7 @@ def _through(x: Tensor, weights: Weights, role: str) -> Tensor:
 
 
 def _mamba2(
-    x: Tensor, weights: Weights, role: str, spec: Mamba2Spec, states: layer_cache.Batch[states.LayerState]
+    x: Tensor, weights: Weights, role: str, spec: mixers.Mamba2Spec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns Mamba-2 of tokens x."""
     operations, silu, num_tokens = weights.operations, torch.nn.functional.silu, len(x)
@@ -179,7 +175,7 @@ def _mamba2(
 
 
 def _mamba(
-    x: Tensor, weights: Weights, role: str, spec: MambaSpec, states: layer_cache.Batch[states.LayerState]
+    x: Tensor, weights: Weights, role: str, spec: mixers.MambaSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns Mamba of tokens x."""
     operations, silu, eps = weights.operations, torch.nn.functional.silu, weights.spec.norm.eps
@@ -199,7 +195,7 @@ def _mamba(
 
 
 def _short_conv(
-    x: Tensor, weights: Weights, role: str, spec: ShortConvSpec, states: layer_cache.Batch[states.LayerState]
+    x: Tensor, weights: Weights, role: str, spec: mixers.ShortConvSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns a short convolution of tokens x, between a gate before it and one after it."""
     bias = {name: weights.vector(f"{role}.{name}_bias") if spec.bias else None for name in ("in", "conv", "o")}
@@ -209,7 +205,7 @@ def _short_conv(
 
 
 def _lightning(
-    x: Tensor, weights: Weights, layer: int, spec: LightningSpec, states: layer_cache.Batch[states.LayerState]
+    x: Tensor, weights: Weights, layer: int, spec: mixers.LightningSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
     """Returns lightning attention of tokens x."""
     operations, role = weights.operations, f"layers.{layer}.mixer"

@@ -19,8 +19,8 @@ from torch import Tensor
 from moe_pack.calib.forward import Tokens
 from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.calib.quantize import needs_inputs, usual_repeats
-from moe_pack.convert import convert
 from moe_pack.convert.account import Preparation
+from moe_pack.convert.pipeline import convert
 from moe_pack.convert.plan.rotation import PlanRotation
 from moe_pack.formats import ExpertFormat, ModelSpec, Pack, PartFormat, Plan, Quantizer
 from moe_pack.formats.families import Checkpoint

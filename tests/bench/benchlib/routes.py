@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from benchlib import BOOK
 from moe_pack.calib.statistics import learn_paths
-from moe_pack.convert import convert
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import BF16, Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.cpu import Kernels

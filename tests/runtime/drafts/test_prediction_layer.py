@@ -15,7 +15,8 @@ from support.models import pack
 from support.native import kernels_limited_to
 from support.prediction import FILE, MTP, NEXTN, PREDICTING, Predicting, Reference, write_predicting, write_table
 
-from moe_pack.convert import convert, keep_source
+from moe_pack.convert.kept import keep_source
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import BF16, Pack, PackError, uniform_plan
 from moe_pack.formats.families import Checkpoint, PredictionLayer
 from moe_pack.formats.pack.layouts import UNUSED_FILE

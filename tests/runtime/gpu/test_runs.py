@@ -32,7 +32,7 @@ from support.native import kernels_limited_to
 from support.played_slots import played, recorded_tokens
 
 import moe_pack.runtime.gpu.gpu_engine as gpu_engine_module
-from moe_pack.convert import convert
+from moe_pack.convert.pipeline import convert
 from moe_pack.formats import ExpertFormat, Pack, Plan, Selector, part_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
