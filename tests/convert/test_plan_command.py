@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support.cards import CONFIGS
 from support.cases import case
 from support.commands import moe_pack as run
 from support.losses import random_losses
 from support.models import DEMO_MODEL, TinyMixtral
-from support.published import PUBLISHED
+from support.published import CONFIGS, PUBLISHED
 
 from moe_pack.calib.profile import Profile
 from moe_pack.convert.plan import PlanningModel, Target, check_budget, kv_text, planner_for, read_plan, with_kv_dtype

@@ -146,7 +146,6 @@ NOT_HERE = {
     "llama-quantize": _LLAMA,
     "make demo": ".ci/run calls it",
     "make test": ".ci/run calls it, with this test",
-    "make .venv/installed": "every other target does it first",
     "make fuzz": "compiles with sanitizers, for a minute; slow: tests/runtime/cpu/test_fuzz.py",
     "make wheels": "downloads compilers; slow: tests/endtoend/test_wheel.py builds and installs a wheel",
     "pip install": _INSTALLS,
