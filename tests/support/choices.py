@@ -18,6 +18,8 @@ from moe_pack.runtime.model import router
 from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.router import choose, router_weights
 
+CLOSE = 1e-5  # scores in float32 that differ by less may come in another order
+
 
 class Choices:
     """What a run in torch chose, in its order: a row a token.
@@ -74,6 +76,48 @@ class Choices:
             patch.setattr(router, "choose", forced_choose)
             yield
         assert not self._seen and not self._routes, "the first run chose more often"
+
+
+class Ties:
+    """The tokens of a run in torch for which a choice was close: scores that rounding can bring into another order."""
+
+    def __init__(self) -> None:
+        self._close: list[Tensor] = []  # bool [tokens of a call]
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Takes note of all choices of the block, which has one pass."""
+        largest, noise = shared.largest, torch.Generator().manual_seed(0)
+
+        def noted_largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
+            chosen = largest(scores, number, allowed)
+            least = scores.masked_fill(~chosen, torch.inf).amin(dim=-1)
+            others = scores.masked_fill(chosen | ~allowed, -torch.inf).amax(dim=-1)
+            self._close.append((least - others < CLOSE).reshape(-1, scores.shape[-2]).any(dim=0))
+            return chosen
+
+        def noted_choose(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            experts, weights = choose(logits, spec, bias)
+            moved = logits + CLOSE * torch.randn(logits.shape, generator=noise)
+            others, _ = choose(moved, spec, bias)
+            self._close.append((experts.sort(dim=1).values != others.sort(dim=1).values).any(dim=1))
+            return experts, weights
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared, "largest", noted_largest)
+            patch.setattr(router, "choose", noted_choose)
+            yield
+
+    def by_position(self, num_tokens: int) -> list[bool]:
+        """Whether any choice of each token was close; a layer's choices are of all tokens, in their order.
+
+        An encoder has choices of other tokens too: then no choice counts as close.
+        """
+        rows = torch.cat([torch.zeros(num_tokens, dtype=torch.bool), *self._close])
+        if len(rows) % num_tokens:
+            return [False] * num_tokens
+        found: list[bool] = rows.view(-1, num_tokens).any(dim=0).tolist()
+        return found
 
 
 def _assert_close(scores: Tensor, expected: Tensor, tolerance: float) -> None:
