@@ -27,9 +27,9 @@ FLOORS = (
     "formats.gguf",
     "formats.hub",
     "runtime.cpu",
-    "runtime.model.mixers",
     "runtime.model.caches",
     "runtime.model.attention",
+    "runtime.model.mixers",
     "runtime.model",
     "runtime.offload",
     "runtime.drafts",
@@ -54,9 +54,25 @@ FLOORS = (
     "convert.export",
     "convert.cli",
 )
-# The folders in this one are its chapters, on one floor with it: kinds of attention compute with its weights, and its
-# layers with them. They import modules of each other, not the faces, and never in a circle.
-ONE_FLOOR = "runtime.model"
+# Modules that import from a folder after theirs: kinds of attention and mixers compute with a model's weights, and the
+# cache of all layers asks each kind for its own. Their circle of folders is to go; no other one may come.
+UPWARD = {
+    ("attention.compressed", "matrices"),
+    ("attention.compressed", "weights"),
+    ("attention.grouped", "matrices"),
+    ("attention.grouped", "operations"),
+    ("attention.grouped", "weights"),
+    ("attention.kinds", "weights"),
+    ("attention.latent", "weights"),
+    ("attention.relative", "matrices"),
+    ("attention.relative", "weights"),
+    ("attention.shared", "matrices"),
+    ("attention.shared", "weights"),
+    ("caches.kv_cache", "attention.kinds"),
+    ("mixers.kinds", "matrices"),
+    ("mixers.kinds", "operations"),
+    ("mixers.kinds", "weights"),
+}
 EXTENSION = "moe_pack.runtime.cpu._native"  # no Python: it imports nothing of ours
 COMMAND_HELPERS = "moe_pack.formats.base.cli"  # what commands share; only folders and modules called cli may import it
 
@@ -89,10 +105,8 @@ LOOK_AT_PARTS = {
 }
 
 MAX_FACE_NAMES = 40
-FOR_USERS = {
-    "moe_pack.runtime": {"Model", "load"},
-    "moe_pack.convert": {"convert", "keep_source", "layout_for"},
-}  # names that a face offers to those who write Python
+FOR_USERS = {"moe_pack.runtime": {"Model", "load"}}  # names that a face offers to those who write Python
+BY_ITSELF = {"formats.parts"}  # whose specs.py uses the face, so that a kind of part is loaded for a model that has one
 MAX_FOLDER_FILES = 14  # the families' folder aside
 MAX_FILE_LINES = 800
 MIN_FILE_LINES = 100  # a shorter file is a family, an entry point, or imported by three others
@@ -206,12 +220,13 @@ def folder_of(module: str) -> str:
     return name if name in FLOORS else name.rpartition(".")[0]
 
 
-def floor_of(folder: str) -> int:
-    return FLOORS.index(ONE_FLOOR if folder.startswith(f"{ONE_FLOOR}.") else folder)
-
-
 def test_every_folder_has_its_floor() -> None:
     assert {source.folder for source in sources()} == set(FLOORS)
+
+
+def is_upward(module: str, imported: str) -> bool:
+    model = "moe_pack.runtime.model."
+    return (module.removeprefix(model), imported.removeprefix(model)) in UPWARD
 
 
 def test_imports_of_folders_go_down_only() -> None:
@@ -219,9 +234,9 @@ def test_imports_of_folders_go_down_only() -> None:
         (source.module, name)
         for source in sources()
         for name in ours(source)
-        if name != EXTENSION and floor_of(folder_of(name)) > floor_of(source.folder)
+        if name != EXTENSION and FLOORS.index(folder_of(name)) > FLOORS.index(source.folder)
     ]
-    assert wrong == []
+    assert sorted(wrong) == sorted((f"moe_pack.runtime.model.{a}", f"moe_pack.runtime.model.{b}") for a, b in UPWARD)
 
 
 def test_a_face_offers_names_of_its_own_folder_alone() -> None:
@@ -261,14 +276,15 @@ def test_what_a_face_offers_is_imported_from_the_face() -> None:
         for source in sources()
         for name in imported_names(source)
         if name.count(".") > 1 and name.startswith("moe_pack.")
-        if floor_of(folder_of(name.rpartition(".")[0])) != floor_of(source.folder)
+        if folder_of(name.rpartition(".")[0]) != source.folder
+        if not is_upward(source.module, name.rpartition(".")[0])  # a face above it would be a circle
         for face in [f"moe_pack.{folder_of(name.rpartition('.')[0])}"]
         if name.rpartition(".")[0] != face and name.rpartition(".")[2] in faces[face]
     ]
     assert wrong == []
 
 
-def test_a_face_has_few_names_each_of_which_is_imported() -> None:
+def test_a_face_has_few_names_each_of_which_another_folder_imports() -> None:
     imports = {(s.folder, name) for s in sources() for name in imported_names(s)}
     for source in sources():
         if not source.is_face:
@@ -276,7 +292,8 @@ def test_a_face_has_few_names_each_of_which_is_imported() -> None:
         names = names_bound(source)
         assert len(names) <= MAX_FACE_NAMES, source.module
         names -= FOR_USERS.get(source.module, set())
-        unused = [n for n in names if not any(i == f"{source.module}.{n}" for _, i in imports)]
+        folders = {name: {f for f, i in imports if i == f"{source.module}.{name}"} for name in names}
+        unused = [name for name, found in folders.items() if not found - ({source.folder} - BY_ITSELF)]
         assert unused == [], source.module
 
 
