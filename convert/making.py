@@ -455,14 +455,17 @@ def convert(
     order: options.PackOrder | None = None,
     progress: formats.Progress = formats.NO_PROGRESS,
 ) -> MadePack | PackForTarget:
-    """Makes a pack of a checkpoint, as the command `moe-pack convert` does; the defaults are the command's.
+    """Makes a pack of a checkpoint, as the command `moe-pack convert` does; the defaults are the command's, and so is
+    the speed of this machine, if `moe-pack doctor` has measured it.
 
     Args:    source: a folder, a GGUF file, a hub id or a short name.   target_vram: memory in which the pack will run,
              in bytes or as "11G".   max_loss: with a target, "1%" of perplexity or "0.02" nats.   preset: a paper's
              pack.   plan_file: of `moe-pack plan`.   profile: a folder.   order: everything else; arguments replace it.
     Raises:  UsageError for arguments that do not go together; PlanError, CheckpointError, ConversionError, RunError.
     """
-    order = replace(order or options.PackOrder(), source=str(source), output=Path(output))
+    if order is None:
+        order = options.PackOrder(machine=options.known_facts(Path(output)))
+    order = replace(order, source=str(source), output=Path(output))
     if plan_file is not None:
         order = replace(order, plan_file=Path(plan_file))
     if profile is not None:

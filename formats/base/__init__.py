@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         READ_FLAGS,
         WRITE_FLAGS,
         FolderLock,
+        cache_folder,
         drop_cached,
         lock_file,
         read_at,

@@ -131,7 +131,7 @@ class Kind:
     name: str  # as `advance` names it
     total: int  # units
     done: int = 0  # those that an earlier run has done
-    cost: float = 1.0  # the time of a unit beside those of other kinds, until the kind's own time is measured
+    cost: float = 1.0  # the time of a unit relative to those of other kinds, until the kind's own time is measured
 
 
 @dataclass(frozen=True, slots=True)

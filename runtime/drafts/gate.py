@@ -70,7 +70,7 @@ class Gate:
     """Chooses the length of drafts by what it has measured; one serves all texts of an engine."""
 
     spent_s: float = 0.0  # of all passes
-    lost_s: float = 0.0  # by passes with drafts, beside their tokens one by one; negative if they were shorter
+    lost_s: float = 0.0  # by passes with drafts, compared with their tokens one by one; negative if they were shorter
     _seconds: list[_Average] = field(default_factory=lambda: [_Average() for _ in range(MOST_DRAFTED + 2)])
     _right: list[list[_Share]] = field(default_factory=_assumed_shares)
     _since_plain: int = 0  # passes

@@ -137,7 +137,7 @@ def reference_config(tiny: Tiny) -> Values:
 
 
 def named(family: str, folder: Path) -> Values:
-    """Makes of a config.json of transformers, and of the tensors beside it, those of a family; returns the values."""
+    """Rewrites a config.json of transformers and its tensors as those of a family; returns the values."""
     leave_text(family, folder)
     path, written = folder / "config.json", CARDS[family].written
     values: Values = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Published models: the specs of their real config.json, beside the figures that their publishers print."""
+"""Published models: the specs of their real config.json, and the figures that their publishers print."""
 
 import json
 import math

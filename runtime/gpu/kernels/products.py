@@ -224,7 +224,7 @@ def _lifted(x, x_high, PART: tl.constexpr):
 
 @triton.jit
 def load_part_scales(arena_ptr, units, live, PART: tl.constexpr):
-    """Loads what `dot_loaded` and `add_loaded` need of some rows beside their codes.
+    """Loads all that `dot_loaded` and `add_loaded` need of some rows in addition to their codes.
 
     Returns:  scales and zeros of the first plane's chunks, float32 [R, QS, NC], scales of the second plane's chunks,
               and biases, float32 [R]. What a part does not have is another one of them, and not used.
