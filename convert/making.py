@@ -455,17 +455,15 @@ def convert(
     order: options.PackOrder | None = None,
     progress: formats.Progress = formats.NO_PROGRESS,
 ) -> MadePack | PackForTarget:
-    """Makes a pack of a checkpoint, as the command `moe-pack convert` does; the defaults are the command's, and so is
-    the speed of this machine, if `moe-pack doctor` has measured it.
+    """Makes a pack of a checkpoint, as the command `moe-pack convert` does; the defaults are the command's.
 
     Args:    source: a folder, a GGUF file, a hub id or a short name.   target_vram: memory in which the pack will run,
              in bytes or as "11G".   max_loss: with a target, "1%" of perplexity or "0.02" nats.   preset: a paper's
              pack.   plan_file: of `moe-pack plan`.   profile: a folder.   order: everything else; arguments replace it.
+             Its `machine` has measured speeds, which the command reads from `moe-pack doctor`; None: they are assumed.
     Raises:  UsageError for arguments that do not go together; PlanError, CheckpointError, ConversionError, RunError.
     """
-    if order is None:
-        order = options.PackOrder(machine=options.known_facts(Path(output)))
-    order = replace(order, source=str(source), output=Path(output))
+    order = replace(order or options.PackOrder(), source=str(source), output=Path(output))
     if plan_file is not None:
         order = replace(order, plan_file=Path(plan_file))
     if profile is not None:

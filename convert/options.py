@@ -13,7 +13,7 @@ from moe_pack.calib.profile import ProfileOptions
 from moe_pack.calib.quantize import options
 from moe_pack.convert.plan import Target
 from moe_pack.formats import hub
-from moe_pack.formats.base import cache_folder, commands
+from moe_pack.formats.base import commands
 from moe_pack.formats.pack import plans
 from moe_pack.formats.parts.specs import with_repeats
 
@@ -570,12 +570,3 @@ class CheckLimits:
     def of_loss(self) -> bool:
         """Whether one of the limits is of loss."""
         return self.max_kl is not None or self.max_ppl_increase is not None
-
-
-def known_facts(folder: Path) -> runtime.MachineFacts | None:
-    """Returns what `doctor` measured of this machine and of the disk of a folder, which need not exist yet.
-
-    Raises:  RunError if the stored facts are damaged.
-    """
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return runtime.load_facts(cache_folder(), nearest)

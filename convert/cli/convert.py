@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from moe_pack import formats
-from moe_pack.convert.cli.options import INTERRUPTED, quiet_ray
-from moe_pack.convert.options import PackOrder, known_facts
+from moe_pack.convert.cli.options import INTERRUPTED, known_facts, quiet_ray
+from moe_pack.convert.options import PackOrder
 from moe_pack.formats.base import cli
 from moe_pack.formats.hub.cli import CHECKPOINT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from moe_pack import formats, runtime
-from moe_pack.formats.base import cache_folder, cli, commands
+from moe_pack.formats.base import cli, commands
 
 # The example of an expert: records of gate and down with 4096 weights each, at 4 bit, group 64.
 _ROWS, _ROW_BYTES = 14336, 4624
@@ -48,7 +48,7 @@ def doctor_command(options: DoctorOptions) -> None:
         facts = measure_machine(path, progress, seconds)
         with commands.stage_of(progress, "decoding with small packs"):
             facts = replace(facts, fixed=measure_fixed_costs(facts, seconds))
-    file = runtime.save_facts(facts, cache_folder(), path)
+    file = runtime.save_facts(facts, cli.cache_folder(), path)
     if options.as_json:
         click.echo(json.dumps(formats.dump(facts), indent=2))
         return

@@ -120,6 +120,15 @@ def quiet_ray() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
+def known_facts(folder: Path) -> runtime.MachineFacts | None:
+    """Returns what `doctor` measured of this machine and of the disk of a folder, which need not exist yet.
+
+    Raises:  RunError if the stored facts are damaged.
+    """
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return runtime.load_facts(cli.cache_folder(), nearest)
+
+
 def write_output(path: Path, content: bytes, option_name: str, appends: bool = False) -> None:
     """Writes the file that an option names, or appends to it; raises ConversionError if that fails."""
     try:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moe_pack.convert import plan
-from moe_pack.convert.cli.options import write_output
-from moe_pack.convert.options import PlanOrder, known_facts
+from moe_pack.convert.cli.options import known_facts, write_output
+from moe_pack.convert.options import PlanOrder
 from moe_pack.formats.base import cli
 from moe_pack.formats.hub.cli import MODEL
 

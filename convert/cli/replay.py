@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from moe_pack import formats
-from moe_pack.convert.options import known_facts
+from moe_pack.convert.cli.options import known_facts
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import pack_folder
 from moe_pack.formats.parts.specs import first_moe_layers

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         READ_FLAGS,
         WRITE_FLAGS,
         FolderLock,
-        cache_folder,
         drop_cached,
         lock_file,
         read_at,

@@ -381,6 +381,12 @@ def _literals(hint: Any) -> tuple[Any, ...]:
     return tuple(value for part in parts for value in _literals(part))
 
 
+def cache_folder() -> Path:
+    """Returns the folder of our caches: `moe-pack` in XDG_CACHE_HOME or ~/.cache. It may not exist yet."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    return (Path(named) if named else Path.home() / ".cache") / "moe-pack"
+
+
 _WINDOW_S, _WINDOW_REPORTS = 60.0, 8  # of its own last work, by which the time of a kind's units is judged
 _ENOUGH_SHARE = 0.01  # of a kind's units that this run has to do: fewer say little, as the first ones wait for others
 

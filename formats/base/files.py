@@ -159,9 +159,3 @@ def _lock_byte(descriptor: int) -> None:
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
     except PermissionError as fault:
         raise BlockingIOError(fault.errno, fault.strerror) from fault
-
-
-def cache_folder() -> Path:
-    """Returns the folder of our caches: `moe-pack` in XDG_CACHE_HOME or ~/.cache. It may not exist yet."""
-    named = os.environ.get("XDG_CACHE_HOME")
-    return (Path(named) if named else Path.home() / ".cache") / "moe-pack"

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, TextIO
 import click
 
 from moe_pack import formats, runtime
-from moe_pack.formats.base import cache_folder, cli, peak_resident_bytes
+from moe_pack.formats.base import cli, peak_resident_bytes
 from moe_pack.formats.base.commands import given
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime.engine.options import MAX_SEED, AskedSampling, usual_sampling
@@ -347,7 +347,7 @@ def _open_engine(
 
     on_device, device_line = choose_device(pack, options, context_tokens)
     sequences = Sequences(1, 0 if on_device.device == "cuda" else checkpoints)
-    chosen = replace(on_device, machine=runtime.load_facts(cache_folder(), pack.folder))
+    chosen = replace(on_device, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
     with named_budget("--budget", context_option), cli.TerminalProgress() as progress:
 
         def measured() -> runtime.MachineFacts:
@@ -356,7 +356,7 @@ def _open_engine(
             progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
             facts = measure_disk(pack.folder, progress)
             with suppress(formats.RunError):  # a run does not need the file
-                runtime.save_facts(facts, cache_folder(), pack.folder)
+                runtime.save_facts(facts, cli.cache_folder(), pack.folder)
             return facts
 
         engine = Engine(pack, chosen, context_tokens, progress, None, measured, sequences)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import click
 
 from moe_pack import formats, runtime
-from moe_pack.formats.base import cache_folder, cli, commands
+from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import PACK, pack_folder
 from moe_pack.runtime.engine.machine import use_one_heap
 from moe_pack.runtime.engine.options import AskedSampling, usual_sampling
@@ -389,7 +389,7 @@ def _open_engine(pack: Pack, options: runtime.EngineOptions, context: int, seque
     from moe_pack.runtime import Engine
     from moe_pack.runtime.offload.budgets import named_budget
 
-    chosen = replace(options, machine=runtime.load_facts(cache_folder(), pack.folder))
+    chosen = replace(options, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
     with named_budget("--budget", "--context"), cli.TerminalProgress() as progress:
 
         def measured() -> runtime.MachineFacts:

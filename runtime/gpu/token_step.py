@@ -36,7 +36,7 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """The parts that a token's launches use besides weights and buffers of their own."""
+    """All that a token's launches use, except weights and buffers of their own."""
 
     queues: devices.Queues
     host: devices.HostArena | None  # experts in page-locked memory; None if the CPU's own engine has them
@@ -71,7 +71,7 @@ class _LayerExperts:
     def launch(self, turn: int, x: Tensor, then: Callable[[devices.Mark], None]) -> Tensor | None:
         """Launches the experts; returns partial sums of pulled neurons besides the others', if there are any.
 
-        Args:    x: float32 [d], as the experts' stored rows get it.   then: launches work beside the longest kernel,
+        Args:    x: float32 [d], as the experts' stored rows get it.   then: launches work that runs with the longest kernel,
                  after the layer's own records are there.
         """
         self._list(x, None, self._left[turn])

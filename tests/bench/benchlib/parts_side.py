@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import Pack
-from moe_pack.formats.base import cache_folder
+from moe_pack.formats.base.cli import cache_folder
 from moe_pack.runtime import EngineOptions, Sampler, SamplingOptions, context_for, load_facts, measure, random_prompt
 from moe_pack.runtime.cpu import Kernels, num_cpus
 from moe_pack.runtime.cpu.reads import open_reads
