@@ -69,10 +69,10 @@ class _LayerExperts:
         self._whole_records = float(inputs.whole_records[layer_idx])
 
     def launch(self, turn: int, x: Tensor, then: Callable[[devices.Mark], None]) -> Tensor | None:
-        """Launches the experts; returns partial sums of pulled neurons besides the others', if there are any.
+        """Launches the experts; returns the partial sums of pulled neurons, which stand apart; None if none are pulled.
 
-        Args:    x: float32 [d], as the experts' stored rows get it.   then: launches work that runs with the longest kernel,
-                 after the layer's own records are there.
+        Args:    x: float32 [d], as the experts' stored rows get it.   then: launches work that runs with the longest
+                 kernel, after the layer's own records are there.
         """
         self._list(x, None, self._left[turn])
         self._pull()

@@ -126,10 +126,10 @@ def test_rotation_that_is_asked_for_is_there_and_is_said(source: Path, rotated: 
 
 def test_the_profile_of_a_papers_pack_is_made_without_rotation(source: Path, tmp_path: Path) -> None:
     """On a text of 256 tokens in place of the sample."""
-    from moe_pack.convert import making
+    from moe_pack.convert import options
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(making, "CALIBRATION_TOKENS", 256)
+        patch.setattr(options, "CALIBRATION_TOKENS", 256)
         result = done("convert", source, "-o", tmp_path / "packed", *TEXT, "--preset", "floe")
     profile = Profile(tmp_path / "packed.profile")
     assert profile.rotation() is None and "note:" not in result.stderr.replace("note: the model", "")

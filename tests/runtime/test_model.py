@@ -1,12 +1,11 @@
 """A pack from Python: the text that `moe-run` writes, the figures of `--stats`, errors of one line."""
 
-import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from support.cases import case
-from support.models import TESTS, PackMaker
+from support.models import PackMaker
 
 from moe_pack.formats import Pack, PackError, RunError
 from moe_pack.formats.base.errors import MoePackError
@@ -50,17 +49,6 @@ def test_a_seed_gives_the_text_that_moe_run_writes(seed: int, demo: Path) -> Non
         assert model.generate(PROMPT, 24, seed=seed).removesuffix("\n") == expected
 
 
-def test_the_example_of_the_page_runs(
-    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (TESTS.parent / "docs" / "streaming.md").read_text("utf-8")
-    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    (tmp_path / "packed").symlink_to(demo)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(example, "streaming.md", "exec"), {})
-    assert re.search(r".+RunReport\(computed_by=", capsys.readouterr().out, re.DOTALL)
-
-
 def test_temperature_and_top_p_are_those_of_moe_run(demo: Path) -> None:
     with load(demo) as model:
         greedy = model.generate(PROMPT, 24, temperature=0)
@@ -70,7 +58,7 @@ def test_temperature_and_top_p_are_those_of_moe_run(demo: Path) -> None:
     assert greedy != narrow
 
 
-def test_every_text_begins_anew(demo: Path) -> None:
+def test_every_text_begins_without_the_last_one(demo: Path) -> None:
     with load(demo, tight_budget(demo), context_tokens=CONTEXT) as model:
         first = model.generate(PROMPT, 12, seed=3)
         other = model.generate("She was", 12, seed=3)
