@@ -140,6 +140,7 @@ NOT_HERE = {
     "python tests/bench/gpu_roofline.py": "writes docs/; tests/runtime/gpu/test_roofline.py counts the same",
     "python tests/bench/family_table.py --docs": "writes docs/families.md, as tests/formats/test_expert_types.py",
     "make docs": "writes pages; tests/endtoend/test_documentation.py makes the same text",
+    "python -m support.compiled_kernels": "compiles for a GPU; slow: tests/runtime/gpu/kernels/test_compiled.py",
     "make messages": "writes build/messages.txt, which tests/test_messages.py reads",
     "python -m support.references": "writes tests/data/references, as tests/endtoend/test_references.py",
     "python -c": "prints texts of Python's own documentation",
