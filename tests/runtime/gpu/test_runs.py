@@ -31,12 +31,12 @@ from support.models import TinyMixtral, pack
 from support.native import kernels_limited_to
 from support.played_slots import played, recorded_tokens
 
-import moe_pack.runtime.gpu.gpu_engine as gpu_engine_module
 from moe_pack.convert.pipeline import convert
 from moe_pack.formats import ExpertFormat, Pack, Plan, Selector, part_format
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
 from moe_pack.formats.pack.writer import rewrite_thresholds
+from moe_pack.runtime.gpu import devices
 from moe_pack.runtime.gpu.fit import run_everything
 from moe_pack.runtime.gpu.placements import Misses, place_experts, usual_heat
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
@@ -195,7 +195,7 @@ def test_no_copy_is_used_before_it_has_arrived(tmp_path: Path, monkeypatch: pyte
     folder, run = packed(tmp_path, sparse=True), GpuRun(0.4, pulled_share=0.0, dynamic_share=0.9, chunk_tokens=3)
     expected = reference_logits(folder, LONG_IDS)
     for queues, is_right in ((LateQueues, True), (CarelessQueues, False)):
-        monkeypatch.setattr(gpu_engine_module, "Queues", queues)
+        monkeypatch.setattr(devices, "Queues", queues)
         found = gpu_logits(folder, run, LONG_IDS, 5)
         assert ((found - expected).abs().max() < TOLERANCE) == is_right
 
