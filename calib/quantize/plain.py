@@ -20,7 +20,7 @@ from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.pack import codecs
 
 # Weights a block: with hqq's temporaries they stay in 1 MiB of L2. Rows of 4096 in blocks of 16 are solved 11 times as
-# fast as the whole matrix (docs/benchmarks/quality.md).
+# fast as the whole matrix.
 _BLOCK_WEIGHTS = 1 << 16
 _MAX_BLOCK_ROWS = 64
 
