@@ -135,8 +135,6 @@ ablate: $(INSTALLED)
 papers: $(INSTALLED)
 	$(BIN)/python $(BENCH)/paper_quality.py all
 	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/paper_quality.py all --model $(SMALL_MODEL))
-	$(BIN)/python $(BENCH)/paper_routing.py all $(if $(SMALL_MODEL),--model $(SMALL_MODEL))
-	$(BIN)/python $(BENCH)/paper_scores.py all
 
 bench: families bench-cpu bench-streaming bench-serving bench-plans bench-quality ablate papers \
     $(if $(PACK),bench-drafts)

@@ -36,17 +36,6 @@ _THETA = ("theta | skipped | CORM's | perplexity", "layer | 0 | 0.25")
 _BITS = ("bits of up | 0% | 80%", "bits of up | 80%")
 _TASKS = ("preset | bits a weight | skipped | perplexity",)
 _WIDTHS = ("pack | MiB | bits a weight", "tolerated | MiB | KL", "profile of | MiB | KL")
-_SCORES = {
-    "scores": "rank | median | over rank 3",
-    "reuse": "rank | chosen for the next token | by chance",
-    "ahead": "prediction | predicted as top: are top",
-    "substitution": "alpha | KL | replaced | hits",
-    "batches": "sequences | off | saved",
-}
-_PATHS = ("path | distinct | possible", "layers before | tokens | 0", "routes | layers known | n = 1")
-_POPULARITY = ("0 | 1 | 3", "paper's share | placed | most popular")
-_CORRELATION = ("layer | cosine | popularity | paths | next router", "layer | cosine | up 90%")
-_ACTIVATIONS = ("layer | < 0.001 | < 0.25",)
 
 SMALL = {
     "drafts.py": Small(
@@ -80,19 +69,6 @@ SMALL = {
     "paper_quality.py sparsity-bits": Small(_QUALITY, _BITS),
     "paper_quality.py tasks": Small(_QUALITY, _TASKS),
     "paper_quality.py widths": Small(_QUALITY, _WIDTHS),
-    "paper_routing.py all": Small(
-        "--share 0.01 --model MODEL", (*_PATHS, "eviction | 4 | 28", *_POPULARITY, *_ACTIVATIONS, *_CORRELATION)
-    ),
-    "paper_routing.py paths": Small("--learned 1024 --tokens 512", _PATHS),
-    "paper_routing.py evictions": Small("--learned 256 --tokens 80", ("eviction | 4 | 28",)),
-    "paper_routing.py popularity": Small("--learned 512 --tokens 512", _POPULARITY),
-    "paper_routing.py activations": Small("--learned 64 --tokens 64", _ACTIVATIONS),
-    "paper_routing.py correlation": Small("--tokens 1024 --model MODEL", _CORRELATION),
-    "paper_scores.py all": Small("--learned 64 --tokens 128", tuple(_SCORES.values())),
-    **{
-        f"paper_scores.py {name}": Small("--learned 64 --tokens 128 --model MODEL", (header,))
-        for name, header in _SCORES.items()
-    },
     "plans.py predicted": Small(
         "--folder FOLDER --pack mixtral-2-layers --tokens 8 --rounds 1 --seconds 0.005 --bytes-off 1e9 --time-off 1e9",
         ("pack | experts | policy | hits | MB a token | tokens/s",),
