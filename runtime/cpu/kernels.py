@@ -48,8 +48,7 @@ Numbers = NDArray[np.int32]
 MAX_ODD_FACTOR = 1023  # of a hidden size that is rotated: kMaxOdd in kernels.h
 _PART_NUMBERS = 8  # kPartNumbers in layout.h
 
-_CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6, "trellis": 7}
-_DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
+_DTYPES = {torch.bfloat16: 1, torch.float16: 7, torch.float32: 8}  # numbers of the native Codec, of packs up to 6
 CACHE_KINDS = ("f32", "bf16", "q8", "q4")  # in the order of the native CacheKind
 _ROUTERS = {
     "softmax_topk": 0,
@@ -484,7 +483,7 @@ def stored_numbers(dtype: torch.dtype, num_cols: int) -> Numbers:
 
 def _part_numbers(part: Part, place: int) -> list[int]:
     stored = part.format
-    numbers = [_CODECS[stored.codec], stored.width, stored.group, stored.scale_bits]
+    numbers = [stored.facts.number, stored.width, stored.group, stored.scale_bits]
     return [*numbers, part.offset, part.scales_offset, int(part.has_bias), place]
 
 

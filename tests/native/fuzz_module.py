@@ -28,8 +28,8 @@ import numpy as np
 ALLOWED = (ValueError, TypeError, BufferError, OverflowError, OSError)  # the last of descriptors that are none
 BLOCK, MAX_BYTES = 64, 1 << 20
 SELECTOR_ROW, RECORD = 1, 2
-SOURCES = ([4, 8, 128, 32], [5, 8, 0, 8], [6, 4, 32, 8])  # fp8, e5m2, mxfp4: codec, width, group, bits of a scale
-TRELLIS = 7  # the codec
+BF16, AFFINE, FP8, E5M2, MXFP4, TRELLIS, F16, F32 = range(1, 9)  # codecs
+SOURCES = ([FP8, 8, 128, 32], [E5M2, 8, 0, 8], [MXFP4, 4, 32, 8])  # codec, width, group, bits of a scale
 LIMITED = 5  # the first neuron function with a limit
 FEW_CASES = 2000  # in which some function may not have met right arguments
 MOST_IN_BLOCK = 32  # codes of a cache
@@ -72,7 +72,7 @@ class Cases:
     def part(self, place: int) -> list[int]:
         affine = self.d % BLOCK == 0 and self.chance(75)
         width, group = int(self.random.choice([1, 2, 3, 4, 8])), int(self.random.choice([0, 16, 32, 64]))
-        codec = 1 if affine else int(self.random.choice([0, 2, 3]))
+        codec = AFFINE if affine else int(self.random.choice([BF16, F16, F32]))
         if affine and self.chance(30):
             codec, width = TRELLIS, self.number(4, 8)
         if self.d % BLOCK == 0 and self.chance(30):
@@ -86,10 +86,10 @@ class Cases:
         scales = 2 * groups if scale_bits == 16 else 2 + groups
         if codec == TRELLIS:
             return self.d * width // 16, scales + 4 * has_bias
-        if codec > 3:
+        if codec in (FP8, E5M2, MXFP4):
             return self.d * width // 8, groups * scale_bits // 8 + 4 * has_bias
-        if codec != 1:
-            return self.d * (4 if codec == 3 else 2), 4 * has_bias
+        if codec != AFFINE:
+            return self.d * (4 if codec == F32 else 2), 4 * has_bias
         return self.d * width // 8, 2 * scales + 4 * has_bias
 
     def place(self, parts: list[list[int]]) -> list[int]:

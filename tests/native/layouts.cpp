@@ -1,6 +1,7 @@
 #include "layouts.h"
 
 #include <algorithm>
+#include <array>
 #include <climits>
 #include <cstring>
 #include <tuple>
@@ -38,7 +39,7 @@ int64_t end_bytes_of(const int32_t* part, int64_t num_cols) {
 
 void random_part(Random& random, int32_t num_cols, Place place, int32_t* part) {
     bool affine = num_cols % kBlock == 0 && random.chance(75);
-    part[kCodec] = affine ? (int)Codec::affine : random.pick({0, 2, 3});
+    part[kCodec] = affine ? (int)Codec::affine : random.pick({(int)Codec::bf16, (int)Codec::f16, (int)Codec::f32});
     part[kWidth] = affine ? random.pick({1, 2, 3, 4, 8}) : 16;
     part[kGroup] = affine ? random.pick({0, 16, 32, 64, 128}) : 0;
     if (part[kGroup] && num_cols % part[kGroup]) part[kGroup] = 64;
@@ -48,9 +49,8 @@ void random_part(Random& random, int32_t num_cols, Place place, int32_t* part) {
         part[kWidth] = (int32_t)random.between(4, 8);
     }
     if (num_cols % kBlock == 0 && random.chance(30)) {
-        static const int32_t kSources[3][4] = {{(int)Codec::fp8, 8, 128, 32}, {(int)Codec::e5m2, 8, 0, 8},
-                                               {(int)Codec::mxfp4, 4, 32, 8}};
-        std::copy_n(kSources[random.between(0, 2)], 4, part);
+        const Source& source = kSources[random.between(0, 2)];
+        std::copy_n(std::array{(int32_t)source.codec, source.width, source.group, source.scale_bits}.begin(), 4, part);
     }
     part[kBias] = random.chance(30);
     part[kPlace] = (int)place;
@@ -190,7 +190,7 @@ namespace {
 void check_sources() {
     for (const auto& [codec, width, group, scale_bits] :
          {std::tuple(4, 8, 128, 32), std::tuple(5, 8, 0, 8), std::tuple(6, 4, 32, 8)}) {
-        std::vector<int32_t> rows = {kMaxCols, INT_MAX, codec, width, group, scale_bits, 1000, 7, 1, 2};
+        std::vector<int32_t> rows = {kMaxCols, INT_MAX, (int)codec, width, group, scale_bits, 1000, 7, 1, 2};
         RowsLayout made;
         require(read_rows_layout(rows.data(), rows.size(), &made) == nullptr, "the longest rows of a source");
         check_rows(made, rows);
@@ -231,12 +231,12 @@ void check_limits() {
         larger[place]++;
         require(read_expert_layout(larger.data(), larger.size(), &layout) != nullptr, "a larger expert is refused");
     }
-    for (int codec : {0, 1, 2, 3, 7})
+    for (Codec codec : {Codec::bf16, Codec::affine, Codec::f16, Codec::f32, Codec::trellis})
         for (int width : {1, 2, 3, 4, 5, 6, 7, 8})
             for (int group : {0, 16, 128}) {
-                if (codec == (int)Codec::affine && width > 4 && width < 8) continue;
-                if (codec == (int)Codec::trellis && width < 4) continue;
-                std::vector<int32_t> rows = {kMaxCols, INT_MAX, codec, width, group, 8, 1000, 7, 1, 2};
+                if (codec == Codec::affine && width > 4 && width < 8) continue;
+                if (codec == Codec::trellis && width < 4) continue;
+                std::vector<int32_t> rows = {kMaxCols, INT_MAX, (int)codec, width, group, 8, 1000, 7, 1, 2};
                 RowsLayout made;
                 require(read_rows_layout(rows.data(), rows.size(), &made) == nullptr, "the longest rows");
                 check_rows(made, rows);

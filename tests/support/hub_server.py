@@ -164,6 +164,8 @@ def ask_here(server: HubServer, cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(f"{constants}.HF_TOKEN_PATH", str(cache / "token"))
     monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(f"{constants}.HF_HUB_DISABLE_XET", True)
+    for timeout in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        monkeypatch.setattr(f"{constants}.{timeout}", 900)  # seconds: a busy machine answers late
     monkeypatch.delenv("HF_TOKEN", raising=False)
 
 

@@ -146,6 +146,8 @@ inline float e4m3_to_float(uint8_t code) {
 // Inputs of E5M2's products are so small that these are no larger than inputs themselves may be.
 constexpr float kE5m2Share = 0x1p-16f;
 
+inline float share_of_inputs(Codec codec) { return codec == Codec::e5m2 ? kE5m2Share : 1.0f; }
+
 inline float e5m2_to_float(uint8_t code) { return half_to_float(uint16_t(code << 8)); }
 
 constexpr float kE2m1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,

@@ -11,7 +11,16 @@
 
 namespace moe_pack {
 
-enum class Codec : int32_t { bf16 = 0, affine = 1, f16 = 2, f32 = 3, fp8 = 4, e5m2 = 5, mxfp4 = 6, trellis = 7 };
+// The numbers of a pack's index (docs/pack.md, section 5), then plain values that no pack has.
+enum class Codec : int32_t { bf16 = 1, affine, fp8, e5m2, mxfp4, trellis, f16, f32 };
+
+// The one format of a codec that keeps what a source holds.
+struct Source {
+    Codec codec;
+    int32_t width, group, scale_bits;
+};
+
+constexpr Source kSources[] = {{Codec::fp8, 8, 128, 32}, {Codec::e5m2, 8, 0, 8}, {Codec::mxfp4, 4, 32, 8}};
 
 // One matrix's share of a row of `num_cols` weights: its codes, and elsewhere in the row its scales, zeros, and then its
 // float32 bias if it has one. Kernels get rows from where their part's codes begin.

@@ -30,7 +30,7 @@ void prepare(const Part& part, const float* x, void* prepared) {
     if (is_affine(part)) {
         prepare_digits(part, x, prepared);
     } else {
-        prepare_floats(part, x, part.codec == Codec::e5m2 ? kE5m2Share : 1.0f, static_cast<float*>(prepared));
+        prepare_floats(part, x, share_of_inputs(part.codec), static_cast<float*>(prepared));
     }
 }
 

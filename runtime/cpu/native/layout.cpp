@@ -5,14 +5,6 @@
 namespace moe_pack {
 namespace {
 
-// The one format of a codec that keeps what a source holds.
-struct Source {
-    Codec codec;
-    int32_t width, group, scale_bits;
-};
-
-constexpr Source kSources[] = {{Codec::fp8, 8, 128, 32}, {Codec::e5m2, 8, 0, 8}, {Codec::mxfp4, 4, 32, 8}};
-
 const Source* source_of(Codec codec) {
     for (const Source& source : kSources)
         if (source.codec == codec) return &source;
@@ -27,7 +19,7 @@ const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_b
     if (place < 0 || place > 2) return "a part is neither in selector nor in record";
     placed->place = (Place)place;
     if (placed->place == Place::none) return nullptr;
-    if (codec < 0 || codec > 7) return "unknown codec";
+    if (codec < (int32_t)Codec::bf16 || codec > (int32_t)Codec::f32) return "unknown codec";
     if (has_bias < 0 || has_bias > 1) return "a part has a bias or not";
     Part& part = placed->part;
     part.codec = (Codec)codec;

@@ -414,8 +414,8 @@ EXPERT_LAYOUTS = {
     "limit without use": ({7: ONE}, "layout: the limit does not go with the neuron function"),
     "selector row too short": ({3: 63}, UNFIT),
     "record too short": ({4: 128}, SCALES_UNFIT),
-    "unknown codec": ({GATE + CODEC: 8}, "layout: unknown codec"),
-    "codec below 0": ({GATE + CODEC: -1}, "layout: unknown codec"),
+    "unknown codec": ({GATE + CODEC: 9}, "layout: unknown codec"),
+    "codec below 1": ({GATE + CODEC: 0}, "layout: unknown codec"),
     "unknown width": ({UP + WIDTH: 5}, "layout: unknown width"),
     "width 16": ({UP + WIDTH: 16}, "layout: unknown width"),
     "unknown group": ({UP + GROUP: 48}, "layout: unknown group"),
@@ -476,8 +476,8 @@ def test_a_layout_of_rows_that_makes_no_sense_is_refused() -> None:
             assert_layout_refused(operation, *ROW_LAYOUTS[name])
 
 
-# Codec, width, group and scale_bits in the extension's numbers.
-SOURCES = {"fp8": (4, 8, 128, 32), "e5m2": (5, 8, 0, 8), "mxfp4": (6, 4, 32, 8)}
+# Codec, width, group and scale_bits, as the extension takes them.
+SOURCES = {"fp8": (3, 8, 128, 32), "e5m2": (4, 8, 0, 8), "mxfp4": (5, 4, 32, 8)}
 OTHERS = {WIDTH: ("width", 2), GROUP: ("group", 64), SCALE_BITS: ("scale_bits", 16)}
 
 
