@@ -4,7 +4,7 @@ For every MoE layer of a token the GPU writes to page-locked memory which expert
 (`runtime/gpu/kernels/tables.py`, `LeftToCpu`). `HostShare` gives CUDA a function to call there
 (`cudaLaunchHostFunc`): it computes these neurons with the threads of the CPU kernels and writes their weighted sum,
 without Python. Nothing that the GPU writes is trusted; a fault makes the layer's output zero, and `check` raises it.
-Its twin in plain torch is `runtime/model/expert.py`.
+Its twin in plain torch is `runtime/model/compute/expert.py`.
 """
 
 from collections.abc import Sequence

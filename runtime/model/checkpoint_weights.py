@@ -14,9 +14,10 @@ from torch import Tensor
 from moe_pack import formats
 from moe_pack.formats import families
 from moe_pack.formats.pack import codecs
-from moe_pack.runtime.model import matrices, mixers, operations
-from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model import compute
+from moe_pack.runtime.model.compute import matrices, operations
+from moe_pack.runtime.model.compute.expert import Expert, NeuronBlock
+from moe_pack.runtime.model.compute.rotation import Rotation
 
 _MXFP4_GROUP = 32  # values that share a scale
 
@@ -154,14 +155,14 @@ class CheckpointWeights:
         """Returns None: the original is not rotated."""
         return None
 
-    def ngram_table(self, layer: int) -> mixers.RowTable:
+    def ngram_table(self, layer: int) -> compute.RowTable:
         """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
         dtype = matrices.TORCH_DTYPES[self._checkpoint.table_dtype(layer)]
 
         def read(numbers: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(self._checkpoint.table_rows_at(layer, numbers)).view(dtype).to(torch.float32)
 
-        return mixers.LaterTable(read)
+        return compute.LaterTable(read)
 
 
 class _SourceExpert:

@@ -16,10 +16,10 @@ logits and all sums are float32.
 import torch
 from torch import Tensor
 
-from moe_pack.runtime.model import caches, layers, passes
+from moe_pack.runtime.model import caches, kv_cache, layers, passes
+from moe_pack.runtime.model.compute.operations import NativeOperations
+from moe_pack.runtime.model.compute.weights import Weights
 from moe_pack.runtime.model.layer_calls import LayerCalls
-from moe_pack.runtime.model.operations import NativeOperations
-from moe_pack.runtime.model.weights import Weights
 
 
 class Decoder(passes.SequencePasses):
@@ -46,15 +46,15 @@ class Decoder(passes.SequencePasses):
         layers.check_context(context_tokens, spec)
         self._ropes = ropes = caches.LayerRopes(spec, device)
 
-        def sequence() -> caches.CachedSequence:
-            cache = caches.KVCache(spec, context_tokens, device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
-            return caches.CachedSequence(spec, cache, ropes, num_checkpoints)
+        def sequence() -> kv_cache.CachedSequence:
+            cache = kv_cache.KVCache(spec, context_tokens, device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
+            return kv_cache.CachedSequence(spec, cache, ropes, num_checkpoints)
 
         super().__init__(weights, device, chunk_tokens, tuple(sequence() for _ in range(num_sequences)))
         self._calls = LayerCalls(weights, operations) if isinstance(operations, NativeOperations) else None
 
     @property
-    def cache(self) -> caches.KVCache:
+    def cache(self) -> kv_cache.KVCache:
         """The cache of the first sequence."""
         return self.sequences[0].cache
 

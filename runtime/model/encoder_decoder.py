@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.model import caches, layers
+from moe_pack.runtime.model import caches, kv_cache, layers
 from moe_pack.runtime.model.attention import relative
-from moe_pack.runtime.model.attention.softmax import joined
-from moe_pack.runtime.model.operations import row_blocks
+from moe_pack.runtime.model.compute.operations import row_blocks
+from moe_pack.runtime.model.compute.softmax import joined
+from moe_pack.runtime.model.compute.weights import Weights, norm
 from moe_pack.runtime.model.residuals import scaled
-from moe_pack.runtime.model.weights import Weights, norm
 
 
 def add_own_attention(
@@ -88,8 +88,8 @@ class EncoderDecoder:
         self._num_encoder_layers = spec.encoder.num_layers
         self._start_token = spec.encoder.start_token
         num_decoder_layers = spec.num_hidden_layers - self._num_encoder_layers
-        self.cache = caches.KVCache(spec, context_tokens, self.device, num_decoder_layers)
-        self.read = caches.KVCache(spec, context_tokens, self.device, num_decoder_layers)
+        self.cache = kv_cache.KVCache(spec, context_tokens, self.device, num_decoder_layers)
+        self.read = kv_cache.KVCache(spec, context_tokens, self.device, num_decoder_layers)
         self._weights = weights
         self._chunk_tokens = chunk_tokens
         self._encoder_bias = relative.position_bias(weights, context_tokens, is_encoder=True)

@@ -18,11 +18,11 @@ from moe_pack.runtime import cpu
 from moe_pack.runtime.model import layers, passes
 from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import Angles, layer_cache
-from moe_pack.runtime.model.matrices import DivisibleMatrix
-from moe_pack.runtime.model.operations import NativeOperations, hartley_array
+from moe_pack.runtime.model.compute.matrices import DivisibleMatrix
+from moe_pack.runtime.model.compute.operations import NativeOperations, hartley_array
+from moe_pack.runtime.model.compute.router import least_sum
+from moe_pack.runtime.model.compute.weights import Weights
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.model.router import least_sum
-from moe_pack.runtime.model.weights import Weights
 
 _Step = tuple[cpu.Floats, cpu.Floats, cpu.SequenceCaches]  # angles and caches of a layer
 

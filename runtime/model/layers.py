@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.runtime.model import caches, matrices, mixers, residuals
+from moe_pack.runtime.model import caches, compute, residuals
 from moe_pack.runtime.model.attention import kinds
-from moe_pack.runtime.model.expert import run_expert
-from moe_pack.runtime.model.router import expert_scores, identity_share, router_weights
-from moe_pack.runtime.model.weights import Weights, from_experts, to_experts
+from moe_pack.runtime.model.compute import matrices
+from moe_pack.runtime.model.compute.expert import run_expert
+from moe_pack.runtime.model.compute.router import expert_scores, identity_share, router_weights
+from moe_pack.runtime.model.compute.weights import Weights, from_experts, to_experts
 
 PREFILL_TOKENS = 512  # of a forward pass, where memory allows
 
@@ -51,7 +52,7 @@ def embed(ids: Tensor, weights: Weights) -> Tensor:
 
 
 def add_ngrams(
-    x: Tensor, rows: "mixers.NgramRows | None", weights: Weights, layer: int, state: caches.LayerState | None
+    x: Tensor, rows: "compute.NgramRows | None", weights: Weights, layer: int, state: caches.LayerState | None
 ) -> Tensor:
     """Returns hidden states with a layer's n-grams added; x itself in a layer without. New tokens enter the state.
 
@@ -60,6 +61,8 @@ def add_ngrams(
     """
     if rows is None or state is None:
         return x
+    from moe_pack.runtime.model import mixers  # most models have none
+
     return x + mixers.ngram_output(x, rows.of(layer), weights, layer, state)
 
 
@@ -85,6 +88,8 @@ def add_attention(
             normed, weights, layer, cast(caches.LayerCache | caches.Batch[caches.LayerCache], cache), angles
         )
     else:
+        from moe_pack.runtime.model import mixers  # most models have none
+
         y = mixers.mix(normed, weights, layer, mixer, cast(caches.LayerState | caches.Batch[caches.LayerState], cache))
     return residual.enter(x, y, weights, layer, "attention")
 

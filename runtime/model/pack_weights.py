@@ -22,11 +22,12 @@ from moe_pack.formats.pack.layouts import DENSE_FILE, DenseLayout, NgramLayout, 
 from moe_pack.runtime import cpu
 from moe_pack.runtime.cpu import reads
 from moe_pack.runtime.cpu.reads import cut_error
-from moe_pack.runtime.model import layers, matrices, mixers
-from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, row_blocks
-from moe_pack.runtime.model.rotation import Rotation
-from moe_pack.runtime.model.weights import from_experts, to_experts
+from moe_pack.runtime.model import compute, layers
+from moe_pack.runtime.model.compute import matrices
+from moe_pack.runtime.model.compute.expert import Expert, NeuronBlock
+from moe_pack.runtime.model.compute.operations import TORCH, NativeOperations, Operations, row_blocks
+from moe_pack.runtime.model.compute.rotation import Rotation
+from moe_pack.runtime.model.compute.weights import from_experts, to_experts
 
 
 @contextmanager
@@ -158,15 +159,15 @@ class PackTables:
     def __init__(self, pack: formats.Pack) -> None:
         ngrams, tables = pack.spec.ngrams, pack.layout.ngrams
         assert ngrams is not None, "a model with n-gram tables"
-        self.pack, self.slot_rows = pack, mixers.SLOT_TOKENS * ngrams.num_heads
+        self.pack, self.slot_rows = pack, compute.SLOT_TOKENS * ngrams.num_heads
         self.slot_bytes = self.slot_rows * max(table.rows.row_bytes for table in tables)
-        num_slots = mixers.SLOTS_PER_TABLE * len(tables)
+        num_slots = compute.SLOTS_PER_TABLE * len(tables)
         self.memory = np.empty(num_slots * self.slot_bytes, np.uint8)
         self.free = list(range(num_slots))
         self.reads = reads.open_reads(self.memory, direct=False)
         self._tables = {t.layer: (t, self.reads.open(pack.folder / ngrams_file(t.layer))) for t in tables}
 
-    def table(self, layer: int) -> "mixers.RowTable":
+    def table(self, layer: int) -> "compute.RowTable":
         """Returns the table of a decoder layer."""
         table, file = self._tables[layer]
         return _PackTable(self, table, file)
@@ -180,11 +181,11 @@ class _PackTable:
     def __init__(self, tables: PackTables, table: NgramLayout, file: int) -> None:
         self._tables, self._table, self._file = tables, table, file
 
-    def begin(self, numbers: reads.Numbers) -> "_PackRows | mixers.LaterRows":
+    def begin(self, numbers: reads.Numbers) -> "_PackRows | compute.LaterRows":
         """Begins to read rows; without a free buffer, they are read when somebody waits for them."""
         tables, table = self._tables, self._table
         if not tables.free:
-            return mixers.LaterRows(lambda: table_values(table, tables.pack.read_ngram_rows(table, numbers), numbers))
+            return compute.LaterRows(lambda: table_values(table, tables.pack.read_ngram_rows(table, numbers), numbers))
         return _PackRows(tables, table, self._file, numbers)
 
 
@@ -308,7 +309,7 @@ class PackWeights(_OfPack, layers.ObservedWeights):
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(layout, raw, self.operations)
 
-    def ngram_table(self, layer: int) -> "mixers.RowTable":
+    def ngram_table(self, layer: int) -> "compute.RowTable":
         """Returns the n-gram table of a decoder layer that has one; threads read its rows."""
         if self._tables is None:
             self._tables = PackTables(self._pack)
@@ -481,10 +482,10 @@ class StreamedPackWeights(_OfPack):
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(self._pack.layout.experts[layer_idx][expert], raw, self.operations)
 
-    def ngram_table(self, layer: int) -> "mixers.RowTable":
+    def ngram_table(self, layer: int) -> "compute.RowTable":
         """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
         pack, table = self._pack, next(table for table in self._pack.layout.ngrams if table.layer == layer)
-        return mixers.LaterTable(lambda numbers: table_values(table, pack.read_ngram_rows(table, numbers), numbers))
+        return compute.LaterTable(lambda numbers: table_values(table, pack.read_ngram_rows(table, numbers), numbers))
 
     def _rows(self, role: str, start: int, stop: int) -> Tensor:
         return torch.from_numpy(self._pack.read_dense(self._dense[role].entry, start, stop)).to(self._device)

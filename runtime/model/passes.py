@@ -16,14 +16,15 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.model import layers
-from moe_pack.runtime.model.caches import Angles, CachedSequence, KVCache, LayerState, joined_angles, layer_cache
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.caches import Angles, LayerState, layer_cache
+from moe_pack.runtime.model.compute.weights import Weights
+from moe_pack.runtime.model.kv_cache import CachedSequence, KVCache, joined_angles
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.model import mixers
+    from moe_pack.runtime.model import compute
 
 MAX_CALL_TOKENS = 16  # of a sequence in a pass that native calls of layers take: for more, they gain nothing
-_Rows = list["mixers.NgramRows | None"]  # of each sequence's tokens in n-gram tables
+_Rows = list["compute.NgramRows | None"]  # of each sequence's tokens in n-gram tables
 
 
 class Pass:
@@ -334,14 +335,14 @@ class SequencePasses(ABC):
             raise RunError(f"the context of {sequence.cache.context_tokens} tokens is full")
         layers.check_vocabulary(ids, self.spec)
 
-    def _chunks(self, ids: list[int], num_new: int) -> "Generator[tuple[Tensor, mixers.NgramRows | None], None, None]":
+    def _chunks(self, ids: list[int], num_new: int) -> "Generator[tuple[Tensor, compute.NgramRows | None], None, None]":
         """Yields the tokens of each pass, int64 [T], and their rows, which are read while the pass before it runs.
 
         Args:    ids: the sequence, its new tokens last.
         """
         first, step = len(ids) - num_new, self.chunk_tokens
         rows = self._ngram_rows(ids, first, min(first + step, len(ids)))
-        ahead: mixers.NgramRows | None = None
+        ahead: compute.NgramRows | None = None
         try:
             for start in range(first, len(ids), step):
                 stop = min(start + step, len(ids))
@@ -354,12 +355,12 @@ class SequencePasses(ABC):
                 if left is not None:
                     left.close()
 
-    def _ngram_rows(self, ids: list[int], start: int, stop: int) -> "mixers.NgramRows | None":
+    def _ngram_rows(self, ids: list[int], start: int, stop: int) -> "compute.NgramRows | None":
         """Begins to read the rows of positions `start` to `stop` in all n-gram tables; None without tables."""
         ngrams = self.spec.ngrams
         if ngrams is None:
             return None
-        from moe_pack.runtime.model.mixers import NgramRows
+        from moe_pack.runtime.model.compute import NgramRows
 
         tokens = torch.tensor(ids[max(start - ngrams.ngram_size + 1, 0) : stop])
         return NgramRows(ngrams, self.weights.ngram_table, tokens, stop - start)

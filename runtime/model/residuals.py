@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_pack.formats import parts
 from moe_pack.formats.parts import residual
-from moe_pack.runtime.model.matrices import linear
-from moe_pack.runtime.model.weights import Weights, norm
+from moe_pack.runtime.model.compute.matrices import linear
+from moe_pack.runtime.model.compute.weights import Weights, norm
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

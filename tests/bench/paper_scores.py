@@ -27,7 +27,7 @@ from paper_routing import Finding, needs_routing, percent, show, verdict
 from torch import Tensor
 
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.model.router import expert_scores
+from moe_pack.runtime.model.compute.router import expert_scores
 from moe_pack.runtime.offload import CacheFacts, ExpertCache
 from moe_pack.runtime.offload.cache import ComputeEvent
 from moe_pack.runtime.offload.eviction import Importance

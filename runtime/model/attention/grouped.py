@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import parts
-from moe_pack.runtime.model import matrices, operations
-from moe_pack.runtime.model.attention import shared, softmax
+from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes, storage
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import matrices, operations, softmax
+from moe_pack.runtime.model.compute.weights import Weights
 
 
 def cache_shape(spec: parts.GroupedQuerySpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:

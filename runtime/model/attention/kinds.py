@@ -4,7 +4,7 @@ from torch import Tensor
 
 from moe_pack.formats import parts
 from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute.weights import Weights
 
 
 def attend(

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import parts
-from moe_pack.runtime.model.attention import shared, softmax
+from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes, storage
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import softmax
+from moe_pack.runtime.model.compute.weights import Weights
 
 _LATENT, _INDEX = slice(0, 2), slice(2, 3)  # parts of a row of the cache: latent and rotated key; indexer's key
 

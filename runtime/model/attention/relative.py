@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import parts
-from moe_pack.runtime.model import matrices
-from moe_pack.runtime.model.attention import softmax
 from moe_pack.runtime.model.caches import dtypes, layer_cache, storage
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import matrices, softmax
+from moe_pack.runtime.model.compute.weights import Weights
 
 
 def cache_shape(spec: parts.RelativeSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:

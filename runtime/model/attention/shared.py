@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, parts
-from moe_pack.runtime.model import matrices
-from moe_pack.runtime.model.attention import softmax
 from moe_pack.runtime.model.caches import layer_cache
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import matrices, softmax
+from moe_pack.runtime.model.compute.weights import Weights
 
 
 class LayerAttention:

@@ -91,8 +91,8 @@ from moe_pack.runtime.model import (
 from moe_pack.runtime.model.attention import latent
 from moe_pack.runtime.model.caches import KvDtype, LayerCache, RowStorage
 from moe_pack.runtime.model.caches.layer_cache import each_sequence
-from moe_pack.runtime.model.operations import HeadNorms
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.compute.operations import HeadNorms
+from moe_pack.runtime.model.compute.rotation import Rotation
 
 CPU = torch.device("cpu")
 Size = Literal["real", "tiny"]

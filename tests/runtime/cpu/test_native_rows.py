@@ -26,7 +26,7 @@ from moe_pack.formats import BF16, PartFormat, RowLayout, part_format, trellis_f
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, format_text
 from moe_pack.runtime.cpu import Kernels, row_numbers, stored_numbers
-from moe_pack.runtime.model.matrices import TORCH_DTYPES
+from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
 
 FLOATS = [dtype for dtype in TORCH_DTYPES.values() if dtype.is_floating_point]
 

@@ -25,7 +25,8 @@ from moe_pack.runtime.engine.options import cpu_only
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, open_weights, route_tokens
 from moe_pack.runtime.model.attention.shared import largest
-from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache
+from moe_pack.runtime.model.caches import KvDtype, LayerCache
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction, PartialPrediction, PredictionInput
 
 CPU = torch.device("cpu")

@@ -22,12 +22,13 @@ from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, operations
-from moe_pack.runtime.model.attention import softmax
-from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache, layer_cache
+from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder
+from moe_pack.runtime.model.caches import KvDtype, LayerCache, layer_cache
 from moe_pack.runtime.model.caches.storage import RowStorage, rotation
-from moe_pack.runtime.model.operations import HeadNorms
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import operations, softmax
+from moe_pack.runtime.model.compute.operations import HeadNorms
+from moe_pack.runtime.model.compute.weights import Weights
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload import Sequences, least_budget
 from moe_pack.runtime.offload.budgets import cache_bytes, checkpoint_bytes
 

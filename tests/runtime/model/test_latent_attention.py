@@ -12,8 +12,9 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.formats.parts.specs import cached_values
 from moe_pack.runtime.model import CheckpointWeights, Decoder, ExpertRunner, PartialState, mlp_input
-from moe_pack.runtime.model.attention import latent, softmax
-from moe_pack.runtime.model.caches import KVCache
+from moe_pack.runtime.model.attention import latent
+from moe_pack.runtime.model.compute import softmax
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.model.layers import run_one_by_one
 
 LITE = LatentSpec("latent", 16, None, 512, 128, 64, 128, 192**-0.5, 1e-6)  # DeepSeek-V2-Lite's

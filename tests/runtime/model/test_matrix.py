@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_pack.formats import part_format
-from moe_pack.runtime.model import RowMatrix, StoredMatrix, operations
-from moe_pack.runtime.model.matrices import gather_rows
+from moe_pack.runtime.model import RowMatrix, StoredMatrix
+from moe_pack.runtime.model.compute import operations
+from moe_pack.runtime.model.compute.matrices import gather_rows
 
 WEIGHT = torch.randn((100, 3), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 

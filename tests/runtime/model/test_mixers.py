@@ -17,8 +17,9 @@ from moe_pack.formats.parts.specs import cache_values, state_values
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.engine.options import EngineOptions, cpu_only
 from moe_pack.runtime.model import Decoder, PackWeights, open_weights, operations_for
-from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache, LayerState
-from moe_pack.runtime.model.mixers.recurrence import convolve, recur
+from moe_pack.runtime.model.caches import KvDtype, LayerCache, LayerState
+from moe_pack.runtime.model.compute.recurrence import convolve, recur
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload.budgets import cache_bytes
 
 CPU = torch.device("cpu")

@@ -40,13 +40,15 @@ from moe_pack.runtime.model import (
     StoredMatrix,
     StreamedPackWeights,
     Weights,
-    mixers,
+    compute,
     open_weights,
     operations_for,
 )
-from moe_pack.runtime.model.caches import KVCache, LayerState
-from moe_pack.runtime.model.mixers import LaterRows, NgramRows, ngram_output
-from moe_pack.runtime.model.mixers.ngrams import row_numbers
+from moe_pack.runtime.model.caches import LayerState
+from moe_pack.runtime.model.compute import LaterRows, NgramRows
+from moe_pack.runtime.model.compute.ngrams import row_numbers
+from moe_pack.runtime.model.kv_cache import KVCache
+from moe_pack.runtime.model.mixers import ngram_output
 from moe_pack.runtime.offload.budgets import cache_bytes, ngram_bytes
 
 Tensor = torch.Tensor
@@ -294,7 +296,7 @@ def test_the_cache_has_a_state_for_each_layer_with_ngrams(made: Path) -> None:
 def test_a_pass_with_more_rows_than_a_buffer_and_more_passes_than_buffers_reads_them_all(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixers, "SLOT_TOKENS", 3)  # 12 rows
+    monkeypatch.setattr(compute, "SLOT_TOKENS", 3)  # 12 rows
     ids = ids_of()
     expected = expected_logits(made, ids)
     for kind in (None, BlockingReads):

@@ -10,7 +10,7 @@ from support.cases import case
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, Matrix, Selector
 from moe_pack.formats.pack.layouts import expert_layout, write_rows
 from moe_pack.runtime.model import PackedExpert
-from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, row_blocks
+from moe_pack.runtime.model.compute.operations import MAX_DECODED_BYTES, row_blocks
 
 D, F = 64, 7
 

@@ -22,7 +22,8 @@ from moe_pack.formats.parts import GroupedQuerySpec, IndexerSpec, LatentSpec, Ou
 from moe_pack.formats.parts.positions import ProportionalSpec
 from moe_pack.runtime.model import TORCH, Operations, StoredMatrix, head
 from moe_pack.runtime.model.attention.kinds import attend
-from moe_pack.runtime.model.caches import KVCache, LayerRopes
+from moe_pack.runtime.model.caches import LayerRopes
+from moe_pack.runtime.model.kv_cache import KVCache
 
 D, T, CPU = 64, 12, torch.device("cpu")
 # Names of modules, of all kinds of attention here.

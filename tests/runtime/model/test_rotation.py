@@ -30,7 +30,7 @@ from moe_pack.runtime.model import (
     PackWeights,
     open_weights,
 )
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.compute.rotation import Rotation
 from moe_pack.runtime.offload import PRESETS, OffloadedWeights, least_budget
 
 CPU, CONTEXT, NUM_PROMPT = torch.device("cpu"), 32, 14

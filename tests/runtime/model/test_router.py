@@ -11,7 +11,7 @@ from support.native import operations_limited_to
 
 from moe_pack.formats import RouterSpec
 from moe_pack.runtime.model import TORCH
-from moe_pack.runtime.model import router as routers
+from moe_pack.runtime.model.compute import router as routers
 
 Chosen = list[tuple[int, float]]  # experts and weights, best first
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]

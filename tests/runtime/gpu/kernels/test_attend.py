@@ -11,7 +11,7 @@ from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, Entering,
 from moe_pack.runtime.model import TORCH
 from moe_pack.runtime.model.caches import KvDtype, LayerCache
 from moe_pack.runtime.model.caches.storage import RowStorage
-from moe_pack.runtime.model.operations import HeadNorms
+from moe_pack.runtime.model.compute.operations import HeadNorms
 
 CPU = torch.device("cpu")
 Cache = tuple[Tensor, Tensor]

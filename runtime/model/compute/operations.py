@@ -18,11 +18,10 @@ from moe_pack import formats
 from moe_pack.formats.pack.layouts import Part
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import cpu
-from moe_pack.runtime.model import router
-from moe_pack.runtime.model.attention import softmax
 from moe_pack.runtime.model.caches import layer_cache, ropes, states
-from moe_pack.runtime.model.expert import neuron_of
-from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor, transform
+from moe_pack.runtime.model.compute import router, softmax
+from moe_pack.runtime.model.compute.expert import neuron_of
+from moe_pack.runtime.model.compute.rotation import Rotation, hartley, odd_factor, transform
 
 MAX_DECODED_BYTES = softmax.MAX_DECODED_BYTES  # the most that an operation dequantizes at once
 
@@ -102,7 +101,7 @@ class Operations:
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.LayerState) -> Tensor:
         """Returns a causal convolution of each channel of x float32 [T, channels], as `recurrence.convolve` says."""
-        from moe_pack.runtime.model.mixers import recurrence  # most models have no mixer
+        from moe_pack.runtime.model.compute import recurrence
 
         return recurrence.convolve(x, kernel, bias, state)
 
@@ -110,7 +109,7 @@ class Operations:
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: states.LayerState
     ) -> Tensor:
         """Returns what tokens read from a recurrent state, float32 [T, heads, values], as `recurrence.recur` says."""
-        from moe_pack.runtime.model.mixers import recurrence
+        from moe_pack.runtime.model.compute import recurrence
 
         return recurrence.recur(q, k, v, log_decay, rate, state)
 

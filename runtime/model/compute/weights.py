@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.runtime.model.expert import Expert
-from moe_pack.runtime.model.matrices import Matrix
-from moe_pack.runtime.model.operations import Operations
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.compute.expert import Expert
+from moe_pack.runtime.model.compute.matrices import Matrix
+from moe_pack.runtime.model.compute.operations import Operations
+from moe_pack.runtime.model.compute.rotation import Rotation
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.model.mixers import ngrams
+    from moe_pack.runtime.model.compute import ngrams
 
 
 class Weights(Protocol):

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RowLayout
-from moe_pack.runtime.model.operations import TORCH, NativeProduct, Operations, Product, product_by_blocks, row_blocks
+from moe_pack.runtime.model.compute.operations import (
+    TORCH,
+    NativeProduct,
+    Operations,
+    Product,
+    product_by_blocks,
+    row_blocks,
+)
 
 TORCH_DTYPES = {  # by their names in safetensors
     "BF16": torch.bfloat16,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats.parts import mixers
-from moe_pack.runtime.model.attention.softmax import joined
 from moe_pack.runtime.model.caches import layer_cache, states
-from moe_pack.runtime.model.matrices import linear
-from moe_pack.runtime.model.mixers import recurrence
-from moe_pack.runtime.model.operations import Operations
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import recurrence
+from moe_pack.runtime.model.compute.matrices import linear
+from moe_pack.runtime.model.compute.operations import Operations
+from moe_pack.runtime.model.compute.softmax import joined
+from moe_pack.runtime.model.compute.weights import Weights
 
 _L2_EPS = 1e-6  # of queries' and keys' lengths; no config names it
 _LEAST_GATE = 1e-6  # of the size of a gate of n-grams before its root is taken; no config names it

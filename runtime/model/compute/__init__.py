@@ -1,12 +1,11 @@
-"""Mixers: what some layers have in place of attention, their recurrences over tokens, and the rows of n-gram tables."""
+"""What layers compute with: operations, matrices and weights, and the plain arithmetic of experts and routers."""
 
 from typing import TYPE_CHECKING
 
 from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.model.mixers.kinds import mix, ngram_output
-    from moe_pack.runtime.model.mixers.ngrams import (
+    from moe_pack.runtime.model.compute.ngrams import (
         SLOT_TOKENS,
         SLOTS_PER_TABLE,
         LaterRows,
