@@ -1,7 +1,7 @@
 """The measurements of `moe-pack doctor`: the disk as the engine reads it, the CPU's kernels, and the link to a GPU.
 
-A disk is measured on the expert files of a pack. Elsewhere a file without a name is written for it; the system removes
-such a file when the process ends, however that happens. `machine` has the facts that come out.
+A disk is measured on the expert files of a pack, elsewhere on a file without a name, which the system removes when the
+process ends.
 """
 
 import os
@@ -76,10 +76,9 @@ def measure_machine(
 def measure_disk(
     folder: Path, progress: formats.Progress = formats.NO_PROGRESS, seconds: float = 0.08
 ) -> machine.MachineFacts:
-    """Measures the disk of a pack alone, in about a second: what decides whether single rows of experts are read.
+    """Measures the disk of a pack alone, in about a second, to decide whether single rows of experts are read.
 
     Reads are direct where the file system supports it, with as many threads as the engine has, and with one.
-    Args:    folder: a pack.   seconds: of each measurement.
     Returns: facts without rates of the CPU.
     Raises:  PackError if the pack is damaged.
     """
@@ -96,7 +95,7 @@ def measure_disk(
 
 
 class MeasurementSteps:
-    """Progress in measurements: says what is measured next; the one before is done."""
+    """Progress in measurements: names the next one; the one before is done."""
 
     def __init__(self, progress: formats.Progress, total: int, seconds: float) -> None:
         self._progress, self._has_begun = progress, False
@@ -155,7 +154,6 @@ class _File:
 
 @contextmanager
 def _files_of(folder: Path, most_bytes: int, progress: formats.Progress) -> Iterator[list[_File]]:
-    """Yields the files to read: the expert files of a pack, or a new file."""
     if not folder.is_dir():
         raise formats.RunError(f"{folder}: no such folder; give a folder on the disk to measure")
     if (folder / MANIFEST_FILE).exists():
@@ -188,7 +186,6 @@ def _write_random(descriptor: int, num_bytes: int) -> None:
 
 
 def _trials(files: Sequence[_File]) -> list[ReadTrial]:
-    """Lists what to measure: each way of reading at every size that some file has."""
     sizes = [size for size in READ_SIZES if size <= max(file.num_bytes for file in files)]
     if not sizes:
         name, least = files[0].path.name, READ_SIZES[0]
@@ -225,7 +222,7 @@ def _measure_disk(
 def disk_facts(measurements: Sequence[ReadMeasurement], name: str | None, file_bytes: int) -> machine.DiskFacts:
     """Returns the best rate of each mode and size, and the mode and number of threads that are best over all sizes.
 
-    Best over all sizes is the curve whose rates have the largest sum, each as a share of the best rate of its size.
+    The rates of these, each as a share of the best rate of its size, have the largest sum.
     """
     best: dict[tuple[machine.ReadMode, int], ReadMeasurement] = {}
     curves: dict[tuple[Literal["direct", "pread"], int], list[machine.SizedRate]] = {}
@@ -287,7 +284,7 @@ def _submit(reads: Reads, file: int, offsets: NDArray[np.int64], size: int, aren
 
 
 def _read_until(reads: Reads, tickets: Sequence[int], end: float) -> None:
-    """Waits until all requests are read or time is up, and cancels the rest; what has begun is counted."""
+    """Waits until all requests are read or time is up, and cancels the rest; begun reads are counted."""
 
     def has_time() -> bool:
         # Something is read in any case: a rate needs it, and the requests alone may take all the time.
@@ -324,7 +321,6 @@ def _map_rate(files: Sequence[_File], size: int, seconds: float) -> float:
 
 
 def _scattered(file: _File, size: int) -> NDArray[np.int64]:
-    """Returns offsets of reads all over a file in random order, none twice."""
     return np.random.default_rng().permutation(file.num_bytes // size)[:_MAX_READS] * size
 
 
@@ -404,7 +400,6 @@ def _expert_speed(kernels: cpu.Kernels, stored: formats.PartFormat, num_cols: in
 
 
 def _dense_rate(kernels: cpu.Kernels, width: int, seconds: float) -> float:
-    """Returns the bytes a second of a dense matrix that is multiplied by one vector."""
     stored = _stored(width)
     x = torch.ones(1, _EXPERT_COLS)
     if stored == formats.BF16:
@@ -440,7 +435,6 @@ def _random_rows(layout: formats.RowLayout, num_rows: int) -> NDArray[np.uint8]:
 
 
 def _measure_link(steps: MeasurementSteps, seconds: float) -> machine.LinkFacts:
-    """Measures copies from page-locked memory to the first GPU that torch finds."""
     host = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, pin_memory=True)
     device = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, device="cuda")
     copies = []

@@ -1,19 +1,17 @@
 """The native CPU kernels, which compute on rows straight from their codes, and the native search for trellis codes.
 
 This is the only Python face of the C++ in runtime/cpu/native/, and it takes and returns arrays. The kernels have
-threads of their own. Each kernel has a twin in plain torch, which it is tested against: `expert` for experts,
-`operations` for attention, norms and products, `mixers` for recurrences and convolutions, `router`,
-`moe_pack.formats.pack.codecs` for decoding, and `calib/quantize/trellis.py` for the search. Products of few tokens take
-inputs as 24-bit fixed point relative to the token's largest magnitude, which is as precise as float32 (docs/kernels.md,
-"Numerics").
+threads of their own. Each kernel is tested against a twin in plain torch: `expert` for experts, `operations` for
+attention, norms and products, `recurrence` for recurrences and convolutions, `router`, `moe_pack.formats.pack.codecs`
+for decoding, and `calib/quantize/trellis.py` for the search. Products of few tokens take inputs as 24-bit fixed point
+relative to the token's largest magnitude, which is as precise as float32 (docs/kernels.md, "Numerics").
 
 The extension is built with the package if there is a compiler; without it, and on other devices than the CPU, torch
 computes.
 
 Layouts of rows go to C++ as int32 arrays; `expert_numbers`, `row_numbers` and `stored_numbers` write them, and
-runtime/cpu/native/layout.h reads them. A part has 8 numbers: codec, width, group (0: the row), scale_bits, where in
-its row its codes begin and where its scales do, has_bias, place (0: the expert has no such part, 1: selector, 2:
-record).
+runtime/cpu/native/layout.h reads them. A part has 8 numbers: codec, width, group (0: the row), scale_bits, the offsets
+of its codes and of its scales in the row, has_bias, place (0: the expert has no such part, 1: selector, 2: record).
 """
 
 import os
@@ -122,7 +120,6 @@ class SelectedNeurons:
     neurons: Tensor  # int32 [n], that run for any token, rising
 
     def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.uint8], NDArray[np.int32]]:
-        """Returns the three as the kernels take them."""
         return self.a.numpy(), self.runs.view(torch.uint8).numpy(), self.neurons.numpy()
 
 
@@ -161,15 +158,12 @@ class Kernels:
         self.instruction_set: str = _native.instruction_set(self._pool)
 
     def close(self) -> None:
-        """Ends the threads. The kernels cannot be used afterwards."""
+        """Ends the threads."""
         self._pool = None
 
     @contextmanager
     def tokens_alone(self) -> Iterator[None]:
-        """Computes each token as if it were alone, to the bit, however many tokens an operation gets.
-
-        Otherwise sums of several tokens are added in another order than those of one.
-        """
+        """Computes each token as if it were alone, to the bit; sums of several tokens have another order otherwise."""
         _native.take_tokens_alone(self._pool, True)
         try:
             yield
@@ -177,9 +171,9 @@ class Kernels:
             _native.take_tokens_alone(self._pool, False)
 
     def take_digits(self, digits: int) -> int:
-        """Says to how many digits of 8 bits, 1 or 2, operations on many tokens round inputs; 0: they do not.
+        """Rounds the inputs of operations on many tokens to 1 or 2 digits of 8 bits; 0: does not.
 
-        Weights are multiplied as they are stored. Weights that are floats are multiplied with inputs as they are.
+        Weights are multiplied as they are stored; float weights are multiplied with inputs as they are.
         Returns: what these kernels do: 0 for any number if their instruction set has no such products.
         """
         return int(_native.take_digits(self._pool, digits))
@@ -206,10 +200,7 @@ class Kernels:
         works: Sequence[ExpertWork],
         out: NDArray[np.float32],
     ) -> None:
-        """Computes experts for tokens and adds each weighted output to a row of `out`.
-
-        Args:    x: float32 [T, d].   out: float32 [rows, d].
-        """
+        """Computes experts for tokens x float32 [T, d] and adds weighted outputs to rows of `out`, float32 [n, d]."""
         borrowed: list[tuple[object, ...]] = []
         for rows, tokens, weights, places, selected in works:
             of_expert = (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights, places)
@@ -217,9 +208,9 @@ class Kernels:
         self._call("experts", borrowed, _array(x), out, x.shape[1], True)
 
     def select_each(self, x: Tensor, works: Sequence[tuple[ExpertRows, NDArray[np.int64]]]) -> list[SelectedNeurons]:
-        """Selects the neurons of several experts that run, each for some tokens, int64 [n], of x float32 [T, d].
+        """Selects the running neurons of several experts, each for some tokens, int64 [n], of x float32 [T, d].
 
-        All neurons run of an expert without a selector.
+        Without a selector all neurons of an expert run.
         """
         borrowed, found = [], []
         for rows, tokens in works:
@@ -284,8 +275,8 @@ class Kernels:
     ) -> tuple[Tensor, Tensor]:
         """Chooses experts, int64 [T, k], best first, and returns their weights, float32 [T, k], as `router` does.
 
-        Args:    logits: float32 [T, E].   bias: float32 [E], for choosing alone.   least_sum: added to the sum by
-                 which weights are divided, if they are.
+        Args:    logits: float32 [T, E].   bias: float32 [E], for choosing alone.   least_sum: added to the sum by which
+                 weights are divided, if they are.
         """
         shape = (len(logits), spec.num_experts_per_tok)
         experts, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
@@ -309,13 +300,7 @@ class Kernels:
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, recurrent: Tensor
     ) -> Tensor:
-        """Computes what each token reads from a recurrent state, and updates the state.
-
-        Args:    q, k: float32 [T, key heads, keys].   v: float32 [T, heads, values].   log_decay: float32 [T, heads],
-                 or [T, heads, keys]; none above 0.   rate: float32 [T, heads], of the delta rule.   recurrent: float32
-                 [heads, keys, values].
-        Returns: float32 [T, heads, values].
-        """
+        """Computes `recurrence.recur`, float32 [T, heads, values], for a state `recurrent`, [heads, keys, values]."""
         y, out = _empty(*v.shape)
         rates = None if rate is None else _array(rate)
         given = (_array(q), _array(k), _array(v), _array(log_decay), rates, recurrent.numpy(), out)
@@ -323,12 +308,7 @@ class Kernels:
         return y
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
-        """Computes a causal convolution of each channel, and updates the state, the last inputs.
-
-        Args:    x: float32 [T, channels].   kernel: float32 [channels * taps], a channel's taps together.   bias:
-                 float32 [channels].   state: float32 [taps - 1, channels].
-        Returns: float32 [T, channels].
-        """
+        """Computes `recurrence.convolve`, float32 [T, channels]; the state has the last inputs [taps - 1, channels]."""
         y, out = _empty(*x.shape)
         biases = None if bias is None else bias.numpy()
         self._call("convolve", _array(x), kernel.numpy(), biases, state.numpy(), out, len(state) + 1)
@@ -396,15 +376,12 @@ class Kernels:
         return y
 
     def begin_layer(self, layers: object, layer: int, *arguments: object) -> None:
-        """Runs the first half of a layer of `NativeLayers`."""
         self._call("begin_layer", layers, layer, *arguments)
 
     def run_layers(self, layers: object, first: int, *arguments: object) -> int:
-        """Runs layers of `NativeLayers`; returns how many are complete."""
         return int(self._call("run_layers", layers, first, *arguments))
 
     def end_layer(self, layers: object, layer: int, *arguments: object) -> None:
-        """Runs the experts of a layer of `NativeLayers` and the sum that ends it."""
         self._call("end_layer", layers, layer, *arguments)
 
     def _call(self, name: str, *arguments: object) -> Any:
@@ -416,7 +393,7 @@ class Kernels:
 
 
 def open_kernels(threads: int | None = None) -> Kernels | None:
-    """Opens kernels with so many threads (None: one a CPU). Returns None if the extension cannot be used."""
+    """Opens kernels with so many threads (None: one a CPU); None if the extension cannot be used."""
     return Kernels(threads) if is_available() else None
 
 
@@ -495,13 +472,12 @@ def _frozen(numbers: list[int]) -> Numbers:
 
 
 def _array(values: Tensor) -> NDArray[np.float32]:
-    """Returns a tensor's values in one piece; copies them only if they are not."""
     array: NDArray[np.float32] = values.numpy()
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 def _empty(*shape: int) -> tuple[Tensor, NDArray[np.float32]]:
-    """Returns uninitialized float32 memory as a tensor and as an array, in a third of the time that torch takes."""
+    """Allocates float32 memory as a tensor and as an array, in a third of the time that torch takes."""
     array = np.empty(shape, np.float32)
     return torch.from_numpy(array), array
 
@@ -515,24 +491,21 @@ class TrellisTables(NamedTuple):
 
 
 class TrellisRows(NamedTuple):
-    """The rows of a search through S steps: weights, targets, scales float32 [R, 2 S]; importance float32 [2 S]; factor
-    float32 [2 S, 2 S], or None to carry no errors; starts u8 [R], the states before the first step.
-    """
+    """The rows of a search through S steps."""
 
-    weights: Tensor
+    weights: Tensor  # float32 [R, 2 S], and so are targets and scales
     targets: Tensor
     scales: Tensor
-    importance: Tensor
-    factor: Tensor | None
-    starts: Tensor
+    importance: Tensor  # float32 [2 S]
+    factor: Tensor | None  # float32 [2 S, 2 S]; None to carry no errors
+    starts: Tensor  # u8 [R], the states before the first step
 
 
 def search_trellis(
     rows: TrellisRows, tables: TrellisTables, num_kept: int, limit: InstructionSet | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Searches the trellis codes of rows of 1 to 32,768 steps.
+    """Searches the trellis codes of rows of 1 to 32,768 steps, in the caller's thread, without the interpreter's lock.
 
-    Runs in the caller's thread alone, without the interpreter's lock, so that callers can run several searches at once.
     Needs up to 650 bytes a step in addition to the result.
     Args:    num_kept: steps to return.   limit: an older instruction set than the machine's best; all give the same.
     Returns: codes u8 [R, num_kept], values float32 [R, 2 num_kept], and the states after these steps, u8 [R].

@@ -1,4 +1,4 @@
-"""What a pack means: the forward pass over a seam of operations, plain torch by default, native where built."""
+"""The forward pass of a pack over a seam of operations, plain torch by default, native where built."""
 
 from typing import TYPE_CHECKING
 

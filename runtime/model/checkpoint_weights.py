@@ -86,8 +86,6 @@ def load_matrix(reader: families.SourceReader, source: families.SourceMatrix, de
 
 
 class _CodedMatrix:
-    """A coded matrix in memory; some rows are decoded at a time."""
-
     def __init__(self, source: families.SourceMatrix, codes: Tensor, scales: Tensor) -> None:
         self._source = source
         self._codes = codes
@@ -126,12 +124,10 @@ class CheckpointWeights:
         self._device = device or torch.device("cpu")
 
     def vector(self, role: str) -> Tensor:
-        """Reads a norm's weight or a bias, float32 [n]."""
         vector = read_vector(self._checkpoint, self._checkpoint.dense_source(role)).to(self._device)
         return vector + self._offsets[role] if role in self._offsets else vector
 
     def matrix(self, role: str) -> matrices.Matrix:
-        """Returns a dense matrix by its role, which reads its rows when they are needed."""
         source = self._checkpoint.dense_source(role)
 
         def read(start: int, stop: int) -> Tensor:
@@ -144,19 +140,15 @@ class CheckpointWeights:
         return load_matrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """Returns an expert, which reads its blocks when they are needed."""
         return _SourceExpert(self._checkpoint, layer_idx, expert, self._device)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns zero: in the original all neurons run."""
         return 0.0
 
     def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns None: the original is not rotated."""
         return None
 
     def ngram_table(self, layer: int) -> compute.RowTable:
-        """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
         dtype = matrices.TORCH_DTYPES[self._checkpoint.table_dtype(layer)]
 
         def read(numbers: NDArray[np.int64]) -> Tensor:

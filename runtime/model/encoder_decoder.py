@@ -3,9 +3,9 @@
     x = embed(text);    each encoder layer: x += attention(norm(x)),  x += mlp(norm(x));    read = norm(x)
     x = embed(answer);  each decoder layer: x += attention(norm(x)),  x += cross(norm(x), read),  x += mlp(norm(x))
 
-`decoder` is for models with one stack. Here all tokens of a pass go through a layer together, because the capacity of
-an expert counts the tokens of a pass, and because each expert is then brought once. Attention and everything that runs
-for each token alone are computed in pieces, which bounds their memory.
+All tokens of a pass go through a layer together, because the capacity of an expert counts the tokens of a pass, and
+because each expert is then brought once. Attention and everything that runs for each token alone are computed in
+pieces, which bounds their memory.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def add_own_attention(
     bias: relative.PositionBias,
     chunk_tokens: int = layers.PREFILL_TOKENS,
 ) -> Tensor:
-    """Returns hidden states float32 [T, d] with a layer's attention to its own stack added; keys enter the cache.
+    """Adds a layer's attention to its own stack to hidden states float32 [T, d]; keys enter the cache.
 
     Args:    cache: has the keys and values of the tokens before.   chunk_tokens: queries that are computed at a time.
     """
@@ -51,7 +51,7 @@ def add_own_attention(
 def add_cross_attention(
     x: Tensor, weights: Weights, layer: int, read: caches.LayerCache, chunk_tokens: int = layers.PREFILL_TOKENS
 ) -> Tensor:
-    """Returns hidden states float32 [T, d] with a decoder layer's attention to the text added; `read` has its keys."""
+    """Adds a decoder layer's attention to the text to hidden states float32 [T, d]; `read` has the text's keys."""
     spec, role = relative.spec_of(weights), f"layers.{layer}.cross"
     normed = torch.split(norm(x, weights, f"layers.{layer}.cross_norm"), chunk_tokens)
     pieces = [relative.attend_keys(piece, weights, spec, role, read, None) for piece in normed]
@@ -135,13 +135,12 @@ class EncoderDecoder:
         return self._head(self._decode(ids))
 
     def next_logits(self, ids: list[int]) -> Tensor:
-        """Appends tokens to the answer; returns the logits of the token after the last, float32 [vocabulary]."""
+        """Appends tokens to the answer; returns the logits after the last, float32 [vocabulary]."""
         assert ids, "at least one token"
         return self._head(self._decode(ids)[-1:])[0]
 
     @torch.inference_mode()
     def _decode(self, ids: list[int]) -> Tensor:
-        """Returns the hidden states of new tokens of the answer after the last layer, float32 [T, d]."""
         if not self.read.num_tokens:
             raise RunError("there is no text to answer; encode one first")
         if self.cache.num_tokens + len(ids) > self.cache.context_tokens:
@@ -163,7 +162,7 @@ class EncoderDecoder:
         return add_cross_attention(x, weights, layer, self.read.layer(idx), chunk)
 
     def _add_mlp(self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Returns hidden states float32 [T, d] with the output of the layer's experts added, or of its dense expert.
+        """Adds the layer's experts, or its dense expert, to hidden states float32 [T, d].
 
         Args:    end: the stack's layers are those before it.   attend: adds a layer's attention.
         """

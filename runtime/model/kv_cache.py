@@ -24,7 +24,7 @@ _ANGLES_AT_ONCE = 256  # positions; the angles of a single position take as long
 
 
 def layer_cache_bytes(spec: specs.ModelSpec, layer: int, context_tokens: int, chunk_tokens: int, dtype: KvDtype) -> int:
-    """Returns the bytes of a decoder layer's keys and values, and of all else that it caches of positions."""
+    """Returns the bytes of all that a decoder layer caches of positions."""
     places = specs.cached_tokens(spec, layer, context_tokens, chunk_tokens)
     return kinds.cache_shape(spec.attention_of(layer), dtype).num_bytes(places, context_tokens, chunk_tokens)
 
@@ -38,16 +38,13 @@ class _Ring:
     window: int
 
     def reaches(self, num_tokens: int, last: int) -> bool:
-        """Whether all that the token after `num_tokens` needs is still there after `last` tokens."""
         return max(num_tokens - self.window, 0) >= last - self.tensor.shape[self.dim]
 
     def before(self, num_tokens: int) -> Tensor:
-        """Returns what the token after `num_tokens` needs, positions in their order."""
         places = layer_cache.ring_places(max(num_tokens - self.window, 0), num_tokens, self.tensor, self.dim)
         return self.tensor[:, places] if self.dim else self.tensor[places]
 
     def enter(self, num_tokens: int, positions: Tensor) -> None:
-        """Writes what `before` returned."""
         places = layer_cache.ring_places(max(num_tokens - self.window, 0), num_tokens, self.tensor, self.dim)
         if self.dim:
             self.tensor[:, places] = positions
@@ -55,14 +52,13 @@ class _Ring:
             self.tensor[places] = positions
 
     def empty(self) -> Tensor:
-        """Returns room for what `before` returns."""
         shape = list(self.tensor.shape)
         shape[self.dim] = self.window
         return self.tensor.new_zeros(shape)
 
 
 class Checkpoint:
-    """Room for a copy of what a cache cannot be cut back to: its states, and what its rings have of a window."""
+    """Room for a copy of a cache's states, and of its rings' windows."""
 
     def __init__(self, parts: list[Tensor], num_states: int) -> None:
         self.num_tokens = 0  # after which it was taken; 0 if it is empty
@@ -70,7 +66,6 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -80,7 +75,7 @@ class KVCache:
     A layer has a place for every position of the context, or fewer with a sliding window (`cached_tokens`). A layer
     without attention has a state instead, and one with n-grams has a state as well, float32 whatever the dtype.
     `num_tokens` may rise, and may return to 0, which resets the states. Other earlier positions are those of
-    `reachable`: with states, only where they were copied (`save`).
+    `reachable`.
 
     Args:    context_tokens: the most positions of a sequence.   chunk_tokens: the most tokens that are appended at
              once; None: any number.   num_layers: None: the model's; else layers that keep the whole context.
@@ -133,7 +128,6 @@ class KVCache:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the sequence so far."""
         return self._num_tokens
 
     @num_tokens.setter
@@ -187,12 +181,12 @@ class KVCache:
         return not self.states and not self._rings
 
     def new_checkpoint(self) -> Checkpoint:
-        """Returns room for a checkpoint of this cache."""
+        """Allocates a checkpoint of this cache."""
         parts = [torch.zeros_like(part) for part in self.states.parts]
         return Checkpoint([*parts, *(ring.empty() for ring in self._rings)], len(parts))
 
     def write_checkpoint(self, checkpoint: Checkpoint, num_tokens: int) -> None:
-        """Copies what the token after `num_tokens` needs; that position has to be `reachable` without a copy."""
+        """Copies the parts for the token after `num_tokens`, a position that is `reachable` without a copy."""
         states, rings = checkpoint.parts[: checkpoint.num_states], checkpoint.parts[checkpoint.num_states :]
         assert num_tokens == self._num_tokens or not self.states, "states cannot be cut back"
         for room, part in zip(states, self.states.parts, strict=True):
@@ -203,7 +197,7 @@ class KVCache:
         checkpoint.num_tokens = num_tokens
 
     def used_parts(self, checkpoint: Checkpoint) -> list[Tensor]:
-        """Returns the parts of a checkpoint without what its position leaves empty; views."""
+        """Returns the parts of a checkpoint without the places that its position leaves empty; views."""
         states, rings = checkpoint.parts[: checkpoint.num_states], checkpoint.parts[checkpoint.num_states :]
         number = checkpoint.num_tokens
         return [
@@ -215,7 +209,7 @@ class KVCache:
         ]
 
     def return_to_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Goes to the position of a checkpoint, whose keys and values in layers without a ring are in this cache."""
+        """Goes to the position of a checkpoint; layers without a ring still have its keys and values."""
         number = checkpoint.num_tokens
         for part, room in zip(self.states.parts, checkpoint.parts, strict=False):
             part.copy_(room)
@@ -226,7 +220,7 @@ class KVCache:
             self._saved_tokens = None
 
     def whole_parts(self, num_tokens: int) -> list[Tensor]:
-        """Returns what layers without a ring keep of the first positions; views, in an order that the spec decides."""
+        """Returns the first positions of layers without a ring; views, in an order that the spec decides."""
         rings, parts = {id(ring.tensor) for ring in self._rings}, list[Tensor]()
         for layer in self._layers:
             if layer.keys.shape[1] and id(layer.keys) not in rings:
@@ -244,14 +238,14 @@ class KVCache:
     # ---- layers -----------------------------------------------------------------------------------------------------
 
     def layer(self, idx: int) -> layer_cache.LayerCache:
-        """Returns the keys and values of a layer with attention, in which it reads and writes."""
+        """Returns the keys and values of a layer with attention."""
         own = self._layers[idx]
         return layer_cache.LayerCache(
             own.keys, own.values, self._num_tokens, self._chosen, own.index, own.compressed, own.storage
         )
 
     def of(self, idx: int) -> layer_cache.LayerCache | LayerState:
-        """Returns what a layer keeps of earlier tokens: keys and values, or a state."""
+        """Returns the keys and values of a layer, or its state."""
         state = self.states.of(idx)
         return self.layer(idx) if state is None else state
 
@@ -270,10 +264,9 @@ class Follower(Protocol):
     def follow(self, ids: Sequence[int], first: int, hidden: Tensor) -> None:
         """Takes note of hidden states float32 [T, w], after the last layer and before the final norm.
 
-        Args:    ids: the sequence with the tokens that have them.   first: the position of the first of these; a
-                 position that was there before, and all after it, are new.
+        Args:    ids: the sequence up to these tokens.   first: the position of the first of them; a position that was
+                 there before, and all after it, are new.
         """
-        ...
 
 
 class CachedSequence:
@@ -301,7 +294,6 @@ class CachedSequence:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the cache and of all checkpoints."""
         return self.cache.num_bytes + sum(each.num_bytes for each in self._checkpoints)
 
     def reset(self) -> None:
@@ -312,7 +304,7 @@ class CachedSequence:
             checkpoint.num_tokens = 0
 
     def cut_to(self, num_tokens: int) -> None:
-        """Drops the tokens from a position on that is `reachable`."""
+        """Drops the tokens from a `reachable` position on."""
         if self.cache.reachable(num_tokens) == num_tokens:
             self.cache.return_to(num_tokens)
         else:
@@ -346,7 +338,8 @@ class CachedSequence:
     def keep_beginning(self, prompt_ids: list[int]) -> list[int]:
         """Begins a text with this prompt; returns the tokens that are left to append, at least one.
 
-        The others are the beginning of the sequence so far, whose keys, values and states stay.
+        The others are the beginning of the sequence so far, whose keys, values and states stay. A beginning of a few
+        tokens is not worth the other rounding.
         """
         kept = self.num_kept(prompt_ids)
         if not kept:
@@ -371,7 +364,7 @@ class CachedSequence:
         self.ids = other.ids[:num_tokens]
 
     def copy_checkpoint(self, num_tokens: int, room: Checkpoint) -> None:
-        """Fills a checkpoint of another sequence with what this sequence keeps at a position that is `reachable`."""
+        """Copies what this sequence keeps at a `reachable` position to a checkpoint of another sequence."""
         for checkpoint in self._checkpoints:
             if checkpoint.num_tokens == num_tokens:
                 for own, part in zip(room.parts, checkpoint.parts, strict=True):
@@ -406,7 +399,6 @@ class CachedSequence:
     # ---- rotary positions -------------------------------------------------------------------------------------------
 
     def are_angles_same(self, before: int, after: int) -> bool:
-        """Returns whether what ran in a sequence of one length has the angles of one of another length."""
         return self._ropes.are_same(before, after)
 
     def outgrows(self, num_new: int) -> bool:

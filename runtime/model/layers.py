@@ -54,7 +54,7 @@ def embed(ids: Tensor, weights: Weights) -> Tensor:
 def add_ngrams(
     x: Tensor, rows: "compute.NgramRows | None", weights: Weights, layer: int, state: caches.LayerState | None
 ) -> Tensor:
-    """Returns hidden states with a layer's n-grams added; x itself in a layer without. New tokens enter the state.
+    """Adds a layer's n-grams to hidden states, if it has any; new tokens enter the state.
 
     Args:    rows: of the tokens; None in a model without n-grams.
     Raises:  as `NgramRows.of`.
@@ -73,9 +73,8 @@ def add_attention(
     cache: caches.LayerCache | caches.LayerState | caches.Batch[caches.LayerCache] | caches.Batch[caches.LayerState],
     angles: caches.Angles,
 ) -> Tensor:
-    """Returns hidden states with a layer's attention, or its mixer, added; new tokens enter the cache.
+    """Adds a layer's attention, or its mixer, to hidden states, if it has either; new tokens enter the cache.
 
-    They stay as they are in a layer with neither.
     Args:    cache: of one sequence, or of several with their tokens.
     """
     if not weights.spec.has_first(layer):
@@ -98,7 +97,7 @@ def add_attention(
 
 
 def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns what a layer's router and experts get, float32 [T, d], of hidden states [T, w]."""
+    """Returns the input of a layer's router and experts, float32 [T, d], from hidden states [T, w]."""
     return residuals.residual_of(weights.spec.residual).half_input(x, weights, layer, "mlp")
 
 
@@ -193,7 +192,7 @@ class ExpertRunner(ABC):
     is_prompt = False  # the pass is of several tokens of one sequence, even if a layer's experts run for one of them
 
     def begin_pass(self, ids: Tensor, num_last: int) -> None:
-        """Takes note of the tokens int64 [T] of a pass, before its first layer; here, nothing follows from them.
+        """Takes note of the tokens int64 [T] of a pass, before its first layer.
 
         Args:    num_last: so many of them, the last, run in the model's last layer.
         """
@@ -210,8 +209,8 @@ class ExpertRunner(ABC):
     ) -> Tensor:
         """Returns the outputs of a layer's routed experts for x float32 [T, d], weighted and added up: float32 [T, d].
 
-        Args:    layer_idx: counts MoE layers.   experts, router_weights: int64 and float32 [T, k].
-                 partial_state: None where the next layer has no experts.
+        Args:    layer_idx: counts MoE layers.   experts, router_weights: int64 and float32 [T, k].   partial_state:
+                 None where the next layer has no experts.
         """
 
 
@@ -220,15 +219,13 @@ class ExpertObserver(Protocol):
 
     def routed(self, layer_idx: int, experts: NDArray[np.int64]) -> None:
         """Takes note of the experts int64 [T, k] that run in a layer. `layer_idx`: counts MoE layers."""
-        ...
 
     def fetched(self, layer_idx: int, expert: int) -> None:
         """Takes note that an expert is read from the disk, because it is needed or predicted."""
-        ...
 
 
 class ObservedWeights:
-    """Weights on the CPU that have an observer if somebody sets one."""
+    """Weights on the CPU that may have an observer."""
 
     observer: ExpertObserver | None = None
 
@@ -241,12 +238,7 @@ def run_experts(
     layer_idx: int,
     partial_state: PartialState | None = None,
 ) -> Tensor:
-    """Returns the outputs of a layer's routed experts, weighted and added up; each expert is brought once.
-
-    Args:    x: float32 [T, d].   experts, router_weights: int64 and float32 [T, k].   layer_idx: counts MoE layers.
-             partial_state: None where the next layer has no experts.
-    Returns: float32 [T, d].
-    """
+    """Does the same as `ExpertRunner.run_experts` for any weights; each expert is brought once."""
     if isinstance(weights, ExpertRunner):
         return weights.run_experts(layer_idx, x, experts, router_weights, partial_state)
     if isinstance(weights, ObservedWeights) and weights.observer is not None:
@@ -255,7 +247,7 @@ def run_experts(
 
 
 def expert_inputs(x: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> tuple[Tensor, Tensor]:
-    """Returns what a layer's experts get for `mlp_input` x float32 [T, d], and the weights of their outputs [T, k]."""
+    """Returns the input of a layer's experts for `mlp_input` x, float32 [T, d], and the weights of their outputs."""
     own = residuals.residual_of(weights.spec.residual).experts_norm(weights, weights.spec.moe_layers[layer_idx])
     if own is not None:
         x = x * own
@@ -265,7 +257,7 @@ def expert_inputs(x: Tensor, router_weights: Tensor, weights: Weights, layer_idx
 
 
 def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> Tensor:
-    """Returns the same by the reference semantics (`run_expert`), one expert after the other."""
+    """Does the same by the reference semantics (`run_expert`), one expert after the other."""
     y, function = torch.zeros_like(x), weights.spec.expert_function(layer_idx)
     x, router_weights = expert_inputs(x, router_weights, weights, layer_idx)
     x = to_experts(x, weights, layer_idx)
@@ -280,10 +272,10 @@ def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: 
 
 
 def with_returned(routed: Tensor | None, x: Tensor, weights: Weights, layer: int) -> Tensor | None:
-    """Returns the sum of all routed experts of a layer, float32 [T, d], from that of the experts that have weights.
+    """Adds the experts that return their input to the sum of a layer's routed experts, float32 [T, d].
 
-    The others return their input. Their weights are computed again, so that a pass that runs experts elsewhere, or
-    later, needs nothing more than the `mlp_input` x.
+    Their weights are computed again, so that a pass that runs experts elsewhere, or later, needs the `mlp_input` x
+    alone.
     Args:    routed: None in a layer without routed experts, and for their part alone.
     """
     router = weights.spec.router
@@ -294,7 +286,7 @@ def with_returned(routed: Tensor | None, x: Tensor, weights: Weights, layer: int
 
 
 def run_unrouted(x: Tensor, weights: Weights, layer: int, most_tokens: int | None = None) -> Tensor | None:
-    """Returns what every token gets without a router: the shared expert, or the dense expert of a layer without others.
+    """Returns the output of the shared expert, or of the dense expert of a layer without others.
 
     Args:    most_tokens: for which it runs at once; None: all.
     Returns: float32 [T, d]; None where the family has no shared expert.
@@ -318,10 +310,9 @@ def run_unrouted(x: Tensor, weights: Weights, layer: int, most_tokens: int | Non
 
 
 def run_dense_expert(x: Tensor, weights: Weights, role: str, function: formats.NeuronFunction) -> Tensor:
-    """Returns the output of an expert that is stored as dense matrices; all its neurons run.
+    """Returns the output of an expert that is stored as dense matrices, float32 [T, d]; all its neurons run.
 
-    Args:    x: float32 [T, d].   role: the beginning of its matrices' roles (`layers.{i}.shared`).
-    Returns: float32 [T, d].
+    Args:    role: the beginning of its matrices' roles (`layers.{i}.shared`).
     """
     up = matrices.linear(x, weights.matrix(f"{role}.up"))
     gate = matrices.linear(x, weights.matrix(f"{role}.gate")) if "gate" in weights.spec.expert.matrices else None
@@ -342,7 +333,7 @@ def run_mlp(
     layer: int,
     partial_state: PartialState | None,
 ) -> Tensor:
-    """Returns hidden states after a layer, from x after its first half and the output of what runs for every token.
+    """Returns hidden states after a layer, from x after its first half and its shared or dense expert's output.
 
     Args:    inputs: the `mlp_input`.   route: as from `route_tokens`; None in a layer without routed experts.
     """

@@ -1,7 +1,7 @@
-"""Mixers: what some layers have in place of attention, one function for each kind; and what n-grams add to a layer.
+"""Mixers, which replace attention in some layers, a function a kind, and the n-grams of a layer.
 
-Projections come from the weights. Short convolutions and recurrences are operations, because kernels compute them;
-their torch twins are in `recurrence`. docs/model.md says what each kind computes.
+Short convolutions and recurrences are operations, because kernels compute them; their torch twins are in `recurrence`.
+docs/model.md says what each kind computes.
 """
 
 import math
@@ -28,10 +28,9 @@ def mix(
     mixer: mixers.MixerSpec,
     state: states.LayerState | layer_cache.Batch[states.LayerState],
 ) -> Tensor:
-    """Returns a layer's mixer for new tokens, which update the layer's state.
+    """Returns a layer's mixer for new tokens, float32 [T, d]; they update the layer's state.
 
     Args:    x: float32 [T, d], normed.   state: of one sequence, or of several with their tokens.
-    Returns: float32 [T, d].
     """
     role, states = f"layers.{layer}.mixer", layer_cache.each_sequence(state, len(x))
     if isinstance(mixer, mixers.GatedDeltaSpec):
@@ -50,7 +49,6 @@ def mix(
 def _convolve(
     operations: Operations, x: Tensor, kernel: Tensor, bias: Tensor | None, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
-    """Returns the convolution of each sequence's tokens, as `recurrence.convolve` says."""
     each = [operations.convolve(x[own.rows], kernel, bias, own.cache) for own in states]
     return joined(each)
 
@@ -64,7 +62,6 @@ def _recur(
     rate: Tensor | None,
     states: layer_cache.Batch[states.LayerState],
 ) -> Tensor:
-    """Returns what each sequence's tokens read from its state, as `recurrence.recur` says."""
     each = []
     for own in states:
         rows, own_rate = own.rows, None if rate is None else rate[own.rows]
@@ -75,7 +72,6 @@ def _recur(
 def _gated_delta(
     x: Tensor, weights: Weights, role: str, spec: mixers.GatedDeltaSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
-    """Returns Gated DeltaNet of tokens x."""
     operations, num_tokens = weights.operations, len(x)
     qkv, z, b, a = (_interleaved if spec.interleaved else _separate)(x, weights, role, spec)
     qkv = torch.nn.functional.silu(_convolve(operations, qkv, weights.vector(f"{role}.conv"), None, states))
@@ -94,9 +90,9 @@ def _gated_delta(
 def _interleaved(
     x: Tensor, weights: Weights, role: str, spec: mixers.GatedDeltaSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns queries, keys and values together, gates of outputs, logits of rates, and what decays follow from.
+    """Returns queries, keys and values together, gates of outputs, logits of rates, and inputs of decays.
 
-    For each key head there are its query and key, the values it serves and their gates; and two numbers a value head.
+    Each key head has its query and key, the values it serves and their gates; and two numbers a value head.
     """
     shared, dk, dv = spec.num_value_heads // spec.num_key_heads, spec.key_head_dim, spec.value_head_dim
     qkvz = linear(x, weights.matrix(f"{role}.qkvz")).view(len(x), spec.num_key_heads, -1)
@@ -109,20 +105,17 @@ def _interleaved(
 def _separate(
     x: Tensor, weights: Weights, role: str, spec: mixers.GatedDeltaSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the same from a matrix each."""
     qkv, z, b, a = (linear(x, weights.matrix(f"{role}.{name}")) for name in ("qkv", "z", "b", "a"))
     return qkv, z, b, a
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Returns vectors of length 1, over the last dimension."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _L2_EPS)
 
 
 def _kimi_delta(
     x: Tensor, weights: Weights, role: str, spec: mixers.KimiDeltaSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
-    """Returns Kimi delta attention of tokens x."""
     operations, shape = weights.operations, (len(x), spec.num_heads, spec.head_dim)
     qkv = torch.cat([linear(x, weights.matrix(f"{role}.{name}")) for name in "qkv"], dim=1)
     kernel = torch.cat([weights.vector(f"{role}.{name}_conv") for name in "qkv"])
@@ -145,14 +138,12 @@ def _kimi_delta(
 
 
 def _through(x: Tensor, weights: Weights, role: str) -> Tensor:
-    """Returns tokens x through the two matrices of a role."""
     return linear(linear(x, weights.matrix(f"{role}_a")), weights.matrix(f"{role}_b"))
 
 
 def _mamba2(
     x: Tensor, weights: Weights, role: str, spec: mixers.Mamba2Spec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
-    """Returns Mamba-2 of tokens x."""
     operations, silu, num_tokens = weights.operations, torch.nn.functional.silu, len(x)
     bias = weights.vector(f"{role}.in_bias") if spec.proj_bias else None
     projected = linear(x, weights.matrix(f"{role}.in"), bias)
@@ -177,7 +168,6 @@ def _mamba2(
 def _mamba(
     x: Tensor, weights: Weights, role: str, spec: mixers.MambaSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
-    """Returns Mamba of tokens x."""
     operations, silu, eps = weights.operations, torch.nn.functional.silu, weights.spec.norm.eps
     bias = weights.vector(f"{role}.in_bias") if spec.proj_bias else None
     mixed, z = linear(x, weights.matrix(f"{role}.in"), bias).chunk(2, dim=1)
@@ -197,7 +187,6 @@ def _mamba(
 def _short_conv(
     x: Tensor, weights: Weights, role: str, spec: mixers.ShortConvSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
-    """Returns a short convolution of tokens x, between a gate before it and one after it."""
     bias = {name: weights.vector(f"{role}.{name}_bias") if spec.bias else None for name in ("in", "conv", "o")}
     before, after, value = linear(x, weights.matrix(f"{role}.in"), bias["in"]).chunk(3, dim=1)
     y = _convolve(weights.operations, before * value, weights.vector(f"{role}.conv"), bias["conv"], states)
@@ -207,7 +196,6 @@ def _short_conv(
 def _lightning(
     x: Tensor, weights: Weights, layer: int, spec: mixers.LightningSpec, states: layer_cache.Batch[states.LayerState]
 ) -> Tensor:
-    """Returns lightning attention of tokens x."""
     operations, role = weights.operations, f"layers.{layer}.mixer"
     qkv = torch.nn.functional.silu(linear(x, weights.matrix(f"{role}.qkv")))
     q, k, v = qkv.view(len(x), spec.num_heads, 3, spec.head_dim).unbind(2)
@@ -218,17 +206,15 @@ def _lightning(
 
 
 def ngram_output(x: Tensor, embedded: Tensor, weights: Weights, layer: int, state: states.LayerState) -> Tensor:
-    """Returns what a layer's n-grams add to the hidden states of new tokens, which update the layer's state.
+    """Returns the output of a layer's n-grams for new tokens, float32 [T, streams * d]; they update the layer's state.
 
     Args:    x: float32 [T, streams * d].   embedded: float32 [T, embed_dim], the tokens' rows of the layer's table.
-    Returns: float32 [T, streams * d].
     """
     ngrams, role, d = weights.spec.ngrams_of(layer), f"layers.{layer}.ngrams", weights.spec.hidden_size
     assert ngrams is not None, f"layer {layer} has n-grams"
     shape, embedded = (len(x), x.shape[1] // d, d), embedded.to(x.device)
 
     def normed(y: Tensor, name: str) -> Tensor:
-        """Returns y, normed in each stream: float32 [T, streams, d]."""
         ones = torch.ones(d, device=y.device)
         scaled = weights.operations.rms_norm(y.view(shape), ones, weights.spec.norm.eps)
         return scaled * weights.vector(f"{role}.{name}_norm").view(shape[1:])

@@ -32,10 +32,7 @@ from moe_pack.runtime.model.compute.weights import from_experts, to_experts
 
 @contextmanager
 def named_if_cut(place: str) -> Iterator[None]:
-    """Names the file if its map was cut while it was read.
-
-    Raises:  PackError for MapCutError.
-    """
+    """Turns MapCutError into a PackError that names the file."""
     try:
         yield
     except cpu.MapCutError as fault:
@@ -51,7 +48,6 @@ class PackedExpert:
         self._operations = operations
 
     def blocks(self) -> Iterator[NeuronBlock]:
-        """Yields every neuron once, in stored order."""
         layout = self._layout
         num_parts = len(layout.records.parts) + (len(layout.selector.parts) if layout.selector else 0)
         for start, stop in row_blocks(layout.num_rows, layout.records.num_cols, num_parts):
@@ -62,7 +58,6 @@ class PackedExpert:
             yield NeuronBlock(gate, up, down, gate_bias, up_bias)
 
     def down_bias(self) -> Tensor | None:
-        """Returns the bias of the output, float32 [d]; None in families without one."""
         extra = self._layout.extra
         if extra is None:
             return None
@@ -87,10 +82,7 @@ class PackedExpert:
 
 
 class MappedExpert:
-    """An expert in its mapped file, u8. Only native operations read it, because they survive it if the file is cut.
-
-    `rows`: the expert as the kernels see it.   `place`: the file's name.
-    """
+    """An expert in its mapped file, u8. Only native operations read it, because they survive it if the file is cut."""
 
     def __init__(
         self,
@@ -110,13 +102,11 @@ class MappedExpert:
         self.rows = cpu.extent_rows(layout, selector, function, threshold, mapped)
 
     def blocks(self) -> Iterator[NeuronBlock]:
-        """Yields every neuron once, in stored order; the kernels copy the extent first."""
         with named_if_cut(self._place):
             copied = self._operations.kernels.gather(self._mapped.reshape(1, -1), np.zeros(1, np.int32)).reshape(-1)
         yield from PackedExpert(self._layout, torch.from_numpy(copied), self._operations).blocks()
 
     def down_bias(self) -> Tensor | None:
-        """Returns the bias of the output, float32 [d]; None in families without one."""
         if self._layout.extra is None:
             return None
         extra = self._mapped[-self._layout.extra_bytes :].reshape(1, -1)
@@ -168,12 +158,10 @@ class PackTables:
         self._tables = {t.layer: (t, self.reads.open(pack.folder / ngrams_file(t.layer))) for t in tables}
 
     def table(self, layer: int) -> "compute.RowTable":
-        """Returns the table of a decoder layer."""
         table, file = self._tables[layer]
         return _PackTable(self, table, file)
 
     def close(self) -> None:
-        """Ends threads and closes files."""
         self.reads.close()
 
 
@@ -199,7 +187,6 @@ class _PackRows:
         self._submit(numbers[: tables.slot_rows])
 
     def result(self) -> Tensor:
-        """Waits until all rows are read and returns them, float32 [n, values]."""
         pieces, step, row_bytes = [], self._tables.slot_rows, self._table.rows.row_bytes
         assert self._slot is not None, "rows are taken once"
         memory = self._tables.memory[self._slot * self._tables.slot_bytes :]
@@ -216,7 +203,6 @@ class _PackRows:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def cancel(self) -> None:
-        """Gives up what is not read, and the buffer."""
         if self._ticket is not None:
             self._tables.reads.cancel(self._ticket)
             self._ticket = None
@@ -245,8 +231,6 @@ _FIRST_TOKEN = np.zeros(1, np.int64)
 
 
 class _OfPack:
-    """The small facts of an open pack's weights."""
-
     def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations) -> None:
         self.spec: formats.ModelSpec = pack.spec
         self.selector = pack.manifest.selector
@@ -255,11 +239,9 @@ class _OfPack:
         self._rotations = rotations(pack, device)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
         return float(self._pack.thresholds[layer_idx, expert])
 
     def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
         return self._rotations[layer_idx]
 
 
@@ -280,7 +262,6 @@ class PackWeights(_OfPack, layers.ObservedWeights):
         self._keep(torch.from_numpy(pack.read_file(DENSE_FILE)))
 
     def _keep(self, file: Tensor) -> None:
-        """Keeps all vectors and matrices of the dense part's file, u8 [bytes]."""
         for dense in self._pack.layout.dense:
             entry = dense.entry
             raw = file[entry.offset : entry.offset + entry.num_bytes].to(self._device)
@@ -293,15 +274,12 @@ class PackWeights(_OfPack, layers.ObservedWeights):
         return stored_matrix(dense, raw, self.operations)
 
     def vector(self, role: str) -> Tensor:
-        """Returns a norm's weight or a bias, float32 [n]."""
         return self._vectors[role]
 
     def matrix(self, role: str) -> matrices.Matrix:
-        """Returns a dense matrix by its role."""
         return self._dense[role]
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """Reads an expert from the pack and checks it."""
         layout = self._pack.layout.experts[layer_idx][expert]
         self.bytes_read += layout.num_bytes
         if self.observer is not None:
@@ -310,7 +288,6 @@ class PackWeights(_OfPack, layers.ObservedWeights):
         return PackedExpert(layout, raw, self.operations)
 
     def ngram_table(self, layer: int) -> "compute.RowTable":
-        """Returns the n-gram table of a decoder layer that has one; threads read its rows."""
         if self._tables is None:
             self._tables = PackTables(self._pack)
         return self._tables.table(layer)
@@ -336,7 +313,6 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         self._mapped: dict[tuple[int, int], MappedExpert] = {}
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """Returns an expert in its mapped file; it is checked the first time."""
         self.bytes_read += self._pack.layout.experts[layer_idx][expert].num_bytes
         return self._mapped_expert(layer_idx, expert)
 
@@ -361,11 +337,7 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         router_weights: Tensor,
         partial_state: layers.PartialState | None = None,
     ) -> Tensor:
-        """Returns the outputs of a layer's routed experts for x float32 [T, d], weighted and added up.
-
-        Args:    experts, router_weights: int64 and float32 [T, k].
-        Raises:  PackError if an expert is damaged or its file is truncated; with the last layer, if any file is.
-        """
+        """Raises:  PackError if an expert is damaged or its file is truncated; with the last layer, if any file is."""
         if self.observer is not None:
             self.observer.routed(layer_idx, experts.numpy())
         works = []
@@ -388,7 +360,7 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         return type(self).run_experts is MappedPackWeights.run_experts
 
     def expert_rows(self, layer_idx: int, expert: int) -> cpu.ExpertRows:
-        """Returns the rows of an expert in its mapped file, which stay where they are; it is checked the first time.
+        """Returns the rows of an expert in its mapped file.
 
         Raises:  PackError if the expert is damaged.
         """
@@ -460,11 +432,9 @@ class StreamedPackWeights(_OfPack):
         self._dense = {dense.role.name: dense for dense in pack.layout.dense}
 
     def vector(self, role: str) -> Tensor:
-        """Returns a norm's weight or a bias, float32 [n]."""
         return stored_vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
 
     def matrix(self, role: str) -> matrices.Matrix:
-        """Returns a dense matrix by its role, which reads its rows when they are needed."""
         num_rows, num_cols = self._dense[role].role.shape
         return matrices.ReadMatrix(num_rows, num_cols, lambda start, stop: self.rows(role, start, stop))
 
@@ -478,12 +448,10 @@ class StreamedPackWeights(_OfPack):
         return stored_matrix(self._dense[role], self._rows(role, start, stop), self.operations).rows(0, stop - start)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """Reads an expert from the pack and checks it."""
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(self._pack.layout.experts[layer_idx][expert], raw, self.operations)
 
     def ngram_table(self, layer: int) -> "compute.RowTable":
-        """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
         pack, table = self._pack, next(table for table in self._pack.layout.ngrams if table.layer == layer)
         return compute.LaterTable(lambda numbers: table_values(table, pack.read_ngram_rows(table, numbers), numbers))
 
@@ -492,13 +460,13 @@ class StreamedPackWeights(_OfPack):
 
 
 def stored_vector(dense: DenseLayout, raw: Tensor) -> Tensor:
-    """Returns a vector, given as its stored bytes, u8: float32 [n]."""
+    """Returns a vector from its stored bytes, u8: float32 [n]."""
     vector = raw.view(matrices.TORCH_DTYPES[dense.dtype]).to(torch.float32)
     return vector + dense.role.offset if dense.role.offset else vector
 
 
 def stored_matrix(dense: DenseLayout, raw: Tensor, operations: Operations = TORCH) -> matrices.Matrix:
-    """Returns a matrix of some rows, given as their stored bytes, u8."""
+    """Returns a matrix of some rows from their stored bytes, u8."""
     if dense.rows is not None:
         return matrices.RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes), operations)
     values = raw.view(matrices.TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1])

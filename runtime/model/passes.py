@@ -1,4 +1,4 @@
-"""Forward passes over sequences: several at once, drafted tokens that are verified together, and what a pass leaves.
+"""Forward passes over sequences: several at once, drafted tokens that are verified together, and failed passes.
 
 `Pass` has the sequences of a pass, each with its cache and rotary angles. `SequencePasses` makes passes: it appends
 tokens to a sequence in chunks, one token to each of several sequences, or several tokens that are computed as if each
@@ -54,7 +54,7 @@ class Pass:
             sequence.cache.num_tokens += self._num_new
 
     def add_ngrams(self, x: Tensor, layer: int, is_trial: bool = False) -> Tensor:
-        """Returns hidden states with a layer's n-grams added; x itself in a layer without any."""
+        """Adds a layer's n-grams to hidden states, if it has any."""
         if self._weights.spec.ngrams_of(layer) is None:
             return x
         each = zip(self._rows, self._ngram_rows, self._ngram_states(layer, is_trial), strict=True)
@@ -65,11 +65,10 @@ class Pass:
         return cast(layer_cache.Batch[layer_cache.LayerCache], self._kept(layer, is_trial=False))
 
     def angles(self, layer: int) -> Angles:
-        """Returns the rotary angles of all tokens in a layer."""
         return self._angles[self._weights.spec.attention_kind(layer)]
 
     def add_attention(self, x: Tensor, layer: int, is_trial: bool = False) -> Tensor:
-        """Returns hidden states with a layer's attention, or its mixer, added.
+        """Adds a layer's attention, or its mixer, to hidden states.
 
         Args:    is_trial: the outcome does not count, and leaves no trace in the caches.
         """
@@ -98,10 +97,10 @@ class Pass:
 
 
 class TokenPass(Pass):
-    """Some new tokens of one sequence, which have a pass together and are computed as if each had its own.
+    """New tokens of one sequence, which have a pass together and are computed as if each had its own.
 
-    Every token is treated as a sequence that is one token longer than the one before it. All of them have the same
-    caches, in which each finds what the tokens before it have just entered.
+    Each token counts as a sequence that is one token longer than the one before it. They share the caches, in which
+    each finds the tokens before it.
     """
 
     def __init__(self, weights: Weights, sequence: CachedSequence, rows: _Rows) -> None:
@@ -137,12 +136,15 @@ class SequencePasses(ABC):
 
     @abstractmethod
     def run_layers(self, x: Tensor, batch: Pass, ids: Tensor, ends_early: bool) -> Tensor:
-        """Returns the hidden states of tokens int64 [T] after the last layer."""
+        """Returns the hidden states of tokens int64 [T] after the last layer, from those before the first, [T, d].
+
+        Args:    ends_early: the last layer's experts run for the last token alone, whose state alone is returned.
+        """
 
     # ---- one sequence -----------------------------------------------------------------------------------------------
 
     def extend(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
-        """Appends tokens to one of the sequences; returns the logits of the token after the last, float32 [vocabulary].
+        """Appends tokens to one of the sequences; returns the logits after the last, float32 [vocabulary].
 
         Raises:  RunError if the context is full or a token is not in the vocabulary.
         """
@@ -179,11 +181,10 @@ class SequencePasses(ABC):
         return hidden if last_only or kept == before else [torch.cat(hidden)[before:]]
 
     def _may_end_early(self, sequence: CachedSequence) -> bool:
-        """Whether the last layer's experts may run for the last token of each pass of a prompt alone.
+        """Returns whether the last layer's experts may run for the last token of each pass of a prompt alone.
 
-        Nothing else needs the others' outputs but a drafter that follows the sequence, and routers whose experts take a
-        number of tokens at most; a GPU computes whole passes. Passes that calls of layers may take are whole, too, so
-        that calls change no bit.
+        Drafters that follow the sequence, and routers with a capacity, need the others' outputs; a GPU computes whole
+        passes. Passes that calls of layers may take are whole, too, so that calls change no bit.
         """
         return self.device.type == "cpu" and sequence.follower is None and not self.spec.router.capacity
 
@@ -211,7 +212,6 @@ class SequencePasses(ABC):
 
     @torch.inference_mode()
     def _extend_together(self, sequences: list[CachedSequence], ids: list[int]) -> Tensor:
-        """Returns the logits after a token of each sequence, float32 [n, vocabulary]."""
         rows: _Rows = []
         with self._alone(sequences, rows):
             for sequence, token in zip(sequences, ids, strict=True):
@@ -228,7 +228,7 @@ class SequencePasses(ABC):
     def most_verified(self, sequence: CachedSequence) -> int:
         """Returns how many tokens `verify` may append to a sequence now.
 
-        It is 1 where tokens cannot be taken back, or where all positions get other angles.
+        It is 1 if tokens cannot be taken back, or if all positions get other angles.
         """
         before = sequence.num_tokens
         most = min(
@@ -245,9 +245,9 @@ class SequencePasses(ABC):
     def verify(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
         """Appends tokens to a sequence in one pass; returns the logits after each, float32 [n, vocabulary].
 
-        With native kernels these are the logits that the tokens have one after the other, to the bit. `keep` drops the
-        tokens that turn out to be wrong. Where the cache has states, it leads back to the position before these tokens,
-        and no longer to the one that was saved last.
+        With native kernels these are the logits that the tokens have one after the other, to the bit. `keep` drops
+        wrong tokens. A cache with states then leads back to the position before these tokens, and no longer to the one
+        saved last.
         Args:    ids: at most `most_verified`.
         Raises:  RunError as `extend`, before anything runs.
         """
@@ -263,7 +263,7 @@ class SequencePasses(ABC):
     def keep(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Keeps the first tokens of a sequence, of those that the last `verify` appended at least one.
 
-        Where the cache has states, the kept tokens run again, from the states before them.
+        With states in the cache, the kept tokens run again, from the states before them.
         """
         num_dropped = sequence.num_tokens - num_tokens
         if not num_dropped:
@@ -291,7 +291,6 @@ class SequencePasses(ABC):
     # ---- a pass -----------------------------------------------------------------------------------------------------
 
     def _run(self, batch: Pass, ids: Tensor, ends_early: bool = False) -> Tensor:
-        """Runs one forward pass over tokens int64 [T]; returns the hidden states after the last layer, [T, d]."""
         if isinstance(self.weights, layers.ExpertRunner):
             self.weights.begin_pass(ids, 1 if ends_early else len(ids))
         x = self.run_layers(layers.embed(ids, self.weights), batch, ids, ends_early)
@@ -304,7 +303,7 @@ class SequencePasses(ABC):
 
     @contextmanager
     def _alone(self, sequences: list[CachedSequence], rows: _Rows) -> Iterator[None]:
-        """Computes each token of a pass as if it were alone; closes its rows, and drops what a failed pass leaves."""
+        """Computes each token of a pass as if it were alone; a failed pass is cut back."""
         before = [sequence.num_tokens for sequence in sequences]
         try:
             with self.weights.operations.tokens_alone(), self._told(is_batch=True):
@@ -320,7 +319,7 @@ class SequencePasses(ABC):
 
     @contextmanager
     def _told(self, is_batch: bool = False, is_prompt: bool = False) -> Iterator[None]:
-        """Tells weights that run experts themselves what the tokens of a pass are."""
+        """Tells weights that run experts themselves the kind of a pass."""
         runner = self.weights if isinstance(self.weights, layers.ExpertRunner) else None
         if runner is not None:
             runner.is_batch, runner.is_prompt = is_batch, is_prompt
@@ -367,10 +366,10 @@ class SequencePasses(ABC):
 
 
 def _keep_what_is_whole(cache: KVCache, kept: int) -> None:
-    """Drops what a pass that failed has left in a cache.
+    """Cuts a cache back after a failed pass.
 
-    The first `kept` tokens stay, unless the pass was to compute them again, or a ring lost places to new tokens, or
-    states moved on with some layers.
+    The first `kept` tokens stay, unless the pass computed them again, a ring lost places to new tokens, or states moved
+    on with some layers.
     """
     is_whole = not cache.states and (cache.num_tokens == kept or not cache.is_ring)
     cache.num_tokens = kept if is_whole else 0

@@ -1,9 +1,9 @@
-"""How the halves of a layer read the hidden states and change them, a class for each kind of residual.
+"""Residuals: how the halves of a layer read and change the hidden states, a class a kind.
 
     plain:  x = x + attention(norm(x));  x = x + mlp(norm(x))
 
 Between layers, hidden states are float32 [T, w], where w is d, or with several streams a multiple of it. A half gets
-`half_input` and returns float32 [T, d], which `enter` or `enter_second` adds.
+`half_input` and returns float32 [T, d]; `enter` or `enter_second` adds it.
 """
 
 import math
@@ -26,18 +26,18 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 class Residual:
-    """The plain residual, and what the other kinds share with it."""
+    """The plain residual, and the base of the other kinds."""
 
     def begin(self, x: Tensor) -> Tensor:
         """Returns the hidden states [T, w] before the first layer, from embeddings float32 [T, d]."""
         return x
 
     def half_input(self, x: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
-        """Returns what a half of a layer gets, float32 [T, d], of hidden states [T, w]."""
+        """Returns the input of a half of a layer, float32 [T, d], from hidden states [T, w]."""
         return norm(x, weights, f"layers.{layer}.{half}_norm")
 
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
-        """Returns hidden states [T, w] after a half of a layer, whose output is y float32 [T, d]."""
+        """Returns hidden states [T, w] after a half of a layer with output y float32 [T, d]."""
         return x + scaled(y, weights.spec.residual_multiplier)
 
     def enter_second(
@@ -45,17 +45,17 @@ class Residual:
     ) -> Tensor:
         """Returns hidden states [T, w] after a layer.
 
-        Args:    x: after its first half.   unrouted: the output of its shared or dense expert, float32 [T, d]; None if
-                 there is none.   routed: the weighted sum of its routed experts likewise. One of both is there.
+        Args:    x: after its first half.   unrouted: the output of its shared or dense expert, float32 [T, d], or None.
+                 routed: the weighted sum of its routed experts likewise. At least one is there.
         """
         return self.enter(x, _sum(unrouted, routed), weights, layer, "mlp")
 
     def end(self, x: Tensor, weights: Weights) -> Tensor:
-        """Returns the input of the head, float32 [T, d], of hidden states [T, w] after the last layer."""
+        """Returns the input of the head, float32 [T, d], from hidden states [T, w] after the last layer."""
         return norm(x, weights, "norm")
 
     def experts_norm(self, weights: Weights, layer: int) -> Tensor | None:
-        """Returns the weights of the norm that a layer's routed experts have of their own, float32 [d], or None."""
+        """Returns the weights of a norm of a layer's routed experts alone, float32 [d], or None."""
         return None
 
     def shared_norm(self, weights: Weights, layer: int) -> Tensor | None:
@@ -70,12 +70,11 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor:
 
 
 def _unit(x: Tensor, weights: Weights) -> Tensor:
-    """Returns x float32 [..., n] over the rms of its rows, with the model's eps."""
     return weights.operations.rms_norm(x, torch.ones(x.shape[-1], device=x.device), weights.spec.norm.eps)
 
 
 class _Normed(Residual):
-    """Outputs are normed before they are added."""
+    """Norms outputs before they are added."""
 
     def __init__(self, spec: parts.NormedResidualSpec) -> None:
         self._spec = spec
@@ -246,9 +245,9 @@ class _MixedStreams(Residual):
         return norm(_weighted(x, shares), weights, "norm")
 
     def _shares(self, x: Tensor, weights: Weights, role: str) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns by what shares streams are read, float32 [T, n], an output enters them, [T, n], and they are mixed.
+        """Returns the shares by which streams are read, float32 [T, n], entered, [T, n], and mixed, [T, n, n] or None.
 
-        The last, float32 [T, n, n], is of stream j in stream k; None if streams are not mixed.
+        The last is of stream j in stream k.
         """
         spec, n, scale = self._spec, self._spec.streams, weights.vector(f"{role}.scale")
         found = linear(_unit(x, weights), weights.matrix(f"{role}.weights"))
@@ -266,7 +265,6 @@ class _MixedStreams(Residual):
 
 
 def _weighted(x: Tensor, shares: Tensor) -> Tensor:
-    """Returns the sum of streams [T, n d] by shares [T, n]: float32 [T, d]."""
     return (x.view(*shares.shape, -1) * shares[:, :, None]).sum(dim=1)
 
 

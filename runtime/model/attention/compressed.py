@@ -17,7 +17,7 @@ from moe_pack.runtime.model.compute.weights import Weights
 
 
 def cache_shape(spec: parts.CompressedSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
-    """Returns what a layer caches: keys for one head, which are the values, too, and entries."""
+    """Returns the cache of a layer: keys for one head, which are the values, too, and entries."""
     compression, entries = spec.compression, None
     if compression is not None:
         rows, width = storage.RowStorage(dtype, compression.dims(spec.head_dim)), compression.raw_width(spec.head_dim)
@@ -44,7 +44,6 @@ class _Compressed(shared.LayerAttention):
         self._spec, self._eps, self._sinks = spec, weights.spec.norm.eps, self.vector("sinks")
 
     def attend(self, x: Tensor, cache: layer_cache.LayerCache, angles: ropes.Angles) -> Tensor:
-        """Returns the attention of a sequence; keys of new tokens, and entries that they complete, enter the cache."""
         spec, start, number, seen = self._spec, cache.num_tokens, 0, None
         latent = self.norm(self.linear(x, "q_a"), "q_a_norm", self._eps)
         q = self.linear(latent, "q_b").view(len(x), spec.num_heads, spec.head_dim)
@@ -133,7 +132,7 @@ class _Compressed(shared.LayerAttention):
     def _compress(
         self, x: Tensor, compression: parts.CompressionSpec, cache: layer_cache.EntryCache, start: int
     ) -> None:
-        """Writes to the cache what entries follow from, of tokens x from position `start` on, and entries."""
+        """Caches the projections of tokens x from position `start` on, and the entries that they complete."""
         size = compression.window_tokens
         names = [*zip(("entry", "index"), compression.dims(self._spec.head_dim), strict=False)]
         raw, places = list[Tensor](), torch.arange(start, start + len(x), device=x.device) % size
@@ -171,7 +170,7 @@ class _Compressed(shared.LayerAttention):
     ) -> Tensor | None:
         """Returns which entries each token attends to: those that it sees, or the indexer's choice among them.
 
-        Args:    x: float32 [T, d], from position `start` on.   latent: float32 [T, q_lora_rank], of queries.
+        Args:    latent: float32 [T, q_lora_rank], of queries.
         Returns: bool [T, n]; among equal scores, the first entries. None if each token attends to all.
         """
         numbers, num_tokens, indexer = torch.arange(num_entries, device=x.device), len(x), spec.indexer
@@ -191,10 +190,9 @@ class _Compressed(shared.LayerAttention):
 
 
 def _overlapped(rows: Tensor, before: int, fill: float) -> Tensor:
-    """Returns, of windows [n, size, 2 dim], the first half of the window before and the second half of each.
+    """Joins the first half of the window before to the second half of each window: [n - before, 2 size, dim].
 
-    Args:    before: 1 if the first window is only one before; 0 if there is none, and `fill` takes its place.
-    Returns: [n - before, 2 size, dim].
+    Args:    rows: [n, size, 2 dim].   before: 1 if the first window is only one before; 0 if `fill` takes its place.
     """
     earlier, own = rows.chunk(2, dim=-1)
     if not before:

@@ -1,7 +1,7 @@
 """Grouped-query attention: norms and rotation of heads, windows, sinks, gates, and indexers that choose blocks.
 
-The attention itself is an operation, because kernels compute it whole. An indexer chooses blocks of positions for each
-token; while there are no more blocks than it chooses, attention is the plain one.
+The attention itself is an operation, because kernels compute it whole. While there are no more blocks than an indexer
+chooses for each token, attention is the plain one.
 """
 
 import torch
@@ -15,7 +15,7 @@ from moe_pack.runtime.model.compute.weights import Weights
 
 
 def cache_shape(spec: parts.GroupedQuerySpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
-    """Returns what a layer caches: keys and values of each head, and an indexer's keys."""
+    """Returns the cache of a layer: keys and values of each head, and an indexer's keys."""
     keys, values = storage.RowStorage(dtype, (spec.head_dim,)), storage.RowStorage(dtype, (spec.value_dim,))
     index_width = 0 if spec.indexer is None else spec.indexer.head_dim
     return layer_cache.CacheShape(spec.num_kv_heads, keys, values, index_width=index_width)
@@ -78,7 +78,7 @@ class _Grouped(shared.LayerAttention):
         return x if self._spec.clip is None else x.clamp(-self._spec.clip, self._spec.clip)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, operations.HeadNorms | None]:
-        """Returns queries and keys, normed as far as it is done here, clipped, and the norms of the operation."""
+        """Returns queries and keys, clipped and perhaps normed, and the norms that the operation applies."""
         spec, eps, norms = self._spec, self._eps, None
         if spec.qk_norm == "unit":
             ones = torch.ones(spec.head_dim, device=q.device)
@@ -105,7 +105,7 @@ def choose_blocks(
     cache: layer_cache.LayerCache,
     angles: ropes.Angles,
 ) -> Tensor | None:
-    """Returns the blocks that each new token attends to; the indexer's keys of the tokens are written to the cache.
+    """Returns the blocks that each new token attends to; the tokens' index keys enter the cache.
 
     A block is seen up to the token's own position. The block that the token is in the middle of counts as chosen.
     Args:    x: float32 [T, d], normed.   angles: of the T positions, as the layer rotates them.
@@ -138,7 +138,7 @@ def choose_blocks(
 
 
 def _pool_blocks(weights: Weights, layer: int, index: Tensor, blocks: range, size: int) -> None:
-    """Writes the key of each of these blocks, which are complete, to its last position in the cache of an indexer."""
+    """Writes the keys of these complete blocks to their last positions in the cache of an indexer."""
     if not blocks:
         return
     attention = weights.spec.attention_of(layer)
@@ -154,11 +154,10 @@ def _pool_blocks(weights: Weights, layer: int, index: Tensor, blocks: range, siz
 
 
 def _score_pooled(q: Tensor, index: Tensor, positions: Tensor, spec: parts.BlockIndexerSpec) -> Tensor:
-    """Returns the blocks that are chosen by their own keys, and those that tokens are in the middle of.
+    """Returns the blocks chosen by their own keys, and those that tokens are in the middle of, bool [1, T, blocks].
 
     Args:    q: float32 [heads, T, head_dim].   index: float32 [S, head_dim], a complete block's key at its last
              position.   positions: int64 [T].
-    Returns: bool [1, T, blocks].
     """
     size = spec.block_tokens
     scores = torch.relu(q @ index[size - 1 :: size].T).sum(dim=0)
@@ -170,11 +169,7 @@ def _score_pooled(q: Tensor, index: Tensor, positions: Tensor, spec: parts.Block
 
 
 def _score_largest(q: Tensor, index: Tensor, positions: Tensor, spec: parts.BlockIndexerSpec) -> Tensor:
-    """Returns the blocks that are chosen by the best of their positions, and the last ones.
-
-    Args:    q: float32 [heads, T, head_dim].   index: float32 [S, head_dim].   positions: int64 [T].
-    Returns: bool [heads, T, blocks].
-    """
+    """Returns the blocks chosen by the best of their positions, and the last ones, bool [heads, T, blocks]."""
     size, length = spec.block_tokens, len(index)
     seen = torch.arange(length, device=q.device) <= positions[:, None]
     scores = (q @ index.T).masked_fill(~seen, -torch.inf)

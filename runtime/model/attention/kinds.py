@@ -1,4 +1,4 @@
-"""The one place that tells kinds of attention apart. A kind's module is loaded when a layer has it."""
+"""Dispatches by the kind of attention. A kind's module is loaded when a layer has it."""
 
 from torch import Tensor
 
@@ -14,11 +14,10 @@ def attend(
     cache: layer_cache.LayerCache | layer_cache.Batch[layer_cache.LayerCache],
     angles: ropes.Angles,
 ) -> Tensor:
-    """Returns a layer's attention for new tokens; their keys and values are appended to the cache.
+    """Returns a layer's attention for new tokens, float32 [T, d]; their keys and values enter the cache.
 
     Args:    x: float32 [T, d], normed.   cache: of one sequence, or of several with their tokens.   angles: of the T
              positions, from `Rope`.
-    Returns: float32 [T, d].
     """
     spec, sequences = weights.spec.attention_of(layer), layer_cache.each_sequence(cache, len(x))
     if isinstance(spec, parts.GroupedQuerySpec):
@@ -36,7 +35,7 @@ def attend(
 
 
 def cache_shape(spec: parts.AttentionSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
-    """Returns what a layer with this attention caches of each position."""
+    """Returns the cache of a layer with this attention."""
     if isinstance(spec, parts.GroupedQuerySpec):
         from moe_pack.runtime.model.attention import grouped
 

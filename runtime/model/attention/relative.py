@@ -15,7 +15,7 @@ from moe_pack.runtime.model.compute.weights import Weights
 
 
 def cache_shape(spec: parts.RelativeSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
-    """Returns what a layer caches: keys and values of each head."""
+    """Returns the cache of a layer: keys and values of each head."""
     rows = storage.RowStorage(dtype, (spec.head_dim,))
     return layer_cache.CacheShape(spec.num_heads, rows, rows)
 
@@ -96,7 +96,7 @@ def attend_keys(
     """Returns the attention of tokens x float32 [T, d], normed, to the `num_tokens` keys of a cache: float32 [T, d].
 
     Args:    role: of the projections (`layers.{i}.attention`, `layers.{i}.cross`).   bias: None: every token sees all
-             keys, without a bias.   start: the position of the first token; only the bias uses it.
+             keys, without a bias.   start: the position of the first token, for the bias.
     """
     q = matrices.linear(x, weights.matrix(f"{role}.q")).view(len(x), spec.num_heads, spec.head_dim).transpose(0, 1)
     keys, values = cache.keys[None, :, : cache.num_tokens], cache.values[None, :, : cache.num_tokens]

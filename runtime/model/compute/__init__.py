@@ -1,4 +1,4 @@
-"""What layers compute with: operations, matrices and weights, and the plain arithmetic of experts and routers."""
+"""Operations, matrices and weights, and the plain arithmetic of experts and routers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Dense matrices `[out, in]` as the decoder sees them: they multiply, and give rows in float32.
+"""Dense matrices `[out, in]`: they multiply, and give rows in float32.
 
 A matrix may be in memory, in its stored bytes, or on disk. At most 16 MiB of it are in float32 at a time.
 """
@@ -37,11 +37,10 @@ class Matrix(Protocol):
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
-        ...
 
 
 class InMemoryMatrix(ABC):
-    """A matrix whose bytes are in memory: it gives any rows at once, and may multiply faster than row by row."""
+    """A matrix in memory, which may multiply faster than row by row."""
 
     @abstractmethod
     def take(self, ids: Tensor) -> Tensor:
@@ -53,11 +52,11 @@ class InMemoryMatrix(ABC):
 
 
 class DivisibleMatrix(InMemoryMatrix):
-    """A matrix in memory, of which some rows are a matrix too."""
+    """A matrix in memory whose rows can be divided into matrices."""
 
     @property
     def native(self) -> NativeProduct | None:
-        """The rows as the kernels see them; None where no kernel multiplies them."""
+        """The rows as the kernels see them; None if no kernel multiplies them."""
         return None
 
     @abstractmethod
@@ -66,18 +65,14 @@ class DivisibleMatrix(InMemoryMatrix):
 
 
 class _MultipliedMatrix(DivisibleMatrix):
-    """A matrix that its operations multiply by `_product`."""
-
     def __init__(self, num_rows: int, num_cols: int, product: Product) -> None:
         self.num_rows, self.num_cols, self._product = num_rows, num_cols, product
 
     def product(self, x: Tensor) -> Tensor:
-        """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
         return self._product(x)
 
     @property
     def native(self) -> NativeProduct | None:
-        """The rows as the kernels see them."""
         return self._product if isinstance(self._product, NativeProduct) else None
 
 
@@ -89,15 +84,12 @@ class StoredMatrix(_MultipliedMatrix):
         self._weight, self._operations = weight, operations
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
         return self._weight[start:stop].to(torch.float32)
 
     def take(self, ids: Tensor) -> Tensor:
-        """Returns the rows with these numbers, float32 [n, num_cols]."""
         return self._weight[ids.to(self._weight.device)].to(torch.float32)
 
     def part(self, start: int, stop: int) -> "StoredMatrix":
-        """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
         return StoredMatrix(self._weight[start:stop], self._operations)
 
 
@@ -110,26 +102,22 @@ class RowMatrix(_MultipliedMatrix):
         self._layout, self._stored, self._operations = layout, stored, operations
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
         return self._operations.decode(self._layout, self._part, self._stored[start:stop])
 
     def take(self, ids: Tensor) -> Tensor:
-        """Returns the rows with these numbers, float32 [n, num_cols]; their bytes are gathered, then decoded once."""
         return self._operations.decode(self._layout, self._part, self._stored[ids.to(self._stored.device)])
 
     def part(self, start: int, stop: int) -> "RowMatrix":
-        """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
         return RowMatrix(self._layout, self._stored[start:stop], self._operations)
 
 
 class ReadMatrix:
-    """A matrix whose rows a function reads when they are needed: rows `start` to `stop`, float32."""
+    """A matrix whose rows `start` to `stop` a function reads when they are needed, float32."""
 
     def __init__(self, num_rows: int, num_cols: int, read: Callable[[int, int], Tensor]) -> None:
         self.num_rows, self.num_cols, self._read = num_rows, num_cols, read
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
         return self._read(start, stop)
 
 
@@ -141,11 +129,7 @@ def rows_of(matrix: Matrix, start: int, stop: int) -> Matrix:
 
 
 def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """Returns `x @ matrix.T + bias`: by the matrix's own product if it is in memory, else a block of rows at a time.
-
-    Args:    x: float32 [T, in].   bias: float32 [out].
-    Returns: float32 [T, out].
-    """
+    """Returns `x @ matrix.T + bias`, float32 [T, out], for x float32 [T, in] and bias float32 [out]."""
     if isinstance(matrix, InMemoryMatrix):
         y = matrix.product(x)
     else:
@@ -154,7 +138,7 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_by_group(x: Tensor, matrix: Matrix, num_groups: int) -> Tensor:
-    """Returns the products of groups of columns of x with as many groups of the matrix's rows, side by side.
+    """Multiplies each of `num_groups` equal shares of x's columns with the same share of the matrix's rows.
 
     Args:    x: float32 [T, num_groups * in].   matrix: [num_groups * out, in].
     Returns: float32 [T, num_groups * out].
@@ -165,10 +149,7 @@ def linear_by_group(x: Tensor, matrix: Matrix, num_groups: int) -> Tensor:
 
 
 def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
-    """Returns the embedding of tokens: the rows with these numbers, float32 [T, in]; it may be a view of the matrix.
-
-    Args:    ids: int64 [T], on the CPU.
-    """
+    """Returns the rows with these numbers, int64 [T] on the CPU: float32 [T, in]; it may be a view of the matrix."""
     if len(ids) == 1:
         number = int(ids[0])
         return matrix.rows(number, number + 1)

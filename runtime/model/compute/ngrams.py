@@ -1,13 +1,12 @@
-"""The rows of n-gram tables: which of them tokens read, and reads that overlap with the pass of the model.
+"""The rows of n-gram tables: the row numbers of tokens, and reads that overlap with the pass of the model.
 
-Which rows a token reads in any layer follows from it and the tokens before it. So all reads of a pass begin before its
-first layer, and a layer waits for its own only when it runs:
+A token and those before it decide which rows are read in all layers. So all reads of a pass begin before its first
+layer, and a layer waits for its own only when it runs:
 
     rows = NgramRows(spec, table_of, tokens, num_new)        before the pass, or while the pass before it runs
     embedded = rows.of(layer)                                in the layer
 
-Tables are on the disk, and nothing of them stays in memory but the rows that are being read; the system's cache keeps
-pages that are read again. docs/model.md says how rows follow from tokens.
+Tables are on the disk; the system's cache keeps pages that are read again. docs/model.md derives rows from tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,15 +29,13 @@ class PendingRows(Protocol):
     """Rows that are being read."""
 
     def result(self) -> Tensor:
-        """Waits until all rows are read and returns them, float32 [n, values]. It is called once at most.
+        """Waits until all rows are read and returns them, float32 [n, values]; called once at most.
 
         Raises:  PackError or CheckpointError if a row is damaged or cannot be read.
         """
-        ...
 
     def cancel(self) -> None:
         """Gives the rows up, in place of `result`."""
-        ...
 
 
 class RowTable(Protocol):
@@ -46,24 +43,19 @@ class RowTable(Protocol):
 
     def begin(self, numbers: Numbers) -> PendingRows:
         """Begins to read the rows with these numbers, rising int64 [n]."""
-        ...
 
 
 class LaterRows:
-    """Rows that are read only when somebody waits for them.
-
-    Args:    read: returns them, float32 [n, values].
-    """
+    """Rows, float32 [n, values], that a function reads when somebody waits for them."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
 
     def result(self) -> Tensor:
-        """Reads the rows."""
         return self._read()
 
     def cancel(self) -> None:
-        """Does nothing, because nothing has begun."""
+        pass  # nothing has begun
 
 
 class LaterTable:
@@ -73,7 +65,6 @@ class LaterTable:
         self._read = read
 
     def begin(self, numbers: Numbers) -> LaterRows:
-        """Returns the rows with these numbers."""
         return LaterRows(lambda: self._read(numbers))
 
 
@@ -115,8 +106,7 @@ def _earlier(ngrams: NgramSpec, tokens: Numbers, num_new: int) -> Numbers:
 class NgramRows:
     """The rows of new tokens in the tables of layers, which are read from now on. `close` it if not all are taken.
 
-    Args:    table_of: returns the table of a layer.   tokens: int64 [n], the new ones last; at least `ngram_size - 1`
-             of those before them, or all.   layers: None: all that have tables.
+    Args:    table_of: the table of a layer.   tokens: as of `row_numbers`.   layers: None: all that have tables.
     """
 
     def __init__(

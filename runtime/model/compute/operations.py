@@ -1,7 +1,6 @@
-"""The operations of a forward pass, in plain torch and by native kernels.
+"""The operations of a forward pass: `Operations` in plain torch, the reference, and `NativeOperations` by C++ kernels.
 
-`layers`, `attention` and the weights say what is computed; operations say how. `Operations` is plain torch on any
-device and the reference. Faster operations override its methods; `NativeOperations` are the C++ kernels on the CPU.
+`layers`, `attention` and the weights say what is computed; operations say how.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,9 +41,9 @@ class Operations:
     """The operations in plain torch, on any device."""
 
     def tokens_alone(self) -> AbstractContextManager[None]:
-        """Returns a context in which the outputs of a token do not depend on the tokens next to it, to the bit.
+        """Returns a context in which a token's outputs do not depend on the tokens next to it, to the bit.
 
-        Torch promises nothing like it: there they agree but for rounding.
+        Torch promises nothing like it: its outputs agree except for rounding.
         """
         return nullcontext()
 
@@ -55,9 +54,9 @@ class Operations:
     def route(self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the experts of each token, int64 [T, k], best first, and their weights, float32 [T, k].
 
-        The weight is zero if the token is beyond the expert's capacity.
-        Args:    logits: float32 [T, E], or [T, E + Z] with experts that return their input.   bias: float32 of the
-                 same width, added for the choice only; None if the spec has none.
+        A token beyond its expert's capacity has weight zero.
+        Args:    logits: float32 [T, E], or [T, E + Z] with experts that return their input.   bias: float32 of the same
+                 width, added for the choice only.
         """
         experts, weights = self._choose(logits, spec, bias)
         return experts, router.limit_to_capacity(experts, weights, spec)
@@ -77,13 +76,12 @@ class Operations:
         sinks: Tensor | None,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Returns the output of each query head; the keys and values of new tokens enter the cache.
+        """Returns each query head's output, float32 [T, num_heads * value_dim]; new keys and values enter the cache.
 
         Args:    projected: queries and keys, float32 [T, heads * head_dim], neither normed by head nor rotated, and
                  values [T, heads * value_dim].   window: the most positions that a token sees; None: all before it.
                  sinks: float32 [num_heads], logits without a value.   chosen: bool [m, T, blocks], the blocks of
                  positions that each token attends to with each of m shares of the heads; None: all.
-        Returns: float32 [T, num_heads * value_dim].
         """
         dims = (spec.head_dim, spec.head_dim, spec.value_dim)
         # Each [heads, T, dim].
@@ -100,7 +98,7 @@ class Operations:
         return neuron_of(function).h(gate, up)
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.LayerState) -> Tensor:
-        """Returns a causal convolution of each channel of x float32 [T, channels], as `recurrence.convolve` says."""
+        """Returns `recurrence.convolve` of x float32 [T, channels]."""
         from moe_pack.runtime.model.compute import recurrence
 
         return recurrence.convolve(x, kernel, bias, state)
@@ -108,7 +106,7 @@ class Operations:
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: states.LayerState
     ) -> Tensor:
-        """Returns what tokens read from a recurrent state, float32 [T, heads, values], as `recurrence.recur` says."""
+        """Returns `recurrence.recur`, float32 [T, heads, values]."""
         from moe_pack.runtime.model.compute import recurrence
 
         return recurrence.recur(q, k, v, log_decay, rate, state)
@@ -132,7 +130,7 @@ class Operations:
         return lambda x: product_by_blocks(x, len(rows), layout.num_cols, decoded)
 
     def decode(self, layout: formats.RowLayout, part: Part, rows: Tensor) -> Tensor:
-        """Returns a part of rows u8 [rows, row bytes] as float32 [rows, columns]; all operations give the same bits."""
+        """Decodes a part of rows u8 [rows, row bytes] to float32 [rows, columns]; all operations give the same bits."""
         from moe_pack.formats.pack.codecs import decode_part  # kernels decode without it
 
         codes = rows[:, part.offset : part.offset + part.code_bytes]
@@ -144,7 +142,7 @@ class Operations:
         return transform(x * rotation.input)
 
     def rotate_back(self, y: Tensor, rotation: Rotation) -> Tensor:
-        """Returns `b * R y`, what a rotated layer's experts add, float32 [T, d], for the sum y of their outputs."""
+        """Returns `b * R y`, float32 [T, d], for the sum y of a rotated layer's experts."""
         return transform(y) * rotation.output
 
     def fastest_stored(self, weight: Tensor) -> Tensor:
@@ -177,14 +175,13 @@ def product_by_blocks(x: Tensor, num_rows: int, num_cols: int, rows: Callable[[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeProduct:
-    """The product with rows u8 [rows, row bytes] in one piece, whose layout is from `row_numbers`, by a kernel."""
+    """The product with rows u8 [rows, row bytes] in one piece by a kernel; `layout` is from `row_numbers`."""
 
     kernels: cpu.Kernels
     layout: NDArray[np.int32]
     rows: NDArray[np.uint8]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns `x @ matrix.T`, float32 [T, rows], for x float32 [T, columns]."""
         return self.kernels.product(x, self.layout, self.rows)
 
 
@@ -195,11 +192,9 @@ class NativeOperations(Operations):
         self.kernels = kernels
 
     def tokens_alone(self) -> AbstractContextManager[None]:
-        """Returns a context in which a token is computed as if it were alone, to the bit."""
         return self.kernels.tokens_alone()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Returns `x / rms(x) * weight` over the last dimension of x float32 [..., n]."""
         return self.kernels.rms_norm(x, weight, eps)
 
     def _choose(self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -219,11 +214,6 @@ class NativeOperations(Operations):
         sinks: Tensor | None,
         chosen: Tensor | None = None,
     ) -> Tensor:
-        """Returns the same by the kernel, or in torch where it lacks something.
-
-        The kernel norms heads before it rotates them, has values as large as keys, and attends to all positions of a
-        sliding window; for one token, a chunk is one.
-        """
         if spec.value_dim != spec.head_dim or chosen is not None:
             return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks, chosen)
         if spec.chunked and window is not None and len(projected[0]) == 1:
@@ -235,38 +225,30 @@ class NativeOperations(Operations):
         return self.kernels.attend(projected, head_norms, angles, interleaved, cached, spec, window, sinks)
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
-        """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""
         return self.kernels.activate(gate, up, function)
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.LayerState) -> Tensor:
-        """Returns a causal convolution of each channel, float32 [T, channels]."""
         return self.kernels.convolve(x, kernel, bias, state.conv)
 
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: states.LayerState
     ) -> Tensor:
-        """Returns what tokens read from a recurrent state, float32 [T, heads, values], one token after the other."""
         return self.kernels.recur(q, k, v, log_decay, rate, state.recurrent)
 
     def stored_product(self, weight: Tensor) -> Product:
-        """Returns the product with a matrix of 16- or 32-bit values, without a copy in float32."""
         rows = weight.contiguous().view(torch.uint8).numpy()
         return NativeProduct(self.kernels, cpu.stored_numbers(weight.dtype, weight.shape[1]), rows)
 
     def row_product(self, layout: formats.RowLayout, rows: Tensor) -> Product:
-        """Returns the product with rows of codes, which the kernel decodes as it multiplies."""
         return NativeProduct(self.kernels, cpu.row_numbers(layout, layout.parts[0].name), rows.numpy())
 
     def decode(self, layout: formats.RowLayout, part: Part, rows: Tensor) -> Tensor:
-        """Returns a part of rows in float32 [rows, columns]."""
         return self.kernels.decode(cpu.row_numbers(layout, part.name), rows.numpy())
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Returns `R (a * x)`, float32 [T, d]."""
         return self._rotated(x, rotation.input, is_scaled_first=True)
 
     def rotate_back(self, y: Tensor, rotation: Rotation) -> Tensor:
-        """Returns `b * R y`, float32 [T, d]."""
         return self._rotated(y, rotation.output, is_scaled_first=False)
 
     def _rotated(self, x: Tensor, scale: Tensor, *, is_scaled_first: bool) -> Tensor:
@@ -276,7 +258,6 @@ class NativeOperations(Operations):
         return self.kernels.rotate(x, scale, is_scaled_first, matrix)
 
     def fastest_stored(self, weight: Tensor) -> Tensor:
-        """Returns the weight itself: the kernel multiplies 16 bits in half the time of 32."""
         return weight
 
 
@@ -292,7 +273,7 @@ def hartley_array(hidden_size: int) -> NDArray[np.float32] | None:
 
 @contextmanager
 def operations_for(device: torch.device, threads: int | None = None) -> Iterator[Operations]:
-    """Yields the operations for a device and closes them: on the CPU native ones if they were built, else torch."""
+    """Yields the operations for a device and closes them: on a CPU native ones if they were built, else torch."""
     kernels = cpu.open_kernels(threads) if device.type == "cpu" else None
     if kernels is None:
         yield TORCH

@@ -1,7 +1,4 @@
-"""Routers: the experts that a token goes to, and their weights, one function for each kind of router.
-
-Experts with equal scores are taken in the order of their numbers.
-"""
+"""Routers: the experts of each token and their weights. Experts with equal scores are taken in rising order."""
 
 from collections.abc import Callable
 
@@ -14,10 +11,10 @@ from moe_pack.formats import RouterSpec
 def choose(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token, best first, and their weights, without regard to capacity.
 
-    With experts that return their input, these are the k best of the others. Those that were not chosen have weight 0.
-    Args:    logits: float32 [T, E + Z], Z = `num_identity`.   bias: float32 [E + Z], added for the choice only; None if
-             the spec has none.
+    With experts that return their input, these are the k best of the others; those not chosen have weight 0.
+    Args:    logits: float32 [T, E + Z], Z = `num_identity`.   bias: float32 [E + Z], added for the choice only.
     Returns: int64 [T, k] and float32 [T, k].
+    Source:  transformers, models/longcat_flash, LongcatFlashTopkRouter, for experts that return their input.
     """
     if spec.num_identity:
         return _choose_among_identities(logits, spec, bias)
@@ -26,10 +23,6 @@ def choose(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tenso
 
 
 def _choose_among_identities(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the same where some experts return their input: the best others, with weight 0 if not chosen.
-
-    Source: transformers, models/longcat_flash, LongcatFlashTopkRouter.
-    """
     scores, k = _softmax_scores(logits, bias), spec.num_experts_per_tok
     num_chosen = (_largest(scores, k) < spec.num_experts).sum(dim=-1, keepdim=True)
     experts = _largest(scores[:, : spec.num_experts], k)
@@ -38,27 +31,23 @@ def _choose_among_identities(logits: Tensor, spec: RouterSpec, bias: Tensor | No
 
 
 def identity_share(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Returns the weights of each token's experts that return their input, added up: float32 [T, 1].
-
-    Args:    as for `choose`.
-    """
+    """Returns the summed weights of the experts that return their input, float32 [T, 1]; arguments as `choose`."""
     experts = _CHOICES[spec.kind](logits, spec, bias)
     weights = router_weights(logits, experts, spec)
     return (weights * (experts >= spec.num_experts)).sum(dim=-1, keepdim=True)
 
 
 def limit_to_capacity(experts: Tensor, weights: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns the weights float32 [T, k], with zero for tokens that are beyond their expert's capacity."""
+    """Returns the weights float32 [T, k], with zero for tokens beyond the first `capacity` of their expert.
+
+    Source:  transformers, models/switch_transformers, SwitchTransformersTop1Router.
+    """
     if spec.capacity is None or len(experts) <= spec.capacity:
         return weights
     return weights.masked_fill(~_within(spec.capacity, experts), 0.0)
 
 
 def _within(capacity: int, experts: Tensor) -> Tensor:
-    """Returns whether each token is among the first `capacity` tokens of its expert, bool [T, 1].
-
-    Source: transformers, models/switch_transformers, SwitchTransformersTop1Router.
-    """
     order = torch.sort(experts[:, 0], stable=True)  # the tokens of an expert are consecutive, in their order
     places = torch.arange(len(experts), device=experts.device)
     firsts = torch.searchsorted(order.values, order.values)
@@ -68,10 +57,9 @@ def _within(capacity: int, experts: Tensor) -> Tensor:
 
 
 def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns the weights of given experts for their tokens, normalised as the family does.
+    """Returns the weights of given experts for their tokens, float32 [T, k], normalised as the family does.
 
     Args:    logits: float32 [T, E].   experts: int64 [T, k], different ones in each row.
-    Returns: float32 [T, k]; for the experts of `choose` the same weights as `choose`.
     """
     weights = _WEIGHTS[spec.kind](logits, experts, spec)
     if spec.normalize:
@@ -80,7 +68,7 @@ def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def expert_scores(logits: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns a score of every expert for each token, chosen or not, and never negative: float32 [T, E].
+    """Returns a score of every expert for each token, never negative, float32 [T, E].
 
     It is the sigmoid of the logits, or the root of their softplus, if the family has that, else their softmax.
     """
@@ -91,15 +79,15 @@ def expert_scores(logits: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def least_sum(spec: RouterSpec) -> float:
-    """Returns what is added to a sum of weights before dividing by it; the sum of vanishing sigmoids would be zero."""
+    """Returns a term that keeps sums of weights from being zero before a division; sigmoids may vanish."""
     can_vanish = spec.kind in ("sigmoid_topk", "sqrtsoftplus_topk", "topk_sigmoid")
     return max(spec.least_sum, 1e-20 if can_vanish else 0.0)
 
 
 def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Chooses the largest of the softmax over all experts; a group's score is that of its best expert.
+    """A group's score is that of its best expert.
 
-    Source: transformers, models/mixtral, MixtralTopKRouter; models/deepseek_v2, DeepseekV2TopkRouter.
+    Source:  transformers, models/mixtral, MixtralTopKRouter; models/deepseek_v2, DeepseekV2TopkRouter.
     """
     return _choose(_softmax_scores(logits, bias), spec, best_of_group=1)
 
@@ -110,35 +98,26 @@ def _softmax_scores(logits: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _topk_softmax(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Chooses the largest logits.
-
-    Source: transformers, models/granitemoe, GraniteMoeTopKRouter.
-    """
+    """Source:  transformers, models/granitemoe, GraniteMoeTopKRouter."""
     return _largest(logits, spec.num_experts_per_tok)
 
 
 def _topk_sigmoid(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Chooses the largest logits, with a bias added to them.
-
-    Source: transformers, models/llama4, Llama4Router (without a bias); models/kolibri1, Kolibri1TopKRouter.
-    """
+    """Source:  transformers, models/llama4, Llama4Router (without a bias); models/kolibri1, Kolibri1TopKRouter."""
     return _largest(logits if bias is None else logits + bias, spec.num_experts_per_tok)
 
 
 def _sigmoid_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Chooses the largest sigmoids; a group's score is the sum of its two best experts' scores.
+    """A group's score is the sum of its two best experts' scores.
 
-    Source: transformers, models/glm4_moe, Glm4MoeTopkRouter; DeepSeek-V3 (2412.19437), section 2.1.2.
+    Source:  transformers, models/glm4_moe, Glm4MoeTopkRouter; DeepSeek-V3 (2412.19437), section 2.1.2.
     """
     scores = torch.sigmoid(logits)
     return _choose(scores if bias is None else scores + bias, spec, best_of_group=2)
 
 
 def _sqrtsoftplus_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Chooses the largest roots of softplus.
-
-    Source: transformers, models/deepseek_v4, DeepseekV4TopKRouter.
-    """
+    """Source:  transformers, models/deepseek_v4, DeepseekV4TopKRouter."""
     scores = _root_of_softplus(logits)
     return _choose(scores if bias is None else scores + bias, spec, best_of_group=1)
 
@@ -148,9 +127,9 @@ def _root_of_softplus(logits: Tensor) -> Tensor:
 
 
 def _sparsemixer(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Chooses the largest logit, then the largest of the rest, and so on; of equal logits the first.
+    """Chooses the largest logit, then the largest of the rest, and so on.
 
-    Source: GRIN (2409.12136); transformers, models/phimoe, sparsemixer at inference.
+    Source:  GRIN (2409.12136); transformers, models/phimoe, sparsemixer at inference.
     """
     remaining, experts = logits, []
     for _ in range(spec.num_experts_per_tok):
@@ -160,10 +139,10 @@ def _sparsemixer(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tenso
 
 
 def _shares_near(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns sparsemixer's weights: each chosen expert's share of a softmax over the logits near its own.
+    """Returns each chosen expert's share of a softmax over the logits near its own.
 
-    Near a logit m are the logits, not chosen before, whose distance below m is at most `2 jitter` times the larger of m
-    and their own magnitude.
+    A logit m has near it the logits, not chosen before, at most `2 jitter` times the larger of m and their own
+    magnitude below m.
     """
     remaining, weights = logits, []
     for place in range(experts.shape[1]):
@@ -188,7 +167,6 @@ def _choose(scores: Tensor, spec: RouterSpec, best_of_group: int) -> Tensor:
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Returns the columns of the `count` largest scores of each row, best first."""
     # A stable sort keeps the lower index first among equals; topk promises no order.
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
 

@@ -1,7 +1,4 @@
-"""What a forward pass asks of a model's weights, whether they come from a pack or from a checkpoint.
-
-Weights also bring the operations that compute with them. `norm` stands here because its parameters are weights.
-"""
+"""The weights of a model, from a pack or a checkpoint, and the steps of a forward pass that have parameters alone."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,39 +16,31 @@ if TYPE_CHECKING:
 
 
 class Weights(Protocol):
-    """All weights of a model. `selector` and `threshold` decide which neurons of an expert run."""
+    """All weights of a model, with the operations that compute with them."""
 
     spec: formats.ModelSpec
     selector: formats.Selector
 
     @property
-    def operations(self) -> Operations:
-        """The operations that compute with these weights."""
-        ...
+    def operations(self) -> Operations: ...
 
     def vector(self, role: str) -> Tensor:
         """Returns a norm's weight or a bias, float32 [n]."""
-        ...
 
     def matrix(self, role: str) -> Matrix:
         """Returns a dense matrix by its role (`moe_pack.formats.dense_roles`)."""
-        ...
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
         """Returns an expert of the `layer_idx`-th MoE layer."""
-        ...
 
     def threshold(self, layer_idx: int, expert: int) -> float:
         """Returns the expert's threshold on `abs(a)`."""
-        ...
 
     def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of the `layer_idx`-th MoE layer's experts; None if it is not rotated."""
-        ...
+        """Returns the rotated coordinates of the `layer_idx`-th MoE layer's experts; None without any."""
 
     def ngram_table(self, layer: int) -> "ngrams.RowTable":
-        """Returns the n-gram table of a decoder layer that has one."""
-        ...
+        """Returns the n-gram table of a decoder layer."""
 
 
 def to_experts(x: Tensor, weights: Weights, layer_idx: int) -> Tensor:
@@ -61,13 +50,13 @@ def to_experts(x: Tensor, weights: Weights, layer_idx: int) -> Tensor:
 
 
 def from_experts(y: Tensor, weights: Weights, layer_idx: int) -> Tensor:
-    """Returns what a MoE layer's experts add, float32 [T, d], for the sum y of their stored rows' outputs."""
+    """Rotates the sum y of a MoE layer's experts back, float32 [T, d]; y itself if the layer is not rotated."""
     rotation = weights.rotation(layer_idx)
     return y if rotation is None else weights.operations.rotate_back(y, rotation)
 
 
 def norm(x: Tensor, weights: Weights, role: str) -> Tensor:
-    """Returns x float32 [T, d] after the model's norm over the last dimension, with the weight (and bias) of a role."""
+    """Returns x float32 [T, d] after the model's norm, with the weight (and bias) of a role."""
     spec: formats.NormSpec = weights.spec.norm
     if spec.kind == "rms":
         return weights.operations.rms_norm(x, weights.vector(role), spec.eps)
