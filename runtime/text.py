@@ -143,11 +143,7 @@ class TextStream:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: list[int],
-        prompt_silent_ids: frozenset[int],
-        silent_ids: frozenset[int],
+        self, tokenizer: Tokenizer, prompt_ids: list[int], prompt_silent_ids: frozenset[int], silent_ids: frozenset[int]
     ) -> None:
         self._tokenizer, self._silent_ids = tokenizer, silent_ids
         self._before = self._end_of(prompt_ids, prompt_silent_ids)  # tokens that are written already

@@ -194,12 +194,7 @@ class Kernels:
         self._call("experts", borrowed, _array(x), y, x.shape[1])
         return torch.from_numpy(y)
 
-    def experts_apart(
-        self,
-        x: Tensor,
-        works: Sequence[ExpertWork],
-        out: NDArray[np.float32],
-    ) -> None:
+    def experts_apart(self, x: Tensor, works: Sequence[ExpertWork], out: NDArray[np.float32]) -> None:
         """Computes experts for tokens x float32 [T, d] and adds weighted outputs to rows of `out`, float32 [n, d]."""
         borrowed: list[tuple[object, ...]] = []
         for rows, tokens, weights, places, selected in works:

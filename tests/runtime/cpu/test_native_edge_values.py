@@ -222,11 +222,7 @@ def test_any_scale_of_a_trellis_is_seen_in_its_row_alone(kernels: Kernels) -> No
     for stored, num_tokens, scale in product(TRELLISES, (1, 4), scales):
         with case((format_text(stored), num_tokens, scale)):
             layout, rows = random_rows(stored, 33, 192)
-            x, codes, numbers = (
-                random_tokens(num_tokens, 192),
-                stored.code_bytes(192),
-                row_numbers(layout, "weight"),
-            )
+            x, codes, numbers = (random_tokens(num_tokens, 192), stored.code_bytes(192), row_numbers(layout, "weight"))
             whole = kernels.product(x, numbers, rows)
             of_all_groups = np.full(stored.num_groups(192), scale, "<f2").view(np.uint8)
             rows[20, codes : codes + stored.scale_bytes(192)] = of_all_groups

@@ -27,7 +27,7 @@ SHAPES = {
     "float32": TinyMixtral(dtype=torch.float32),
     "float16": TinyMixtral(dtype=torch.float16),
     "rope of transformers 5": TinyMixtral(
-        config={"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
+        config={"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}
     ),
 }
 

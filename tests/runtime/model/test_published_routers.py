@@ -165,10 +165,7 @@ def test_experts_that_return_their_input_are_longcat_s(operations: Operations) -
     x = random(T, D, seed=9)
     router = RouterSpec("softmax_topk", 3, 3, False, bias=True, scaling_factor=6.0, num_identity=5)
     spec = replace(GROUPED, router=router, shared_expert=None)
-    tensors = {
-        "router": module.router.classifier.weight,
-        "router_bias": module.router.e_score_correction_bias,
-    }
+    tensors = {"router": module.router.classifier.weight, "router_bias": module.router.e_score_correction_bias}
     held = Layer(spec, tensors, operations=operations)
     for expert in range(3):
         gate, up = module.experts.gate_up_proj[expert].chunk(2)
