@@ -172,10 +172,12 @@ class SequenceAttention:
             assert ids is not None, f"layer {layer} needs the tokens"
             rows = compute.NgramRows(ngrams, weights.ngram_table, ids, len(ids), (layer,))
             x = add_ngrams(
-                x, rows, weights, layer, caches.LayerState.of_ngrams(ngrams, spec.stream_width, self._device)
+                x, rows, weights, layer, caches.LayerState.zeros(ngrams.state(spec.stream_width), self._device)
             )
         if mixer is not None:
-            return model.add_attention(x, weights, layer, caches.LayerState.empty(mixer, self._device), self._angles[0])
+            return model.add_attention(
+                x, weights, layer, caches.LayerState.zeros(mixer.state, self._device), self._angles[0]
+            )
         cache = kv_cache.KVCache.of_layer(spec, layer, self._sequence_length, self._device)
         if spec.encoder is None:
             cache = replace(cache, chosen=chosen)

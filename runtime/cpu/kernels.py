@@ -191,7 +191,7 @@ class Kernels:
             (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights)
             for rows, tokens, weights in works
         ]
-        self._call("experts", borrowed, _array(x), y, x.shape[1])
+        self.call("experts", borrowed, _array(x), y, x.shape[1])
         return torch.from_numpy(y)
 
     def experts_apart(self, x: Tensor, works: Sequence[ExpertWork], out: NDArray[np.float32]) -> None:
@@ -200,7 +200,7 @@ class Kernels:
         for rows, tokens, weights, places, selected in works:
             of_expert = (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights, places)
             borrowed.append(of_expert if selected is None else (*of_expert, *selected.arrays()))
-        self._call("experts", borrowed, _array(x), out, x.shape[1], True)
+        self.call("experts", borrowed, _array(x), out, x.shape[1], True)
 
     def select_each(self, x: Tensor, works: Sequence[tuple[ExpertRows, NDArray[np.int64]]]) -> list[SelectedNeurons]:
         """Selects the running neurons of several experts, each for some tokens, int64 [n], of x float32 [T, d].
@@ -213,7 +213,7 @@ class Kernels:
             into = np.zeros((n, f), np.float32), np.zeros((n, f), np.uint8), np.empty(f, np.int32)
             borrowed.append((rows.layout, rows.selector, rows.threshold, tokens, *into))
             found.append(into)
-        counts = self._call("select", borrowed, _array(x), x.shape[1])
+        counts = self.call("select", borrowed, _array(x), x.shape[1])
         return [
             SelectedNeurons(torch.from_numpy(a), torch.from_numpy(runs).view(torch.bool), torch.from_numpy(ids[:count]))
             for (a, runs, ids), count in zip(found, counts, strict=True)
@@ -222,7 +222,7 @@ class Kernels:
     def product(self, x: Tensor, layout: Numbers, rows: Bytes) -> Tensor:
         """Computes `x @ rows.T`, float32 [T, rows], for x float32 [T, columns] and u8 [rows, row bytes] in a piece."""
         y, out = _empty(len(x), len(rows))
-        self._call("dense", layout, rows, _array(x), out)
+        self.call("dense", layout, rows, _array(x), out)
         return y
 
     def attend(
@@ -245,7 +245,7 @@ class Kernels:
         Returns: float32 [T, num_heads * head_dim].
         """
         y, out = _empty(*projected[0].shape)
-        self._call(
+        self.call(
             "attend",
             *(_array(each) for each in projected),
             *((None, None) if norms is None else (each.numpy() for each in norms[:2])),
@@ -275,7 +275,7 @@ class Kernels:
         """
         shape = (len(logits), spec.num_experts_per_tok)
         experts, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
-        self._call(
+        self.call(
             "route",
             _array(logits),
             None if bias is None else bias.numpy(),
@@ -299,20 +299,20 @@ class Kernels:
         y, out = _empty(*v.shape)
         rates = None if rate is None else _array(rate)
         given = (_array(q), _array(k), _array(v), _array(log_decay), rates, recurrent.numpy(), out)
-        self._call("recur", *given, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
+        self.call("recur", *given, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
         return y
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
         """Computes `recurrence.convolve`, float32 [T, channels]; the state has the last inputs [taps - 1, channels]."""
         y, out = _empty(*x.shape)
         biases = None if bias is None else bias.numpy()
-        self._call("convolve", _array(x), kernel.numpy(), biases, state.numpy(), out, len(state) + 1)
+        self.call("convolve", _array(x), kernel.numpy(), biases, state.numpy(), out, len(state) + 1)
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Computes `x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""
         y, out = _empty(*x.shape)
-        self._call("rms_norm", _array(x), weight.numpy(), eps, out)
+        self.call("rms_norm", _array(x), weight.numpy(), eps, out)
         return y
 
     def rotate(self, x: Tensor, scale: Tensor, is_scaled_first: bool, hartley: NDArray[np.float32]) -> Tensor:
@@ -321,26 +321,26 @@ class Kernels:
         Args:    hartley: float32 [m, m], the Hartley matrix of d's odd factor m, which is at most `MAX_ODD_FACTOR`.
         """
         y, out = _empty(*x.shape)
-        self._call("rotate", _array(x), scale.numpy(), is_scaled_first, hartley, out)
+        self.call("rotate", _array(x), scale.numpy(), is_scaled_first, hartley, out)
         return y
 
     def decode(self, layout: Numbers, rows: Bytes) -> Tensor:
         """Decodes rows to float32 [rows, columns], bit for bit as the codec does."""
         y, out = _empty(len(rows), int(layout[0]))
-        self._call("decode", layout, rows, out)
+        self.call("decode", layout, rows, out)
         return y
 
     def checksum(self, raw: Bytes) -> int:
         """Computes the CRC-32 of bytes in one piece."""
-        return int(self._call("checksum", raw))
+        return int(self.call("checksum", raw))
 
     def read(self, raw: Bytes) -> int:
         """Reads bytes and returns their parity: a measure of the memory's speed."""
-        return int(self._call("read", raw))
+        return int(self.call("read", raw))
 
     def checksum_pages(self, extent: PagedRows, num_bytes: int) -> int:
         """Computes the CRC-32 of the first `num_bytes` of the extent to which these rows belong."""
-        return int(self._call("checksum_pages", extent._replace(begin=0), num_bytes))
+        return int(self.call("checksum_pages", extent._replace(begin=0), num_bytes))
 
     def stitch(self, rows: PagedRows, layout: formats.RowLayout, num_rows: int) -> None:
         """Copies the beginnings of rows that cross pages before the next page; the pages must have been read."""
@@ -349,37 +349,29 @@ class Kernels:
 
     def damaged_row(self, rows: PagedRows | Bytes, layout: formats.RowLayout, wanted: Numbers) -> int | None:
         """Returns the first of the rows `wanted`, int32 [n], with a wrong CRC-32; None if all are right."""
-        row = int(self._call("damaged_row", rows, wanted, layout.row_bytes, layout.crc_offset))
+        row = int(self.call("damaged_row", rows, wanted, layout.row_bytes, layout.crc_offset))
         return None if row < 0 else row
 
     def gather(self, rows: Bytes, places: NDArray[np.int32], out: Bytes | None = None) -> Bytes:
         """Copies the rows at these places, one after another: u8 [n, row bytes], into `out` if it is given."""
         gathered = np.empty((len(places), rows.shape[1]), np.uint8) if out is None else out
-        self._call("gather", rows, rows.shape[1], places, gathered)
+        self.call("gather", rows, rows.shape[1], places, gathered)
         return gathered
 
     def open_share(self, layers: Sequence[Sequence[ExpertRows]], buffers: Sequence[NDArray[Any]]) -> object:
         """Opens the native side of `HostShare` for the experts of each layer and the arrays of its buffers."""
         experts = [(rows.layout, rows.selector, rows.records, rows.threshold) for layer in layers for rows in layer]
         num_experts = np.array([len(layer) for layer in layers], np.int32)
-        return self._call("open_share", experts, num_experts, *buffers)
+        return self.call("open_share", experts, num_experts, *buffers)
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         """Computes h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, float32 in one shape."""
         y, out = _empty(*up.shape)
-        self._call("activate", None if gate is None else _array(gate), _array(up), *function_numbers(function), out)
+        self.call("activate", None if gate is None else _array(gate), _array(up), *function_numbers(function), out)
         return y
 
-    def begin_layer(self, layers: object, layer: int, *arguments: object) -> None:
-        self._call("begin_layer", layers, layer, *arguments)
-
-    def run_layers(self, layers: object, first: int, *arguments: object) -> int:
-        return int(self._call("run_layers", layers, first, *arguments))
-
-    def end_layer(self, layers: object, layer: int, *arguments: object) -> None:
-        self._call("end_layer", layers, layer, *arguments)
-
-    def _call(self, name: str, *arguments: object) -> Any:
+    def call(self, name: str, *arguments: object) -> Any:
+        """Calls a native function with the threads. Raises MapCutError if a file was cut while its map was read."""
         assert _native is not None and self._pool is not None, "kernels are open"
         try:
             return getattr(_native, name)(self._pool, *arguments)

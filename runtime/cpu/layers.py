@@ -152,7 +152,7 @@ class NativeLayers:
 
         Args:    angles: cosine and sine, float32 [T, rotary_dim / 2] each.
         """
-        self._kernels.begin_layer(self._layers, layer, *arrays.all, *angles, caches)
+        self._kernels.call("begin_layer", self._layers, layer, *arrays.all, *angles, caches)
 
     def run(self, first: int, arrays: LayerPass, steps: list[tuple[Floats, Floats, SequenceCaches]]) -> int:
         """Computes consecutive layers until one has chosen an expert that is not set; that one is left as by `begin`.
@@ -162,7 +162,7 @@ class NativeLayers:
         Returns: how many layers are complete.
         Raises:  LayerCutError if rows are mapped from a file that was cut.
         """
-        complete = self._kernels.run_layers(self._layers, first, *arrays.all, steps)
+        complete = int(self._kernels.call("run_layers", self._layers, first, *arrays.all, steps))
         if complete < 0:
             raise LayerCutError(first - 1 - complete)
         return complete
@@ -173,6 +173,6 @@ class NativeLayers:
         Raises:  LayerCutError if rows are mapped from a file that was cut.
         """
         try:
-            self._kernels.end_layer(self._layers, layer, *arrays.all)
+            self._kernels.call("end_layer", self._layers, layer, *arrays.all)
         except MapCutError as fault:
             raise LayerCutError(layer) from fault

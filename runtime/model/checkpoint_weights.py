@@ -154,7 +154,7 @@ class CheckpointWeights:
         def read(numbers: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(self._checkpoint.table_rows_at(layer, numbers)).view(dtype).to(torch.float32)
 
-        return compute.LaterTable(read)
+        return lambda numbers: compute.LaterRows(lambda: read(numbers))
 
 
 class _SourceExpert:

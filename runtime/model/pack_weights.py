@@ -9,6 +9,7 @@ n-gram tables stay on the disk in all of them: `PackTables` reads rows by thread
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -157,24 +158,15 @@ class PackTables:
         self.reads = reads.open_reads(self.memory, direct=False)
         self._tables = {t.layer: (t, self.reads.open(pack.folder / ngrams_file(t.layer))) for t in tables}
 
-    def table(self, layer: int) -> "compute.RowTable":
+    def begin(self, layer: int, numbers: reads.Numbers) -> "_PackRows | compute.LaterRows":
+        """Begins to read rows of a decoder layer's table; without a free buffer, they are read in `result`."""
         table, file = self._tables[layer]
-        return _PackTable(self, table, file)
+        if not self.free:
+            return compute.LaterRows(lambda: table_values(table, self.pack.read_ngram_rows(table, numbers), numbers))
+        return _PackRows(self, table, file, numbers)
 
     def close(self) -> None:
         self.reads.close()
-
-
-class _PackTable:
-    def __init__(self, tables: PackTables, table: NgramLayout, file: int) -> None:
-        self._tables, self._table, self._file = tables, table, file
-
-    def begin(self, numbers: reads.Numbers) -> "_PackRows | compute.LaterRows":
-        """Begins to read rows; without a free buffer, they are read when somebody waits for them."""
-        tables, table = self._tables, self._table
-        if not tables.free:
-            return compute.LaterRows(lambda: table_values(table, tables.pack.read_ngram_rows(table, numbers), numbers))
-        return _PackRows(tables, table, self._file, numbers)
 
 
 class _PackRows:
@@ -290,7 +282,7 @@ class PackWeights(_OfPack, layers.ObservedWeights):
     def ngram_table(self, layer: int) -> "compute.RowTable":
         if self._tables is None:
             self._tables = PackTables(self._pack)
-        return self._tables.table(layer)
+        return partial(self._tables.begin, layer)
 
     def close(self) -> None:
         """Ends the threads that read n-gram tables."""
@@ -453,7 +445,11 @@ class StreamedPackWeights(_OfPack):
 
     def ngram_table(self, layer: int) -> "compute.RowTable":
         pack, table = self._pack, next(table for table in self._pack.layout.ngrams if table.layer == layer)
-        return compute.LaterTable(lambda numbers: table_values(table, pack.read_ngram_rows(table, numbers), numbers))
+
+        def read(numbers: reads.Numbers) -> Tensor:
+            return table_values(table, pack.read_ngram_rows(table, numbers), numbers)
+
+        return lambda numbers: compute.LaterRows(partial(read, numbers))
 
     def _rows(self, role: str, start: int, stop: int) -> Tensor:
         return torch.from_numpy(self._pack.read_dense(self._dense[role].entry, start, stop)).to(self._device)

@@ -21,15 +21,8 @@ class LayerState:
     recurrent: Tensor  # float32 [heads, keys, values]
 
     @classmethod
-    def empty(cls, mixer: "parts.MixerSpec", device: torch.device) -> "LayerState":
-        return cls._zeros(mixer.state, device)
-
-    @classmethod
-    def of_ngrams(cls, ngrams: "parts.NgramSpec", stream_width: int, device: torch.device) -> "LayerState":
-        return cls._zeros(ngrams.state(stream_width), device)
-
-    @classmethod
-    def _zeros(cls, shape: "parts.StateShape", device: torch.device) -> "LayerState":
+    def zeros(cls, shape: parts.StateShape, device: torch.device) -> "LayerState":
+        """Returns the state before the first token, of a shape that a mixer or n-grams have."""
         conv, recurrent = (torch.zeros(part or (0,), device=device) for part in shape)
         return cls(conv, recurrent)
 
@@ -52,10 +45,10 @@ class States:
         mixer, ngrams = (None, None) if spec is None else (spec.mixer, spec.ngrams)
         self._mixers, self._ngrams = dict[int, LayerState](), dict[int, LayerState]()
         if mixer is not None:
-            self._mixers = {layer: LayerState.empty(mixer, device) for layer in mixer.layers}
+            self._mixers = {layer: LayerState.zeros(mixer.state, device) for layer in mixer.layers}
         if spec is not None and ngrams is not None:
-            width = spec.stream_width
-            self._ngrams = {layer: LayerState.of_ngrams(ngrams, width, device) for layer in ngrams.layers}
+            shape = ngrams.state(spec.stream_width)
+            self._ngrams = {layer: LayerState.zeros(shape, device) for layer in ngrams.layers}
         self._states = (*self._mixers.values(), *self._ngrams.values())
         self._copies = tuple(state.copied() for state in self._states)
         self.num_bytes = 2 * sum(state.conv.nbytes + state.recurrent.nbytes for state in self._states)

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
         SLOT_TOKENS,
         SLOTS_PER_TABLE,
         LaterRows,
-        LaterTable,
         NgramRows,
         RowTable,
     )

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 
 from moe_pack import formats
 
@@ -44,50 +45,30 @@ def _identity(up: Tensor) -> Tensor:
     return up
 
 
-def _squared_relu(gate: Tensor) -> Tensor:
-    return torch.relu(gate).square()
-
-
 def _clamped_swish(gate: Tensor) -> Tensor:
     clamped = gate.clamp(max=_CLAMP_LIMIT)
     return clamped * torch.sigmoid(_SWISH_STEEPNESS * clamped)
 
 
-def _clamped_plus_one(up: Tensor) -> Tensor:
-    return up.clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT) + 1
-
-
-def _gelu_tanh(gate: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(gate, approximate="tanh")
-
-
-def _clipped_silu(limit: float, gate: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate.clamp(max=limit))
-
-
-def _capped_silu(limit: float, gate: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate).clamp(max=limit)
-
-
-def _within(limit: float, up: Tensor) -> Tensor:
-    return up.clamp(-limit, limit)
-
-
 _NEURONS: dict[formats.NeuronFunction, Neuron] = {
-    "silu": Neuron(torch.nn.functional.silu, _identity),
+    "silu": Neuron(silu, _identity),
     "relu": Neuron(torch.relu, _identity),
-    "relu2": Neuron(_squared_relu, _identity),
-    "clamped_swiglu": Neuron(_clamped_swish, _clamped_plus_one),
-    "gelu_tanh": Neuron(_gelu_tanh, _identity),
+    "relu2": Neuron(lambda gate: torch.relu(gate).square(), _identity),
+    "clamped_swiglu": Neuron(_clamped_swish, lambda up: up.clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT) + 1),
+    "gelu_tanh": Neuron(partial(gelu, approximate="tanh"), _identity),
 }
-_LIMITED: dict[str, Callable[[float, Tensor], Tensor]] = {"clipped_silu": _clipped_silu, "capped_silu": _capped_silu}
 
 
 def neuron_of(function: formats.NeuronFunction) -> Neuron:
     """Returns the functions of a neuron function's name."""
     if not isinstance(function, formats.LimitedFunction):
         return _NEURONS[function]
-    return Neuron(partial(_LIMITED[function.name], function.limit), partial(_within, function.limit))
+    limit = function.limit
+    limited: dict[str, Callable[[Tensor], Tensor]] = {
+        "clipped_silu": lambda gate: silu(gate.clamp(max=limit)),
+        "capped_silu": lambda gate: silu(gate).clamp(max=limit),
+    }
+    return Neuron(limited[function.name], lambda up: up.clamp(-limit, limit))
 
 
 # ---- the weights of an expert ---------------------------------------------------------------------------------------

@@ -38,11 +38,7 @@ class PendingRows(Protocol):
         """Gives the rows up, in place of `result`."""
 
 
-class RowTable(Protocol):
-    """A table on the disk, of which rows can be read."""
-
-    def begin(self, numbers: Numbers) -> PendingRows:
-        """Begins to read the rows with these numbers, rising int64 [n]."""
+RowTable = Callable[[Numbers], PendingRows]  # begins to read the rows of a table with these numbers, rising int64 [n]
 
 
 class LaterRows:
@@ -56,16 +52,6 @@ class LaterRows:
 
     def cancel(self) -> None:
         pass  # nothing has begun
-
-
-class LaterTable:
-    """A table whose rows a function reads, by their numbers, when somebody waits for them."""
-
-    def __init__(self, read: Callable[[Numbers], Tensor]) -> None:
-        self._read = read
-
-    def begin(self, numbers: Numbers) -> LaterRows:
-        return LaterRows(lambda: self._read(numbers))
 
 
 def row_numbers(ngrams: NgramSpec, tokens: Numbers, num_new: int, layers: Iterable[int]) -> Numbers:
@@ -123,7 +109,7 @@ class NgramRows:
         try:
             for layer, numbers in zip(layers, row_numbers(ngrams, tokens.numpy(), num_new, layers), strict=True):
                 distinct, places = np.unique(numbers, return_inverse=True)
-                self._pending[layer] = table_of(layer).begin(distinct), places.reshape(numbers.shape)
+                self._pending[layer] = table_of(layer)(distinct), places.reshape(numbers.shape)
         except BaseException:
             self.close()
             raise

@@ -1,4 +1,14 @@
-"""Routers: the experts of each token and their weights. Experts with equal scores are taken in rising order."""
+"""Routers: the experts of each token and their weights. Experts with equal scores are taken in rising order.
+
+A kind is named after its order of steps. Sources in transformers:
+
+    softmax_topk         models/mixtral, MixtralTopKRouter; models/deepseek_v2, DeepseekV2TopkRouter
+    topk_softmax         models/granitemoe, GraniteMoeTopKRouter
+    sigmoid_topk         models/glm4_moe, Glm4MoeTopkRouter; DeepSeek-V3 (2412.19437), section 2.1.2
+    topk_sigmoid         models/llama4, Llama4Router (without a bias); models/kolibri1, Kolibri1TopKRouter
+    sqrtsoftplus_topk    models/deepseek_v4, DeepseekV4TopKRouter
+    sparsemixer          models/phimoe, sparsemixer at inference; GRIN (2409.12136)
+"""
 
 from collections.abc import Callable
 
@@ -18,12 +28,12 @@ def choose(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tenso
     """
     if spec.num_identity:
         return _choose_among_identities(logits, spec, bias)
-    experts = _CHOICES[spec.kind](logits, spec, bias)
+    experts = _choice(logits, spec, bias)
     return experts, router_weights(logits, experts, spec)
 
 
 def _choose_among_identities(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    scores, k = _softmax_scores(logits, bias), spec.num_experts_per_tok
+    scores, k = _biased(_scores(logits, spec), bias), spec.num_experts_per_tok
     num_chosen = (_largest(scores, k) < spec.num_experts).sum(dim=-1, keepdim=True)
     experts = _largest(scores[:, : spec.num_experts], k)
     is_left = torch.arange(k, device=logits.device) >= num_chosen
@@ -32,7 +42,7 @@ def _choose_among_identities(logits: Tensor, spec: RouterSpec, bias: Tensor | No
 
 def identity_share(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
     """Returns the summed weights of the experts that return their input, float32 [T, 1]; arguments as `choose`."""
-    experts = _CHOICES[spec.kind](logits, spec, bias)
+    experts = _choice(logits, spec, bias)
     weights = router_weights(logits, experts, spec)
     return (weights * (experts >= spec.num_experts)).sum(dim=-1, keepdim=True)
 
@@ -72,10 +82,21 @@ def expert_scores(logits: Tensor, spec: RouterSpec) -> Tensor:
 
     It is the sigmoid of the logits, or the root of their softplus, if the family has that, else their softmax.
     """
+    return _scores(logits, spec)[:, : spec.num_experts]
+
+
+def _scores(logits: Tensor, spec: RouterSpec) -> Tensor:
     if spec.kind == "sqrtsoftplus_topk":
         return _root_of_softplus(logits)
-    scores = torch.sigmoid(logits) if "sigmoid" in spec.kind else torch.softmax(logits, dim=-1)
-    return scores[:, : spec.num_experts]
+    return torch.sigmoid(logits) if "sigmoid" in spec.kind else torch.softmax(logits, dim=-1)
+
+
+def _root_of_softplus(logits: Tensor) -> Tensor:
+    return torch.nn.functional.softplus(logits).sqrt()
+
+
+def _biased(scores: Tensor, bias: Tensor | None) -> Tensor:
+    return scores if bias is None else scores + bias
 
 
 def least_sum(spec: RouterSpec) -> float:
@@ -84,55 +105,10 @@ def least_sum(spec: RouterSpec) -> float:
     return max(spec.least_sum, 1e-20 if can_vanish else 0.0)
 
 
-def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """A group's score is that of its best expert.
-
-    Source:  transformers, models/mixtral, MixtralTopKRouter; models/deepseek_v2, DeepseekV2TopkRouter.
-    """
-    return _choose(_softmax_scores(logits, bias), spec, best_of_group=1)
-
-
-def _softmax_scores(logits: Tensor, bias: Tensor | None) -> Tensor:
-    scores = torch.softmax(logits, dim=-1)
-    return scores if bias is None else scores + bias
-
-
-def _topk_softmax(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Source:  transformers, models/granitemoe, GraniteMoeTopKRouter."""
-    return _largest(logits, spec.num_experts_per_tok)
-
-
-def _topk_sigmoid(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Source:  transformers, models/llama4, Llama4Router (without a bias); models/kolibri1, Kolibri1TopKRouter."""
-    return _largest(logits if bias is None else logits + bias, spec.num_experts_per_tok)
-
-
-def _sigmoid_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """A group's score is the sum of its two best experts' scores.
-
-    Source:  transformers, models/glm4_moe, Glm4MoeTopkRouter; DeepSeek-V3 (2412.19437), section 2.1.2.
-    """
-    scores = torch.sigmoid(logits)
-    return _choose(scores if bias is None else scores + bias, spec, best_of_group=2)
-
-
-def _sqrtsoftplus_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Source:  transformers, models/deepseek_v4, DeepseekV4TopKRouter."""
-    scores = _root_of_softplus(logits)
-    return _choose(scores if bias is None else scores + bias, spec, best_of_group=1)
-
-
-def _root_of_softplus(logits: Tensor) -> Tensor:
-    return torch.nn.functional.softplus(logits).sqrt()
-
-
-def _sparsemixer(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Chooses the largest logit, then the largest of the rest, and so on.
-
-    Source:  GRIN (2409.12136); transformers, models/phimoe, sparsemixer at inference.
-    """
+def _sparsemixer(logits: Tensor, count: int) -> Tensor:
+    """Chooses the largest logit, then the largest of the rest, and so on."""
     remaining, experts = logits, []
-    for _ in range(spec.num_experts_per_tok):
+    for _ in range(count):
         experts.append(remaining.argmax(dim=-1, keepdim=True))  # the first of equals, as torch documents for argmax
         remaining = remaining.scatter(1, experts[-1], -torch.inf)
     return torch.cat(experts, dim=-1)
@@ -155,9 +131,13 @@ def _shares_near(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
     return torch.cat(weights, dim=-1)
 
 
-def _choose(scores: Tensor, spec: RouterSpec, best_of_group: int) -> Tensor:
-    """Returns the experts with the largest scores in the best groups, int64 [T, k]."""
+def _choice(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
+    """Returns the experts of each token, with `num_identity` also those without weights, int64 [T, k], best first."""
+    if spec.kind == "sparsemixer":
+        return _sparsemixer(logits, spec.num_experts_per_tok)
+    scores = _biased(logits if spec.kind in ("topk_softmax", "topk_sigmoid") else _scores(logits, spec), bias)
     if spec.n_group > 1:
+        best_of_group = 2 if spec.kind == "sigmoid_topk" else 1  # whose sum is the group's score
         grouped = scores.view(len(scores), spec.n_group, -1)  # [T, groups, experts a group]
         best = grouped.sort(dim=-1, descending=True).values[..., :best_of_group].sum(dim=-1)
         is_in_best = torch.zeros_like(best, dtype=torch.bool).scatter(1, _largest(best, spec.topk_group), True)
@@ -171,14 +151,6 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-_CHOICES: dict[str, Callable[[Tensor, RouterSpec, Tensor | None], Tensor]] = {
-    "softmax_topk": _softmax_topk,
-    "topk_softmax": _topk_softmax,
-    "sigmoid_topk": _sigmoid_topk,
-    "topk_sigmoid": _topk_sigmoid,
-    "sqrtsoftplus_topk": _sqrtsoftplus_topk,
-    "sparsemixer": _sparsemixer,
-}
 _WEIGHTS: dict[str, Callable[[Tensor, Tensor, RouterSpec], Tensor]] = {
     "softmax_topk": lambda logits, experts, spec: torch.softmax(logits, dim=-1).gather(1, experts),
     "topk_softmax": lambda logits, experts, spec: torch.softmax(logits.gather(1, experts), dim=-1),

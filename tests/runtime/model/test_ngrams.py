@@ -109,17 +109,17 @@ class Layer:
     def matrix(self, role: str) -> StoredMatrix:
         return StoredMatrix(self._held[role.rpartition(".")[2]], self.operations)
 
-    def ngram_table(self, layer: int) -> "Layer":
+    def ngram_table(self, layer: int) -> Callable[[np.ndarray], LaterRows]:
         assert layer == self.layer
-        return self
+        return self._begin
 
-    def begin(self, numbers: np.ndarray) -> LaterRows:
+    def _begin(self, numbers: np.ndarray) -> LaterRows:
         assert (np.diff(numbers) > 0).all(), "rising, none twice"
         return LaterRows(lambda: self._table[torch.from_numpy(numbers)])
 
     def state(self) -> LayerState:
         assert self.spec.ngrams is not None
-        return LayerState.of_ngrams(self.spec.ngrams, self.spec.stream_width, CPU)
+        return LayerState.zeros(self.spec.ngrams.state(self.spec.stream_width), CPU)
 
     @torch.inference_mode()
     def ours(self, x: Tensor, tokens: Tensor, sizes: list[int]) -> Tensor:
@@ -309,10 +309,10 @@ def test_a_pass_with_more_rows_than_a_buffer_and_more_passes_than_buffers_reads_
                 )
             assert opened.spec.ngrams is not None
             numbers = np.arange(0, 90, 7)
-            held = [weights.ngram_table(0).begin(numbers) for _ in range(6)]  # there are four buffers
+            held = [weights.ngram_table(0)(numbers) for _ in range(6)]  # there are four buffers
             rows = [each.result() for each in held]
             assert all(torch.equal(each, rows[0]) for each in rows)
-            for each in [weights.ngram_table(2).begin(numbers) for _ in range(6)]:
+            for each in [weights.ngram_table(2)(numbers) for _ in range(6)]:
                 each.cancel()
             assert len(weights._tables.free) == 4  # type: ignore[union-attr]
 
