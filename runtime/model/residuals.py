@@ -7,7 +7,6 @@ Between layers, hidden states are float32 [T, w], where w is d, or with several 
 """
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from moe_pack.formats import parts
 from moe_pack.formats.parts import residual
 from moe_pack.runtime.model.compute.matrices import linear
-from moe_pack.runtime.model.compute.weights import Weights, norm
+from moe_pack.runtime.model.compute.weights import Weights, norm, unit
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -27,6 +26,9 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 class Residual:
     """The plain residual, and the base of the other kinds."""
+
+    def __init__(self, spec: Any) -> None:
+        self._spec = spec
 
     def begin(self, x: Tensor) -> Tensor:
         """Returns the hidden states [T, w] before the first layer, from embeddings float32 [T, d]."""
@@ -69,20 +71,15 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor:
     return given[0] if len(given) == 1 else given[0] + given[1]
 
 
-def _unit(x: Tensor, weights: Weights) -> Tensor:
-    return weights.operations.rms_norm(x, torch.ones(x.shape[-1], device=x.device), weights.spec.norm.eps)
-
-
 class _Normed(Residual):
     """Norms outputs before they are added."""
 
-    def __init__(self, spec: parts.NormedResidualSpec) -> None:
-        self._spec = spec
+    _spec: parts.NormedResidualSpec
 
     def half_input(self, x: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         if residual.has_input_norm(self._spec, half, layer in weights.spec.moe_layers):
             return super().half_input(x, weights, layer, half)
-        return _unit(x, weights) if self._spec.apart and half == "mlp" else x
+        return unit(x, weights) if self._spec.apart and half == "mlp" else x
 
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         if residual.has_output_norm(self._spec, half, layer in weights.spec.moe_layers):
@@ -112,8 +109,7 @@ class _Normed(Residual):
 class _NormedState(Residual):
     """A half's output is added to the normed hidden states that it read."""
 
-    def __init__(self, spec: parts.NormedStateSpec) -> None:
-        self._spec = spec
+    _spec: parts.NormedStateSpec
 
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         factors = self._spec.mlp if half == "mlp" else self._spec.attention
@@ -154,8 +150,7 @@ class _Waiting(Residual):
 class _Shortcut(_Waiting):
     """The routed experts of some layers join the hidden states one layer later."""
 
-    def __init__(self, spec: parts.ShortcutResidualSpec) -> None:
-        self._spec = spec
+    _spec: parts.ShortcutResidualSpec
 
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         d = weights.spec.hidden_size
@@ -172,8 +167,7 @@ class _Shortcut(_Waiting):
 class _Parallel(_Waiting):
     """Both halves read the same hidden states, through one norm, and are added together."""
 
-    def __init__(self, spec: parts.ParallelResidualSpec) -> None:
-        self._spec = spec
+    _spec: parts.ParallelResidualSpec
 
     def half_input(self, x: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         return super().half_input(x, weights, layer, "attention")
@@ -193,11 +187,10 @@ class _Parallel(_Waiting):
 class _GatedStreams(Residual):
     """A half reads the average of the normed streams, each value behind a gate, and enters each stream by a weight."""
 
-    def __init__(self, spec: parts.GatedStreamsSpec) -> None:
-        self._num = spec.streams
+    _spec: parts.GatedStreamsSpec
 
     def begin(self, x: Tensor) -> Tensor:
-        return x.repeat(1, self._num)
+        return x.repeat(1, self._spec.streams)
 
     def half_input(self, x: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         return self._average(x, weights, f"layers.{layer}.{half}_streams")
@@ -205,26 +198,25 @@ class _GatedStreams(Residual):
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         role = f"layers.{layer}.{half}_streams"
         inject = linear(self._normed(x, weights, role), weights.matrix(f"{role}.inject"))
-        return x + ((2 * (inject / self._num).sigmoid())[:, :, None] * y[:, None]).flatten(1)
+        return x + ((2 * (inject / self._spec.streams).sigmoid())[:, :, None] * y[:, None]).flatten(1)
 
     def end(self, x: Tensor, weights: Weights) -> Tensor:
         return self._average(x, weights, "streams")
 
     def _normed(self, x: Tensor, weights: Weights, role: str) -> Tensor:
-        return _unit(x.view(len(x), self._num, -1), weights).flatten(1) * weights.vector(f"{role}.norm")
+        return unit(x.view(len(x), self._spec.streams, -1), weights).flatten(1) * weights.vector(f"{role}.norm")
 
     def _average(self, x: Tensor, weights: Weights, role: str) -> Tensor:
         normed = self._normed(x, weights, role)
-        gates = torch.nn.functional.silu(linear(normed, weights.matrix(f"{role}.down")) / self._num)
+        gates = torch.nn.functional.silu(linear(normed, weights.matrix(f"{role}.down")) / self._spec.streams)
         gates = linear(gates, weights.matrix(f"{role}.up")).sigmoid()
-        return (gates * normed).view(len(x), self._num, -1).mean(dim=1)
+        return (gates * normed).view(len(x), self._spec.streams, -1).mean(dim=1)
 
 
 class _MixedStreams(Residual):
     """A half reads a weighted sum of the streams, normed, and enters each; the streams are mixed."""
 
-    def __init__(self, spec: parts.MixedStreamsSpec) -> None:
-        self._spec = spec
+    _spec: parts.MixedStreamsSpec
 
     def begin(self, x: Tensor) -> Tensor:
         return x.repeat(1, self._spec.streams)
@@ -240,7 +232,7 @@ class _MixedStreams(Residual):
         return x + (enter[:, :, None] * y[:, None]).flatten(1)
 
     def end(self, x: Tensor, weights: Weights) -> Tensor:
-        found = linear(_unit(x, weights), weights.matrix("streams.weights")) * weights.vector("streams.scale")
+        found = linear(unit(x, weights), weights.matrix("streams.weights")) * weights.vector("streams.scale")
         shares = (found + weights.vector("streams.base")).sigmoid() + self._spec.eps
         return norm(_weighted(x, shares), weights, "norm")
 
@@ -250,7 +242,7 @@ class _MixedStreams(Residual):
         The last is of stream j in stream k.
         """
         spec, n, scale = self._spec, self._spec.streams, weights.vector(f"{role}.scale")
-        found = linear(_unit(x, weights), weights.matrix(f"{role}.weights"))
+        found = linear(unit(x, weights), weights.matrix(f"{role}.weights"))
         base = weights.vector(f"{role}.base")
         read = (found[:, :n] * scale[0] + base[:n]).sigmoid() + spec.eps
         enter = spec.magnitude * (found[:, n : 2 * n] * scale[1] + base[n : 2 * n]).sigmoid()
@@ -268,10 +260,10 @@ def _weighted(x: Tensor, shares: Tensor) -> Tensor:
     return (x.view(*shares.shape, -1) * shares[:, :, None]).sum(dim=1)
 
 
-_KINDS: dict[type, Callable[[Any], Residual]] = {
+_KINDS: dict[type, type[Residual]] = {
     parts.NormedResidualSpec: _Normed,
     parts.NormedStateSpec: _NormedState,
-    parts.GatedNormsSpec: lambda _: _GatedNorms(),
+    parts.GatedNormsSpec: _GatedNorms,
     parts.ShortcutResidualSpec: _Shortcut,
     parts.ParallelResidualSpec: _Parallel,
     parts.GatedStreamsSpec: _GatedStreams,
@@ -282,4 +274,4 @@ _KINDS: dict[type, Callable[[Any], Residual]] = {
 @lru_cache(maxsize=64)
 def residual_of(spec: residual.ResidualSpec | None) -> Residual:
     """Returns the residual of a model; None: the plain one."""
-    return Residual() if spec is None else _KINDS[type(spec)](spec)
+    return (Residual if spec is None else _KINDS[type(spec)])(spec)

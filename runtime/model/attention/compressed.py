@@ -13,7 +13,7 @@ from moe_pack.formats import parts
 from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes, storage
 from moe_pack.runtime.model.compute import matrices, softmax
-from moe_pack.runtime.model.compute.weights import Weights
+from moe_pack.runtime.model.compute.weights import Weights, unit
 
 
 def cache_shape(spec: parts.CompressedSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
@@ -25,31 +25,23 @@ def cache_shape(spec: parts.CompressedSpec, dtype: dtypes.KvDtype) -> layer_cach
     return layer_cache.CacheShape(1, storage.RowStorage(dtype, (spec.head_dim,)), None, entries=entries)
 
 
-def attend(
-    x: Tensor,
-    weights: Weights,
-    spec: parts.CompressedSpec,
-    layer: int,
-    sequences: layer_cache.Batch[layer_cache.LayerCache],
-    angles: ropes.Angles,
-) -> Tensor:
-    """Returns a layer's attention for new tokens x float32 [T, d], normed: float32 [T, d]."""
-    own = _Compressed(weights, spec, layer)
-    return softmax.joined([own.attend(x[each.rows], each.cache, each.angles(angles)) for each in sequences])
+class Compressed(shared.LayerAttention):
+    """Compressed attention of a layer."""
 
-
-class _Compressed(shared.LayerAttention):
     def __init__(self, weights: Weights, spec: parts.CompressedSpec, layer: int) -> None:
         super().__init__(weights, layer)
-        self._spec, self._eps, self._sinks = spec, weights.spec.norm.eps, self.vector("sinks")
+        self._spec, self._sinks = spec, self.vector("sinks")
 
-    def attend(self, x: Tensor, cache: layer_cache.LayerCache, angles: ropes.Angles) -> Tensor:
+    def attend(self, x: Tensor, sequences: layer_cache.Batch[layer_cache.LayerCache], angles: ropes.Angles) -> Tensor:
+        """Returns the attention of new tokens x float32 [T, d], normed: float32 [T, d]."""
+        return softmax.joined([self._attend(x[own.rows], own.cache, own.angles(angles)) for own in sequences])
+
+    def _attend(self, x: Tensor, cache: layer_cache.LayerCache, angles: ropes.Angles) -> Tensor:
         spec, start, number, seen = self._spec, cache.num_tokens, 0, None
-        latent = self.norm(self.linear(x, "q_a"), "q_a_norm", self._eps)
+        latent = self.norm(self.linear(x, "q_a"), "q_a_norm")
         q = self.linear(latent, "q_b").view(len(x), spec.num_heads, spec.head_dim)
-        q = self.weights.operations.rms_norm(q, torch.ones(spec.head_dim, device=x.device), self._eps)
-        q = ropes.rotate_last(q.transpose(0, 1), angles, self.interleaved)
-        key = self.norm(self.linear(x, "kv"), "kv_norm", self._eps)
+        q = ropes.rotate_last(unit(q, self.weights).transpose(0, 1), angles, self.interleaved)
+        key = self.norm(self.linear(x, "kv"), "kv_norm")
         key = ropes.rotate_last(key[None], angles, self.interleaved)
         cache.append(key, key)
         if spec.compression is not None:
@@ -153,7 +145,7 @@ class _Compressed(shared.LayerAttention):
             begin += 2 * width
             if compression.overlap:
                 values, logits = _overlapped(values, before, 0.0), _overlapped(logits, before, -torch.inf)
-            entry = self.norm((values * logits.softmax(dim=1)).sum(dim=1), f"{name}_norm", self._eps)
+            entry = self.norm((values * logits.softmax(dim=1)).sum(dim=1), f"{name}_norm")
             made.append(ropes.rotate_last(entry[None], angles, self.interleaved)[0])
         cache.enter(first, torch.cat(made, dim=1))
 

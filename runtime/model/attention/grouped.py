@@ -11,7 +11,7 @@ from moe_pack.formats import parts
 from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes, storage
 from moe_pack.runtime.model.compute import matrices, operations, softmax
-from moe_pack.runtime.model.compute.weights import Weights
+from moe_pack.runtime.model.compute.weights import Weights, unit
 
 
 def cache_shape(spec: parts.GroupedQuerySpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
@@ -21,33 +21,22 @@ def cache_shape(spec: parts.GroupedQuerySpec, dtype: dtypes.KvDtype) -> layer_ca
     return layer_cache.CacheShape(spec.num_kv_heads, keys, values, index_width=index_width)
 
 
-def attend(
-    x: Tensor,
-    weights: Weights,
-    spec: parts.GroupedQuerySpec,
-    layer: int,
-    sequences: layer_cache.Batch[layer_cache.LayerCache],
-    angles: ropes.Angles,
-) -> Tensor:
-    """Returns a layer's attention for new tokens x float32 [T, d], normed: float32 [T, d]."""
-    return _Grouped(weights, spec, layer).attend(x, sequences, angles)
+class Grouped(shared.LayerAttention):
+    """Grouped-query attention of a layer."""
 
-
-class _Grouped(shared.LayerAttention):
     def __init__(self, weights: Weights, spec: parts.GroupedQuerySpec, layer: int) -> None:
         super().__init__(weights, layer)
-        self._spec, self._eps, self._operations = spec, weights.spec.norm.eps, weights.operations
+        self._spec, self._eps = spec, weights.spec.norm.eps
         temperature, self._is_rotated = spec.temperature, spec.rotates(layer)
         self._temperature = None if temperature and temperature.is_unrotated and self._is_rotated else temperature
 
     def attend(self, x: Tensor, sequences: layer_cache.Batch[layer_cache.LayerCache], angles: ropes.Angles) -> Tensor:
+        """Returns the attention of new tokens x float32 [T, d], normed: float32 [T, d]."""
         spec, gate = self._spec, None
         q, k = self._projected(x, "q"), self._projected(x, "k")
         v = self._clipped(k if spec.keys_as_values else self._projected(x, "v"))
         if spec.v_norm:
-            heads = v.view(len(x), spec.num_kv_heads, spec.value_dim)
-            ones = torch.ones(spec.value_dim, device=x.device)
-            v = self._operations.rms_norm(heads, ones, self._eps).flatten(1)
+            v = unit(v.view(len(x), spec.num_kv_heads, spec.value_dim), self.weights).flatten(1)
         if spec.value_scale != 1.0:
             v = v * spec.value_scale
         if spec.gated:
@@ -64,15 +53,14 @@ class _Grouped(shared.LayerAttention):
             if spec.indexer is not None:
                 chosen = choose_blocks(x[own.rows], self.weights, spec.indexer, self.layer, own.cache, turns)
             given = norms, turns, self.interleaved, own.cache, spec, window, sinks, chosen
-            outputs.append(self._operations.attend(projected, *given))
+            outputs.append(self.weights.operations.attend(projected, *given))
         mixed = softmax.joined(outputs)
         if gate is not None:
             mixed = mixed * gate.sigmoid()
         return self._projected(self.gated(mixed, x, spec.gate, spec.value_dim), "o")
 
     def _projected(self, x: Tensor, name: str) -> Tensor:
-        y = self.linear(x, name)
-        return y + self.vector(f"{name}_bias") if name in self._spec.bias else y
+        return self.linear(x, name, name in self._spec.bias)
 
     def _clipped(self, x: Tensor) -> Tensor:
         return x if self._spec.clip is None else x.clamp(-self._spec.clip, self._spec.clip)

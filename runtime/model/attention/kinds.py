@@ -23,15 +23,15 @@ def attend(
     if isinstance(spec, parts.GroupedQuerySpec):
         from moe_pack.runtime.model.attention import grouped
 
-        return grouped.attend(x, weights, spec, layer, sequences, angles)
+        return grouped.Grouped(weights, spec, layer).attend(x, sequences, angles)
     if isinstance(spec, parts.CompressedSpec):
         from moe_pack.runtime.model.attention import compressed
 
-        return compressed.attend(x, weights, spec, layer, sequences, angles)
+        return compressed.Compressed(weights, spec, layer).attend(x, sequences, angles)
     assert isinstance(spec, parts.LatentSpec), "models with relative positions are run by encoder_decoder"
     from moe_pack.runtime.model.attention import latent
 
-    return latent.attend(x, weights, spec, layer, sequences, angles)
+    return latent.Latent(weights, spec, layer).attend(x, sequences, angles)
 
 
 def cache_shape(spec: parts.AttentionSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:

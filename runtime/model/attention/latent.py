@@ -31,18 +31,6 @@ def cache_shape(spec: parts.LatentSpec, dtype: dtypes.KvDtype) -> layer_cache.Ca
     return layer_cache.CacheShape(1, keys, None, value_width=spec.kv_lora_rank)
 
 
-def attend(
-    x: Tensor,
-    weights: Weights,
-    spec: parts.LatentSpec,
-    layer: int,
-    sequences: layer_cache.Batch[layer_cache.LayerCache],
-    angles: ropes.Angles,
-) -> Tensor:
-    """Returns a layer's attention for new tokens x float32 [T, d], normed: float32 [T, d]."""
-    return _Latent(weights, spec, layer).attend(x, sequences, angles)
-
-
 def absorbs(num_new: int, num_seen: int, spec: parts.LatentSpec) -> bool:
     """Returns whether the absorbed way multiplies less, for `num_new` tokens that see up to `num_seen` positions."""
     rank, nope, rope, v = spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
@@ -51,13 +39,16 @@ def absorbs(num_new: int, num_seen: int, spec: parts.LatentSpec) -> bool:
     return absorbed <= expanded
 
 
-class _Latent(shared.LayerAttention):
+class Latent(shared.LayerAttention):
+    """Latent attention of a layer."""
+
     def __init__(self, weights: Weights, spec: parts.LatentSpec, layer: int) -> None:
         super().__init__(weights, layer)
         self._spec = spec
         self._sinks = self.vector("sinks") if spec.sinks else None  # float32 [num_heads], logits without a value
 
     def attend(self, x: Tensor, sequences: layer_cache.Batch[layer_cache.LayerCache], angles: ropes.Angles) -> Tensor:
+        """Returns the attention of new tokens x float32 [T, d], normed: float32 [T, d]."""
         spec = self._spec
         q, q_latent, gates = self._queries(x)
         q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)

@@ -7,29 +7,16 @@ from torch import Tensor
 
 from moe_pack.formats import ModelSpec, parts
 from moe_pack.runtime.model.caches import layer_cache
-from moe_pack.runtime.model.compute import matrices, softmax
-from moe_pack.runtime.model.compute.weights import Weights
+from moe_pack.runtime.model.compute import softmax
+from moe_pack.runtime.model.compute.weights import RoleWeights, Weights
 
 
-class LayerAttention:
-    """The attention of a layer; it asks for weights by the ends of their roles (`layers.{i}.attention.q`)."""
+class LayerAttention(RoleWeights):
+    """The attention of a layer."""
 
     def __init__(self, weights: Weights, layer: int) -> None:
-        self.weights, self.layer = weights, layer
-        self.role = f"layers.{layer}.attention"
-        self.interleaved = is_interleaved(weights.spec, layer)
-
-    def matrix(self, name: str) -> matrices.Matrix:
-        return self.weights.matrix(f"{self.role}.{name}")
-
-    def vector(self, name: str) -> Tensor:
-        return self.weights.vector(f"{self.role}.{name}")
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        return matrices.linear(x, self.matrix(name))
-
-    def norm(self, x: Tensor, name: str, eps: float) -> Tensor:
-        return self.weights.operations.rms_norm(x, self.vector(name), eps)
+        super().__init__(weights, f"layers.{layer}.attention")
+        self.layer, self.interleaved = layer, is_interleaved(weights.spec, layer)
 
     def gated(self, mixed: Tensor, x: Tensor, spec: parts.OutputGateSpec | None, head_dim: int) -> Tensor:
         """Returns the heads' outputs `mixed`, float32 [T, heads * head_dim], times gates computed from the input x."""

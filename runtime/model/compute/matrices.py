@@ -64,9 +64,20 @@ class DivisibleMatrix(InMemoryMatrix):
         """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
 
 
-class _MultipliedMatrix(DivisibleMatrix):
-    def __init__(self, num_rows: int, num_cols: int, product: Product) -> None:
-        self.num_rows, self.num_cols, self._product = num_rows, num_cols, product
+class _RowsInMemory(DivisibleMatrix):
+    """A matrix that decodes its stored rows, and that its operations multiply by `product`."""
+
+    def __init__(self, stored: Tensor, num_cols: int, product: Product) -> None:
+        self.num_rows, self.num_cols, self._stored, self._product = len(stored), num_cols, stored, product
+
+    @abstractmethod
+    def _decoded(self, stored: Tensor) -> Tensor: ...
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._decoded(self._stored[start:stop])
+
+    def take(self, ids: Tensor) -> Tensor:
+        return self._decoded(self._stored[ids.to(self._stored.device)])
 
     def product(self, x: Tensor) -> Tensor:
         return self._product(x)
@@ -76,36 +87,30 @@ class _MultipliedMatrix(DivisibleMatrix):
         return self._product if isinstance(self._product, NativeProduct) else None
 
 
-class StoredMatrix(_MultipliedMatrix):
+class StoredMatrix(_RowsInMemory):
     """A matrix of 16- or 32-bit values, or of integers, on the device of its operations."""
 
     def __init__(self, weight: Tensor, operations: Operations = TORCH) -> None:
-        super().__init__(weight.shape[0], weight.shape[1], operations.stored_product(weight))
-        self._weight, self._operations = weight, operations
+        super().__init__(weight, weight.shape[1], operations.stored_product(weight))
+        self._operations = operations
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self._weight[start:stop].to(torch.float32)
-
-    def take(self, ids: Tensor) -> Tensor:
-        return self._weight[ids.to(self._weight.device)].to(torch.float32)
+    def _decoded(self, stored: Tensor) -> Tensor:
+        return stored.to(torch.float32)
 
     def part(self, start: int, stop: int) -> "StoredMatrix":
-        return StoredMatrix(self._weight[start:stop], self._operations)
+        return StoredMatrix(self._stored[start:stop], self._operations)
 
 
-class RowMatrix(_MultipliedMatrix):
+class RowMatrix(_RowsInMemory):
     """A matrix in rows of the row layout, u8 [num_rows, row_bytes], on the device of its operations."""
 
     def __init__(self, layout: RowLayout, stored: Tensor, operations: Operations = TORCH) -> None:
-        super().__init__(stored.shape[0], layout.num_cols, operations.row_product(layout, stored))
+        super().__init__(stored, layout.num_cols, operations.row_product(layout, stored))
         (self._part,) = layout.parts
-        self._layout, self._stored, self._operations = layout, stored, operations
+        self._layout, self._operations = layout, operations
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self._operations.decode(self._layout, self._part, self._stored[start:stop])
-
-    def take(self, ids: Tensor) -> Tensor:
-        return self._operations.decode(self._layout, self._part, self._stored[ids.to(self._stored.device)])
+    def _decoded(self, stored: Tensor) -> Tensor:
+        return self._operations.decode(self._layout, self._part, stored)
 
     def part(self, start: int, stop: int) -> "RowMatrix":
         return RowMatrix(self._layout, self._stored[start:stop], self._operations)

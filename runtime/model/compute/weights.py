@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.runtime.model.compute.expert import Expert
-from moe_pack.runtime.model.compute.matrices import Matrix
+from moe_pack.runtime.model.compute.matrices import Matrix, linear
 from moe_pack.runtime.model.compute.operations import Operations
 from moe_pack.runtime.model.compute.rotation import Rotation
 
@@ -41,6 +41,33 @@ class Weights(Protocol):
 
     def ngram_table(self, layer: int) -> "ngrams.RowTable":
         """Returns the n-gram table of a decoder layer."""
+
+
+class RoleWeights:
+    """The weights of a part of a layer, by the ends of their roles: `q` of `layers.{i}.attention.q`."""
+
+    def __init__(self, weights: Weights, role: str) -> None:
+        self.weights, self.role = weights, role
+
+    def matrix(self, name: str) -> Matrix:
+        return self.weights.matrix(f"{self.role}.{name}")
+
+    def vector(self, name: str) -> Tensor:
+        return self.weights.vector(f"{self.role}.{name}")
+
+    def linear(self, x: Tensor, name: str, has_bias: bool = False) -> Tensor:
+        """Returns `x @ matrix.T`, float32 [T, out], plus the vector `{name}_bias` if there is one."""
+        return linear(x, self.matrix(name), self.vector(f"{name}_bias") if has_bias else None)
+
+    def norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
+        """Returns the rms norm of x float32 [..., n] with a vector, and the model's eps if none is given."""
+        eps = self.weights.spec.norm.eps if eps is None else eps
+        return self.weights.operations.rms_norm(x, self.vector(name), eps)
+
+
+def unit(x: Tensor, weights: Weights) -> Tensor:
+    """Returns `x / rms(x)` over the last dimension of x float32 [..., n], with the model's eps."""
+    return weights.operations.rms_norm(x, torch.ones(x.shape[-1], device=x.device), weights.spec.norm.eps)
 
 
 def to_experts(x: Tensor, weights: Weights, layer_idx: int) -> Tensor:

@@ -590,7 +590,7 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     )
     cache = LayerCache(keys.clone(), keys[..., :rank], at)
     sequences = each_sequence(cache, 1)
-    expected = latent.attend(x, cast(Weights, weights), spec, 0, sequences, (cos[at:], sin[at:]))[0]
+    expected = latent.Latent(cast(Weights, weights), spec, 0).attend(x, sequences, (cos[at:], sin[at:]))[0]
     given = [each.to(device) for each in (linear(x, matrices["q"])[0], linear(x, matrices["kv_a"])[0], norm_weight)]
     there, angles = keys.to(device), (cos.to(device), sin.to(device))
     position = torch.tensor([at], dtype=torch.int32, device=device)
