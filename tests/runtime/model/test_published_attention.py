@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from support.cases import case
 from support.native import operations_limited_to
 from support.random_weights import RandomWeights
 from support.specs import GROUPED, LATENT
@@ -80,10 +81,10 @@ def randomized(module: nn.Module) -> nn.Module:
     return module
 
 
-def angles_of(rope: RopeSpec, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of T positions as modules take them: [1, T, width], those of pairs of halves twice."""
+def angles_of(rope: RopeSpec) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of T positions as modules take them: [1, T, rotary_dim], those of pairs of halves twice."""
     (angles,) = LayerRopes(replace(GROUPED, rope=rope), CPU)(torch.arange(T), T)
-    return tuple(torch.cat((each, each), dim=-1)[None, :, :width] for each in angles)  # type: ignore[return-value]
+    return tuple(torch.cat((each, each), dim=-1)[None] for each in angles)  # type: ignore[return-value]
 
 
 def mask_of(window: int | None) -> Tensor:
@@ -94,7 +95,20 @@ def mask_of(window: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def check(module: nn.Module, spec: ModelSpec, expected: Tensor, x: Tensor, operations: Operations) -> None:
+def check(
+    module: nn.Module,
+    attention: GroupedQuerySpec | LatentSpec,
+    rope: RopeSpec,
+    operations: Operations,
+    eps: float = 1e-6,
+    *others: object,
+) -> None:
+    """The layer has the answers of a module, which is given others too: for a prompt, and token by token."""
+    window = attention.sliding_window if isinstance(attention, GroupedQuerySpec) else None
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(2))
+    expected = randomized(module)(x[None], angles_of(rope), mask_of(window), *others)[0][0]
+    like = GROUPED if isinstance(attention, GroupedQuerySpec) else LATENT
+    spec = replace(like, attention=attention, rope=rope, norm=replace(like.norm, eps=eps))
     held = Layer(spec, module, operations)
     cache, ropes = KVCache(spec, T, CPU, num_layers=1), LayerRopes(spec, CPU)
 
@@ -109,67 +123,49 @@ def check(module: nn.Module, spec: ModelSpec, expected: Tensor, x: Tensor, opera
         assert (found - expected).abs().max() < 2e-5 * max(1.0, float(expected.abs().max()))
 
 
-def inputs() -> Tensor:
-    return torch.randn(T, D, generator=torch.Generator().manual_seed(2))
-
-
-def with_attention(attention: GroupedQuerySpec | LatentSpec, rope: RopeSpec, eps: float) -> ModelSpec:
-    like = GROUPED if isinstance(attention, GroupedQuerySpec) else LATENT
-    return replace(like, attention=attention, rope=rope, norm=replace(like.norm, eps=eps))
-
-
 def eager(config: PreTrainedConfig) -> PreTrainedConfig:
     config._attn_implementation = "eager"
     return config
 
 
-@torch.no_grad()
 def test_gates_of_values_are_trinity_s(operations: Operations) -> None:
     config = eager(AfmoeConfig(
         hidden_size=D, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=2,
         layer_types=["sliding_attention", "full_attention"], sliding_window=5,
     ))  # fmt: skip
-    module, x = randomized(AfmoeAttention(config, 0)), inputs()
     rope = RopeSpec(1e4, 16, interleaved=False, scaling=None)
-    expected, _ = module(x[None], angles_of(rope, 16), mask_of(5))
     attention = GroupedQuerySpec(
         "grouped_query", 4, 2, 16, 5, 0.25, (), "head", gate=OutputGateSpec("value", "sigmoid")
     )
-    check(module, with_attention(attention, rope, config.rms_norm_eps), expected[0], x, operations)
+    check(AfmoeAttention(config, 0), attention, rope, operations, config.rms_norm_eps)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("each", ["head", "value"])
 def test_gates_of_softplus_are_laguna_s(operations: Operations, each: str) -> None:
     config = eager(LagunaConfig(
         hidden_size=D, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=2,
         layer_types=["full_attention"] * 2, gating="per-head" if each == "head" else "per-element",
     ))  # fmt: skip
-    module, x = randomized(LagunaAttention(config, 0, 4)), inputs()
     rope = RopeSpec(1e4, 16, interleaved=False, scaling=None)
-    expected, _ = module(x[None], angles_of(rope, 16), mask_of(None))
     gate = OutputGateSpec(each, "softplus")  # type: ignore[arg-type]  # one of both
     attention = GroupedQuerySpec("grouped_query", 4, 2, 16, None, 0.25, (), "head", gate=gate)
-    check(module, with_attention(attention, rope, config.rms_norm_eps), expected[0], x, operations)
+    check(LagunaAttention(config, 0, 4), attention, rope, operations, config.rms_norm_eps)
 
 
-@torch.no_grad()
 def test_gates_of_latent_heads_are_ling_s(operations: Operations) -> None:
     config = eager(BailingHybridConfig(
         hidden_size=D, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2, kv_lora_rank=24,
         qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
     ))  # fmt: skip
-    module, x = randomized(BailingHybridAttention(config, 0)), inputs()
+    module = BailingHybridAttention(config, 0)
     rope = RopeSpec(1e4, 8, interleaved=True, scaling=None)
-    expected, _ = module(x[None], angles_of(rope, 8), mask_of(None))
     attention = LatentSpec(
         "latent", 4, None, 24, 16, 8, 12, module.scaling, module.kv_a_layernorm.variance_epsilon,
         gate=OutputGateSpec("head", "sigmoid"),
     )  # fmt: skip
-    check(module, with_attention(attention, rope, 1e-6), expected[0], x, operations)
+    check(module, attention, rope, operations)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("top_k", [4, T])
 def test_gates_that_come_with_queries_are_ax_k2_s(operations: Operations, top_k: int) -> None:
     config = eager(AXK2Config(
@@ -177,17 +173,15 @@ def test_gates_that_come_with_queries_are_ax_k2_s(operations: Operations, top_k:
         kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, index_n_heads=12, index_head_dim=20,
         index_topk=top_k,
     ))  # fmt: skip
-    module, x = randomized(AXK2Attention(config, 0)), inputs()
+    module = AXK2Attention(config, 0)
     rope = RopeSpec(1e4, 8, interleaved=True, scaling=None)
-    expected, _ = module(x[None], angles_of(rope, 8), mask_of(None))
     attention = LatentSpec(
         "latent", 4, 40, 24, 16, 8, 12, module.scaling, module.kv_a_layernorm.variance_epsilon,
         indexer=IndexerSpec(12, 20, top_k), gated=True,
     )  # fmt: skip
-    check(module, with_attention(attention, rope, 1e-6), expected[0], x, operations)
+    check(module, attention, rope, operations)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("top_k", [4, T])
 def test_sinks_of_latent_heads_and_choices_by_last_values_are_hy4_s(operations: Operations, top_k: int) -> None:
     config = eager(HYV4Config(
@@ -195,18 +189,16 @@ def test_sinks_of_latent_heads_and_choices_by_last_values_are_hy4_s(operations: 
         qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, index_n_heads=12, index_head_dim=20, index_topk=top_k,
         rms_norm_eps=1e-3,
     ))  # fmt: skip
-    module, x = randomized(HYV4Attention(config, 0)), inputs()
+    module = HYV4Attention(config, 0)
     rope = RopeSpec(1e4, 8, interleaved=False, scaling=None)
-    expected, _, _ = module(x[None], angles_of(rope, 8), mask_of(None))
     attention = LatentSpec(
         "latent", 4, 40, 24, 16, 8, 12, module.scaling, module.kv_a_layernorm.variance_epsilon,
         indexer=IndexerSpec(12, 20, top_k, rotates_last=True, norm_eps=1e-3),
         gate=OutputGateSpec("value", "sigmoid"), sinks=True,
     )  # fmt: skip
-    check(module, with_attention(attention, rope, 1e-3), expected[0], x, operations)
+    check(module, attention, rope, operations, 1e-3)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("is_sliding", [True, False])
 def test_values_that_are_keys_and_their_norms_are_gemma_s(operations: Operations, is_sliding: bool) -> None:
     """Layers with a window have values of their own; the others have wider and fewer heads, partly rotated."""
@@ -215,17 +207,16 @@ def test_values_that_are_keys_and_their_norms_are_gemma_s(operations: Operations
         num_global_key_value_heads=1, attention_k_eq_v=True, num_hidden_layers=2, sliding_window=5,
         layer_types=["sliding_attention", "full_attention"], num_kv_shared_layers=0, hidden_size_per_layer_input=0,
     ))  # fmt: skip
-    module, x = randomized(Gemma4TextAttention(config, 0 if is_sliding else 1)), inputs()
+    module = Gemma4TextAttention(config, 0 if is_sliding else 1)
     size, window = (16, 5) if is_sliding else (32, None)
     scaling = None if is_sliding else ProportionalSpec("proportional", 4, 1.0)
     rope = RopeSpec(1e4, size, interleaved=False, scaling=scaling)
-    expected, _ = module(x[None], angles_of(rope, size), mask_of(window), {})
     attention = GroupedQuerySpec(
         "grouped_query", 4, 2 if is_sliding else 1, size, window, 1.0, (), "head",
         keys_as_values=not is_sliding, v_norm=True,
     )  # fmt: skip
     assert (module.v_proj is None) == attention.keys_as_values
-    check(module, with_attention(attention, rope, config.rms_norm_eps), expected[0], x, operations)
+    check(module, attention, rope, operations, config.rms_norm_eps, {})
 
 
 @torch.no_grad()
@@ -317,16 +308,34 @@ def test_the_scaled_router_is_gemma_s(operations: Operations) -> None:
     torch.testing.assert_close(again, found[1])
 
 
+BIASED = [
+    (
+        DeepseekV4TopKRouter(
+            DeepseekV4Config(hidden_size=D, n_routed_experts=8, num_experts_per_tok=3, routed_scaling_factor=1.5)
+        ),
+        RouterSpec("sqrtsoftplus_topk", 8, 3, normalize=True, bias=True, scaling_factor=1.5),
+    ),
+    *(
+        (
+            Kolibri1TopKRouter(
+                Kolibri1Config(hidden_size=D, num_experts=8, num_experts_per_tok=3, norm_topk_prob=normalize)
+            ),
+            RouterSpec("topk_sigmoid", 8, 3, normalize=normalize, bias=True),
+        )
+        for normalize in (False, True)
+    ),
+]
+
+
 @torch.no_grad()
-def test_the_root_of_softplus_is_deepseek_s(operations: Operations) -> None:
-    config = DeepseekV4Config(hidden_size=D, n_routed_experts=8, num_experts_per_tok=3, routed_scaling_factor=1.5)
-    module = randomized_router(DeepseekV4TopKRouter(config))
-    x = random(NUM_ROUTED, D, seed=9)
-    _, weights, experts = module(x)
-    router = RouterSpec("sqrtsoftplus_topk", 8, 3, normalize=True, bias=True, scaling_factor=1.5)
-    tensors = {"router": module.weight, "router_bias": module.e_score_correction_bias}
-    held = RouterLayer(replace(GROUPED, router=router), tensors, operations=operations)
-    assert_same_choice(route_tokens(x, held, 0), experts, weights, 8)
+def test_roots_of_softplus_are_deepseek_s_and_the_largest_logits_kolibri_s(operations: Operations) -> None:
+    for module, router in BIASED:
+        with case(router):
+            x = random(NUM_ROUTED, D, seed=9)
+            _, weights, experts = randomized_router(module)(x)
+            tensors = {"router": module.weight, "router_bias": module.e_score_correction_bias}
+            held = RouterLayer(replace(GROUPED, router=router), tensors, operations=operations)
+            assert_same_choice(route_tokens(x, held, 0), experts, weights, 8)
 
 
 @torch.no_grad()
@@ -352,19 +361,6 @@ def test_groups_that_score_zero_are_ax_k2_s(operations: Operations) -> None:
     assert (negative == 2).sum() > 5 and (negative == 0).sum() > 5
     assert torch.equal(found[0].sort().values[clear], experts.sort().values[clear])
     torch.testing.assert_close(found[1].sum(dim=1), weights.sum(dim=1))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("normalize", [False, True])
-def test_the_largest_logits_with_a_bias_are_kolibri_s(operations: Operations, normalize: bool) -> None:
-    config = Kolibri1Config(hidden_size=D, num_experts=8, num_experts_per_tok=3, norm_topk_prob=normalize)
-    module = randomized_router(Kolibri1TopKRouter(config))
-    x = random(NUM_ROUTED, D, seed=9)
-    _, weights, experts = module(x)
-    router = RouterSpec("topk_sigmoid", 8, 3, normalize=normalize, bias=True)
-    tensors = {"router": module.weight, "router_bias": module.e_score_correction_bias}
-    held = RouterLayer(replace(GROUPED, router=router), tensors, operations=operations)
-    assert_same_choice(route_tokens(x, held, 0), experts, weights, 8)
 
 
 @torch.no_grad()
