@@ -27,6 +27,17 @@ def text(demo_pack: PackMaker) -> Text:
         return Text(opened)
 
 
+def text_of_pack(folder: Path, config: dict[str, Any] | None = None, **files: str) -> Text:
+    """The text of a pack made of small random weights, the demo's tokenizer, and other files by stem."""
+    source = TinyMixtral(config=config or {}).write(folder / "source")
+    (source / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
+    for stem, content in files.items():
+        (source / f"{stem}.json").write_text(content)
+    pack(source, folder / "packed")
+    with Pack(folder / "packed") as opened:
+        return Text(opened)
+
+
 def streamed(text: Text, prompt: list[int], ids: list[int]) -> str:
     stream = text.stream(prompt)
     return "".join([*(stream.push(token) for token in ids), stream.finish()])
@@ -65,36 +76,23 @@ def test_the_end_of_text_comes_from_the_generation_config(text: Text) -> None:
     assert text.end_ids == {1}
 
 
-def test_the_end_of_text_may_be_many_one_or_none(tmp_path: Path) -> None:
-    for number, (generation, config, expected) in enumerate(
-        [
-            ('{"eos_token_id": [3, 5]}', {}, {3, 5}),
-            ('{"eos_token_id": ["</s>", 5]}', {}, {1, 5}),
-            ('{"eos_token_id": "<s>"}', {}, {0}),
-            ('{"eos_token_id": null}', {"eos_token_id": 4}, {4}),
-            (None, {"eos_token_id": 4}, {4}),
-            (None, {}, set()),
-        ]
-    ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+def test_the_end_of_text_may_be_many_one_or_none(new_folder: Callable[[], Path]) -> None:
+    for generation, config, expected in [
+        ('{"eos_token_id": [3, 5]}', {}, {3, 5}),
+        ('{"eos_token_id": ["</s>", 5]}', {}, {1, 5}),
+        ('{"eos_token_id": "<s>"}', {}, {0}),
+        ('{"eos_token_id": null}', {"eos_token_id": 4}, {4}),
+        (None, {"eos_token_id": 4}, {4}),
+        (None, {}, set()),
+    ]:
         with case(generation, config, expected):
-            source = TinyMixtral(config=dict(config)).write(case_folder / "source")
-            (source / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
-            if generation:
-                (source / "generation_config.json").write_text(generation)
-            pack(source, case_folder / "packed")
-            with Pack(case_folder / "packed") as opened:
-                assert Text(opened).end_ids == expected
+            files = {} if generation is None else {"generation_config": generation}
+            assert text_of_pack(new_folder(), dict(config), **files).end_ids == expected
 
 
 def test_an_end_of_text_that_is_no_token_is_refused(tmp_path: Path) -> None:
-    source = TinyMixtral().write(tmp_path / "source")
-    (source / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
-    (source / "generation_config.json").write_text('{"eos_token_id": "no token"}')
-    pack(source, tmp_path / "packed")
-    with Pack(tmp_path / "packed") as opened, pytest.raises(PackError, match=r"^generation_config.json: eos_token_id"):
-        Text(opened)
+    with pytest.raises(PackError, match=r"^generation_config.json: eos_token_id"):
+        text_of_pack(tmp_path, generation_config='{"eos_token_id": "no token"}')
 
 
 def tokenizer_with(folder: Path, **changes: object) -> Text:
@@ -140,43 +138,29 @@ def test_a_pack_without_tokenizer_is_refused(tiny_pack: Path) -> None:
 
 
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
-    source = TinyMixtral().write(tmp_path / "source")
-    (source / "tokenizer.json").write_text('{"version": "1.0"}')
-    pack(source, tmp_path / "packed")
-    with (
-        Pack(tmp_path / "packed") as opened,
-        pytest.raises(PackError, match=r"^tokenizer.json: the tokenizers library"),
-    ):
-        Text(opened)
+    with pytest.raises(PackError, match=r"^tokenizer.json: the tokenizers library"):
+        text_of_pack(tmp_path, tokenizer='{"version": "1.0"}')
 
 
-def test_a_text_begins_as_the_tokenizer_s_config_says(tmp_path: Path) -> None:
+def test_a_text_begins_as_the_tokenizer_s_config_says(new_folder: Callable[[], Path]) -> None:
     """Some tokenizers say in their config alone that texts have a beginning; it is put there once."""
-    for number, ((tokenizer_config, begins), template) in enumerate(
-        product(
-            [
-                ({"add_bos_token": True, "bos_token": "<s>"}, True),
-                ({"add_bos_token": True, "bos_token": {"content": "<s>", "special": True}}, True),
-                ({"add_bos_token": False, "bos_token": "<s>"}, False),
-                ({"bos_token": "<s>"}, False),
-                ({"add_bos_token": True, "bos_token": None}, False),
-                ({}, False),
-            ],
-            [True, False],
-        )
+    for (tokenizer_config, begins), template in product(
+        [
+            ({"add_bos_token": True, "bos_token": "<s>"}, True),
+            ({"add_bos_token": True, "bos_token": {"content": "<s>", "special": True}}, True),
+            ({"add_bos_token": False, "bos_token": "<s>"}, False),
+            ({"bos_token": "<s>"}, False),
+            ({"add_bos_token": True, "bos_token": None}, False),
+            ({}, False),
+        ],
+        [True, False],
     ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
         with case(tokenizer_config, begins, template):
-            source = TinyMixtral().write(case_folder / "source")
             tokenizer = json.loads((DEMO_MODEL / "tokenizer.json").read_text("utf-8"))
             if not template:
                 tokenizer["post_processor"] = None
-            (source / "tokenizer.json").write_text(json.dumps(tokenizer))
-            (source / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-            pack(source, case_folder / "packed")
-            with Pack(case_folder / "packed") as opened:
-                text = Text(opened)
+            files = {"tokenizer": json.dumps(tokenizer), "tokenizer_config": json.dumps(tokenizer_config)}
+            text = text_of_pack(new_folder(), **files)
             plain = text.encode("It was", special_tokens=False)
             assert 0 not in plain
             assert text.encode("It was") == ([0, *plain] if begins or template else plain)

@@ -35,7 +35,7 @@ from moe_pack.runtime.cpu import (
     is_available,
     row_numbers,
 )
-from moe_pack.runtime.model import Decoder, NativeOperations, Operations, open_weights
+from moe_pack.runtime.model import Decoder, NativeOperations, Operations, PackWeights, open_weights
 from moe_pack.runtime.model.layer_calls import BegunLayer, LayerCalls
 from moe_pack.runtime.model.passes import Pass
 from moe_pack.runtime.offload import least_budget
@@ -61,6 +61,13 @@ pytestmark = pytest.mark.skipif(not is_available(), reason="native kernels were 
 def native(limit: str | None = None) -> Iterator[NativeOperations]:
     with closing(Kernels(2, limit)) as kernels:  # type: ignore[arg-type]  # a name of the loop
         yield NativeOperations(kernels)
+
+
+@contextmanager
+def mapped(folder: Path) -> Iterator[PackWeights]:
+    """The weights of a pack whose experts native kernels use in their files."""
+    with Pack(folder) as opened, native() as operations, closing(open_weights(opened, CPU, operations)) as weights:
+        yield weights
 
 
 @pytest.fixture
@@ -165,7 +172,7 @@ def test_it_does_with_offloaded_experts(packs: tuple[Path, ...], counts: Counter
 
 
 def test_a_long_pass_is_left_to_the_operations(packs: tuple[Path, ...], counts: Counter[str]) -> None:
-    with Pack(packs[0]) as opened, native() as operations, closing(open_weights(opened, CPU, operations)) as weights:
+    with mapped(packs[0]) as weights:
         decoder = Decoder(weights, CONTEXT)
         decoder.next_logits(list(range(32)))
         assert not counts
@@ -185,11 +192,7 @@ def test_an_observer_and_the_count_of_bytes_see_what_they_see_without_calls(pack
             raise AssertionError("mapped experts are not fetched")
 
     def run() -> tuple[list[tuple[int, list[list[int]]]], int]:
-        with (
-            Pack(packs[0]) as opened,
-            native() as operations,
-            closing(open_weights(opened, CPU, operations)) as weights,
-        ):
+        with mapped(packs[0]) as weights:
             weights.observer = observer = Observer()
             answers(Decoder(weights, CONTEXT, num_sequences=len(PROMPTS)))
             return observer.seen, weights.bytes_read
@@ -201,9 +204,9 @@ def test_an_observer_and_the_count_of_bytes_see_what_they_see_without_calls(pack
 
 def test_a_damaged_or_truncated_expert_is_named(packs: tuple[Path, ...], tmp_path: Path) -> None:
     broken = shutil.copytree(packs[0], tmp_path / "broken")
-    with Pack(broken) as opened, native() as operations, closing(open_weights(opened, CPU, operations)) as weights:
-        name = opened.manifest.expert_files[1].name
-        file = broken / name
+    name = "experts-001.safetensors"
+    file = broken / name
+    with mapped(broken) as weights:
         decoder = Decoder(weights, CONTEXT)
         for token in range(1, 20):
             decoder.next_logits([token])
@@ -214,12 +217,7 @@ def test_a_damaged_or_truncated_expert_is_named(packs: tuple[Path, ...], tmp_pat
     raw = bytearray((packs[0] / name).read_bytes())
     raw[len(raw) // 2 :: 64] = bytes(byte ^ 1 for byte in raw[len(raw) // 2 :: 64])
     file.write_bytes(raw)
-    with (
-        Pack(broken) as opened,
-        native() as operations,
-        closing(open_weights(opened, CPU, operations)) as weights,
-        pytest.raises(PackError, match=rf"{name}: expert \d+: CRC-32 does not match"),
-    ):
+    with mapped(broken) as weights, pytest.raises(PackError, match=rf"{name}: expert \d+: CRC-32 does not match"):
         answers(Decoder(weights, CONTEXT, num_sequences=len(PROMPTS)))
 
 

@@ -1,7 +1,7 @@
 """The weights of a pack: mapped experts, dense matrices, packed experts."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import product
 from pathlib import Path
@@ -132,11 +132,12 @@ def test_the_packs_own_thresholds_are_used(copied: Path, native: NativeOperation
 
 
 @pytest.mark.slow
-def test_logits_are_those_without_kernels_at_any_width(tmp_path: Path, native: NativeOperations) -> None:
+def test_logits_are_those_without_kernels_at_any_width(
+    new_folder: Callable[[], Path], native: NativeOperations
+) -> None:
     """Dense matrices at 8 bit, or as they are; more tokens than are taken at once."""
-    for number, width in enumerate([1, 3, 8, 16]):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+    for width in [1, 3, 8, 16]:
+        case_folder = new_folder()
         with case(width):
             pack(DEMO_MODEL, case_folder / "packed", width=width, scale_bits=8, dense_width=None if width == 16 else 8)
             ids = [(7 * i * i + 3) % 4096 for i in range(100)]
@@ -146,10 +147,11 @@ def test_logits_are_those_without_kernels_at_any_width(tmp_path: Path, native: N
 
 
 @pytest.mark.slow
-def test_logits_of_other_families_are_those_without_kernels(tmp_path: Path, native: NativeOperations) -> None:
-    for number, family in enumerate(model_types()):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+def test_logits_of_other_families_are_those_without_kernels(
+    new_folder: Callable[[], Path], native: NativeOperations
+) -> None:
+    for family in model_types():
+        case_folder = new_folder()
         with case(family):
             pack(write(Tiny(family, "as it comes"), case_folder / "source"), case_folder / "packed", dense_width=8)
             ids = [(7 * i * i + 3) % 96 for i in range(30)]

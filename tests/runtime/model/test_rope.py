@@ -1,6 +1,7 @@
 """Rotary positions under each scaling, and sliding windows, against transformers."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -117,12 +118,12 @@ def test_what_ran_before_holds_or_is_computed_again_as_its_scaling_says() -> Non
             assert [rope.outgrows(*each) for each in lengths[:-1]] == outgrown  # in the last one, it does not grow
 
 
-def test_a_sequence_that_grows_beyond_the_original_context_is_what_it_would_be_at_once(tmp_path: Path) -> None:
-    for number, before in enumerate([1, 39, 40, 41, 60]):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+def test_a_sequence_that_grows_beyond_the_original_context_is_what_it_would_be_at_once(
+    new_folder: Callable[[], Path],
+) -> None:
+    for before in [1, 39, 40, 41, 60]:
         with case(before):
-            source = write(Tiny("phimoe", "as it comes"), case_folder)
+            source = write(Tiny("phimoe", "as it comes"), new_folder())
             ids = token_ids()
             with torch.no_grad():
                 expected = original(source)(torch.tensor([ids])).logits[0]
@@ -273,10 +274,9 @@ def test_a_ring_too_small_for_what_is_seen_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(tmp_path: Path) -> None:
-    for number, (has_kernels, tiny) in enumerate(product([True, False], [MIXED, ALL, OTHER])):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(new_folder: Callable[[], Path]) -> None:
+    for has_kernels, tiny in product([True, False], [MIXED, ALL, OTHER]):
+        case_folder = new_folder()
         with case(has_kernels, tiny):
             source, ids = write(tiny, case_folder / "source"), token_ids()
             pack(source, case_folder / "packed", width=16)

@@ -2,10 +2,12 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,43 +61,30 @@ def in_best_groups(scores: list[float], spec: RouterSpec, deciding: int) -> list
     return [score if i // size in stays else -math.inf for i, score in enumerate(scores)]
 
 
-def finished(chosen: list[int], scores: list[float], spec: RouterSpec) -> Chosen:
-    weights = [scores[i] for i in chosen]
-    total = sum(weights) + spec.least_sum if spec.normalize else 1.0
-    return [(i, weight / total * spec.scaling_factor) for i, weight in zip(chosen, weights, strict=True)]
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
 
 
-def softmax_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
-    scores = softmax(logits)
-    biased = [score + b for score, b in zip(scores, bias, strict=True)]
-    return finished(largest(in_best_groups(biased, spec, 1), spec.num_experts_per_tok), scores, spec)
+# Each expert's score by itself, or its share of all.
+SCORES: dict[str, Callable[[list[float]], list[float]]] = {
+    "softmax_topk": softmax,
+    "sigmoid_topk": lambda logits: [sigmoid(logit) for logit in logits],
+    "topk_sigmoid": lambda logits: [sigmoid(logit) for logit in logits],
+    "sqrtsoftplus_topk": lambda logits: [math.sqrt(math.log1p(math.exp(logit))) for logit in logits],
+}
 
 
-def topk_softmax(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
-    chosen = largest(logits, spec.num_experts_per_tok)
-    shares = softmax([logits[i] for i in chosen])
-    return [(i, share * spec.scaling_factor) for i, share in zip(chosen, shares, strict=True)]
+def by_rule(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+    if spec.kind == "sparsemixer":
+        return sparsemixer(logits, spec)
+    ranked = logits if spec.kind.startswith("topk") else SCORES[spec.kind](logits)
+    biased = [score + b for score, b in zip(ranked, bias, strict=True)]
+    best = in_best_groups(biased, spec, 2 if spec.kind == "sigmoid_topk" else 1)
+    chosen = largest(best, spec.num_experts_per_tok)
+    return list(zip(chosen, weights_by_rule(logits, chosen, spec), strict=True))
 
 
-def sigmoid_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
-    scores = [1 / (1 + math.exp(-logit)) for logit in logits]
-    biased = [score + b for score, b in zip(scores, bias, strict=True)]
-    return finished(largest(in_best_groups(biased, spec, 2), spec.num_experts_per_tok), scores, spec)
-
-
-def sqrtsoftplus_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
-    scores = [math.sqrt(math.log1p(math.exp(logit))) for logit in logits]
-    biased = [score + b for score, b in zip(scores, bias, strict=True)]
-    return finished(largest(biased, spec.num_experts_per_tok), scores, spec)
-
-
-def topk_sigmoid(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
-    biased = [logit + b for logit, b in zip(logits, bias, strict=True)]
-    scores = [1 / (1 + math.exp(-logit)) for logit in logits]
-    return finished(largest(biased, spec.num_experts_per_tok), scores, spec)
-
-
-def sparsemixer(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+def sparsemixer(logits: list[float], spec: RouterSpec) -> Chosen:
     running, made, band = dict(enumerate(logits)), [], 2 * spec.jitter
     for _ in range(spec.num_experts_per_tok):
         best = largest([running.get(i, -math.inf) for i in range(len(logits))], 1)[0]
@@ -106,14 +95,6 @@ def sparsemixer(logits: list[float], bias: list[float], spec: RouterSpec) -> Cho
     return made
 
 
-RULES: dict[str, Callable[[list[float], list[float], RouterSpec], Chosen]] = {
-    "softmax_topk": softmax_topk,
-    "topk_softmax": topk_softmax,
-    "sigmoid_topk": sigmoid_topk,
-    "sqrtsoftplus_topk": sqrtsoftplus_topk,
-    "topk_sigmoid": topk_sigmoid,
-    "sparsemixer": sparsemixer,
-}
 ROUTERS = [
     RouterSpec("softmax_topk", 8, 3, True), RouterSpec("softmax_topk", 8, 3, False, scaling_factor=16.0),
     RouterSpec("softmax_topk", 12, 4, False, n_group=4, topk_group=2),
@@ -138,7 +119,7 @@ def named(router: RouterSpec) -> str:
 def check(route: Route, router: RouterSpec, logits: list[list[float]], bias: list[float]) -> None:
     experts, weights = route(torch.tensor(logits), router, torch.tensor(bias) if router.bias else None)
     for token, row in enumerate(logits):
-        expected = RULES[router.kind](row, bias if router.bias else [0.0] * len(row), router)
+        expected = by_rule(row, bias if router.bias else [0.0] * len(row), router)
         assert experts[token].tolist() == [expert for expert, _ in expected], row
         # The rule is computed in float64: what differs is float32 softmax and sigmoid, a few times 2^-24 of their size.
         torch.testing.assert_close(weights[token], torch.tensor([w for _, w in expected]), rtol=2e-5, atol=1e-7)
@@ -162,49 +143,11 @@ def test_equal_scores_go_to_the_lowest_index(route: Route) -> None:
             check(route, router, [*logits, [0.0] * router.num_experts], [0.0] * router.num_experts)
 
 
-def test_a_bias_decides_who_is_chosen_and_not_with_what_weight(route: Route) -> None:
-    for router in [router for router in ROUTERS if router.bias]:
-        with case(router):
-            bias = torch.zeros(router.num_experts)
-            bias[-1] = 100.0
-            experts, weights = route(torch.zeros(1, router.num_experts), router, bias)
-            assert experts[0, 0] == router.num_experts - 1
-            assert weights.max() == weights.min(), "all scores are equal"
-
-
 def test_of_many_equal_scores_the_first_are_chosen_where_topk_promises_no_order(route: Route) -> None:
     logits = torch.zeros(3, 64)
     logits[1, [60, 7, 33]] = 1.0
     experts, _ = TORCH.route(logits, spec(64, 4))
     assert experts.tolist() == [[0, 1, 2, 3], [7, 33, 60, 0], [0, 1, 2, 3]]
-
-
-def test_weights_are_the_largest_probabilities_made_to_sum_to_one(route: Route) -> None:
-    experts, weights = route(torch.tensor([[math.log(1), math.log(4), math.log(3), math.log(2)]]), spec(4, 2))
-    assert experts.tolist() == [[1, 2]]
-    torch.testing.assert_close(weights, torch.tensor([[4 / 7, 3 / 7]]))
-
-
-def test_without_normalization_weights_are_the_probabilities(route: Route) -> None:
-    _, weights = route(torch.tensor([[math.log(1), math.log(4), math.log(3), math.log(2)]]), spec(4, 2, False))
-    torch.testing.assert_close(weights, torch.tensor([[0.4, 0.3]]))
-
-
-def test_a_group_that_is_best_by_one_expert_wins_with_softmax_and_loses_to_two_good_ones_with_sigmoid(
-    route: Route,
-) -> None:
-    logits = torch.tensor([[2.0, -9.0, 1.5, 1.5]])
-    softmaxed, _ = TORCH.route(logits, RouterSpec("softmax_topk", 4, 2, True, n_group=2, topk_group=1))
-    sigmoided, _ = TORCH.route(logits, RouterSpec("sigmoid_topk", 4, 2, True, n_group=2, topk_group=1))
-    assert (softmaxed.tolist(), sigmoided.tolist()) == ([[0, 1]], [[2, 3]])
-
-
-def test_a_sparsemixer_weighs_an_expert_against_those_in_its_band_alone(route: Route) -> None:
-    """2 and 1.9 are within a tenth of each other, 1 is not; then 1.9 stands alone, without the one chosen before."""
-    router = RouterSpec("sparsemixer", 3, 2, False, jitter=0.05)
-    experts, weights = route(torch.tensor([[1.0, 2.0, 1.9]]), router)
-    assert experts.tolist() == [[1, 2]]
-    torch.testing.assert_close(weights, torch.tensor([[1 / (1 + math.exp(-0.1)), 1.0]]))
 
 
 def test_sigmoids_that_all_vanish_give_weight_zero(route: Route) -> None:
@@ -250,14 +193,9 @@ def test_weights_of_other_experts_are_normalised_as_the_family_does() -> None:
             torch.manual_seed(12)
             logits = torch.randn(40, router.num_experts)
             experts = torch.stack([torch.randperm(router.num_experts)[: router.num_experts_per_tok] for _ in logits])
+            expected = [weights_by_rule(*each, router) for each in zip(logits.tolist(), experts.tolist(), strict=True)]
             weights = routers.router_weights(logits, experts, router)
-            for token, row in enumerate(logits.tolist()):
-                torch.testing.assert_close(
-                    weights[token],
-                    torch.tensor(weights_by_rule(row, experts[token].tolist(), router)),
-                    rtol=2e-5,
-                    atol=1e-7,
-                )
+            torch.testing.assert_close(weights, torch.tensor(expected), rtol=2e-5, atol=1e-7)
 
 
 def weights_by_rule(logits: list[float], experts: list[int], router: RouterSpec) -> list[float]:
@@ -265,13 +203,10 @@ def weights_by_rule(logits: list[float], experts: list[int], router: RouterSpec)
         return sparsemixer_weights(logits, experts, router)
     if router.kind == "topk_softmax":
         return [share * router.scaling_factor for share in softmax([logits[i] for i in experts])]
-    scores = {
-        "softmax_topk": softmax(logits),
-        "sigmoid_topk": [1 / (1 + math.exp(-logit)) for logit in logits],
-        "topk_sigmoid": [1 / (1 + math.exp(-logit)) for logit in logits],
-        "sqrtsoftplus_topk": [math.sqrt(math.log1p(math.exp(logit))) for logit in logits],
-    }[router.kind]
-    return [weight for _, weight in finished(experts, scores, router)]
+    scores = SCORES[router.kind](logits)
+    weights = [scores[i] for i in experts]
+    total = sum(weights) + router.least_sum if router.normalize else 1.0
+    return [weight / total * router.scaling_factor for weight in weights]
 
 
 def sparsemixer_weights(logits: list[float], experts: list[int], router: RouterSpec) -> list[float]:
@@ -379,20 +314,9 @@ class Router:
 
 
 def test_a_routers_scores_rank_experts_as_it_chooses_them() -> None:
-    for k, (kind, bias) in product(
-        [1, 3],
-        [
-            ("softmax_topk", False),
-            ("softmax_topk", True),
-            ("sigmoid_topk", False),
-            ("sigmoid_topk", True),
-            ("sqrtsoftplus_topk", True),
-            ("topk_sigmoid", False),
-            ("topk_sigmoid", True),
-            ("topk_softmax", False),
-            ("sparsemixer", False),
-        ],
-    ):
+    with_bias = ("softmax_topk", "sigmoid_topk", "topk_sigmoid")
+    kinds = [*product(with_bias, [False, True]), ("sqrtsoftplus_topk", True), ("topk_softmax", False)]
+    for k, (kind, bias) in product([1, 3], [*kinds, ("sparsemixer", False)]):
         with case(k, kind, bias):
             spec = RouterSpec(kind, 8, k, normalize=False, bias=bias, jitter=0.1)  # type: ignore[arg-type]  # a Literal each
             rows = torch.randn(8, D, generator=generator(1)) * 0.2
@@ -455,6 +379,14 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "packed"
 
 
+@contextmanager
+def engine_of(opened: Pack, num_experts: int, **options: Any) -> Iterator[Engine]:
+    """An engine with room for so many experts, with portable kernels."""
+    budget = budget_for(opened, num_experts, CONTEXT)
+    with Engine(opened, EngineOptions(budget_bytes=budget, kernels="portable", **options), CONTEXT) as engine:
+        yield engine
+
+
 def watched(engine: Engine) -> Reads:
     """An observer of an engine's reads from now on."""
     assert isinstance(engine.weights, OffloadedWeights)
@@ -470,25 +402,21 @@ def test_the_last_layer_of_a_prompt_reads_the_experts_of_one_token(demo: Path) -
     ids = torch.randint(0, 4000, (64,), generator=torch.Generator().manual_seed(1)).tolist()
     answers, spare = list[torch.Tensor](), {"lru": 0, "fiddler": 0, "floe": 2, "corm": 2, "importance": 0}
     for policy, most_spare in spare.items():
-        with case(policy), Pack(demo) as opened:
-            budget = budget_for(opened, 32, CONTEXT)
-            options = EngineOptions(budget_bytes=budget, policy=PRESETS[policy].name, kernels="portable")
-            with Engine(opened, options, CONTEXT) as engine:
-                reads = watched(engine)
-                answers.append(Decoder(engine.weights, CONTEXT).next_logits(ids))
-                assert isinstance(engine.weights, OffloadedWeights)
-                assert engine.weights.prefill.needed == 8 + 8 + 8 + 2
-                if policy != "fiddler":  # placed experts are read before the run
-                    assert [reads.of(layer_idx) for layer_idx in range(3)] == [8, 8, 8]
-                    assert 2 <= reads.of(3) <= 2 + most_spare and len(reads.unneeded) <= most_spare
+        with case(policy), Pack(demo) as opened, engine_of(opened, 32, policy=PRESETS[policy].name) as engine:
+            reads = watched(engine)
+            answers.append(Decoder(engine.weights, CONTEXT).next_logits(ids))
+            assert isinstance(engine.weights, OffloadedWeights)
+            assert engine.weights.prefill.needed == 8 + 8 + 8 + 2
+            if policy != "fiddler":  # placed experts are read before the run
+                assert [reads.of(layer_idx) for layer_idx in range(3)] == [8, 8, 8]
+                assert 2 <= reads.of(3) <= 2 + most_spare and len(reads.unneeded) <= most_spare
     assert all(torch.equal(each, answers[0]) for each in answers)
 
 
 def test_each_pass_of_a_long_prompt_reads_one_tokens_experts_in_the_last_layer(demo: Path) -> None:
     ids = torch.randint(0, 4000, (60,), generator=torch.Generator().manual_seed(2)).tolist()
     with Pack(demo) as opened:
-        options = EngineOptions(budget_bytes=budget_for(opened, 8, CONTEXT), policy="lru", kernels="portable")
-        with Engine(opened, options, CONTEXT) as engine:
+        with engine_of(opened, 8, policy="lru") as engine:
             found = Decoder(engine.weights, CONTEXT, chunk_tokens=20).next_logits(ids)
             assert isinstance(engine.weights, OffloadedWeights)
             assert engine.weights.prefill.needed <= 3 * (8 + 8 + 8 + 2)
@@ -500,15 +428,8 @@ def test_what_is_predicted_for_a_prompts_last_token_does_not_run_instead(demo: P
     ids = torch.randint(0, 4000, (64,), generator=torch.Generator().manual_seed(3)).tolist()
 
     def logits(approximations: Approximations) -> torch.Tensor:
-        with Pack(demo) as opened:
-            options = EngineOptions(
-                budget_bytes=budget_for(opened, 32, CONTEXT),
-                policy="corm",
-                kernels="portable",
-                approximations=approximations,
-            )
-            with Engine(opened, options, CONTEXT) as engine:
-                return Decoder(engine.weights, CONTEXT).next_logits(ids)
+        with Pack(demo) as opened, engine_of(opened, 32, policy="corm", approximations=approximations) as engine:
+            return Decoder(engine.weights, CONTEXT).next_logits(ids)
 
     assert torch.equal(logits(Approximations(runs_predicted=True)), logits(Approximations()))
 
@@ -536,14 +457,8 @@ def test_experts_that_tables_name_are_all_prefetched_and_no_others(policy: str, 
         assert layers == [0, 1, 3], "the first, the second, and one whose router is predicted before"
 
         def answers(prefetches: bool, name: PolicyName) -> tuple[torch.Tensor, Reads]:
-            options = EngineOptions(
-                budget_bytes=budget_for(opened, 20, CONTEXT),
-                policy=name,
-                prefetches=prefetches,
-                kernels="portable",
-                record=tmp_path / "routes",
-            )
-            with Engine(opened, options, CONTEXT) as engine:
+            options = {"policy": name, "prefetches": prefetches, "record": tmp_path / "routes"}
+            with engine_of(opened, 20, **options) as engine:
                 reads = watched(engine)
                 return run_all(Decoder(engine.weights, CONTEXT, num_sequences=2, chunk_tokens=16), ids), reads
 
@@ -564,15 +479,8 @@ def test_experts_that_tables_name_are_not_substituted(tables: Path, tmp_path: Pa
         layers = [opened.spec.moe_layers.index(layer) for layer in opened.spec.router.table_layers]
 
         def routes(alpha: float | None) -> NDArray[np.uint16]:
-            options = EngineOptions(
-                budget_bytes=budget_for(opened, 8, CONTEXT),
-                policy="lru",
-                prefetches=False,
-                kernels="portable",
-                record=tmp_path / "routes",
-                approximations=Approximations(substitute=alpha),
-            )
-            with Engine(opened, options, CONTEXT) as engine:
+            options = {"record": tmp_path / "routes", "approximations": Approximations(substitute=alpha)}
+            with engine_of(opened, 8, policy="lru", prefetches=False, **options) as engine:
                 run_all(Decoder(engine.weights, CONTEXT, num_sequences=2, chunk_tokens=16), ids)
             return read_recording(tmp_path / "routes").passes.routes
 
@@ -582,10 +490,8 @@ def test_experts_that_tables_name_are_not_substituted(tables: Path, tmp_path: Pa
 
 
 def test_without_a_table_least_recently_used_experts_are_prefetched_for_whole_passes_alone(demo: Path) -> None:
-    with Pack(demo) as opened:
-        options = EngineOptions(budget_bytes=budget_for(opened, 8, CONTEXT), policy="lru", kernels="portable")
-        with Engine(opened, options, CONTEXT) as engine:
-            reads = watched(engine)
-            for token in range(20):
-                engine.decoder.next_logits([token])
-            assert not reads.early and reads.late
+    with Pack(demo) as opened, engine_of(opened, 8, policy="lru") as engine:
+        reads = watched(engine)
+        for token in range(20):
+            engine.decoder.next_logits([token])
+        assert not reads.early and reads.late
