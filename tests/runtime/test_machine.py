@@ -1,4 +1,4 @@
-"""What follows from measured rates, by hand and against simulated reads; and facts kept between commands."""
+"""Times from measured rates, by hand and against simulated reads; facts kept between commands."""
 
 import json
 import re

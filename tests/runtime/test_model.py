@@ -33,7 +33,7 @@ def tight_budget(folder: Path) -> int:
 
 
 def written(folder: Path, *options: str) -> str:
-    """What moe-run writes, without the newline at its end."""
+    """The output of moe-run, without the newline at its end."""
     command = [str(folder), "--prompt", PROMPT, "-n", "24", *options]
     result = CliRunner().invoke(main, command, prog_name="moe-run")
     assert result.exit_code == 0, result.output

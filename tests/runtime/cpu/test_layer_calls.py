@@ -72,7 +72,7 @@ def mapped(folder: Path) -> Iterator[PackWeights]:
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What calls have done: layers whole, or in half."""
+    """Counts the layers that calls ran whole, or in half."""
     counted, begin = Counter[str](), LayerCalls.begin
 
     def counting(calls: LayerCalls, x: Tensor, layer: int, batch: Pass) -> BegunLayer | None:

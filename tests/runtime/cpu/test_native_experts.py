@@ -61,7 +61,7 @@ def check_selection(held: Case, kernels: Kernels) -> SelectedNeurons:
 
 
 def check_part(held: Case, kernels: Kernels, selected: SelectedNeurons) -> None:
-    """That every third neuron of those selected gives its part of the sum, whatever the other tokens run."""
+    """Every third neuron of those selected gives its part of the sum, whatever the other tokens run."""
     if held.selector == "none":
         return  # what runs is known when all has been computed
     part = replace(selected, neurons=selected.neurons[::3].contiguous())
@@ -83,7 +83,7 @@ def run_selected(x: Tensor, rows: ExpertRows, selected: SelectedNeurons, kernels
 
 
 def check_combinations(combinations: list[Combination], kernels: Kernels, seed: int) -> None:
-    """That experts, selection, and experts of selected neurons are the reference's in every combination."""
+    """Experts, selection, and experts of selected neurons are the reference's in every combination."""
     for number, combination in enumerate(combinations):
         with case(name_of(combination)):
             held = drawn(combination, seed + number)
@@ -194,7 +194,7 @@ def test_only_neurons_near_a_threshold_may_differ(kernels: Kernels) -> None:
 
 
 def test_a_threshold_is_the_least_activation_that_runs(kernels: Kernels) -> None:
-    """Of the kernels' own activations: at one exactly a neuron runs, and at the next float it does not.
+    """A neuron runs at exactly one of the kernels' own activations, and not at the next float.
 
     Each neuron's down row has a one in the neuron's column, and zeros: outputs are `h`.
     """
@@ -347,7 +347,7 @@ def test_instruction_sets_round_alike() -> None:
 
 
 def _choice(stored: PartFormat) -> object:
-    """What `drawn` calls this format."""
+    """Returns the name of this format in `drawn`."""
     if stored.codec == "trellis":
         return f"trellis {stored.width}"
     return "mxfp4" if stored.codec == "mxfp4" else stored.width

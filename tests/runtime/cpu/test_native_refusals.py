@@ -1,4 +1,4 @@
-"""What the native kernels refuse: sizes, layouts and places that do not fit each other, before a byte is touched."""
+"""The native kernels refuse sizes, layouts and places that do not fit each other, before they touch a byte."""
 
 from dataclasses import replace
 from functools import cache

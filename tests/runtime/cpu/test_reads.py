@@ -1,6 +1,6 @@
 """Reads into the caller's memory: the bytes that plain reading gives, who goes first, and what is said of faults.
 
-What both kinds promise is tested on both; what overlaps, on the native ones.
+Common promises are tested on both kinds, overlapping reads on the native ones.
 """
 
 import mmap

@@ -24,7 +24,6 @@ from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions
 from moe_pack.runtime.engine.options import cpu_only
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, open_weights, route_tokens
-from moe_pack.runtime.model.attention.shared import largest
 from moe_pack.runtime.model.caches import KvDtype, LayerCache
 from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction, PartialPrediction, PredictionInput
@@ -141,11 +140,6 @@ def test_with_no_more_entries_than_an_indexer_chooses_it_changes_nothing() -> No
     fewer = RandomWeights(changed(chosen, "attention compression indexer top_k", 2))
     fewer.tensors, fewer._experts = weights.tensors, weights._experts
     assert not torch.allclose(Decoder(fewer, 12).logits(ids), expected, atol=1e-3)
-
-
-def test_among_entries_of_equal_scores_the_first_are_chosen() -> None:
-    allowed = torch.ones((1, 5), dtype=torch.bool)
-    assert largest(torch.zeros((1, 5)), 2, allowed).tolist() == [[True, True, False, False, False]]
 
 
 # ---- tables from tokens to experts ----------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def run(weights: Weights, kv_dtype: KvDtype, ids: list[int]) -> Tensor:
 
 
 class Stored:
-    """What a run stored as codes, in its order, which its twin gets back as float32 keys and values.
+    """The codes that a run stored, in its order; its twin gets them back as float32 keys and values.
 
     A value between two codes becomes either, and all that follows would differ: so the twin's own values must be close,
     and then it has the first run's codes.

@@ -47,7 +47,7 @@ class Given:
         return LayerState(torch.zeros(0), self.before.clone())
 
     def ran(self, *sizes: int) -> tuple[Tensor, Tensor]:
-        """What tokens read when they enter so many at a time, and the state afterwards."""
+        """Returns the tokens' outputs when they enter so many at a time, and the state afterwards."""
         state, start, read = self.state(), 0, []
         for size in sizes:
             at = slice(start, start + size)

@@ -123,7 +123,7 @@ class Layer:
 
     @torch.inference_mode()
     def ours(self, x: Tensor, tokens: Tensor, sizes: list[int]) -> Tensor:
-        """What is added to x float32 [T, streams * d], if the tokens enter so many at a time."""
+        """Returns the output for x float32 [T, streams * d], if the tokens enter so many at a time."""
         assert self.spec.ngrams is not None
         state, start, found = self.state(), 0, []
         for size in sizes:

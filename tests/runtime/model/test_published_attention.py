@@ -88,7 +88,7 @@ def angles_of(rope: RopeSpec) -> tuple[Tensor, Tensor]:
 
 
 def mask_of(window: int | None) -> Tensor:
-    """What each position sees, as scores to add: [1, 1, T, T]."""
+    """Scores to add, minus infinity for unseen positions: [1, 1, T, T]."""
     distance = torch.arange(T)[:, None] - torch.arange(T)[None]
     seen = (distance >= 0) & (distance < (window or T))
     return torch.zeros(T, T).masked_fill(~seen, -torch.inf)[None, None]
@@ -340,7 +340,7 @@ def test_roots_of_softplus_are_deepseek_s_and_the_largest_logits_kolibri_s(opera
 
 @torch.no_grad()
 def test_groups_that_score_zero_are_ax_k2_s(operations: Operations) -> None:
-    """Of two groups of two experts one stays; where both its scores are negative, the other two are chosen."""
+    """One of two groups of two experts stays; if both its scores are negative, the other two are chosen."""
     config = AXK2Config(
         hidden_size=D, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, routed_scaling_factor=1.5
     )

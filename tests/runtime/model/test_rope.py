@@ -92,7 +92,7 @@ def test_longrope_divides_by_its_factors_and_changes_over_beyond_the_original_co
 
 
 def test_every_position_as_the_last_one_has_the_angles_of_its_own_length() -> None:
-    """Of frequencies that follow the length, and of those that do not."""
+    """With frequencies that follow the length, and with others."""
     scalings = (None, LongRopeSpec("longrope", 8, (1.0, 2.0), (4.0, 8.0), 1.5, 2.5), DynamicSpec("dynamic", 4.0, 8))
     for scaling, count in product(scalings, (5, 8, 9, 20)):
         with case(scaling, count):
