@@ -22,19 +22,7 @@ from torch import Tensor
 from moe_pack.formats import Pack, PackError, RouterSpec
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.formats.parts import GroupedQuerySpec
-from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.cpu import (
-    CACHE_KINDS,
-    Kernels,
-    LayerFacts,
-    LayerMatrices,
-    LayerMatrix,
-    LayerPass,
-    LayerVectors,
-    NativeLayers,
-    is_available,
-    row_numbers,
-)
+from moe_pack.runtime import Engine, EngineOptions, cpu
 from moe_pack.runtime.model import Decoder, NativeOperations, Operations, PackWeights, open_weights
 from moe_pack.runtime.model.layer_calls import BegunLayer, LayerCalls
 from moe_pack.runtime.model.passes import Pass
@@ -54,12 +42,12 @@ FAMILIES = (
     (Tiny("deepseek_v3", "latent attention"), set()),
 )
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="native kernels were not built")
+pytestmark = pytest.mark.skipif(not cpu.is_available(), reason="native kernels were not built")
 
 
 @contextmanager
 def native(limit: str | None = None) -> Iterator[NativeOperations]:
-    with closing(Kernels(2, limit)) as kernels:  # type: ignore[arg-type]  # a name of the loop
+    with closing(cpu.Kernels(2, limit)) as kernels:  # type: ignore[arg-type]  # a name of the loop
         yield NativeOperations(kernels)
 
 
@@ -224,29 +212,31 @@ def test_a_damaged_or_truncated_expert_is_named(packs: tuple[Path, ...], tmp_pat
 D, F, T, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, CHOSEN, PLACES = 128, 64, 2, 4, 2, 32, 6, 2, 11
 REFUSED = (ValueError, BufferError, TypeError)
 ATTENTION = GroupedQuerySpec("grouped_query", HEADS, KV_HEADS, HEAD_DIM, None, 0.2, (), "head")
-FACTS = LayerFacts(D, ATTENTION, None, False, 1e-6, 1.0, RouterSpec("softmax_topk", EXPERTS, CHOSEN, True), 0.0, "silu")
+FACTS = cpu.LayerFacts(
+    D, ATTENTION, None, False, 1e-6, 1.0, RouterSpec("softmax_topk", EXPERTS, CHOSEN, True), 0.0, "silu"
+)
 
 
 def floats(*shape: int) -> NDArray[np.float32]:
     return np.zeros(shape, np.float32)
 
 
-def matrix(num_rows: int, num_cols: int) -> LayerMatrix:
+def matrix(num_rows: int, num_cols: int) -> cpu.LayerMatrix:
     layout, rows = random_rows(FOUR_BIT, num_rows, num_cols)
-    return LayerMatrix(row_numbers(layout, "weight"), rows, floats(num_rows))
+    return cpu.LayerMatrix(cpu.row_numbers(layout, "weight"), rows, floats(num_rows))
 
 
-VECTORS = LayerVectors(
+VECTORS = cpu.LayerVectors(
     *(floats(D), floats(D), floats(HEAD_DIM), floats(HEAD_DIM), floats(HEADS), floats(EXPERTS)),
     *(floats(D), floats(D), floats(1, 1)),
 )
-MATRICES = LayerMatrices(
+MATRICES = cpu.LayerMatrices(
     *(matrix(HEADS * HEAD_DIM, D), matrix(KV_HEADS * HEAD_DIM, D), matrix(KV_HEADS * HEAD_DIM, D)),
     *(matrix(D, HEADS * HEAD_DIM), matrix(EXPERTS, D), matrix(F, D), matrix(F, D), matrix(D, F)),
 )
 
 
-F32 = CACHE_KINDS.index("f32")
+F32 = cpu.CACHE_KINDS.index("f32")
 
 
 def cache() -> NDArray[np.uint8]:
@@ -254,9 +244,9 @@ def cache() -> NDArray[np.uint8]:
     return floats(KV_HEADS, PLACES, HEAD_DIM).view(np.uint8)
 
 
-def opened(num_experts: int = EXPERTS, **changes: Any) -> NativeLayers:
+def opened(num_experts: int = EXPERTS, **changes: Any) -> cpu.NativeLayers:
     """A layer of a model, and some of its experts."""
-    layers = NativeLayers(kernels_limited_to("portable"), 2)
+    layers = cpu.NativeLayers(kernels_limited_to("portable"), 2)
     given = {"facts": FACTS, "vectors": VECTORS, "matrices": MATRICES} | changes
     layers.set(0, given["facts"], given["vectors"], given["matrices"])
     for expert in range(num_experts):
@@ -264,11 +254,11 @@ def opened(num_experts: int = EXPERTS, **changes: Any) -> NativeLayers:
     return layers
 
 
-def arrays() -> LayerPass:
-    return LayerPass(floats(T, D), floats(T, D), floats(T, D), np.zeros((T, CHOSEN), np.int64), floats(T, CHOSEN))
+def arrays() -> cpu.LayerPass:
+    return cpu.LayerPass(floats(T, D), floats(T, D), floats(T, D), np.zeros((T, CHOSEN), np.int64), floats(T, CHOSEN))
 
 
-def begin(layers: NativeLayers, layer: int = 0, **changes: Any) -> None:
+def begin(layers: cpu.NativeLayers, layer: int = 0, **changes: Any) -> None:
     given = {
         "arrays": arrays(),
         "angles": (floats(T, HEAD_DIM // 2), floats(T, HEAD_DIM // 2)),
@@ -277,7 +267,7 @@ def begin(layers: NativeLayers, layer: int = 0, **changes: Any) -> None:
     layers.begin(layer, given["arrays"], given["angles"], given["caches"])
 
 
-def run(layers: NativeLayers, first: int = 0, **changes: Any) -> int:
+def run(layers: cpu.NativeLayers, first: int = 0, **changes: Any) -> int:
     turns, keys = floats(T, HEAD_DIM // 2), cache()
     given = {"arrays": arrays(), "steps": [(turns, turns, [(keys, keys.copy(), 3, F32)])]} | changes
     return layers.run(first, given["arrays"], given["steps"])
@@ -325,7 +315,7 @@ def test_arrays_of_a_pass_that_do_not_fit_are_refused() -> None:
         "a start below 0": {"caches": [(keys, keys, -1, F32)]},
         "no tuple": {"caches": [keys]},
         "rows of another kind": {"caches": [(keys, keys, 0, 9)]},
-        "rows of another size": {"caches": [(keys, keys, 0, CACHE_KINDS.index("q4"))]},
+        "rows of another size": {"caches": [(keys, keys, 0, cpu.CACHE_KINDS.index("q4"))]},
     }.items():
         with case(name), pytest.raises(REFUSED):
             begin(layers, **changes)
@@ -346,12 +336,12 @@ def test_steps_that_do_not_fit_are_refused() -> None:
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
-    for name in LayerVectors.__slots__:
+    for name in cpu.LayerVectors.__slots__:
         for number, fault in enumerate(faults(getattr(VECTORS, name))[:3]):
             with case(name, number), pytest.raises(REFUSED):
                 opened(vectors=replace(VECTORS, **{name: fault}))
-    for name in LayerMatrices.__slots__:
-        own: LayerMatrix = getattr(MATRICES, name)
+    for name in cpu.LayerMatrices.__slots__:
+        own: cpu.LayerMatrix = getattr(MATRICES, name)
         wrong = [replace(own, rows=own.rows[:-1]), replace(own, bias=floats(1)), replace(own, layout=own.layout[:-1])]
         for number, fault in enumerate([*wrong, replace(own, rows=own.rows.reshape(-1)[:-1].copy())]):
             with case(name, number), pytest.raises(REFUSED):

@@ -23,17 +23,8 @@ from moe_pack.formats.families.registry import model_types
 from moe_pack.formats.pack.layouts import expert_layout, write_rows
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.formats.parts.specs import SELECTORS
+from moe_pack.runtime import model
 from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.model import (
-    TORCH,
-    Decoder,
-    NativeOperations,
-    PackedExpert,
-    PackWeights,
-    RowMatrix,
-    StoredMatrix,
-    open_weights,
-)
 from moe_pack.runtime.model.compute import operations
 from moe_pack.runtime.model.compute.matrices import gather_rows
 from moe_pack.runtime.model.compute.operations import MAX_DECODED_BYTES, row_blocks
@@ -47,7 +38,7 @@ DAMAGED = "experts-001.safetensors: expert 5: CRC-32 does not match its bytes; t
 
 
 @pytest.fixture
-def native() -> NativeOperations:
+def native() -> model.NativeOperations:
     return operations_limited_to("portable")
 
 
@@ -66,18 +57,18 @@ def copied(packs: dict[Selector, Path], tmp_path: Path) -> Path:
     return shutil.copytree(packs["up"], tmp_path / "copied")
 
 
-def at_threshold(weights: PackWeights, threshold: float) -> PackWeights:
+def at_threshold(weights: model.PackWeights, threshold: float) -> model.PackWeights:
     """Weights with one threshold for all experts, whatever the pack says."""
     weights.threshold = lambda layer_idx, expert: threshold  # type: ignore[method-assign]
     return weights
 
 
-def logits(weights: PackWeights, ids: list[int]) -> Tensor:
-    return Decoder(weights, len(ids)).logits(ids)
+def logits(weights: model.PackWeights, ids: list[int]) -> Tensor:
+    return model.Decoder(weights, len(ids)).logits(ids)
 
 
-def next_logits(weights: PackWeights, ids: list[int]) -> Tensor:
-    decoder = Decoder(weights, len(ids))
+def next_logits(weights: model.PackWeights, ids: list[int]) -> Tensor:
+    decoder = model.Decoder(weights, len(ids))
     return torch.stack([decoder.next_logits([token]) for token in ids])
 
 
@@ -86,7 +77,7 @@ def clear_threshold(opened: Pack, about: float) -> float:
     for step in range(60):
         threshold = about * (1 + 1e-3 * step)
         below, above = (
-            logits(at_threshold(PackWeights(opened, CPU), threshold * side), IDS) for side in (1 - 5e-6, 1 + 5e-6)
+            logits(at_threshold(model.PackWeights(opened, CPU), threshold * side), IDS) for side in (1 - 5e-6, 1 + 5e-6)
         )
         if torch.equal(below, above):
             return threshold
@@ -104,7 +95,7 @@ def test_logits_are_those_without_kernels(packs: dict[Selector, Path]) -> None:
         with case(instruction_set, selector):
             native = operations_limited_to(instruction_set)
             with Pack(packs[selector]) as opened:
-                expected = logits(PackWeights(opened, CPU), IDS)
+                expected = logits(model.PackWeights(opened, CPU), IDS)
                 assert distance(logits(MappedPackWeights(opened, native), IDS), expected) < TOLERANCE
                 assert distance(next_logits(MappedPackWeights(opened, native), IDS), expected) < TOLERANCE
 
@@ -114,18 +105,18 @@ def test_logits_are_those_without_kernels_where_neurons_are_left_out(packs: dict
     for selector, about in [("up", 0.4), ("gate", 0.1), ("both", 0.02), ("none", 0.02)]:
         with case(selector, about), Pack(packs[selector]) as opened:
             threshold = clear_threshold(opened, about)
-            expected = logits(at_threshold(PackWeights(opened, CPU), threshold), IDS)
-            assert distance(expected, logits(PackWeights(opened, CPU), IDS)) > 0.1, "many are left out"
-            for native in (operations_limited_to("portable"), NativeOperations(Kernels(1))):
+            expected = logits(at_threshold(model.PackWeights(opened, CPU), threshold), IDS)
+            assert distance(expected, logits(model.PackWeights(opened, CPU), IDS)) > 0.1, "many are left out"
+            for native in (operations_limited_to("portable"), model.NativeOperations(Kernels(1))):
                 weights = at_threshold(MappedPackWeights(opened, native), threshold)
                 assert distance(logits(weights, IDS), expected) < TOLERANCE
                 assert distance(next_logits(weights, IDS), expected) < TOLERANCE
 
 
-def test_the_packs_own_thresholds_are_used(copied: Path, native: NativeOperations) -> None:
+def test_the_packs_own_thresholds_are_used(copied: Path, native: model.NativeOperations) -> None:
     with Pack(copied) as opened:
         threshold = np.float32(clear_threshold(opened, 0.4))
-        expected = logits(at_threshold(PackWeights(opened, CPU), float(threshold)), IDS)
+        expected = logits(at_threshold(model.PackWeights(opened, CPU), float(threshold)), IDS)
     rewrite_thresholds(copied, np.full((4, 8), threshold))
     with Pack(copied) as opened:
         assert distance(logits(MappedPackWeights(opened, native), IDS), expected) < TOLERANCE
@@ -133,7 +124,7 @@ def test_the_packs_own_thresholds_are_used(copied: Path, native: NativeOperation
 
 @pytest.mark.slow
 def test_logits_are_those_without_kernels_at_any_width(
-    new_folder: Callable[[], Path], native: NativeOperations
+    new_folder: Callable[[], Path], native: model.NativeOperations
 ) -> None:
     """Dense matrices at 8 bit, or as they are; more tokens than are taken at once."""
     for width in [1, 3, 8, 16]:
@@ -142,13 +133,13 @@ def test_logits_are_those_without_kernels_at_any_width(
             pack(DEMO_MODEL, case_folder / "packed", width=width, scale_bits=8, dense_width=None if width == 16 else 8)
             ids = [(7 * i * i + 3) % 4096 for i in range(100)]
             with Pack(case_folder / "packed") as opened:
-                expected = logits(PackWeights(opened, CPU), ids)
+                expected = logits(model.PackWeights(opened, CPU), ids)
                 assert distance(logits(MappedPackWeights(opened, native), ids), expected) < TOLERANCE
 
 
 @pytest.mark.slow
 def test_logits_of_other_families_are_those_without_kernels(
-    new_folder: Callable[[], Path], native: NativeOperations
+    new_folder: Callable[[], Path], native: model.NativeOperations
 ) -> None:
     for family in model_types():
         case_folder = new_folder()
@@ -156,7 +147,7 @@ def test_logits_of_other_families_are_those_without_kernels(
             pack(write(Tiny(family, "as it comes"), case_folder / "source"), case_folder / "packed", dense_width=8)
             ids = [(7 * i * i + 3) % 96 for i in range(30)]
             with Pack(case_folder / "packed") as opened:
-                expected = our_logits(PackWeights(opened, CPU), ids)
+                expected = our_logits(model.PackWeights(opened, CPU), ids)
                 assert distance(our_logits(MappedPackWeights(opened, native), ids), expected) < TOLERANCE
                 assert (
                     distance(our_logits(MappedPackWeights(opened, native), ids, one_by_one=True), expected) < TOLERANCE
@@ -166,13 +157,13 @@ def test_logits_of_other_families_are_those_without_kernels(
 def test_any_number_of_threads_gives_the_same_logits(packs: dict[Selector, Path]) -> None:
     operations_limited_to("portable")
     with Pack(packs["up"]) as opened, closing(Kernels(1)) as one, closing(Kernels(3)) as three:
-        by_one, by_three = (MappedPackWeights(opened, NativeOperations(kernels)) for kernels in (one, three))
+        by_one, by_three = (MappedPackWeights(opened, model.NativeOperations(kernels)) for kernels in (one, three))
         assert torch.equal(logits(by_one, IDS), logits(by_three, IDS))
 
 
-def test_the_same_bytes_are_counted(packs: dict[Selector, Path], native: NativeOperations) -> None:
+def test_the_same_bytes_are_counted(packs: dict[Selector, Path], native: model.NativeOperations) -> None:
     with Pack(packs["up"]) as opened:
-        plain, mapped = PackWeights(opened, CPU), MappedPackWeights(opened, native)
+        plain, mapped = model.PackWeights(opened, CPU), MappedPackWeights(opened, native)
         for weights in (plain, mapped):
             logits(weights, IDS)
         assert mapped.bytes_read == plain.bytes_read > 0
@@ -180,15 +171,17 @@ def test_the_same_bytes_are_counted(packs: dict[Selector, Path], native: NativeO
 
 @pytest.fixture(params=SELECTORS)
 def both_experts(
-    request: pytest.FixtureRequest, packs: dict[Selector, Path], native: NativeOperations
-) -> Iterator[tuple[PackedExpert, MappedExpert]]:
+    request: pytest.FixtureRequest, packs: dict[Selector, Path], native: model.NativeOperations
+) -> Iterator[tuple[model.PackedExpert, MappedExpert]]:
     with Pack(packs[request.param]) as opened:
-        plain, mapped = (open_weights(opened, CPU, given).expert(2, 3) for given in (TORCH, native))
-        assert isinstance(plain, PackedExpert) and isinstance(mapped, MappedExpert)
+        plain, mapped = (model.open_weights(opened, CPU, given).expert(2, 3) for given in (model.TORCH, native))
+        assert isinstance(plain, model.PackedExpert) and isinstance(mapped, MappedExpert)
         yield plain, mapped
 
 
-def test_blocks_of_a_mapped_expert_are_those_of_its_bytes(both_experts: tuple[PackedExpert, MappedExpert]) -> None:
+def test_blocks_of_a_mapped_expert_are_those_of_its_bytes(
+    both_experts: tuple[model.PackedExpert, MappedExpert],
+) -> None:
     plain, mapped = both_experts
     for expected, found in zip(plain.blocks(), mapped.blocks(), strict=True):
         assert expected.gate is not None and found.gate is not None
@@ -211,11 +204,11 @@ def cut(path: Path, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("with_kernels", [False, True])
 def test_a_damaged_expert_is_refused_when_it_is_first_used(
-    with_kernels: bool, copied: Path, native: NativeOperations
+    with_kernels: bool, copied: Path, native: model.NativeOperations
 ) -> None:
     with Pack(copied) as opened:
         damage(copied / "experts-001.safetensors", opened.layout.offsets[1][5] + 1000)
-        weights = open_weights(opened, CPU, native if with_kernels else TORCH)
+        weights = model.open_weights(opened, CPU, native if with_kernels else model.TORCH)
         x, ones = torch.ones(1, 128), torch.ones(1, 2)
         weights.expert(1, 4)
         for _ in range(2):
@@ -232,10 +225,10 @@ def test_a_damaged_expert_is_refused_when_it_is_first_used(
 @pytest.mark.parametrize("left", [0, 100, 4096, 500_000])
 @pytest.mark.parametrize("with_kernels", [False, True])
 def test_a_file_cut_before_it_is_first_used_is_refused(
-    with_kernels: bool, left: int, copied: Path, native: NativeOperations
+    with_kernels: bool, left: int, copied: Path, native: model.NativeOperations
 ) -> None:
     with Pack(copied) as opened:
-        weights = open_weights(opened, CPU, native if with_kernels else TORCH)
+        weights = model.open_weights(opened, CPU, native if with_kernels else model.TORCH)
         cut(copied / "experts-001.safetensors", left)
         with pytest.raises(PackError, match=r"^experts-001.safetensors: [^\n]*$"):
             weights.expert(1, 5)
@@ -244,7 +237,7 @@ def test_a_file_cut_before_it_is_first_used_is_refused(
 
 def test_without_kernels_a_file_cut_while_it_is_in_use_is_refused(copied: Path) -> None:
     with Pack(copied) as opened:
-        weights = PackWeights(opened, CPU)
+        weights = model.PackWeights(opened, CPU)
         weights.expert(1, 5)
         cut(copied / "experts-001.safetensors", 4096)
         with pytest.raises(PackError, match=r"^experts-001.safetensors: ends at byte \d+, expected \d+$"):
@@ -252,10 +245,10 @@ def test_without_kernels_a_file_cut_while_it_is_in_use_is_refused(copied: Path) 
 
 
 def test_an_expert_checked_without_kernels_is_refused_with_them_where_its_file_was_cut_between(
-    copied: Path, native: NativeOperations
+    copied: Path, native: model.NativeOperations
 ) -> None:
     with Pack(copied) as opened:
-        PackWeights(opened, CPU).expert(1, 5)
+        model.PackWeights(opened, CPU).expert(1, 5)
         cut(copied / "experts-001.safetensors", 4096)
         with pytest.raises(PackError, match=r"^experts-001.safetensors: [^\n]*$"):
             MappedPackWeights(opened, native).expert(1, 5)
@@ -306,13 +299,13 @@ def test_stored_values_and_codes_give_the_rows_asked_for(bound: int, monkeypatch
     monkeypatch.setattr(operations, "MAX_DECODED_BYTES", bound)
     layout, codes = random_rows(part_format(4, 64), 100, 128)
     ids = torch.arange(100).flip(0)[::3].repeat(2)
-    for held in (StoredMatrix(WEIGHT), RowMatrix(layout, torch.from_numpy(codes))):
+    for held in (model.StoredMatrix(WEIGHT), model.RowMatrix(layout, torch.from_numpy(codes))):
         assert torch.equal(gather_rows(held, ids), held.rows(0, 100)[ids])
 
 
 def test_a_long_prompts_embedding_takes_as_many_operations_as_a_short_ones() -> None:
     layout, codes = random_rows(part_format(4, 64), 1000, 128)
-    held, counts = RowMatrix(layout, torch.from_numpy(codes)), []
+    held, counts = model.RowMatrix(layout, torch.from_numpy(codes)), []
     for num_tokens in (2, 512):
         with Operations() as operations:
             gather_rows(held, torch.arange(num_tokens))
@@ -329,7 +322,9 @@ def section(weights: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
     return torch.cat(parts, dim=1).numpy()
 
 
-def packed(selector: Selector, matrices: tuple[Matrix, ...], bias: tuple[Matrix, ...]) -> tuple[PackedExpert, dict]:
+def packed(
+    selector: Selector, matrices: tuple[Matrix, ...], bias: tuple[Matrix, ...]
+) -> tuple[model.PackedExpert, dict]:
     spec = ExpertSpec("silu", F, matrices, bias, 0)
     layout = expert_layout(ExpertFormat(BF16 if "gate" in matrices else None, BF16, BF16), selector, spec, D)
     generator = torch.Generator().manual_seed(1)
@@ -340,7 +335,7 @@ def packed(selector: Selector, matrices: tuple[Matrix, ...], bias: tuple[Matrix,
     if layout.selector:
         write_rows(layout.selector, sections, extent[: layout.selector_bytes].reshape(F, -1))
     write_rows(layout.records, sections, extent[layout.selector_bytes :].reshape(F, -1))
-    return PackedExpert(layout, torch.from_numpy(extent)), {"weights": weights, "biases": biases}
+    return model.PackedExpert(layout, torch.from_numpy(extent)), {"weights": weights, "biases": biases}
 
 
 def test_weights_and_biases_come_back_from_wherever_they_lie() -> None:
