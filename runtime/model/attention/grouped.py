@@ -52,8 +52,8 @@ class Grouped(shared.LayerAttention):
             projected, turns, chosen = (q[own.rows], k[own.rows], v[own.rows]), own.angles(angles), None
             if spec.indexer is not None:
                 chosen = choose_blocks(x[own.rows], self.weights, spec.indexer, self.layer, own.cache, turns)
-            given = norms, turns, self.interleaved, own.cache, spec, window, sinks, chosen
-            outputs.append(self.weights.operations.attend(projected, *given))
+            view = softmax.View(own.cache, spec, window, sinks, chosen)
+            outputs.append(self.weights.operations.attend(projected, norms, turns, self.interleaved, view))
         mixed = softmax.joined(outputs)
         if gate is not None:
             mixed = mixed * gate.sigmoid()

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.formats.pack.layouts import Part
-from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import cpu
-from moe_pack.runtime.model.caches import layer_cache, ropes, states
+from moe_pack.runtime.model.caches import ropes, states
 from moe_pack.runtime.model.compute import router, softmax
 from moe_pack.runtime.model.compute.expert import neuron_of
 from moe_pack.runtime.model.compute.rotation import Rotation, hartley, odd_factor, transform
@@ -70,20 +69,14 @@ class Operations:
         norms: HeadNorms | None,
         angles: ropes.Angles,
         interleaved: bool,
-        cache: layer_cache.LayerCache,
-        spec: GroupedQuerySpec,
-        window: int | None,
-        sinks: Tensor | None,
-        chosen: Tensor | None = None,
+        view: softmax.View,
     ) -> Tensor:
         """Returns each query head's output, float32 [T, num_heads * value_dim]; new keys and values enter the cache.
 
         Args:    projected: queries and keys, float32 [T, heads * head_dim], neither normed by head nor rotated, and
-                 values [T, heads * value_dim].   window: the most positions that a token sees; None: all before it.
-                 sinks: float32 [num_heads], logits without a value.   chosen: bool [m, T, blocks], the blocks of
-                 positions that each token attends to with each of m shares of the heads; None: all.
+                 values [T, heads * value_dim].
         """
-        dims = (spec.head_dim, spec.head_dim, spec.value_dim)
+        dims = (view.spec.head_dim, view.spec.head_dim, view.spec.value_dim)
         # Each [heads, T, dim].
         q, k, v = (each.view(len(each), -1, dim).transpose(0, 1) for each, dim in zip(projected, dims, strict=True))
         if norms is not None and not norms.is_last:
@@ -91,7 +84,7 @@ class Operations:
         q, k = ropes.rotate(q, angles, interleaved), ropes.rotate(k, angles, interleaved)
         if norms is not None and norms.is_last:
             q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
-        return softmax.attend_new(q, k, v, cache, spec, window, sinks, chosen)
+        return softmax.attend_new(q, k, v, view)
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""
@@ -208,21 +201,17 @@ class NativeOperations(Operations):
         norms: HeadNorms | None,
         angles: ropes.Angles,
         interleaved: bool,
-        cache: layer_cache.LayerCache,
-        spec: GroupedQuerySpec,
-        window: int | None,
-        sinks: Tensor | None,
-        chosen: Tensor | None = None,
+        view: softmax.View,
     ) -> Tensor:
-        if spec.value_dim != spec.head_dim or chosen is not None:
-            return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks, chosen)
-        if spec.chunked and window is not None and len(projected[0]) == 1:
-            window = cache.num_tokens % window + 1
-        elif (spec.chunked and window is not None) or (norms is not None and norms.is_last):
-            return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks)
+        cache, spec, window = view.cache, view.spec, view.window
+        is_lacking = norms is not None and norms.is_last
+        if spec.chunked and window is not None:  # unit norms may come first; one token of a chunk sees a window
+            is_lacking, window = len(projected[0]) > 1, cache.num_tokens % window + 1
+        if is_lacking or spec.value_dim != spec.head_dim or view.chosen is not None:
+            return super().attend(projected, norms, angles, interleaved, view)
         head_norms = None if norms is None else (norms.q, norms.k, norms.eps)
         cached = cpu.CachedRows(cache.keys, cache.values, cache.rows[0].dtype, cache.num_tokens)
-        return self.kernels.attend(projected, head_norms, angles, interleaved, cached, spec, window, sinks)
+        return self.kernels.attend(projected, head_norms, angles, interleaved, cached, spec, window, view.sinks)
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         return self.kernels.activate(gate, up, function)

@@ -1,6 +1,7 @@
 """Softmax attention of queries, keys and values in torch: grouped heads, windows, sinks, and keys block by block."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,25 +18,30 @@ _FUSED_DIMS = 4  # a GPU's fused attention takes head dimensions of float32 that
 _ALL = slice(None)
 
 
-def attend_new(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: layer_cache.LayerCache,
-    spec: GroupedQuerySpec,
-    window: int | None,
-    sinks: Tensor | None,
-    chosen: Tensor | None,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class View:
+    """The cache of a layer as its new tokens see it."""
+
+    cache: layer_cache.LayerCache
+    spec: GroupedQuerySpec
+    window: int | None  # the most positions that a token sees; None: all before it
+    sinks: Tensor | None  # float32 [num_heads], logits without a value
+    # bool [m, T, blocks], the blocks of positions that each token attends to with each of m shares of the heads;
+    # None: all.
+    chosen: Tensor | None = None
+
+
+def attend_new(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
     """Returns the attention of new tokens, float32 [T, num_heads * value_dim]; their keys and values enter the cache.
 
-    Args:    q, k, v: float32 [heads, T, n], rotated.   window, sinks, chosen: as of `Operations.attend`.
+    Args:    q, k, v: float32 [heads, T, n], rotated.
     """
+    cache, spec, window, chosen = view.cache, view.spec, view.window, view.chosen
     start, num_tokens, chunked = cache.num_tokens, q.shape[1], spec.chunked
     first = _first_seen(window, start, chunked)
     cache.append(k, v)
     if cache.reads_blocks:
-        return _attend_cache_blocks(q, cache, first, spec, window, sinks, chosen).transpose(0, 1).flatten(1)
+        return _attend_cache_blocks(q, first, view).transpose(0, 1).flatten(1)
     keys, values = cache.between(first, start + num_tokens)
     rows = spec.num_heads if q.device.type == "cpu" else 1
     step = max(1, MAX_SCORE_BYTES // (4 * rows * max(keys.shape[1], 1)))
@@ -48,7 +54,7 @@ def attend_new(
         piece_first = _first_seen(window, at, chunked)
         seen = slice(piece_first - first, at + piece.shape[1] - first)
         own = keys[:, seen], values[:, seen]
-        mixed.append(_attend_piece(piece, *own, at, piece_first, spec.scale, window, sinks, chunked))
+        mixed.append(_attend_piece(piece, *own, at, piece_first, spec.scale, window, view.sinks, chunked))
     return joined(mixed, dim=1).transpose(0, 1).flatten(1)
 
 
@@ -155,19 +161,12 @@ def _softmax_attention(
     return (scores @ values).view(num_heads, num_tokens, -1) / total
 
 
-def _attend_cache_blocks(
-    q: Tensor,
-    cache: layer_cache.LayerCache,
-    first: int,
-    spec: GroupedQuerySpec,
-    window: int | None,
-    sinks: Tensor | None,
-    chosen: Tensor | None,
-) -> Tensor:
+def _attend_cache_blocks(q: Tensor, first: int, view: View) -> Tensor:
     """Returns the attention of queries [heads, T, head_dim] to keys from `first` on, dequantized block by block."""
+    cache, spec, window, chosen = view.cache, view.spec, view.window, view.chosen
     num_heads, num_tokens = q.shape[:2]
     start, stop = cache.num_tokens, cache.num_tokens + num_tokens
-    softmax = RunningSoftmax(num_heads, num_tokens, spec.value_dim, q.device, sinks)
+    softmax = RunningSoftmax(num_heads, num_tokens, spec.value_dim, q.device, view.sinks)
     queries = torch.arange(start, stop, device=q.device)[:, None]
     for begin, end in cache.blocks(first, stop, MAX_DECODED_BYTES):
         keys, values = cache.between(begin, end)

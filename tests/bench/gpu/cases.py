@@ -93,6 +93,7 @@ from moe_pack.runtime.model.caches import KvDtype, LayerCache, RowStorage
 from moe_pack.runtime.model.caches.layer_cache import each_sequence
 from moe_pack.runtime.model.compute.operations import HeadNorms
 from moe_pack.runtime.model.compute.rotation import Rotation
+from moe_pack.runtime.model.compute.softmax import View
 
 CPU = torch.device("cpu")
 Size = Literal["real", "tiny"]
@@ -533,7 +534,7 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
     cache = LayerCache(cached[0].clone(), cached[1].clone(), shape.position, storage=(rows, rows))
     expected = TORCH.attend(
         (projected[0][None], projected[1][None], projected[2][None]),
-        HeadNorms(norms[0], norms[1], 1e-6), (cos[at], sin[at]), False, cache, spec, shape.window, sinks,
+        HeadNorms(norms[0], norms[1], 1e-6), (cos[at], sin[at]), False, View(cache, spec, shape.window, sinks),
     )  # fmt: skip
     there = [each.to(device) for each in (*projected, cos, sin, *norms)]
     keys, values = (each.to(device) for each in cached)

@@ -27,6 +27,7 @@ from moe_pack.runtime.model.caches import KvDtype, LayerCache, layer_cache
 from moe_pack.runtime.model.caches.storage import RowStorage, rotation
 from moe_pack.runtime.model.compute import operations, softmax
 from moe_pack.runtime.model.compute.operations import HeadNorms
+from moe_pack.runtime.model.compute.softmax import View
 from moe_pack.runtime.model.compute.weights import Weights
 from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload import Sequences, least_budget
@@ -152,14 +153,14 @@ def test_kernels_read_codes_as_they_are_stored(instruction_set: str, monkeypatch
             given = ((q, k, v), norms, (turns.cos(), turns.sin()), False)
             cache, written = (coded_cache(dtype, (kv_heads, places, d), start) for _ in range(2))
             sinks = drawn(6)
-            found, entered = native.attend(*given, cache, spec, window, sinks), list[tuple[Tensor, Tensor]]()
+            found, entered = native.attend(*given, View(cache, spec, window, sinks)), list[tuple[Tensor, Tensor]]()
             append = LayerCache.append
             patch.setattr(LayerCache, "append", lambda to, *rows: [entered.append(rows), append(to, *rows)])
-            TORCH.attend(*given, written, spec, window, sinks)
+            TORCH.attend(*given, View(written, spec, window, sinks))
             patch.undo()
             assert_stores(cache, written, *entered[0])
             patch.setattr(LayerCache, "append", lambda *_: None)
-            expected = TORCH.attend(*given, cache, spec, window, sinks)
+            expected = TORCH.attend(*given, View(cache, spec, window, sinks))
             assert (found - expected).abs().max() <= 3e-6 * expected.abs().max()
 
 
@@ -172,7 +173,7 @@ def test_what_is_not_finite_makes_its_row_so() -> None:
                 k[0, 3] = fault
                 spec = GroupedQuerySpec("grouped_query", 1, 1, 64, None, 0.125, (), "none")
                 angles = torch.ones(2, 0), torch.zeros(2, 0)
-                found = native.attend((drawn(2, 64), k, v), None, angles, False, cache, spec, None, None)
+                found = native.attend((drawn(2, 64), k, v), None, angles, False, View(cache, spec, None, None))
                 assert found.isnan().all(), "every query sees the first key"
 
 

@@ -22,6 +22,7 @@ from moe_pack.formats.parts.specs import cache_values
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, Expert, Operations, open_weights
 from moe_pack.runtime.model.caches import LayerCache
 from moe_pack.runtime.model.caches.ropes import Rope, rotate
+from moe_pack.runtime.model.compute.softmax import View
 
 CPU = torch.device("cpu")
 POSITIONS = torch.tensor([0, 1, 17, 4095, 100_000])
@@ -215,7 +216,7 @@ def attended(
         count = len(new[0])
         cache = LayerCache(keys, values, start)
         angles = (torch.ones(count, 0), torch.ones(count, 0))
-        found.append(operations.attend(new, None, angles, False, cache, spec, window, sinks))  # type: ignore[arg-type]  # three
+        found.append(operations.attend(new, None, angles, False, View(cache, spec, window, sinks)))  # type: ignore[arg-type]  # three
     return torch.cat(found)
 
 
@@ -345,5 +346,5 @@ def test_a_chunk_is_seen_back_to_its_first_position_alone() -> None:
                 few = tuple(each[start : start + new] for each in given)
                 angles = (torch.ones(len(few[0]), 0), torch.ones(len(few[0]), 0))
                 cache = LayerCache(keys, values, start)
-                found.append(operations_of(way).attend(few, None, angles, False, cache, chunks, window, None))  # type: ignore[arg-type]  # three
+                found.append(operations_of(way).attend(few, None, angles, False, View(cache, chunks, window, None)))  # type: ignore[arg-type]  # three
             assert (torch.cat(found) - expected).abs().max() < 1e-5
