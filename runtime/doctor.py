@@ -220,10 +220,7 @@ def _measure_disk(
 
 
 def disk_facts(measurements: Sequence[ReadMeasurement], name: str | None, file_bytes: int) -> machine.DiskFacts:
-    """Returns the best rate of each mode and size, and the mode and number of threads that are best over all sizes.
-
-    The rates of these, each as a share of the best rate of its size, have the largest sum.
-    """
+    """Returns the best rate of each mode and size, and the mode and threads with the largest sum of relative rates."""
     best: dict[tuple[machine.ReadMode, int], ReadMeasurement] = {}
     curves: dict[tuple[Literal["direct", "pread"], int], list[machine.SizedRate]] = {}
     cpu_s: dict[tuple[machine.ReadMode, int], list[float]] = {}
@@ -347,10 +344,7 @@ class _ExpertSpeed(NamedTuple):
 
 
 def measure_cpu(steps: MeasurementSteps, seconds: float) -> machine.CpuFacts:
-    """Measures how fast the CPU reads memory, and computes experts and dense matrices.
-
-    Returns: the number of cores alone if the native kernels were not built.
-    """
+    """Measures reading of memory, experts and dense matrices; without native kernels only cores are known."""
     cores = cpu.num_cpus()
     if not cpu.is_available():
         return machine.CpuFacts(cores, None, None, None, (), (), None)

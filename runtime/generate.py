@@ -159,10 +159,7 @@ class BenchTimes:
 
 
 def random_prompt(num_tokens: int, vocab_size: int, max_positions: int, seed: int) -> list[int]:
-    """Returns tokens drawn at random from the whole vocabulary.
-
-    Raises:  RunError if they leave no position for a new token.
-    """
+    """Returns random tokens of the vocabulary; raises RunError if they leave no position for a new one."""
     if num_tokens >= max_positions:
         raise RunError(
             f"--prompt-tokens: found {num_tokens}, this model's context is {max_positions}; "

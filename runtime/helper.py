@@ -309,10 +309,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _limit_time(seconds: float | None, nowhere: IO[str]) -> None:
-    """Lets this process end after some seconds of CPU time, or after more of any time; None: never.
-
-    The signals need no lock of Python's, and no thread. Without signals, `faulthandler` ends it with code 1.
-    """
+    """Ends this process after some seconds of CPU time, or after more of any time; None: never."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds or 0.0)
         signal.setitimer(signal.ITIMER_REAL, 0.0 if seconds is None else seconds + _BUSY_SECONDS)

@@ -97,10 +97,7 @@ class Quality:
 
 
 def read_quality(pack: Pack) -> Quality | None:
-    """Reads the measures of a pack's present content; None if there are none.
-
-    Raises:  PackError if the file is damaged.
-    """
+    """Reads the measures of a pack's present content, or None; raises PackError if the file is damaged."""
     return read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
 
 

@@ -244,10 +244,7 @@ def prompt_of(encoder: Encoder, render: Callable[[bool], str], continues: bool =
 
 
 def chat_prompt(files: text_files.TextFiles, message: str) -> str:
-    """Returns the prompt that asks the model to answer `message`, with special tokens as text.
-
-    Raises:  RunError if there is no chat template, or it fails.
-    """
+    """Returns the prompt that asks the model to answer `message`; raises RunError without a working template."""
     template = ChatTemplate.of(files)
     if template is None:
         raise RunError("--chat needs a chat template, and this pack has none; remove --chat")

@@ -87,20 +87,14 @@ class Text:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that the model has a row for: `vocab_size` of config.json, not the tokenizer's count.
-
-        Raises:  RunError if config.json does not say it.
-        """
+        """Number of rows of the model: `vocab_size` of config.json; raises RunError if it does not say it."""
         size = self._vocab_size
         if type(size) is not int or size < 1:
             raise formats.RunError(f"config.json: vocab_size is {size!r}, expected a whole number from 1")
         return size
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Returns the tokens of a text; with `special_tokens` also those that the tokenizer puts around it.
-
-        Raises:  RunError if the tokenizers library fails, or takes too long.
-        """
+        """Returns the tokens of a text, if asked with special ones around it; raises RunError if the library fails."""
         # `encode` would keep Python's lock, and nothing could end it.
         call = partial(self._tokenizer.encode_batch, [text], add_special_tokens=special_tokens)
         ids: list[int] = within(_LEAST_S + _S_PER_CHARACTER * len(text), call)[0].ids
@@ -283,10 +277,7 @@ def _asked(call: Callable[[], T]) -> T:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns the result of a call of the tokenizers library, in a thread that is left alone after some seconds.
-
-    Raises:  RunError if it fails, or then.
-    """
+    """Returns the result of a call of the library in a thread left alone after some seconds, or raises RunError."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -203,10 +203,7 @@ class Kernels:
         self.call("experts", borrowed, _array(x), out, x.shape[1], True)
 
     def select_each(self, x: Tensor, works: Sequence[tuple[ExpertRows, NDArray[np.int64]]]) -> list[SelectedNeurons]:
-        """Selects the running neurons of several experts, each for some tokens, int64 [n], of x float32 [T, d].
-
-        Without a selector all neurons of an expert run.
-        """
+        """Selects the running neurons of experts, each for tokens int64 [n] of x float32 [T, d]."""
         borrowed, found = [], []
         for rows, tokens in works:
             f, n = int(rows.layout[1]), len(tokens)
@@ -316,10 +313,7 @@ class Kernels:
         return y
 
     def rotate(self, x: Tensor, scale: Tensor, is_scaled_first: bool, hartley: NDArray[np.float32]) -> Tensor:
-        """Computes `R (scale * x)`, or `scale * R x`, of x float32 [..., d], for scale float32 [d].
-
-        Args:    hartley: float32 [m, m], the Hartley matrix of d's odd factor m, which is at most `MAX_ODD_FACTOR`.
-        """
+        """Computes `R (scale * x)`, or `scale * R x`, of x float32 [..., d]; `hartley` is that of d's odd factor."""
         y, out = _empty(*x.shape)
         self.call("rotate", _array(x), scale.numpy(), is_scaled_first, hartley, out)
         return y

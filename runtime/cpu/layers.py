@@ -128,10 +128,7 @@ FloatAngles = tuple[Floats, Floats]
 
 
 class NativeLayers:
-    """The layers of a decoder on the native side; borrows all arrays, and the kernels.
-
-    Raises:  ValueError for sizes that do not fit each other, which is an error of the caller.
-    """
+    """The layers of a decoder on the native side, which borrow arrays and kernels; wrong sizes raise ValueError."""
 
     def __init__(self, kernels: Kernels, num_layers: int) -> None:
         self._kernels = kernels
@@ -148,10 +145,7 @@ class NativeLayers:
         _native.set_layer_expert(self._layers, layer, expert, *own)
 
     def begin(self, layer: int, arrays: LayerPass, angles: FloatAngles, caches: SequenceCaches) -> None:
-        """Computes the first half of a layer, and of the second the norm, the router and the shared or dense expert.
-
-        Args:    angles: cosine and sine, float32 [T, rotary_dim / 2] each.
-        """
+        """Computes the first half of a layer, and the norm, the router and the shared or dense expert of the second."""
         self._kernels.call("begin_layer", self._layers, layer, *arrays.all, *angles, caches)
 
     def run(self, first: int, arrays: LayerPass, steps: list[tuple[Floats, Floats, SequenceCaches]]) -> int:
@@ -168,10 +162,7 @@ class NativeLayers:
         return complete
 
     def end(self, layer: int, arrays: LayerPass) -> None:
-        """Computes the rest of a layer, when all chosen experts are set.
-
-        Raises:  LayerCutError if rows are mapped from a file that was cut.
-        """
+        """Computes the rest of a layer whose chosen experts are all set; raises LayerCutError if its file was cut."""
         try:
             self._kernels.call("end_layer", self._layers, layer, *arrays.all)
         except MapCutError as fault:

@@ -83,10 +83,7 @@ class Reads(Protocol):
         """Makes a request urgent: it overtakes all that are not urgent."""
 
     def cancel(self, ticket: int) -> bool:
-        """Cancels the reads that have not begun, waits for the others, and forgets the ticket; the memory is free then.
-
-        Returns: whether all pieces were read anyway.
-        """
+        """Cancels reads that have not begun, waits for the others; returns whether all pieces were read anyway."""
 
     def stats(self) -> ReadStats: ...
 

@@ -49,10 +49,7 @@ def read_scales(reader: families.SourceReader, source: families.SourceMatrix, st
 
 
 def read_rows(reader: families.SourceReader, source: families.SourceMatrix, start: int, stop: int) -> Tensor:
-    """Reads rows of a source matrix, [stop - start, columns]; a vector has one column.
-
-    Returns: the source's dtype; float32 for FP8 and packed codes, bfloat16 for MXFP4 codes, which is exact.
-    """
+    """Reads rows [n, columns] in the source's dtype; codes as float32, MXFP4 as bfloat16, which is exact."""
     if source.codec == "plain":
         raw = torch.from_numpy(reader.rows(source, start, stop))
         return raw.view(matrices.TORCH_DTYPES[reader.dtype(source)]).view(stop - start, source.num_cols)

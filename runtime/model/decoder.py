@@ -90,16 +90,13 @@ class Decoder(passes.SequencePasses):
         return logits
 
     def next_logits(self, ids: list[int]) -> Tensor:
-        """Appends tokens; returns the logits after the last, float32 [vocabulary].
-
-        Raises:  RunError if the context is full or a token is not in the vocabulary.
-        """
+        """Appends tokens; returns the logits after the last, float32 [vocabulary]; raises as `extend`."""
         return self.extend(self.sequences[0], ids)
 
     def logits(self, ids: list[int]) -> Tensor:
-        """Appends tokens; returns the logits after each of them, float32 [T, vocabulary]; raises as `next_logits`."""
+        """Appends tokens; returns the logits after each of them, float32 [T, vocabulary]; raises as `extend`."""
         return self.logits_of(self.hidden_states(ids))
 
     def hidden_states(self, ids: list[int]) -> Tensor:
-        """Appends tokens; returns the hidden states after the last layer, float32 [T, d]; raises as `next_logits`."""
+        """Appends tokens; returns the hidden states after the last layer, float32 [T, d]; raises as `extend`."""
         return torch.cat(self.append(self.sequences[0], ids))

@@ -32,10 +32,7 @@ def add_own_attention(
     bias: relative.PositionBias,
     chunk_tokens: int = layers.PREFILL_TOKENS,
 ) -> Tensor:
-    """Adds a layer's attention to its own stack to hidden states float32 [T, d]; keys enter the cache.
-
-    Args:    cache: has the keys and values of the tokens before.   chunk_tokens: queries that are computed at a time.
-    """
+    """Adds a layer's attention to its own stack, to hidden states float32 [T, d], a chunk of queries at a time."""
     spec, role, start = relative.spec_of(weights), f"layers.{layer}.attention", cache.num_tokens
     normed = torch.split(norm(x, weights, f"layers.{layer}.attention_norm"), chunk_tokens)
     firsts = range(start, start + len(x), chunk_tokens)
@@ -162,10 +159,7 @@ class EncoderDecoder:
         return add_cross_attention(x, weights, layer, self.read.layer(idx), chunk)
 
     def _add_mlp(self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Adds the layer's experts, or its dense expert, to hidden states float32 [T, d].
-
-        Args:    end: the stack's layers are those before it.   attend: adds a layer's attention.
-        """
+        """Adds the layer's experts, or its dense expert; `end` is the layer after the stack's last."""
         weights, most, after, partial = self._weights, self._chunk_tokens, layer + 1, None
         if after < end:
             partial = layers.partial_state(x, weights, layer, lambda y: attend(y, after), most)

@@ -270,10 +270,7 @@ class Follower(Protocol):
 
 
 class CachedSequence:
-    """The tokens of a sequence, and the keys, values and states of those that have run.
-
-    Args:    num_checkpoints: room for so many, apart from the cache's own copy of states.
-    """
+    """A sequence's tokens and cache, with room for checkpoints apart from the cache's own copy of states."""
 
     def __init__(self, spec: specs.ModelSpec, cache: KVCache, ropes: LayerRopes, num_checkpoints: int = 0) -> None:
         self.spec, self.cache = spec, cache
@@ -406,10 +403,7 @@ class CachedSequence:
         return self._ropes.outgrows(self.num_tokens, self.num_tokens + num_new)
 
     def angles_at(self, start: int, stop: int, num_tokens: int) -> tuple[Angles, ...]:
-        """Returns the angles at positions `start` to `stop` for each kind of attention; many are computed at once.
-
-        Args:    num_tokens: of the sequence when its new tokens have run.
-        """
+        """Returns the angles at positions `start` to `stop`, a kind each, in a sequence of `num_tokens`."""
         first = self._first_angle
         is_same = num_tokens == self._angle_length or self.are_angles_same(self._angle_length, num_tokens)
         if not is_same or not first <= start < stop <= first + len(self._angle_run[0][0]):

@@ -73,10 +73,7 @@ def add_attention(
     cache: caches.LayerCache | caches.LayerState | caches.Batch[caches.LayerCache] | caches.Batch[caches.LayerState],
     angles: caches.Angles,
 ) -> Tensor:
-    """Adds a layer's attention, or its mixer, to hidden states, if it has either; new tokens enter the cache.
-
-    Args:    cache: of one sequence, or of several with their tokens.
-    """
+    """Adds a layer's attention, or its mixer, to hidden states, if it has either; new tokens enter the cache."""
     if not weights.spec.has_first(layer):
         return x
     residual = residuals.residual_of(weights.spec.residual)
@@ -127,10 +124,7 @@ def route_tokens(x: Tensor, weights: Weights, layer: int, ids: Tensor | None = N
 
 
 def experts_of_tokens(ids: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns the experts that a layer's table names for tokens int64 [T]: int64 [T, k].
-
-    Raises:  RunError if they are not different experts of the model.
-    """
+    """Returns the experts of a layer's table for tokens int64 [T]: int64 [T, k]; raises RunError if they are wrong."""
     named = matrices.gather_rows(weights.matrix(f"layers.{layer}.router_table"), ids.cpu()).long()
     ordered = named.sort(dim=1).values
     is_known = (ordered[:, 0] >= 0) & (ordered[:, -1] < weights.spec.router.num_experts)
@@ -162,10 +156,7 @@ def _router_bias(weights: Weights, layer: int) -> Tensor | None:
 
 
 def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns the scores that rank a layer's experts without regard to groups, float32 [T, E], for `mlp_input` x.
-
-    For the input of the layer before, they predict this layer's experts. Source: CORM §4.2.
-    """
+    """Returns the scores that rank a layer's experts without regard to groups, float32 [T, E] (CORM §4.2)."""
     spec, logits, bias = weights.spec.router, router_logits(x, weights, layer), _router_bias(weights, layer)
     if bias is None:
         return logits[:, : spec.num_experts]
@@ -183,19 +174,13 @@ PartialState = Callable[[Tensor], Tensor]
 
 
 class ExpertRunner(ABC):
-    """Weights that run the routed experts of a layer themselves, wherever the experts are.
-
-    They rotate the input of a rotated layer, and its output back (`to_experts`, `from_experts`).
-    """
+    """Weights that run the routed experts of a layer themselves, rotation included, wherever the experts are."""
 
     is_batch = False  # each token of the running pass is the next one of a sequence of its own; the decoder sets both
     is_prompt = False  # the pass is of several tokens of one sequence, even if a layer's experts run for one of them
 
     def begin_pass(self, ids: Tensor, num_last: int) -> None:
-        """Takes note of the tokens int64 [T] of a pass, before its first layer.
-
-        Args:    num_last: so many of them, the last, run in the model's last layer.
-        """
+        """Notes the tokens int64 [T] of a pass that begins; the last `num_last` of them run in the last layer."""
         return None
 
     @abstractmethod
@@ -310,10 +295,7 @@ def run_unrouted(x: Tensor, weights: Weights, layer: int, most_tokens: int | Non
 
 
 def run_dense_expert(x: Tensor, weights: Weights, role: str, function: formats.NeuronFunction) -> Tensor:
-    """Returns the output of an expert that is stored as dense matrices, float32 [T, d]; all its neurons run.
-
-    Args:    role: the beginning of its matrices' roles (`layers.{i}.shared`).
-    """
+    """Returns the output of an expert stored as dense matrices of `{role}.`, float32 [T, d]; all its neurons run."""
     up = matrices.linear(x, weights.matrix(f"{role}.up"))
     gate = matrices.linear(x, weights.matrix(f"{role}.gate")) if "gate" in weights.spec.expert.matrices else None
     return matrices.linear(weights.operations.activate(gate, up, function), weights.matrix(f"{role}.down"))
@@ -333,10 +315,7 @@ def run_mlp(
     layer: int,
     partial_state: PartialState | None,
 ) -> Tensor:
-    """Returns hidden states after a layer, from x after its first half and its shared or dense expert's output.
-
-    Args:    inputs: the `mlp_input`.   route: as from `route_tokens`; None in a layer without routed experts.
-    """
+    """Returns hidden states after a layer, from x after its first half; `route` is None without routed experts."""
     routed = None
     if route is not None:
         layer_idx = weights.spec.moe_layers.index(layer)
@@ -369,10 +348,7 @@ def add_mlp(
 def partial_state(
     x: Tensor, weights: Weights, layer: int, then: Callable[[Tensor], Tensor], most_tokens: int | None = None
 ) -> PartialState | None:
-    """Returns the `PartialState` of the next layer, from x after this layer's first half; None if it has no experts.
-
-    Args:    then: runs the next layer's first half, on trial.   most_tokens: as for `add_mlp`.
-    """
+    """Returns the `PartialState` of the next layer, or None; `then` runs that layer's first half, on trial."""
     if layer + 1 not in weights.spec.moe_layers:
         return None
 

@@ -79,10 +79,7 @@ def _gated_delta(x: Tensor, own: _LayerMixer, spec: mixers.GatedDeltaSpec) -> Te
 
 
 def _interleaved(x: Tensor, own: _LayerMixer, spec: mixers.GatedDeltaSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns queries, keys and values together, gates of outputs, logits of rates, and inputs of decays.
-
-    Each key head has its query and key, the values it serves and their gates; and two numbers a value head.
-    """
+    """Returns queries, keys and values together, gates, logits of rates, and inputs of decays, from rows a key head."""
     shared, dk, dv = spec.num_value_heads // spec.num_key_heads, spec.key_head_dim, spec.value_head_dim
     qkvz = own.linear(x, "qkvz").view(len(x), spec.num_key_heads, -1)
     q, k, v, z = torch.split(qkvz, [dk, dk, shared * dv, shared * dv], dim=2)

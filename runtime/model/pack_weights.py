@@ -292,10 +292,7 @@ class PackWeights(_OfPack, layers.ObservedWeights):
 
 
 class MappedPackWeights(PackWeights, layers.ExpertRunner):
-    """The weights of an open pack on the CPU, whose experts native operations use in their mapped files.
-
-    An expert is checked when it is first needed.
-    """
+    """The weights of an open pack on the CPU; native operations use experts, checked once, in their mapped files."""
 
     operations: NativeOperations
 
@@ -329,7 +326,6 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         router_weights: Tensor,
         partial_state: layers.PartialState | None = None,
     ) -> Tensor:
-        """Raises:  PackError if an expert is damaged or its file is truncated; with the last layer, if any file is."""
         if self.observer is not None:
             self.observer.routed(layer_idx, experts.numpy())
         works = []
@@ -352,17 +348,11 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         return type(self).run_experts is MappedPackWeights.run_experts
 
     def expert_rows(self, layer_idx: int, expert: int) -> cpu.ExpertRows:
-        """Returns the rows of an expert in its mapped file.
-
-        Raises:  PackError if the expert is damaged.
-        """
+        """Returns the rows of an expert in its mapped file; raises PackError if it is damaged."""
         return self._mapped_expert(layer_idx, expert).rows
 
     def note_run(self, layer_idx: int, experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
-        """Takes note that native layers have run a layer's experts: int64 and float32 [T, k].
-
-        Raises:  PackError with the last layer, if a file is truncated.
-        """
+        """Notes experts, int64 and float32 [T, k], that native layers ran; raises PackError if a file was cut."""
         if self.observer is not None:
             self.observer.routed(layer_idx, experts)
         ran = experts[0] if len(experts) == 1 else experts[router_weights != 0]
@@ -413,10 +403,7 @@ def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, ND
 
 
 class StreamedPackWeights(_OfPack):
-    """The weights of an open pack, of which every matrix is read each time it is needed; the caller closes the pack.
-
-    Raises:  PackError if the dense part is damaged; later, if a needed expert is.
-    """
+    """The weights of an open pack, each read, and checked, when it is needed; the caller closes the pack."""
 
     def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> None:
         super().__init__(pack, device, operations)

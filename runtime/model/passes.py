@@ -68,10 +68,7 @@ class Pass:
         return self._angles[self._weights.spec.attention_kind(layer)]
 
     def add_attention(self, x: Tensor, layer: int, is_trial: bool = False) -> Tensor:
-        """Adds a layer's attention, or its mixer, to hidden states.
-
-        Args:    is_trial: the outcome does not count, and leaves no trace in the caches.
-        """
+        """Adds a layer's attention, or its mixer, to hidden states; a trial leaves no trace in the caches."""
         kept = cast(layer_cache.Batch[layer_cache.LayerCache], self._kept(layer, is_trial))
         return layers.add_attention(x, self._weights, layer, kept, self.angles(layer))
 
@@ -226,10 +223,7 @@ class SequencePasses(ABC):
     # ---- drafts -----------------------------------------------------------------------------------------------------
 
     def most_verified(self, sequence: CachedSequence) -> int:
-        """Returns how many tokens `verify` may append to a sequence now.
-
-        It is 1 if tokens cannot be taken back, or if all positions get other angles.
-        """
+        """Returns how many tokens `verify` may append now: 1 if they cannot be taken back or change all angles."""
         before = sequence.num_tokens
         most = min(
             sequence.cache.context_tokens - before,
@@ -261,10 +255,7 @@ class SequencePasses(ABC):
 
     @torch.inference_mode()
     def keep(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Keeps the first tokens of a sequence, of those that the last `verify` appended at least one.
-
-        With states in the cache, the kept tokens run again, from the states before them.
-        """
+        """Keeps the first tokens, at least one of the last `verify`; with states, the kept tokens run again."""
         num_dropped = sequence.num_tokens - num_tokens
         if not num_dropped:
             return
@@ -335,10 +326,7 @@ class SequencePasses(ABC):
         layers.check_vocabulary(ids, self.spec)
 
     def _chunks(self, ids: list[int], num_new: int) -> "Generator[tuple[Tensor, compute.NgramRows | None], None, None]":
-        """Yields the tokens of each pass, int64 [T], and their rows, which are read while the pass before it runs.
-
-        Args:    ids: the sequence, its new tokens last.
-        """
+        """Yields the tokens of each pass, int64 [T], and their rows, read ahead, for the last `num_new` of ids."""
         first, step = len(ids) - num_new, self.chunk_tokens
         rows = self._ngram_rows(ids, first, min(first + step, len(ids)))
         ahead: compute.NgramRows | None = None

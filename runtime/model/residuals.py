@@ -237,10 +237,7 @@ class _MixedStreams(Residual):
         return norm(_weighted(x, shares), weights, "norm")
 
     def _shares(self, x: Tensor, weights: Weights, role: str) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the shares by which streams are read, float32 [T, n], entered, [T, n], and mixed, [T, n, n] or None.
-
-        The last is of stream j in stream k.
-        """
+        """Returns shares by which streams are read [T, n], entered [T, n], and mixed [T, n, n] (j in k) or None."""
         spec, n, scale = self._spec, self._spec.streams, weights.vector(f"{role}.scale")
         found = linear(unit(x, weights), weights.matrix(f"{role}.weights"))
         base = weights.vector(f"{role}.base")

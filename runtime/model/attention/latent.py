@@ -89,10 +89,7 @@ class Latent(shared.LayerAttention):
     def _seen(
         self, x: Tensor, q_latent: Tensor | None, cache: layer_cache.LayerCache, angles: ropes.Angles
     ) -> Tensor | None:
-        """Returns which positions each of a sequence's new tokens sees, bool [T, S]; None: all.
-
-        A layer with an indexer of its own writes their index keys to the cache, and its choice.
-        """
+        """Returns the positions each new token sees, bool [T, S], or None; an own indexer caches keys and choice."""
         start, stop, indexer = cache.num_tokens, cache.num_tokens + len(x), self._spec.own_indexer
         seen = softmax.seen_positions(None, 0, start, len(x), x.device)
         if indexer is not None and q_latent is not None:
@@ -164,10 +161,7 @@ class Latent(shared.LayerAttention):
         return torch.cat([mixed[heads] @ w_v.transpose(1, 2) for heads, _, w_v in projections])
 
     def _up_projections(self, head_bytes: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields some heads at a time: which heads, W_k [heads, nope, rank] and W_v [heads, v, rank], float32.
-
-        The rows of `kv_b` of these heads, and `head_bytes` of workspace for each, stay within `MAX_DECODED_BYTES`.
-        """
+        """Yields heads in `MAX_DECODED_BYTES` with workspace: which, W_k [heads, nope, rank], W_v [heads, v, rank]."""
         spec, nope, rank = self._spec, self._spec.qk_nope_head_dim, self._spec.kv_lora_rank
         width, matrix = nope + spec.v_head_dim, self.matrix("kv_b")
         step = max(1, softmax.MAX_DECODED_BYTES // max(4 * width * rank, head_bytes))

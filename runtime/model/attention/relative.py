@@ -1,7 +1,4 @@
-"""Attention with relative positions, of models with an encoder: a bias for each head and distance, and no rotation.
-
-A decoder also attends to the encoder's output, without a bias.
-"""
+"""Attention with a bias a head and distance, of models with an encoder, whose output is attended to without a bias."""
 
 import math
 

@@ -46,10 +46,7 @@ class Rope:
             self._factor = scaling.short_mscale
 
     def are_same(self, before: int, after: int) -> bool:
-        """Returns whether two lengths of a sequence give its common positions the same angles.
-
-        Beyond the limit of dynamic scaling each token may have a base of its own: there they never count as the same.
-        """
+        """Returns whether two lengths of a sequence surely give its common positions the same angles."""
         if self._limit is None or max(before, after) <= self._limit:
             return True
         return isinstance(self._spec.scaling, positions.LongRopeSpec) and min(before, after) > self._limit

@@ -36,10 +36,7 @@ class LayerState:
 
 
 class States:
-    """The states of all layers with a mixer or n-grams, and room for a copy of them, float32; allocated once.
-
-    Args:    spec: None: there are no states, as in a model of attention alone.
-    """
+    """The states of all layers with a mixer or n-grams, and room for a copy; none without a spec."""
 
     def __init__(self, spec: ModelSpec | None, device: torch.device) -> None:
         mixer, ngrams = (None, None) if spec is None else (spec.mixer, spec.ngrams)

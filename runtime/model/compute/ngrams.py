@@ -29,10 +29,7 @@ class PendingRows(Protocol):
     """Rows that are being read."""
 
     def result(self) -> Tensor:
-        """Waits until all rows are read and returns them, float32 [n, values]; called once at most.
-
-        Raises:  PackError or CheckpointError if a row is damaged or cannot be read.
-        """
+        """Waits for the rows, once, and returns them, float32 [n, values]; raises PackError or CheckpointError."""
 
     def cancel(self) -> None:
         """Gives the rows up, in place of `result`."""
@@ -72,10 +69,7 @@ def row_numbers(ngrams: NgramSpec, tokens: Numbers, num_new: int, layers: Iterab
 
 
 def _earlier(ngrams: NgramSpec, tokens: Numbers, num_new: int) -> Numbers:
-    """Returns each new token, then the tokens 1, 2, ... places before it, int64 [ngram_size, num_new].
-
-    The end of a text stands for tokens before it, or before the text.
-    """
+    """Returns each new token and the tokens 1, 2, ... places before it in its text, int64 [ngram_size, num_new]."""
     size, eos = ngrams.ngram_size, ngrams.eos_token
     padded = np.concatenate((np.full(size - 1, eos), tokens))
     start = len(padded) - num_new

@@ -40,10 +40,7 @@ class Operations:
     """The operations in plain torch, on any device."""
 
     def tokens_alone(self) -> AbstractContextManager[None]:
-        """Returns a context in which a token's outputs do not depend on the tokens next to it, to the bit.
-
-        Torch promises nothing like it: its outputs agree except for rounding.
-        """
+        """Returns a context in which a token's bits do not depend on the tokens next to it; torch has no such thing."""
         return nullcontext()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -139,10 +136,7 @@ class Operations:
         return transform(y) * rotation.output
 
     def fastest_stored(self, weight: Tensor) -> Tensor:
-        """Returns a weight of 16 or 32 bits in the dtype in which `stored_product` multiplies one token fastest.
-
-        Torch would convert 16 bits to float32 for every product, which takes twice as long.
-        """
+        """Returns a stored weight in the dtype that multiplies one token fastest; torch converts 16 bits every time."""
         return weight.float()
 
 
@@ -252,10 +246,7 @@ class NativeOperations(Operations):
 
 @lru_cache(maxsize=8)
 def hartley_array(hidden_size: int) -> NDArray[np.float32] | None:
-    """Returns the Hartley matrix of a hidden size's odd factor, float32 [m, m]; None if kernels do not rotate it.
-
-    Those sizes are 64 times a prime above `MAX_ODD_FACTOR`, which no published model has.
-    """
+    """Returns the Hartley matrix of the odd factor m, float32 [m, m]; None if it exceeds `MAX_ODD_FACTOR`."""
     m = odd_factor(hidden_size)
     return None if m > cpu.MAX_ODD_FACTOR else np.array(hartley(m), np.float32)
 

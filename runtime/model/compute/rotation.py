@@ -48,10 +48,7 @@ def hartley(m: int) -> tuple[tuple[float, ...], ...]:
 
 
 def transform(x: Tensor) -> Tensor:
-    """Returns `R x` for each vector of x, float32 [..., d], on any device.
-
-    A vector gives the same bits whatever stands before or after it: all operations are elementwise, in one order.
-    """
+    """Returns `R x` for each vector, float32 [..., d], elementwise in one order: its bits do not depend on others."""
     d = x.shape[-1]
     flat = x.reshape(-1, d)
     if x.device.type != "cpu" or flat.numel() <= _PIECE_FLOATS:

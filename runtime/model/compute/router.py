@@ -67,10 +67,7 @@ def _within(capacity: int, experts: Tensor) -> Tensor:
 
 
 def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns the weights of given experts for their tokens, float32 [T, k], normalised as the family does.
-
-    Args:    logits: float32 [T, E].   experts: int64 [T, k], different ones in each row.
-    """
+    """Returns the weights of given experts int64 [T, k], float32 [T, k], normalised as the family does."""
     weights = _WEIGHTS[spec.kind](logits, experts, spec)
     if spec.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + least_sum(spec))
@@ -78,10 +75,7 @@ def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def expert_scores(logits: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns a score of every expert for each token, never negative, float32 [T, E].
-
-    It is the sigmoid of the logits, or the root of their softplus, if the family has that, else their softmax.
-    """
+    """Returns a nonnegative score of every expert, float32 [T, E]: sigmoid, root of softplus, or softmax."""
     return _scores(logits, spec)[:, : spec.num_experts]
 
 

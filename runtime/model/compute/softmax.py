@@ -32,10 +32,7 @@ class View:
 
 
 def attend_new(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
-    """Returns the attention of new tokens, float32 [T, num_heads * value_dim]; their keys and values enter the cache.
-
-    Args:    q, k, v: float32 [heads, T, n], rotated.
-    """
+    """Returns the attention of new tokens' rotated q, k, v [heads, T, n], float32 [T, heads * n]; caches k and v."""
     cache, spec, window, chosen = view.cache, view.spec, view.window, view.chosen
     start, num_tokens, chunked = cache.num_tokens, q.shape[1], spec.chunked
     first = _first_seen(window, start, chunked)
@@ -66,10 +63,7 @@ def joined(pieces: list[Tensor], dim: int = 0) -> Tensor:
 def seen_positions(
     window: int | None, first: int, start: int, num_tokens: int, device: torch.device, chunked: bool = False
 ) -> Tensor | None:
-    """Returns which positions from `first` on each of `num_tokens` tokens from position `start` on sees.
-
-    Returns: bool [T, start + T - first]; None if one token sees all.
-    """
+    """Returns which positions from `first` on tokens from `start` on see, bool [T, S]; None if one token sees all."""
     if num_tokens == 1 and (window is None or window > start - first):
         return None
     query = torch.arange(start, start + num_tokens, device=device)[:, None]
@@ -193,10 +187,7 @@ def _attend_cache_blocks(q: Tensor, first: int, view: View) -> Tensor:
 def _attend_blocks(
     q: Tensor, keys: Tensor, values: Tensor, start: int, chosen: Tensor, spec: GroupedQuerySpec
 ) -> Tensor:
-    """Returns the attention of queries from position `start` on over the chosen blocks of keys from 0 on.
-
-    A token alone reads the keys and values of its blocks and no others.
-    """
+    """Returns the attention of queries from position `start` on to chosen blocks; a token alone reads no others."""
     assert spec.indexer is not None, "an indexer chose blocks"
     stop, mixed = start + q.shape[1], []
     before = seen_positions(None, 0, start, q.shape[1], q.device)
