@@ -76,10 +76,8 @@ def measure_machine(
 def measure_disk(
     folder: Path, progress: formats.Progress = formats.NO_PROGRESS, seconds: float = 0.08
 ) -> machine.MachineFacts:
-    """Measures the disk of a pack alone, in about a second, to decide whether single rows of experts are read.
+    """Measures the disk of a pack in about a second: direct reads where possible, by the engine's threads and one.
 
-    Reads are direct where the file system supports it, with as many threads as the engine has, and with one.
-    Returns: facts without rates of the CPU.
     Raises:  PackError if the pack is damaged.
     """
     with _files_of(folder, MAX_FILE_BYTES, progress) as files:

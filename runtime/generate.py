@@ -48,8 +48,7 @@ def generate(
 ) -> Iterator[int]:
     """Yields new tokens until one ends the text, there are `max_tokens`, or the context is full; not the end token.
 
-    Args:    prompt_ids: at least one token; appended to the decoder's sequence, or with an encoder, a new text.
-             drafts: may give several tokens a pass; the tokens are the same.
+    Args:    prompt_ids: at least one token, after the decoder's sequence.   drafts: change no token.
     """
     if drafts is not None:
         assert isinstance(decoder, model.Decoder), "drafts are for decoders alone"

@@ -76,11 +76,7 @@ class Helper:
         self._ask("compile", self._seconds, template=template)
 
     def try_tokenizer(self, tokenizer: str, texts: Sequence[str]) -> None:
-        """Turns texts into tokens and back.
-
-        Args:    tokenizer: in the format of tokenizer.json.
-        Raises:  HelperError if the tokenizers library fails or takes too much.
-        """
+        """Turns texts into tokens and back; raises HelperError if the library fails or takes too much."""
         self._ask("try_tokenizer", TOKENIZER_SECONDS, tokenizer=tokenizer, texts=texts)
 
     def try_grammar(self, kind: str, source: str, limits: Mapping[str, object]) -> str:

@@ -159,10 +159,9 @@ class Sampler:
 
 
 def logprobs_of_rows(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Returns `Sampler.logprobs` for a token after each of several rows, and its rank.
+    """Returns `Sampler.logprobs` for a token after each row of logits float32 [n, vocabulary], and its rank.
 
-    Args:    logits: float32 [n, vocabulary], on any device; memory for two copies of 8 bytes a value is needed.
-             tokens: n of them.
+    Memory for two copies of 8 bytes a value is needed.
     Raises:  RunError if some of the logits are NaN or infinite.
     """
     if not bool(torch.isfinite(logits).all()):

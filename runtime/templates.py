@@ -124,11 +124,7 @@ class ChatTemplate:
         return prepared
 
     def _writes_objects(self, source: str) -> bool:
-        """Returns whether the template writes arguments that are an object, without failing and without Python's
-        quotes.
-
-        A template that can write neither, perhaps because it refuses the example for another reason, gets objects.
-        """
+        """Returns whether the template writes arguments that are an object, or writes them in neither form."""
         written: list[str | None] = []
         for arguments in ({"needle": "value"}, '{"needle": "value"}'):
             call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "look", "arguments": arguments}}
@@ -215,12 +211,7 @@ class Encoder(Protocol):
 
 
 def prompt_of(encoder: Encoder, render: Callable[[bool], str], continues: bool = False) -> ChatPrompt:
-    """Returns the prompt of a conversation.
-
-    Args:    render: returns its text, with the beginning of an answer or without.   continues: the answer continues the
-             last message.
-    Raises:  RunError as `render` does.
-    """
+    """Returns the prompt of a conversation, whose text `render` returns with the beginning of an answer or without."""
 
     def encoded(words: str) -> tuple[int, ...]:
         return tuple(encoder.encode(words, special_tokens=False))

@@ -96,11 +96,7 @@ class HostShare:
         return HostShareCounts(*_native.share_counts(self._opened()))
 
     def check(self) -> None:
-        """Raises the first fault since the last check, if there was one.
-
-        Raises:  MapCutError if rows are mapped from a file that was cut; RunError for a wrong request of the GPU, and
-                 if there is no memory.
-        """
+        """Raises the first fault since the last check: MapCutError, or RunError for a wrong request or no memory."""
         found = _native.take_share_fault(self._opened())
         if found is None:
             return

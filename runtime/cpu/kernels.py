@@ -171,9 +171,8 @@ class Kernels:
             _native.take_tokens_alone(self._pool, False)
 
     def take_digits(self, digits: int) -> int:
-        """Rounds the inputs of operations on many tokens to 1 or 2 digits of 8 bits; 0: does not.
+        """Rounds inputs of many tokens, unless weights are floats, to 1 or 2 digits of 8 bits; 0: does not.
 
-        Weights are multiplied as they are stored; float weights are multiplied with inputs as they are.
         Returns: what these kernels do: 0 for any number if their instruction set has no such products.
         """
         return int(_native.take_digits(self._pool, digits))
@@ -265,11 +264,7 @@ class Kernels:
     def route(
         self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None, least_sum: float
     ) -> tuple[Tensor, Tensor]:
-        """Chooses experts, int64 [T, k], best first, and returns their weights, float32 [T, k], as `router` does.
-
-        Args:    logits: float32 [T, E].   bias: float32 [E], for choosing alone.   least_sum: added to the sum by which
-                 weights are divided, if they are.
-        """
+        """Chooses experts for logits float32 [T, E] as `router` does; `least_sum` is added to a sum that divides."""
         shape = (len(logits), spec.num_experts_per_tok)
         experts, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
         self.call(
@@ -313,7 +308,7 @@ class Kernels:
         return y
 
     def rotate(self, x: Tensor, scale: Tensor, is_scaled_first: bool, hartley: NDArray[np.float32]) -> Tensor:
-        """Computes `R (scale * x)`, or `scale * R x`, of x float32 [..., d]; `hartley` is that of d's odd factor."""
+        """Computes `R (scale * x)` or `scale * R x` of x float32 [..., d]; `hartley` is that of d's odd factor."""
         y, out = _empty(*x.shape)
         self.call("rotate", _array(x), scale.numpy(), is_scaled_first, hartley, out)
         return y

@@ -34,11 +34,7 @@ def read_codes(reader: families.SourceReader, source: families.SourceMatrix, sta
 
 
 def read_scales(reader: families.SourceReader, source: families.SourceMatrix, start: int, stop: int) -> Tensor:
-    """Returns the scales of rows of a coded matrix, for each row its own.
-
-    Returns: `fp8`: float32 [stop - start, groups of 128].   `mxfp4`: E8M0 bytes, u8 [stop - start, groups of 32].
-             `packed`: float32 [stop - start, groups].
-    """
+    """Returns the scales of rows of a coded matrix, [n, groups]: float32, or E8M0 bytes, u8, for `mxfp4`."""
     scales = torch.from_numpy(reader.scales(source, start, stop))
     if source.codec == "mxfp4":
         return scales

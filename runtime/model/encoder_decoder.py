@@ -124,9 +124,8 @@ class EncoderDecoder:
         self.read.num_tokens = len(text_ids)
 
     def logits(self, ids: list[int]) -> Tensor:
-        """Appends tokens to the answer in one pass; returns the logits after each of them, float32 [T, vocabulary].
+        """Appends tokens, first `start_token`, to the answer; returns the logits after each, float32 [T, vocabulary].
 
-        An answer begins with the model's `start_token`.
         Raises:  RunError if no text is encoded, the context is full, or a token is not in the vocabulary.
         """
         return self._head(self._decode(ids))

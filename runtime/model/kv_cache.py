@@ -146,11 +146,7 @@ class KVCache:
             self._saved_tokens = self._num_tokens
 
     def reachable(self, num_tokens: int) -> int:
-        """Returns the last position up to `num_tokens` to which the cache leads back; 0 is always one.
-
-        A ring leads as far back as it still has what a position sees. States lead to where they are, and to where they
-        were copied.
-        """
+        """Returns the last position up to `num_tokens` to which the cache leads back; 0 is always one."""
         if num_tokens >= self._num_tokens:
             return self._num_tokens
         if self.states:
@@ -333,11 +329,7 @@ class CachedSequence:
         return kept
 
     def keep_beginning(self, prompt_ids: list[int]) -> list[int]:
-        """Begins a text with this prompt; returns the tokens that are left to append, at least one.
-
-        The others are the beginning of the sequence so far, whose keys, values and states stay. A beginning of a few
-        tokens is not worth the other rounding.
-        """
+        """Begins a text with this prompt; returns the tokens left to append, at least one; the others are kept."""
         kept = self.num_kept(prompt_ids)
         if not kept:
             self.reset()

@@ -91,9 +91,8 @@ class LayerCalls:
         return layers.run_mlp(begun.x, inputs, unrouted, route, weights, layer, partial_state)
 
     def begin(self, x: Tensor, layer: int, batch: passes.Pass) -> BegunLayer | None:
-        """Runs a layer, and those after it as far as calls complete them, for hidden states x float32 [T, d].
+        """Runs a layer of x float32 [T, d], and those after it as far as calls complete them; None: `layers` has to.
 
-        Returns: None if this pass needs `layers` instead, before tokens have entered caches.
         Raises:  PackError if an expert is damaged or its file is truncated.
         """
         kind = self._kind(layer)

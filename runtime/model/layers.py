@@ -54,11 +54,7 @@ def embed(ids: Tensor, weights: Weights) -> Tensor:
 def add_ngrams(
     x: Tensor, rows: "compute.NgramRows | None", weights: Weights, layer: int, state: caches.LayerState | None
 ) -> Tensor:
-    """Adds a layer's n-grams to hidden states, if it has any; new tokens enter the state.
-
-    Args:    rows: of the tokens; None in a model without n-grams.
-    Raises:  as `NgramRows.of`.
-    """
+    """Adds a layer's n-grams, if it has any, to hidden states; new tokens enter the state; raises as `NgramRows.of`."""
     if rows is None or state is None:
         return x
     from moe_pack.runtime.model import mixers  # most models have none
@@ -110,7 +106,6 @@ def router_logits(x: Tensor, weights: Weights, layer: int) -> Tensor:
 def route_tokens(x: Tensor, weights: Weights, layer: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token, int64 [T, k], and their weights, float32 [T, k], for `mlp_input` x.
 
-    An expert with the weight 0 does not run for the token.
     Args:    ids: the tokens, int64 [T]; needed in a layer in which a table names experts.
     Raises:  RunError if the table does not name different experts for each of the tokens.
     """
@@ -257,12 +252,7 @@ def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: 
 
 
 def with_returned(routed: Tensor | None, x: Tensor, weights: Weights, layer: int) -> Tensor | None:
-    """Adds the experts that return their input to the sum of a layer's routed experts, float32 [T, d].
-
-    Their weights are computed again, so that a pass that runs experts elsewhere, or later, needs the `mlp_input` x
-    alone.
-    Args:    routed: None in a layer without routed experts, and for their part alone.
-    """
+    """Adds the experts that return their input to the routed sum, float32 [T, d]; their weights are computed again."""
     router = weights.spec.router
     if not router.num_identity or layer not in weights.spec.moe_layers:
         return routed
@@ -271,11 +261,7 @@ def with_returned(routed: Tensor | None, x: Tensor, weights: Weights, layer: int
 
 
 def run_unrouted(x: Tensor, weights: Weights, layer: int, most_tokens: int | None = None) -> Tensor | None:
-    """Returns the output of the shared expert, or of the dense expert of a layer without others.
-
-    Args:    most_tokens: for which it runs at once; None: all.
-    Returns: float32 [T, d]; None where the family has no shared expert.
-    """
+    """Returns the output of the shared or dense expert, float32 [T, d], `most_tokens` at a time; None without one."""
     if most_tokens is not None and len(x) > most_tokens:
         each = [run_unrouted(piece, weights, layer) for piece in torch.split(x, most_tokens)]
         pieces = [piece for piece in each if piece is not None]
@@ -332,11 +318,7 @@ def add_mlp(
     partial_state: PartialState | None = None,
     most_tokens: int | None = None,
 ) -> Tensor:
-    """Returns hidden states [T, w] after a layer's second half, from those after its first.
-
-    Args:    ids: the tokens, int64 [T]; needed in a layer in which a table names experts.   most_tokens: for which the
-             shared or dense expert runs at once; None: all.
-    """
+    """Returns hidden states [T, w] after a layer's second half; ids, int64 [T], are for a table of experts."""
     if not weights.spec.has_second(layer):
         return x
     inputs = mlp_input(x, weights, layer)

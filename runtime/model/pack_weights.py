@@ -129,11 +129,7 @@ def rotations(pack: formats.Pack, device: torch.device) -> tuple[Rotation | None
 
 
 def table_values(table: NgramLayout, rows: NDArray[np.uint8], numbers: reads.Numbers) -> Tensor:
-    """Returns the values of rows of an n-gram table, u8 [n, row_bytes]: float32 [n, values], in their own memory.
-
-    Args:    numbers: int64 [n], of the rows, for the message.
-    Raises:  PackError that names the first damaged row.
-    """
+    """Returns the values of table rows u8 [n, row_bytes], float32 [n, values]; raises PackError for a damaged one."""
     check_rows(table.rows, rows, ngrams_file(table.layer), numbers)
     values = torch.from_numpy(rows).view(matrices.TORCH_DTYPES[table.dtype])[:, : table.rows.num_cols]
     return values.to(torch.float32, copy=True)
@@ -240,8 +236,7 @@ class _OfPack:
 class PackWeights(_OfPack, layers.ObservedWeights):
     """The weights of an open pack, with the dense part on the device. `close` them; the caller closes the pack.
 
-    An expert is read and copied to the device each time it is needed.
-    Raises:  PackError if the dense part is damaged; later, if a needed expert is.
+    Raises:  PackError if the dense part is damaged; later, if an expert is, which is read when it is needed.
     """
 
     def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> None:
@@ -380,10 +375,9 @@ def open_weights(pack: formats.Pack, device: torch.device, operations: Operation
 
 
 def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
-    """Yields each expert that runs with its tokens and their weights, in rising order, so that sums have one order.
+    """Yields each running expert with its tokens and weights, in rising order, so that sums have one order.
 
-    An expert does not run for a token for which it has the weight zero, as beyond its capacity.
-    Args:    experts, weights: int64 and float32 [T, k].
+    Args:    experts, weights: int64 and float32 [T, k]; with the weight zero an expert does not run for the token.
     """
     chosen, flat, (num_tokens, k) = experts.ravel().tolist(), weights.numpy().ravel(), experts.shape
     order = sorted(range(len(chosen)), key=chosen.__getitem__)

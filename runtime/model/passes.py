@@ -94,11 +94,7 @@ class Pass:
 
 
 class TokenPass(Pass):
-    """New tokens of one sequence, which have a pass together and are computed as if each had its own.
-
-    Each token counts as a sequence that is one token longer than the one before it. They share the caches, in which
-    each finds the tokens before it.
-    """
+    """New tokens of one sequence in a pass, each computed as if alone; the caches give it the tokens before it."""
 
     def __init__(self, weights: Weights, sequence: CachedSequence, rows: _Rows) -> None:
         start, num_new = sequence.num_tokens, len(rows)
@@ -190,8 +186,7 @@ class SequencePasses(ABC):
     def extend_each(self, sequences: Sequence[CachedSequence], ids: Sequence[int]) -> Tensor:
         """Appends a token to each of some sequences, in one pass; returns the logits after them, float32 [n, vocab].
 
-        With native kernels the logits of a sequence are those that it has alone, to the bit.
-        Raises:  RunError as `extend`, before anything runs.
+        With native kernels these are, to the bit, those of each alone. Raises as `extend`, before anything runs.
         """
         if len(ids) == 1:
             return self.extend(sequences[0], [ids[0]])[None]
@@ -354,10 +349,6 @@ class SequencePasses(ABC):
 
 
 def _keep_what_is_whole(cache: KVCache, kept: int) -> None:
-    """Cuts a cache back after a failed pass.
-
-    The first `kept` tokens stay, unless the pass computed them again, a ring lost places to new tokens, or states moved
-    on with some layers.
-    """
+    """Cuts a cache back after a failed pass: to `kept` tokens, or none if places or states of these are lost."""
     is_whole = not cache.states and (cache.num_tokens == kept or not cache.is_ring)
     cache.num_tokens = kept if is_whole else 0

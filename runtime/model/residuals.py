@@ -45,11 +45,7 @@ class Residual:
     def enter_second(
         self, x: Tensor, unrouted: Tensor | None, routed: Tensor | None, weights: Weights, layer: int
     ) -> Tensor:
-        """Returns hidden states [T, w] after a layer.
-
-        Args:    x: after its first half.   unrouted: the output of its shared or dense expert, float32 [T, d], or None.
-                 routed: the weighted sum of its routed experts likewise. At least one is there.
-        """
+        """Returns hidden states [T, w] after a layer, from x after its first half and one or both outputs [T, d]."""
         return self.enter(x, _sum(unrouted, routed), weights, layer, "mlp")
 
     def end(self, x: Tensor, weights: Weights) -> Tensor:

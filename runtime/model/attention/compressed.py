@@ -60,11 +60,7 @@ class Compressed(shared.LayerAttention):
     # ---- queries read a window and entries --------------------------------------------------------------------------
 
     def _read(self, q: Tensor, cache: layer_cache.LayerCache, entries: Tensor, seen: Tensor | None) -> Tensor:
-        """Returns the attention of queries of new tokens, float32 [heads, T, head_dim].
-
-        A token alone reads the entries that it sees and no others.
-        Args:    entries: float32 [n, head_dim].   seen: bool [T, n], the entries that each query sees; None: all.
-        """
+        """Returns the attention of queries [heads, T, head_dim]; a token alone reads only entries that it sees."""
         num_tokens, window, start = q.shape[1], self._spec.sliding_window, cache.num_tokens
         first = max(0, start + 1 - window)
         keys = cache.between(first, start + num_tokens)[0][0]
@@ -160,11 +156,7 @@ class Compressed(shared.LayerAttention):
         angles: ropes.Angles,
         start: int,
     ) -> Tensor | None:
-        """Returns which entries each token attends to: those that it sees, or the indexer's choice among them.
-
-        Args:    latent: float32 [T, q_lora_rank], of queries.
-        Returns: bool [T, n]; among equal scores, the first entries. None if each token attends to all.
-        """
+        """Returns the entries each token attends to, bool [T, n]: those that it sees, or the indexer's choice."""
         numbers, num_tokens, indexer = torch.arange(num_entries, device=x.device), len(x), spec.indexer
         ended = torch.arange(start + 1, start + num_tokens + 1, device=x.device)[:, None] // spec.window_tokens
         seen = None if num_tokens == 1 else numbers < ended

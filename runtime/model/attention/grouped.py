@@ -142,11 +142,7 @@ def _pool_blocks(weights: Weights, layer: int, index: Tensor, blocks: range, siz
 
 
 def _score_pooled(q: Tensor, index: Tensor, positions: Tensor, spec: parts.BlockIndexerSpec) -> Tensor:
-    """Returns the blocks chosen by their own keys, and those that tokens are in the middle of, bool [1, T, blocks].
-
-    Args:    q: float32 [heads, T, head_dim].   index: float32 [S, head_dim], a complete block's key at its last
-             position.   positions: int64 [T].
-    """
+    """Returns the blocks chosen by their keys at their last positions, and tokens' own, bool [1, T, blocks]."""
     size = spec.block_tokens
     scores = torch.relu(q @ index[size - 1 :: size].T).sum(dim=0)
     complete = (positions + 1)[:, None] // size

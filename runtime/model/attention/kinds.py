@@ -14,11 +14,7 @@ def attend(
     cache: layer_cache.LayerCache | layer_cache.Batch[layer_cache.LayerCache],
     angles: ropes.Angles,
 ) -> Tensor:
-    """Returns a layer's attention for new tokens, float32 [T, d]; their keys and values enter the cache.
-
-    Args:    x: float32 [T, d], normed.   cache: of one sequence, or of several with their tokens.   angles: of the T
-             positions, from `Rope`.
-    """
+    """Returns a layer's attention for new tokens x float32 [T, d], normed, of one sequence or of several."""
     spec, sequences = weights.spec.attention_of(layer), layer_cache.each_sequence(cache, len(x))
     if isinstance(spec, parts.GroupedQuerySpec):
         from moe_pack.runtime.model.attention import grouped

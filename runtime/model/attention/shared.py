@@ -52,11 +52,7 @@ def _temperature(spec: parts.TemperatureSpec, start: int, num_tokens: int, devic
 
 
 def largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
-    """Returns which of the allowed scores are the `number` largest of their row; among equal ones, the first.
-
-    Args:    scores: float32 [..., n].   allowed: bool, of a shape that becomes theirs.
-    Returns: bool [..., n]; all that are allowed, if they are fewer.
-    """
+    """Returns which allowed scores [..., n] are the `number` largest of their row; among equal ones, the first."""
     scores = scores.masked_fill(~allowed, -torch.inf)
     least = scores.topk(min(number, scores.shape[-1]), dim=-1).values[..., -1:]
     above, equal = scores > least, scores == least

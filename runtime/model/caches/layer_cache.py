@@ -1,8 +1,4 @@
-"""The cache of a layer with attention: keys and values, an indexer's keys, compressed entries.
-
-`CacheShape` gives its sizes and allocates it; each kind's module in `attention` has its own. `LayerCache` reads and
-writes it.
-"""
+"""The cache of a layer with attention: keys and values, an indexer's keys, compressed entries."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

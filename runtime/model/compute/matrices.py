@@ -143,11 +143,7 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_by_group(x: Tensor, matrix: Matrix, num_groups: int) -> Tensor:
-    """Multiplies each of `num_groups` equal shares of x's columns with the same share of the matrix's rows.
-
-    Args:    x: float32 [T, num_groups * in].   matrix: [num_groups * out, in].
-    Returns: float32 [T, num_groups * out].
-    """
+    """Multiplies each share of x's columns [T, groups * in] with the same share of rows: [T, groups * out]."""
     step = matrix.num_rows // num_groups
     parts = (rows_of(matrix, group * step, (group + 1) * step) for group in range(num_groups))
     return torch.cat([linear(each, part) for each, part in zip(x.chunk(num_groups, dim=1), parts, strict=True)], dim=1)

@@ -109,11 +109,7 @@ class NgramRows:
             raise
 
     def of(self, layer: int) -> Tensor:
-        """Returns the embeddings of the tokens in a layer, float32 [T, embed_dim]: their rows, head after head.
-
-        Layers are asked for in rising order, each as often as needed.
-        Raises:  as `PendingRows.result`.
-        """
+        """Returns the tokens' embeddings in a layer, float32 [T, embed_dim]; layers are asked for in rising order."""
         if layer != self._layer:
             pending, places = self._pending.pop(layer)
             rows = pending.result()

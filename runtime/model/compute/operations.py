@@ -48,9 +48,8 @@ class Operations:
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
     def route(self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the experts of each token, int64 [T, k], best first, and their weights, float32 [T, k].
+        """Returns the experts of each token, int64 [T, k], best first, and their weights, zero beyond capacity.
 
-        A token beyond its expert's capacity has weight zero.
         Args:    logits: float32 [T, E], or [T, E + Z] with experts that return their input.   bias: float32 of the same
                  width, added for the choice only.
         """
@@ -70,8 +69,7 @@ class Operations:
     ) -> Tensor:
         """Returns each query head's output, float32 [T, num_heads * value_dim]; new keys and values enter the cache.
 
-        Args:    projected: queries and keys, float32 [T, heads * head_dim], neither normed by head nor rotated, and
-                 values [T, heads * value_dim].
+        Args:    projected: q, k, v, float32 [T, heads * dim], neither normed by head nor rotated.
         """
         dims = (view.spec.head_dim, view.spec.head_dim, view.spec.value_dim)
         # Each [heads, T, dim].

@@ -109,11 +109,7 @@ def _sparsemixer(logits: Tensor, count: int) -> Tensor:
 
 
 def _shares_near(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns each chosen expert's share of a softmax over the logits near its own.
-
-    A logit m has near it the logits, not chosen before, at most `2 jitter` times the larger of m and their own
-    magnitude below m.
-    """
+    """Returns each chosen expert's share of a softmax over the logits near its own, by a distance of `2 jitter`."""
     remaining, weights = logits, []
     for place in range(experts.shape[1]):
         chosen = experts[:, place : place + 1]

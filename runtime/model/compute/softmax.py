@@ -251,11 +251,7 @@ def query_blocks(num_tokens: int, scores_each: int) -> Iterator[tuple[int, int]]
 
 
 class RunningSoftmax:
-    """The softmax of scores that come block by block of positions, and the sums of values that it weights.
-
-    Args:    sinks: float32 [heads], logits without a value; None: none.
-    Source:  2112.05682, section 3.
-    """
+    """The softmax of scores that come block by block, and the values' weighted sums (2112.05682, section 3)."""
 
     def __init__(self, num_heads: int, num_tokens: int, width: int, device: torch.device, sinks: Tensor | None) -> None:
         self._largest = torch.full((num_heads, num_tokens), -torch.inf, device=device)
