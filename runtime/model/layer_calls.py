@@ -304,6 +304,7 @@ def _matrix(weights: Weights, role: str, bias: str | None = None) -> cpu.LayerMa
 def _unrouted(
     weights: Weights, layer: int
 ) -> tuple[tuple[cpu.LayerMatrix | None, cpu.LayerMatrix | None, cpu.LayerMatrix | None], bool]:
+    """Returns up, gate and down of a shared or dense expert, and whether a call computes all that is there."""
     spec, nothing = weights.spec, (None, None, None)
     if layer in spec.moe_layers:
         if spec.shared_expert is None:

@@ -210,46 +210,46 @@ def made(selector: Selector = "up") -> random_experts.RandomExpert:
     )
 
 
-def of_experts(num_tokens: int, selector: Selector, opened_kernels: Kernels) -> Tensor:
+def of_experts(num_tokens: int, selector: Selector, kernels: Kernels) -> Tensor:
     """Two experts with these tokens and one with others, half of their neurons."""
     x, expert = random_experts.random_tokens(num_tokens + 2, D), made(selector)
     rows = expert.rows(random_experts.threshold_at(activations(x, expert.block(), "silu").of(selector), 0.5))
     works = [work(rows, torch.arange(n), torch.linspace(0.1, 1, n)) for n in (num_tokens, 2, num_tokens)]
-    return opened_kernels.experts(x, works)
+    return kernels.experts(x, works)
 
 
-def of_select(num_tokens: int, opened_kernels: Kernels) -> Tensor:
-    return select(random_experts.random_tokens(num_tokens, D), made().rows(0.3), opened_kernels).a
+def of_select(num_tokens: int, kernels: Kernels) -> Tensor:
+    return select(random_experts.random_tokens(num_tokens, D), made().rows(0.3), kernels).a
 
 
-def of_selected(num_tokens: int, opened_kernels: Kernels) -> Tensor:
+def of_selected(num_tokens: int, kernels: Kernels) -> Tensor:
     x, rows, tokens = random_experts.random_tokens(num_tokens, D), made().rows(0.3), np.arange(num_tokens)
     weights, out = np.ones(num_tokens, np.float32), np.zeros((num_tokens, D), np.float32)
-    opened_kernels.experts_apart(x, [ExpertWork(rows, tokens, weights, tokens, select(x, rows, opened_kernels))], out)
+    kernels.experts_apart(x, [ExpertWork(rows, tokens, weights, tokens, select(x, rows, kernels))], out)
     return torch.from_numpy(out)
 
 
-def of_product(num_tokens: int, opened_kernels: Kernels) -> Tensor:
+def of_product(num_tokens: int, kernels: Kernels) -> Tensor:
     layout, rows = random_experts.random_rows(random_experts.FOUR_BIT, 2000, D)
-    return opened_kernels.product(random_experts.random_tokens(num_tokens, D), row_numbers(layout, "weight"), rows)
+    return kernels.product(random_experts.random_tokens(num_tokens, D), row_numbers(layout, "weight"), rows)
 
 
-def of_decode(opened_kernels: Kernels) -> Tensor:
+def of_decode(kernels: Kernels) -> Tensor:
     layout, rows = random_experts.random_rows(random_experts.FOUR_BIT, 2000, D)
-    return opened_kernels.decode(row_numbers(layout, "weight"), rows)
+    return kernels.decode(row_numbers(layout, "weight"), rows)
 
 
-def of_checksums(opened_kernels: Kernels) -> Tensor:
+def of_checksums(kernels: Kernels) -> Tensor:
     _, rows = random_experts.random_rows(BF16, 4000, D)
-    return torch.tensor([opened_kernels.checksum(rows), opened_kernels.read(rows) % 2**32])
+    return torch.tensor([kernels.checksum(rows), kernels.read(rows) % 2**32])
 
 
-def of_gather(opened_kernels: Kernels) -> Tensor:
+def of_gather(kernels: Kernels) -> Tensor:
     _, rows = random_experts.random_rows(BF16, 400, D)
-    return torch.from_numpy(opened_kernels.gather(rows, np.arange(0, 400, 3, dtype=np.int32)))
+    return torch.from_numpy(kernels.gather(rows, np.arange(0, 400, 3, dtype=np.int32)))
 
 
-def of_attend(num_tokens: int, start: int, opened_kernels: Kernels, kv_dtype: KvDtype = "f32") -> Tensor:
+def of_attend(num_tokens: int, start: int, kernels: Kernels, kv_dtype: KvDtype = "f32") -> Tensor:
     """Eight heads that share two keys; their positions, and the cache afterwards."""
     q, k, v = (random_experts.random_tokens(num_tokens, width, width) for width in (512, 128, 129))
     keys = random_experts.random_tokens(2 * (start + num_tokens), 64).view(2, -1, 64)
@@ -257,21 +257,16 @@ def of_attend(num_tokens: int, start: int, opened_kernels: Kernels, kv_dtype: Kv
     spec = GroupedQuerySpec("grouped_query", 8, 2, 64, None, 0.2, (), "none")
     storage, angles = RowStorage(kv_dtype, (64,)), (turns.cos(), turns.sin())
     cached = CachedRows(storage.encode(keys), storage.encode(keys.flip(1)), kv_dtype, start)
-    y = opened_kernels.attend((q, k, v[:, :128]), None, angles, False, cached, spec, None, None)
+    y = kernels.attend((q, k, v[:, :128]), None, angles, False, cached, spec, None, None)
     return torch.cat([y.flatten(), cached.keys.flatten(), cached.values.flatten()])
 
 
-def of_coded_attend(kv_dtype: KvDtype, num_tokens: int, opened_kernels: Kernels) -> Tensor:
-    """The same over codes, of which there are 700 positions before."""
-    return of_attend(num_tokens, 700, opened_kernels, kv_dtype)
+def of_rms_norm(kernels: Kernels) -> Tensor:
+    return kernels.rms_norm(random_experts.random_tokens(400, D), torch.linspace(1, 2, D), 1e-6)
 
 
-def of_rms_norm(opened_kernels: Kernels) -> Tensor:
-    return opened_kernels.rms_norm(random_experts.random_tokens(400, D), torch.linspace(1, 2, D), 1e-6)
-
-
-def of_rotate(opened_kernels: Kernels) -> Tensor:
-    return opened_kernels.rotate(
+def of_rotate(kernels: Kernels) -> Tensor:
+    return kernels.rotate(
         random_experts.random_tokens(400, 576), torch.linspace(1, 2, 576), True, np.full((9, 9), 0.3, np.float32)
     )
 
@@ -290,7 +285,7 @@ OPERATIONS: dict[str, Operation] = {
     "gather": of_gather,
     **{f"attend, {n} tokens": partial(of_attend, n, start) for n, start in ((1, 3000), (3, 700), (70, 200), (300, 0))},
     **{
-        f"attend, {dtype}, {n} tokens": partial(of_coded_attend, dtype, n)
+        f"attend, {dtype}, {n} tokens": partial(of_attend, n, 700, kv_dtype=dtype)
         for dtype in ("bf16", "q8", "q4")
         for n in (1, 70)
     },
@@ -306,8 +301,8 @@ def teams(request: pytest.FixtureRequest) -> Iterator[dict[int, Kernels]]:
     kernels_limited_to(limit)  # or skip
     held = {threads: Kernels(threads, limit) for threads in (1, 2, 3, 5)}
     yield held
-    for opened_kernels in held.values():
-        opened_kernels.close()
+    for each in held.values():
+        each.close()
 
 
 @pytest.fixture
@@ -315,7 +310,7 @@ def opened_kernels() -> Iterator[Kernels]:
     """Kernels as a command opens them, with three threads."""
     opened = open_kernels(3)
     if opened is None:
-        pytest.skip("native opened_kernels were not built: no C++ compiler")
+        pytest.skip("native kernels were not built: no C++ compiler")
     with closing(opened):
         yield opened
 
@@ -323,7 +318,7 @@ def opened_kernels() -> Iterator[Kernels]:
 def test_any_number_of_threads_gives_the_same_bits(teams: dict[int, Kernels]) -> None:
     for name, operation in OPERATIONS.items():
         with case(name):
-            alone, *others = (operation(opened_kernels) for opened_kernels in teams.values())
+            alone, *others = map(operation, teams.values())
             assert all(torch.equal(other, alone) for other in others)
 
 
@@ -353,12 +348,12 @@ def test_several_kernels_at_once_get_what_they_get_alone(teams: dict[int, Kernel
     operation = OPERATIONS["experts, 3 tokens, up"]
     alone = operation(teams[1])
     with ThreadPoolExecutor(4) as callers:
-        found = list(callers.map(lambda opened_kernels: [operation(opened_kernels) for _ in range(5)], teams.values()))
+        found = list(callers.map(lambda kernels: [operation(kernels) for _ in range(5)], teams.values()))
     assert all(torch.equal(one, alone) for several in found for one in several)
 
 
 def test_results_do_not_depend_on_what_was_computed_before(opened_kernels: Kernels) -> None:
-    """Memory of the opened_kernels is kept and grows: what larger jobs left in it is not seen."""
+    """Memory of the kernels is kept and grows: what larger jobs left in it is not seen."""
     with closing(Kernels(3)) as fresh:
         expected = of_experts(1, "both", fresh)
     for num_tokens in (70, 3, 1):
@@ -370,7 +365,7 @@ def test_results_do_not_depend_on_what_was_computed_before(opened_kernels: Kerne
 def test_all_cpus_work_unless_said_otherwise() -> None:
     opened = open_kernels()
     if opened is None:
-        pytest.skip("native opened_kernels were not built: no C++ compiler")
+        pytest.skip("native kernels were not built: no C++ compiler")
     with closing(opened):
         assert opened.threads == num_cpus() >= 1
 

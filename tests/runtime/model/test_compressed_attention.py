@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cases import case
-from support.families import Tiny, original, token_ids, write
+from support.families import Tiny, token_ids, write
 from support.models import pack
-from support.native import operations_limited_to
 from support.random_weights import RandomWeights
 from support.specs import COMPRESSED, changed
 from support.streaming import budget_for
@@ -46,22 +45,6 @@ def test_chunks_of_any_size_give_the_same_as_the_whole_text() -> None:
     parts = Decoder(RandomWeights(COMPRESSED), 40, chunk_tokens=4)
     found = torch.cat([parts.logits(ids[first:last]) for first, last in ((0, 1), (1, 8), (8, 9), (9, 30), (30, 40))])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.slow
-def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(tmp_path: Path) -> None:
-    source, ids = write(TINY, tmp_path / "source"), token_ids()[:NUM_TOKENS]
-    pack(source, tmp_path / "packed", width=16)
-    with torch.no_grad():
-        expected = original(source)(torch.tensor([ids])).logits[0]
-    with Pack(tmp_path / "packed") as opened:
-        for operations in (TORCH, operations_limited_to("portable")):
-            weights = open_weights(opened, CPU, operations)
-            for chunk in (1, 4, 17, 64):
-                with case(type(operations).__name__, chunk):
-                    decoder = Decoder(weights, len(ids), chunk_tokens=chunk)
-                    found = torch.cat([decoder.logits(ids[:33]), decoder.logits(ids[33:])])
-                    assert (found - expected).abs().max() < 1e-4
 
 
 def test_the_cache_holds_a_window_of_keys_what_entries_follow_from_and_entries() -> None:

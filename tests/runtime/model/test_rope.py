@@ -139,12 +139,13 @@ def test_a_sequence_that_grows_beyond_the_original_context_is_what_it_would_be_a
 
 
 class Failing(CheckpointWeights):
-    """Weights that cannot be read while `fails` is set."""
+    """Weights that cannot be read after `left` more experts."""
 
-    fails = False
+    left = 1_000_000
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        if self.fails and layer_idx == 2:
+        self.left -= 1
+        if self.left < 0:
             raise RunError("cannot be read")
         return super().expert(layer_idx, expert)
 
@@ -156,10 +157,10 @@ def test_after_a_failure_what_was_whole_before_is_still_there(before: int, kept:
     weights, ids = Failing(checkpoint), token_ids()[: before + 3]
     decoder, untouched = Decoder(weights, 96), Decoder(CheckpointWeights(checkpoint), 96)
     decoder.next_logits(ids[:before])
-    weights.fails = True
+    weights.left = 9  # in the middle of a pass of 3 tokens
     with pytest.raises(RunError):
         decoder.next_logits(ids[before:])
-    weights.fails = False
+    weights.left = 1_000_000
     assert decoder.cache.num_tokens == kept
     found = decoder.next_logits(ids[kept:])
     expected = untouched.next_logits(ids)
@@ -183,6 +184,7 @@ SPEC = GroupedQuerySpec("grouped_query", NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 7, H
 MIXED = Tiny("gpt_oss", "window on two of three", {"layer_types": ["full_attention", *["sliding_attention"] * 2]})
 ALL = Tiny("mixtral", "window of 7", {"sliding_window": 7})
 OTHER = Tiny("mimo_v2_flash", "other attention in layers with windows")
+ENTRIES = Tiny("deepseek_v4", "tables, windows, entries")
 
 WAYS = [None, *INSTRUCTION_SETS]
 
@@ -276,7 +278,7 @@ def test_a_ring_too_small_for_what_is_seen_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(new_folder: Callable[[], Path]) -> None:
-    for has_kernels, tiny in product([True, False], [MIXED, ALL, OTHER]):
+    for has_kernels, tiny in product([True, False], [MIXED, ALL, OTHER, ENTRIES]):
         case_folder = new_folder()
         with case(has_kernels, tiny):
             source, ids = write(tiny, case_folder / "source"), token_ids()
@@ -293,23 +295,11 @@ def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(new_
                     assert (found - expected).abs().max() < 1e-4
 
 
-class FailingLater(CheckpointWeights):
-    """Weights that cannot be read after `left` more experts."""
-
-    left = 1_000_000
-
-    def expert(self, layer_idx: int, expert: int) -> Expert:
-        self.left -= 1
-        if self.left < 0:
-            raise RunError("cannot be read")
-        return super().expert(layer_idx, expert)
-
-
 @pytest.mark.parametrize(("num_new", "kept"), [(5, 20), (12, 0)])
 def test_after_a_failure_a_ring_that_was_written_over_holds_nothing(num_new: int, kept: int, tmp_path: Path) -> None:
     """Within a chunk only places are taken that nobody sees any more; the next takes others."""
     checkpoint, ids = Checkpoint(write(MIXED, tmp_path)), token_ids()
-    weights, untouched = FailingLater(checkpoint), Decoder(CheckpointWeights(checkpoint), 96)
+    weights, untouched = Failing(checkpoint), Decoder(CheckpointWeights(checkpoint), 96)
     decoder = Decoder(weights, 96, chunk_tokens=5)
     decoder.logits(ids[:20])
     weights.left = 30 if kept == 0 else 10  # a chunk takes up to 18
