@@ -260,6 +260,11 @@ INTEGERS = [stored for stored in ROW_CODECS if stored.codec in ("affine", "trell
 LARGEST = {1: 127.0, 2: 127.0 * 256}  # code of one digit, and of two
 
 
+@pytest.fixture(scope="module", params=ROUNDING)
+def rounding_kernels(request: pytest.FixtureRequest) -> Kernels:
+    return kernels_limited_to(request.param)
+
+
 @contextmanager
 def rounding(kernels: Kernels, digits: int) -> Iterator[Kernels]:
     assert kernels.take_digits(digits) == digits
@@ -286,7 +291,7 @@ def digits_of(stored: PartFormat, num_tokens: int, digits: int, instruction_set:
     return digits
 
 
-def test_products_are_those_of_rounded_inputs(kernels: Kernels) -> None:
+def test_products_are_those_of_rounded_inputs(rounding_kernels: Kernels) -> None:
     for digits in (1, 2):
         for number, stored in enumerate(INTEGERS):
             draws = zip(fitting(stored), (4, 3, 65, 7, 129, 17, 1), (129, 7, 33, 1, 65, 200, 5), strict=False)
@@ -296,10 +301,10 @@ def test_products_are_those_of_rounded_inputs(kernels: Kernels) -> None:
                     section = rows[:, : layout.parts[0].num_bytes]
                     weights = decode_part(stored, num_cols, torch.from_numpy(section))
                     x = random_tokens(num_tokens, num_cols)
-                    taken = digits_of(stored, num_tokens, digits, kernels.instruction_set)
+                    taken = digits_of(stored, num_tokens, digits, rounding_kernels.instruction_set)
                     inputs = rounded(x, taken) if taken else x.double()
-                    with rounding(kernels, digits):
-                        found = kernels.product(x, row_numbers(layout, "weight"), rows)
+                    with rounding(rounding_kernels, digits):
+                        found = rounding_kernels.product(x, row_numbers(layout, "weight"), rows)
                     errors = product_magnitudes(x, weight_magnitudes(stored, num_cols, section))
                     assert_near(found, (inputs @ weights.double().T).float(), errors)
 
@@ -315,14 +320,14 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm()) / size if size else float(found.double().norm())
 
 
-def test_experts_lose_what_their_digits_allow(kernels: Kernels) -> None:
+def test_experts_lose_what_their_digits_allow(rounding_kernels: Kernels) -> None:
     """Factors of down rows are rounded too; a neuron near its threshold may run or not; relu2 squares errors."""
-    seed = INSTRUCTION_SETS.index(kernels.instruction_set)  # type: ignore[arg-type]  # the one it was limited to
+    seed = INSTRUCTION_SETS.index(rounding_kernels.instruction_set)  # type: ignore[arg-type]  # the one it was limited to
     for number, combination in enumerate(sample(FEW_CHOICES, can_be, seed=seed, together=(("up", "num_tokens"),))):
         with case(name_of(combination)):
             held = drawn(combination, seed + number)
-            assert distance(output(held, kernels, 2), held.y) < 2e-3
-            assert distance(output(held, kernels, 1), held.y) < 0.3
+            assert distance(output(held, rounding_kernels, 2), held.y) < 2e-3
+            assert distance(output(held, rounding_kernels, 1), held.y) < 0.3
 
 
 def test_instruction_sets_round_alike() -> None:
@@ -353,26 +358,26 @@ def _choice(stored: PartFormat) -> object:
     return "mxfp4" if stored.codec == "mxfp4" else stored.width
 
 
-def test_what_is_not_finite_stays_with_its_token(kernels: Kernels) -> None:
+def test_what_is_not_finite_stays_with_its_token(rounding_kernels: Kernels) -> None:
     stored = part_format(4, 64)
     layout, rows = random_rows(stored, 70, 192, 0)
     numbers, x = row_numbers(layout, "weight"), random_tokens(6, 192)
     x[4] = 0.0
     x[5] *= 1e-37
     for digits in (1, 2):
-        with rounding(kernels, digits):
-            whole = kernels.product(x, numbers, rows)
+        with rounding(rounding_kernels, digits):
+            whole = rounding_kernels.product(x, numbers, rows)
             for value in (float("inf"), float("nan")):
                 broken = x.clone()
                 broken[2, 100] = value
-                found = kernels.product(broken, numbers, rows)
+                found = rounding_kernels.product(broken, numbers, rows)
                 assert found[2].isnan().all()
                 others = [0, 1, 3, 4, 5]
                 assert torch.equal(found[others], whole[others])
         assert not whole[4].any() and whole[5].isfinite().all()
 
 
-def test_a_token_has_the_same_bits_among_any_others_and_with_any_threads(kernels: Kernels) -> None:
+def test_a_token_has_the_same_bits_among_any_others_and_with_any_threads(rounding_kernels: Kernels) -> None:
     for stored in (part_format(4, 64), part_format(2, 16), trellis_format(5, 0)):
         held = drawn(
             {
@@ -383,21 +388,25 @@ def test_a_token_has_the_same_bits_among_any_others_and_with_any_threads(kernels
             seed=2,
         )
         rows = held.expert.rows(0.0)
-        with closing(Kernels(1, kernels.instruction_set)) as alone, rounding(alone, 2), rounding(kernels, 2):
-            everyone = kernels.experts(held.x, [work(rows, torch.arange(65), torch.ones(65))])
+        with (
+            closing(Kernels(1, rounding_kernels.instruction_set)) as alone,
+            rounding(alone, 2),
+            rounding(rounding_kernels, 2),
+        ):
+            everyone = rounding_kernels.experts(held.x, [work(rows, torch.arange(65), torch.ones(65))])
             assert torch.equal(alone.experts(held.x, [work(rows, torch.arange(65), torch.ones(65))]), everyone)
             some = np.array([3, 17, 40, 41, 64])
-            few = kernels.experts(held.x, [work(rows, torch.from_numpy(some), torch.ones(5))])
+            few = rounding_kernels.experts(held.x, [work(rows, torch.from_numpy(some), torch.ones(5))])
             assert torch.equal(few[some], everyone[some])
 
 
-def test_portable_kernels_and_floats_are_exact(kernels: Kernels) -> None:
+def test_portable_kernels_and_floats_are_exact(rounding_kernels: Kernels) -> None:
     assert kernels_limited_to("portable").take_digits(2) == 0
     layout, rows = random_rows(BF16, 70, 192, 0)
     numbers, x = row_numbers(layout, "weight"), random_tokens(6, 192)
-    expected = kernels.product(x, numbers, rows)
-    with rounding(kernels, 1):
-        assert torch.equal(kernels.product(x, numbers, rows), expected)
+    expected = rounding_kernels.product(x, numbers, rows)
+    with rounding(rounding_kernels, 1):
+        assert torch.equal(rounding_kernels.product(x, numbers, rows), expected)
 
 
 Bytes = NDArray[np.uint8]
@@ -488,42 +497,49 @@ def test_scales_of_a_row_may_differ_by_any_power(kernels: Kernels) -> None:
             assert_near(found, x @ decoded(MXFP4, layout, rows).T, errors)
 
 
+def row_changed(
+    stored: PartFormat, num_tokens: int, at: int, raw: Bytes, kernels: Kernels
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, a row with other bytes, decoded, and its products; those of the other rows are as before."""
+    layout, rows = random_rows(stored, 33, 192)
+    x, numbers = random_tokens(num_tokens, 192), row_numbers(layout, "weight")
+    whole = kernels.product(x, numbers, rows)
+    rows[20, at : at + len(raw)] = raw
+    found, others = kernels.product(x, numbers, rows), [r for r in range(33) if r != 20]
+    assert torch.equal(found[:, others], whole[:, others])
+    return x, decoded(stored, layout, rows[20:21]), found[:, 20:21]
+
+
 def test_a_code_that_is_not_finite_is_seen_in_its_row_alone(kernels: Kernels) -> None:
-    others = [r for r in range(33) if r != 20]
     for stored, code, num_tokens in product((FP8, E5M2), (0x7F, 0xFF, 0x7C, 0xFC, 0x7E), (1, 3, 4)):
         with case((stored.codec, hex(code), num_tokens)):
-            layout, rows = random_rows(stored, 33, 192)
-            x = random_tokens(num_tokens, 192)
-            whole = kernels.product(x, row_numbers(layout, "weight"), rows)
-            rows[20, 130] = code
-            found = kernels.product(x, row_numbers(layout, "weight"), rows)
-            is_number = bool(decoded(stored, layout, rows)[20, 130].isfinite())
+            _, values, found = row_changed(stored, num_tokens, 130, np.array([code], np.uint8), kernels)
+            is_number = bool(values[0, 130].isfinite())
             assert is_number == (stored == FP8 and code not in (0x7F, 0xFF))
-            assert torch.equal(found[:, 20].isfinite(), torch.full((num_tokens,), is_number))
-            assert torch.equal(found[:, others], whole[:, others])
+            assert torch.equal(found.isfinite(), torch.full((num_tokens, 1), is_number))
 
 
 def test_a_scale_that_is_no_number_is_seen_in_its_row_alone(kernels: Kernels) -> None:
-    others = [r for r in range(33) if r != 20]
     for stored, num_tokens in product((E5M2, MXFP4), (1, 4)):
         with case((stored.codec, num_tokens)):
-            layout, rows = random_rows(stored, 33, 192)
-            x = random_tokens(num_tokens, 192)
-            whole = kernels.product(x, row_numbers(layout, "weight"), rows)
-            rows[20, stored.code_bytes(192)] = 255
-            found = kernels.product(x, row_numbers(layout, "weight"), rows)
-            assert found[:, 20].isnan().all()
-            assert torch.equal(found[:, others], whole[:, others])
+            at = stored.code_bytes(192)
+            assert row_changed(stored, num_tokens, at, np.array([255], np.uint8), kernels)[2].isnan().all()
+
+
+def down_changed(stored: PartFormat, num_tokens: int, at: int, raw: Bytes, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """The outputs of an expert, and those with other bytes in a down row."""
+    expert, down = with_down(stored)
+    x = random_tokens(num_tokens, 320)
+    whole = outputs(x, expert, kernels)
+    down[7, at : at + len(raw)] = raw
+    return whole, outputs(x, expert, kernels)
 
 
 def test_sums_of_down_rows_see_a_code_that_is_no_number_in_its_column(kernels: Kernels) -> None:
     for stored, num_tokens in product((FP8, E5M2), (1, 3, 4)):
         with case((stored.codec, num_tokens)):
-            expert, down = with_down(stored)
-            x = random_tokens(num_tokens, 320)
-            whole = outputs(x, expert, kernels)
-            down[7, 200] = NO_NUMBER[stored.codec]
-            found = outputs(x, expert, kernels)
+            code = np.array([NO_NUMBER[stored.codec]], np.uint8)
+            whole, found = down_changed(stored, num_tokens, 200, code, kernels)
             assert found.isnan().nonzero()[:, 1].tolist() == [200] * num_tokens
             assert torch.equal(found.nan_to_num(nan=0)[:, :200], whole[:, :200])
 
@@ -536,12 +552,7 @@ def test_sums_of_down_rows_see_a_scale_that_is_no_number_in_its_group(kernels: K
     faults += [(stored, half_nan, 0 if stored.group == 0 else 8, 4 * stored.group) for stored in TRELLISES]
     for (stored, scale, place, first), num_tokens in product(faults, (1, 3, 4)):
         with case((format_text(stored), num_tokens)):
-            expert, down = with_down(stored)
-            x = random_tokens(num_tokens, 320)
-            whole = outputs(x, expert, kernels)
-            at = stored.code_bytes(320) + place
-            down[7, at : at + len(scale)] = scale
-            found = outputs(x, expert, kernels)
+            whole, found = down_changed(stored, num_tokens, stored.code_bytes(320) + place, scale, kernels)
             assert found[:, first:].isnan().all()
             assert torch.equal(found[:, :first], whole[:, :first])
 
@@ -584,19 +595,12 @@ def check_windows(trellises: Iterable[PartFormat], kernels: Kernels, step: int) 
 
 
 def test_any_scale_of_a_trellis_is_seen_in_its_row_alone(kernels: Kernels) -> None:
-    others = [r for r in range(33) if r != 20]
     scales = (float("nan"), float("inf"), -1.0, 2.0**-24, 65504.0)
     for stored, num_tokens, scale in product(TRELLISES, (1, 4), scales):
         with case((format_text(stored), num_tokens, scale)):
-            layout, rows = random_rows(stored, 33, 192)
-            x, codes, numbers = (random_tokens(num_tokens, 192), stored.code_bytes(192), row_numbers(layout, "weight"))
-            whole = kernels.product(x, numbers, rows)
             of_all_groups = np.full(stored.num_groups(192), scale, "<f2").view(np.uint8)
-            rows[20, codes : codes + stored.scale_bytes(192)] = of_all_groups
-            found = kernels.product(x, numbers, rows)
-            assert torch.equal(found[:, others], whole[:, others])
+            x, values, found = row_changed(stored, num_tokens, stored.code_bytes(192), of_all_groups, kernels)
             if np.isfinite(scale):
-                values = decoded(stored, layout, rows[20:21])
-                assert_near(found[:, 20:21], x @ values.T, product_magnitudes(x, values.double().abs()))
+                assert_near(found, x @ values.T, product_magnitudes(x, values.double().abs()))
             else:
-                assert not found[:, 20].isfinite().any()
+                assert not found.isfinite().any()
