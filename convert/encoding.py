@@ -26,7 +26,7 @@ from moe_pack.formats.pack import codecs, layouts, plans
 from moe_pack.formats.parts import specs
 from moe_pack.runtime import model
 from moe_pack.runtime.model import checkpoint_weights
-from moe_pack.runtime.model.matrices import TORCH_DTYPES
+from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
 
 _ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block and of every scale's
 _MOVED_BYTES = 16 << 20  # copied at once: rows of a table, and rows that are brought into their order

@@ -23,10 +23,10 @@ from moe_pack.formats.base.commands import Part
 from moe_pack.formats.pack import layouts
 from moe_pack.runtime import model
 from moe_pack.runtime.model import pack_weights
-from moe_pack.runtime.model.expert import resting_output
-from moe_pack.runtime.model.mixers import RowTable
-from moe_pack.runtime.model.rotation import Rotation
-from moe_pack.runtime.model.weights import from_experts, to_experts
+from moe_pack.runtime.model.compute import RowTable
+from moe_pack.runtime.model.compute.expert import resting_output
+from moe_pack.runtime.model.compute.rotation import Rotation
+from moe_pack.runtime.model.compute.weights import from_experts, to_experts
 
 STATES_FOLDER = "sequential"
 _CPU = torch.device("cpu")

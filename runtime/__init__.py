@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     )
     from moe_pack.runtime.engine.options import DEVICE_OPTION, EngineOptions, SamplingOptions
     from moe_pack.runtime.engine.report import RunReport, report, report_lines
-    from moe_pack.runtime.generate import (
-        BenchTimes,
-        context_for,
-        measure,
-        random_prompt,
-    )
+    from moe_pack.runtime.generate import BenchTimes, context_for, measure, random_prompt
     from moe_pack.runtime.loaded_model import Model, load
     from moe_pack.runtime.sampling import Sampler
     from moe_pack.runtime.templates import ChatTemplate, chat_prompt

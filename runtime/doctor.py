@@ -1,7 +1,7 @@
 """The measurements of `moe-pack doctor`: the disk as the engine reads it, the CPU's kernels, and the link to a GPU.
 
-A disk is measured on the expert files of a pack. Elsewhere a file without a name is written for it; the system removes
-such a file when the process ends, however that happens. `machine` has the facts that come out.
+A disk is measured on the expert files of a pack, elsewhere on a file without a name, which the system removes when the
+process ends.
 """
 
 import os
@@ -76,11 +76,8 @@ def measure_machine(
 def measure_disk(
     folder: Path, progress: formats.Progress = formats.NO_PROGRESS, seconds: float = 0.08
 ) -> machine.MachineFacts:
-    """Measures the disk of a pack alone, in about a second: what decides whether single rows of experts are read.
+    """Measures the disk of a pack in about a second: direct reads where possible, by the engine's threads and one.
 
-    Reads are direct where the file system supports it, with as many threads as the engine has, and with one.
-    Args:    folder: a pack.   seconds: of each measurement.
-    Returns: facts without rates of the CPU.
     Raises:  PackError if the pack is damaged.
     """
     with _files_of(folder, MAX_FILE_BYTES, progress) as files:
@@ -96,7 +93,7 @@ def measure_disk(
 
 
 class MeasurementSteps:
-    """Progress in measurements: says what is measured next; the one before is done."""
+    """Progress in measurements: names the next one; the one before is done."""
 
     def __init__(self, progress: formats.Progress, total: int, seconds: float) -> None:
         self._progress, self._has_begun = progress, False
@@ -155,7 +152,6 @@ class _File:
 
 @contextmanager
 def _files_of(folder: Path, most_bytes: int, progress: formats.Progress) -> Iterator[list[_File]]:
-    """Yields the files to read: the expert files of a pack, or a new file."""
     if not folder.is_dir():
         raise formats.RunError(f"{folder}: no such folder; give a folder on the disk to measure")
     if (folder / MANIFEST_FILE).exists():
@@ -188,7 +184,6 @@ def _write_random(descriptor: int, num_bytes: int) -> None:
 
 
 def _trials(files: Sequence[_File]) -> list[ReadTrial]:
-    """Lists what to measure: each way of reading at every size that some file has."""
     sizes = [size for size in READ_SIZES if size <= max(file.num_bytes for file in files)]
     if not sizes:
         name, least = files[0].path.name, READ_SIZES[0]
@@ -223,10 +218,7 @@ def _measure_disk(
 
 
 def disk_facts(measurements: Sequence[ReadMeasurement], name: str | None, file_bytes: int) -> machine.DiskFacts:
-    """Returns the best rate of each mode and size, and the mode and number of threads that are best over all sizes.
-
-    Best over all sizes is the curve whose rates have the largest sum, each as a share of the best rate of its size.
-    """
+    """Returns the best rate of each mode and size, and the mode and threads with the largest sum of relative rates."""
     best: dict[tuple[machine.ReadMode, int], ReadMeasurement] = {}
     curves: dict[tuple[Literal["direct", "pread"], int], list[machine.SizedRate]] = {}
     cpu_s: dict[tuple[machine.ReadMode, int], list[float]] = {}
@@ -287,7 +279,7 @@ def _submit(reads: Reads, file: int, offsets: NDArray[np.int64], size: int, aren
 
 
 def _read_until(reads: Reads, tickets: Sequence[int], end: float) -> None:
-    """Waits until all requests are read or time is up, and cancels the rest; what has begun is counted."""
+    """Waits until all requests are read or time is up, and cancels the rest; begun reads are counted."""
 
     def has_time() -> bool:
         # Something is read in any case: a rate needs it, and the requests alone may take all the time.
@@ -324,7 +316,6 @@ def _map_rate(files: Sequence[_File], size: int, seconds: float) -> float:
 
 
 def _scattered(file: _File, size: int) -> NDArray[np.int64]:
-    """Returns offsets of reads all over a file in random order, none twice."""
     return np.random.default_rng().permutation(file.num_bytes // size)[:_MAX_READS] * size
 
 
@@ -351,10 +342,7 @@ class _ExpertSpeed(NamedTuple):
 
 
 def measure_cpu(steps: MeasurementSteps, seconds: float) -> machine.CpuFacts:
-    """Measures how fast the CPU reads memory, and computes experts and dense matrices.
-
-    Returns: the number of cores alone if the native kernels were not built.
-    """
+    """Measures reading of memory, experts and dense matrices; without native kernels only cores are known."""
     cores = cpu.num_cpus()
     if not cpu.is_available():
         return machine.CpuFacts(cores, None, None, None, (), (), None)
@@ -404,7 +392,6 @@ def _expert_speed(kernels: cpu.Kernels, stored: formats.PartFormat, num_cols: in
 
 
 def _dense_rate(kernels: cpu.Kernels, width: int, seconds: float) -> float:
-    """Returns the bytes a second of a dense matrix that is multiplied by one vector."""
     stored = _stored(width)
     x = torch.ones(1, _EXPERT_COLS)
     if stored == formats.BF16:
@@ -440,7 +427,6 @@ def _random_rows(layout: formats.RowLayout, num_rows: int) -> NDArray[np.uint8]:
 
 
 def _measure_link(steps: MeasurementSteps, seconds: float) -> machine.LinkFacts:
-    """Measures copies from page-locked memory to the first GPU that torch finds."""
     host = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, pin_memory=True)
     device = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, device="cuda")
     copies = []

@@ -1,7 +1,4 @@
-"""Generation: a prompt goes in, and tokens come out one at a time.
-
-`measure` times the generation after a prompt of random tokens; only its length ends it.
-"""
+"""Generation: a prompt goes in, and tokens come out one at a time. `measure` times it."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ USUAL_CONTEXT = 4096  # tokens of prompt and answers, where the model has as man
 def context_for(num_prompt_tokens: int, max_tokens: int, max_positions: int, has_encoder: bool = False) -> int:
     """Returns the context to allocate: for prompt and continuation, at most the model's positions.
 
-    Args:    has_encoder: whether an encoder reads the prompt; then the answer's positions begin at 0, and the longer of
-             the two counts.
+    Args:    has_encoder: an encoder reads the prompt; the answer's positions then begin at 0, and the longer of the two
+             counts.
     Raises:  RunError if the prompt leaves no position for a new token.
     """
     if num_prompt_tokens >= max_positions:
@@ -51,8 +48,7 @@ def generate(
 ) -> Iterator[int]:
     """Yields new tokens until one ends the text, there are `max_tokens`, or the context is full; not the end token.
 
-    Args:    prompt_ids: at least one token; appended to the decoder's sequence, or with an encoder, a new text.
-             drafts: with which several tokens may come from one pass; the tokens are the same.
+    Args:    prompt_ids: at least one token, after the decoder's sequence.   drafts: change no token.
     """
     if drafts is not None:
         assert isinstance(decoder, model.Decoder), "drafts are for decoders alone"
@@ -162,10 +158,7 @@ class BenchTimes:
 
 
 def random_prompt(num_tokens: int, vocab_size: int, max_positions: int, seed: int) -> list[int]:
-    """Returns tokens drawn at random from the whole vocabulary.
-
-    Raises:  RunError if they leave no position for a new token.
-    """
+    """Returns random tokens of the vocabulary; raises RunError if they leave no position for a new one."""
     if num_tokens >= max_positions:
         raise RunError(
             f"--prompt-tokens: found {num_tokens}, this model's context is {max_positions}; "

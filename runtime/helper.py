@@ -1,11 +1,11 @@
-"""A helper process that runs what a stranger wrote: chat templates, the first try of a tokenizer or of a grammar.
+"""A helper process that runs foreign code: chat templates, the first try of a tokenizer or of a grammar.
 
 They can take any time and memory: `{{ 'a' * 10**10 }}` is a template. The process has a limit for each. Its end ends
 nothing else, and the next question starts another one. `Helper` is the side of the program. Started as a script, this
 file is the process itself. It imports nothing of ours and so starts in a fraction of a second.
 
-What a limit says is about a question alone. Time is that of the CPU, whatever else the machine does. Where memory ends
-in a process that has answered other questions, which may have left something in it, a new process gets the question.
+A limit judges one question alone. Time is that of the CPU, whatever else the machine does. A process that has answered
+other questions may have kept some of its memory; if memory ends in it, a new process gets the question.
 
 A question is JSON with its seconds and its length in front; an answer has a mark for a fault, a length and a text.
 Templates run in jinja2's sandbox with the names that transformers gives (`apply_chat_template`).
@@ -42,7 +42,7 @@ _TOO_BUSY: tuple[int, ...] = (-signal.SIGALRM,) if sys.platform != "win32" else 
 
 
 class HelperError(Exception):
-    """What the helper ran has a fault, or took too much; the text says which."""
+    """The helper's code has a fault, or took too much; the text says which."""
 
 
 class HelperBusyError(HelperError):
@@ -62,7 +62,7 @@ class Helper:
         self._lock = threading.Lock()
 
     def render(self, template: str, names: Mapping[str, object], now: datetime | None = None) -> str:
-        """Returns what a template writes.
+        """Returns the text of a template.
 
         Args:    names: its variables, values of JSON.   now: the time for templates that write the date; None for this
                  machine's.
@@ -72,18 +72,11 @@ class Helper:
         return self._ask("render", self._seconds, template=template, names=names, now=written)
 
     def compile(self, template: str) -> None:
-        """Compiles a template.
-
-        Raises:  HelperError if it has an error or takes too much.
-        """
+        """Raises HelperError if a template has an error or takes too much."""
         self._ask("compile", self._seconds, template=template)
 
     def try_tokenizer(self, tokenizer: str, texts: Sequence[str]) -> None:
-        """Turns texts into tokens and back.
-
-        Args:    tokenizer: in the format of tokenizer.json.
-        Raises:  HelperError if the tokenizers library fails or takes too much.
-        """
+        """Turns texts into tokens and back; raises HelperError if the library fails or takes too much."""
         self._ask("try_tokenizer", TOKENIZER_SECONDS, tokenizer=tokenizer, texts=texts)
 
     def try_grammar(self, kind: str, source: str, limits: Mapping[str, object]) -> str:
@@ -116,7 +109,7 @@ class Helper:
         return answer
 
     def _answer(self, question: bytes, seconds: float) -> tuple[bool, str]:
-        """Returns whether the answer is a fault, and the answer. Raises: HelperError if there is none."""
+        """Returns whether the answer is a fault, and the answer. Raises HelperError if there is none."""
         is_new = self._process is None or self._process.poll() is not None
         found = self._exchange(question, seconds)
         if isinstance(found, int) and not is_new and found not in (*_TOO_LONG, *_TOO_BUSY):
@@ -312,10 +305,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _limit_time(seconds: float | None, nowhere: IO[str]) -> None:
-    """Lets this process end after some seconds of CPU time, or after more of any time; None: never.
-
-    The signals need no lock of Python's, and no thread. Where there are none, `faulthandler` ends it with code 1.
-    """
+    """Ends this process after some seconds of CPU time, or after more of any time; None: never."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds or 0.0)
         signal.setitimer(signal.ITIMER_REAL, 0.0 if seconds is None else seconds + _BUSY_SECONDS)

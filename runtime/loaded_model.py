@@ -55,7 +55,6 @@ class Model:
     """A pack that is ready to generate text; one text at a time."""
 
     def __init__(self, engine: Engine, text: Text, opened: ExitStack) -> None:
-        """Takes an engine, its tokenizer, and the stack that closes both."""
         self._engine, self._text, self._opened = engine, text, opened
         self._is_open = True
 

@@ -1,8 +1,4 @@
-"""What is known of a pack's size and loss: the bits of its experts, and the sidecar `quality.json`.
-
-`moe-pack convert` and `moe-pack eval` compare a pack with its source on a text and write what they measured to
-`quality.json`; `moe-pack inspect` and the server's page show it.
-"""
+"""The measures of a pack: the bits of its experts, and its loss against its source, the sidecar `quality.json`."""
 
 from dataclasses import dataclass
 
@@ -22,7 +18,7 @@ class Estimate:
 
     @property
     def upper(self) -> float | None:
-        """Returns the upper end of the interval."""
+        """The upper end of the interval."""
         return None if self.half_width is None else self.value + self.half_width
 
 
@@ -101,10 +97,7 @@ class Quality:
 
 
 def read_quality(pack: Pack) -> Quality | None:
-    """Reads what was measured for the present content of a pack; None if nothing was.
-
-    Raises:  PackError if the file is damaged.
-    """
+    """Reads the measures of a pack's present content, or None; raises PackError if the file is damaged."""
     return read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
 
 

@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits: the sampler, log-probabilities, and grammars; options.py has the options.
+"""Choosing tokens from logits: the sampler, log-probabilities, and grammars; options.py has the options.
 
 A choice goes through these steps. A step is left out if its option has the value that changes nothing.
 
@@ -45,22 +45,19 @@ class TokenLogprob:
 
 
 class Grammar(Protocol):
-    """What an answer has to follow, at the place that it has reached."""
+    """The grammar of an answer, at the place that it has reached."""
 
     def allow(self, logits: Tensor) -> Tensor:
         """Returns logits float32 [vocabulary] with minus infinity for every token that may not come next."""
-        ...
 
     def accept(self, token: int) -> None:
         """Goes on by a token of the answer."""
-        ...
 
 
 class Sampler:
     """Chooses the tokens of one answer; the same options, seed and logits give the same tokens on every device.
 
-    Args:    prompt_ids: the prompt's tokens, for the repetition penalty.   grammar: what the answer has to follow; the
-             sampler tells it each chosen token.
+    Args:    prompt_ids: the prompt's tokens, for the repetition penalty.   grammar: gets each chosen token.
     Raises:  RunError if an option is out of range.
     """
 
@@ -121,7 +118,6 @@ class Sampler:
         return TokenLogprob(token, float(logits[token] - scale), tuple(best))
 
     def _changed(self, logits: Tensor) -> Tensor:
-        """Returns logits after mask, bias and penalties; the same tensor if there are none."""
         changed = logits if self._grammar is None else self._grammar.allow(logits)
         if self._bias is None and self._occurrences is None:
             return changed
@@ -138,7 +134,6 @@ class Sampler:
         return changed
 
     def _draw(self, logits: Tensor, most: Tensor) -> int:
-        """Returns a random token of those that the options leave."""
         options = self._options
         tokens: Tensor | None = None  # all of them
         if self._grammar is not None or self._bias is not None:
@@ -164,10 +159,9 @@ class Sampler:
 
 
 def logprobs_of_rows(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Returns what `Sampler.logprobs` does for a token after each of several rows, and its rank.
+    """Returns `Sampler.logprobs` for a token after each row of logits float32 [n, vocabulary], and its rank.
 
-    Args:    logits: float32 [n, vocabulary], on any device; memory for two copies of 8 bytes a value is needed.
-             tokens: n of them.   top: as `Sampler.logprobs`.
+    Memory for two copies of 8 bytes a value is needed.
     Raises:  RunError if some of the logits are NaN or infinite.
     """
     if not bool(torch.isfinite(logits).all()):
@@ -186,10 +180,7 @@ def logprobs_of_rows(logits: Tensor, tokens: Sequence[int], top: int) -> list[To
 
 
 def _likeliest_of_rows(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the places of the `count` largest values of each row, best first, of equals the lowest; and the values.
-
-    Both are [n, count].
-    """
+    """Returns the places of the `count` largest values of each row, best first, of equals the lowest; and values."""
     if not count:
         return logits.new_empty((len(logits), 0), dtype=torch.int64), logits[:, :0]
     values, places = torch.topk(logits, count)
@@ -214,7 +205,6 @@ class _Occurrences:
         self._counts = torch.zeros(len(distinct))
 
     def add(self, token: int) -> None:
-        """Counts a token of the answer."""
         place = self._places.setdefault(token, len(self._places))
         if place == len(self._tokens):
             self._tokens = torch.cat((self._tokens, torch.tensor([token])))
@@ -222,7 +212,6 @@ class _Occurrences:
         self._counts[place] += 1
 
     def penalize(self, logits: Tensor, options: SamplingOptions) -> None:
-        """Changes the logits of these tokens: float32 [vocabulary]."""
         values, penalty = logits[self._tokens], options.repetition_penalty
         if penalty != 1:
             values = torch.where(values > 0, values / penalty, values * penalty)
@@ -231,20 +220,17 @@ class _Occurrences:
 
 
 def _without_overflow(values: Tensor) -> Tensor:
-    """Values with the largest number in place of infinity; minus infinity stays, because it forbids a token."""
+    """Replaces infinity by the largest number; minus infinity stays, because it forbids a token."""
     return values.clamp_(max=torch.finfo(values.dtype).max)
 
 
 def _places(chosen: Tensor) -> Tensor:
-    """Returns the places where a bool tensor [n] is true; numpy takes a tenth of torch's time for it."""
+    """Returns the true places of a bool tensor [n]; numpy takes a tenth of torch's time for it."""
     return torch.from_numpy(np.flatnonzero(chosen.numpy()))
 
 
 def _likeliest(values: Tensor, count: int) -> Tensor:
-    """Returns the places of the `count` largest values, of equals the lowest: int64 [count], in rising order.
-
-    Args:    values: [n].   count: from 1 to n.
-    """
+    """Returns the places of the `count` largest values [n], of equals the lowest: int64 [count], in rising order."""
     least = torch.topk(values, count, sorted=False).values.min()
     places = _places(values >= least)
     surplus = len(places) - count

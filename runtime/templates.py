@@ -1,8 +1,7 @@
 """Conversations as text, in the chat template of a pack or a checkpoint.
 
-A template runs in jinja2's sandbox, in a helper process with limits (`helper.py`). Source: the conventions of
-transformers' templates (`apply_chat_template`): names of variables, choice among several templates, and how an
-unfinished last message is continued.
+Source:  the conventions of transformers' templates (`apply_chat_template`): names of variables, choice among several
+         templates, and how an unfinished last message is continued.
 """
 
 import json
@@ -28,7 +27,7 @@ class ChatTemplate:
     """A model's chat template: it writes a conversation as text, with the special tokens as text.
 
     A message is an object of `role`, `content` and whatever else the template reads. The template runs in jinja2's
-    sandbox in a helper process, with the names that transformers gives. It is compiled when it is first used.
+    sandbox in a helper process with limits (`helper.py`). It is compiled when it is first used.
 
     Args:    tool_template: the template for conversations with tools; None uses `template` for them too.
     """
@@ -51,17 +50,14 @@ class ChatTemplate:
 
     @classmethod
     def among(cls, templates: Mapping[str, str], named_tokens: Mapping[str, str]) -> "ChatTemplate | None":
-        """Returns the template of a model with these `read_templates`, and special tokens by name; None without any."""
+        """Returns the template among these of `read_templates`, with special tokens by name; None without any."""
         if "default" not in templates:
             return None
         bos_token, eos_token = (named_tokens.get(name, "") for name in ("bos_token", "eos_token"))
         return cls(templates["default"], bos_token, eos_token, templates.get("tool_use"))
 
     def check(self) -> None:
-        """Compiles the templates.
-
-        Raises:  RunError if one of them is no template.
-        """
+        """Raises RunError if one of the templates cannot be compiled."""
         for source in {self._source, self._tool_source}:
             try:
                 helper.HELPER.compile(source)
@@ -114,7 +110,6 @@ class ChatTemplate:
         return helper.HELPER.render(source, {**names, "add_generation_prompt": add_generation_prompt}, now)
 
     def _prepared(self, message: Mapping[str, object], source: str) -> dict[str, object]:
-        """Returns a message in the form that the template takes; a message that needs no change stays as it is."""
         prepared = dict(message)
         thought = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
         if thought is not None:  # templates read it under different names
@@ -129,10 +124,7 @@ class ChatTemplate:
         return prepared
 
     def _writes_objects(self, source: str) -> bool:
-        """Whether the template can write arguments that are an object: it fails, or writes Python's quotes, if not.
-
-        A template that can write neither, perhaps because it refuses the example for another reason, gets objects.
-        """
+        """Returns whether the template writes arguments that are an object, or writes them in neither form."""
         written: list[str | None] = []
         for arguments in ({"needle": "value"}, '{"needle": "value"}'):
             call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "look", "arguments": arguments}}
@@ -180,10 +172,7 @@ def _with_arguments(call: object, as_object: bool) -> object:
 
 
 def _mark_end(messages: list[dict[str, object]]) -> None:
-    """Puts a mark behind the content of the last message, so that the rendered text can be cut there.
-
-    Raises:  RunError if that message has no text.
-    """
+    """Puts a mark behind the content of the last message, so that the rendered text can be cut there."""
     content = messages[-1].get("content") if messages else None
     if isinstance(content, str):
         messages[-1]["content"] = content + _END_MARK
@@ -219,16 +208,10 @@ class Encoder(Protocol):
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Returns the tokens of a text."""
-        ...
 
 
 def prompt_of(encoder: Encoder, render: Callable[[bool], str], continues: bool = False) -> ChatPrompt:
-    """Returns the prompt of a conversation.
-
-    Args:    render: returns its text, with what begins an answer or without.   continues: whether the answer continues
-             the last message.
-    Raises:  RunError as `render` does.
-    """
+    """Returns the prompt of a conversation, whose text `render` returns with the beginning of an answer or without."""
 
     def encoded(words: str) -> tuple[int, ...]:
         return tuple(encoder.encode(words, special_tokens=False))
@@ -252,10 +235,7 @@ def prompt_of(encoder: Encoder, render: Callable[[bool], str], continues: bool =
 
 
 def chat_prompt(files: text_files.TextFiles, message: str) -> str:
-    """Returns the prompt that asks the model to answer `message`, with special tokens as text.
-
-    Raises:  RunError if there is no chat template, or it fails.
-    """
+    """Returns the prompt that asks the model to answer `message`; raises RunError without a working template."""
     template = ChatTemplate.of(files)
     if template is None:
         raise RunError("--chat needs a chat template, and this pack has none; remove --chat")

@@ -1,7 +1,7 @@
 """Text to tokens and back, with the tokenizer of a pack or a checkpoint.
 
-The tokenizer's files are read whole; weights are not touched. The tokenizers library may fail on any text, in any way:
-whatever it raises, a panic too, is one of our errors here, and a text that takes it very long is given up.
+The tokenizers library may fail on any text, in any way: whatever it raises, a panic too, is one of our errors here, and
+a text that takes it very long is given up.
 """
 
 import re
@@ -87,20 +87,14 @@ class Text:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that the model has a row for: `vocab_size` of config.json, not the tokenizer's count.
-
-        Raises:  RunError if config.json does not say it.
-        """
+        """Number of rows of the model: `vocab_size` of config.json; raises RunError if it does not say it."""
         size = self._vocab_size
         if type(size) is not int or size < 1:
             raise formats.RunError(f"config.json: vocab_size is {size!r}, expected a whole number from 1")
         return size
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Returns the tokens of a text; with `special_tokens` also those that the tokenizer puts around it.
-
-        Raises:  RunError if the tokenizers library fails, or takes too long.
-        """
+        """Returns the tokens of a text, if asked with special ones around it; raises RunError if the library fails."""
         # `encode` would keep Python's lock, and nothing could end it.
         call = partial(self._tokenizer.encode_batch, [text], add_special_tokens=special_tokens)
         ids: list[int] = within(_LEAST_S + _S_PER_CHARACTER * len(text), call)[0].ids
@@ -116,7 +110,7 @@ class Text:
     def stream(self, prompt_ids: list[int], keeps_special: bool = False) -> "TextStream":
         """Returns a stream of the text after these tokens; without tokens, of a text from its beginning.
 
-        Args:    keeps_special: write special tokens too, but for those that end an answer. The marks of tool calls and
+        Args:    keeps_special: write special tokens too, except those that end an answer. The marks of tool calls and
                  reasoning are special tokens in many tokenizers.
         """
         if keeps_special:
@@ -124,7 +118,7 @@ class Text:
         return TextStream(self._tokenizer, prompt_ids, self._special_ids, self._special_ids)
 
     def names_from(self, number: int, with_added: bool) -> list[str]:
-        """Returns the tokens with this number or a larger one, by number; without those that were added to a model."""
+        """Returns the tokens with this number or a larger one, by number; `with_added`: also those added to a model."""
         found = self._tokenizer.get_vocab(with_added_tokens=with_added).items()
         return [text for text, _ in sorted((each for each in found if each[1] >= number), key=lambda each: each[1])]
 
@@ -143,11 +137,7 @@ class TextStream:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: list[int],
-        prompt_silent_ids: frozenset[int],
-        silent_ids: frozenset[int],
+        self, tokenizer: Tokenizer, prompt_ids: list[int], prompt_silent_ids: frozenset[int], silent_ids: frozenset[int]
     ) -> None:
         self._tokenizer, self._silent_ids = tokenizer, silent_ids
         self._before = self._end_of(prompt_ids, prompt_silent_ids)  # tokens that are written already
@@ -176,12 +166,12 @@ class TextStream:
         return _after(self._written, self._decode(self._before + self._waiting))
 
     def _name(self, token: int) -> str | None:
-        """Returns a token's name in the vocabulary; None for a number without a token, as models may have more rows."""
+        """Returns a token's name; None for a number without a token, as models may have more rows."""
         name: str | None = self._tokenizer.id_to_token(token) if 0 <= token < 2**32 else None
         return name
 
     def _end_of(self, prompt_ids: list[int], silent_ids: frozenset[int]) -> list[int]:
-        """Returns the last tokens of a prompt that are written, from the beginning of a row of byte tokens on."""
+        """Returns the last written tokens of a prompt, from the beginning of a row of byte tokens on."""
         found = list[int]()
         for token in reversed(prompt_ids):
             name = None if token in silent_ids else self._name(token)
@@ -268,17 +258,14 @@ def _no_tokenizer(files: text_files.TextFiles) -> str:
 
 
 def _after(before: str, whole: str) -> str:
-    """Returns what follows `before` in a text; where bytes after it made its end another one, from there on."""
+    """Returns the text after `before`; if later bytes made the end of `before` another one, from there on."""
     if whole.startswith(before):
         return whole[len(before) :]
     return whole[next((i for i, (old, new) in enumerate(zip(before, whole, strict=False)) if old != new), len(whole)) :]
 
 
 def _asked(call: Callable[[], T]) -> T:
-    """Returns what a call of the tokenizers library does.
-
-    Raises:  RunError if it fails.
-    """
+    """Returns the result of a call of the tokenizers library; raises RunError if it fails."""
     try:
         return call()
     except KeyboardInterrupt:
@@ -290,10 +277,7 @@ def _asked(call: Callable[[], T]) -> T:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns what a call of the tokenizers library does, in a thread that is left alone after some seconds.
-
-    Raises:  RunError if it fails, and then.
-    """
+    """Returns the result of a call of the library in a thread left alone after some seconds, or raises RunError."""
     answer: Future[T] = Future()
 
     def run() -> None:

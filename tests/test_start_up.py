@@ -133,8 +133,8 @@ NOT_NEEDED = (
     "runtime.cli.chat", "runtime.cli.serve", "runtime.cpu.host_share", "runtime.doctor",
     "runtime.drafts.prediction", "runtime.gpu", "runtime.helper", "runtime.model.checkpoint_weights",
     "runtime.model.encoder_decoder", "runtime.model.attention.compressed", "runtime.model.attention.latent",
-    "runtime.model.attention.relative", "runtime.model.mixers.kinds", "runtime.model.mixers.ngrams",
-    "runtime.model.mixers.recurrence", "runtime.offload.paths", "runtime.offload.record", "runtime.offload.replay",
+    "runtime.model.attention.relative", "runtime.model.mixers", "runtime.model.compute.ngrams",
+    "runtime.model.compute.recurrence", "runtime.offload.paths", "runtime.offload.record", "runtime.offload.replay",
     "runtime.offload.routing_file", "runtime.offload.split", "runtime.engine.gpu", "runtime.engine.report",
     "runtime.serve", "runtime.templates",
 )  # fmt: skip

@@ -28,8 +28,8 @@ from moe_pack.calib import quantize
 from moe_pack.calib.forward import layers, store
 from moe_pack.formats.pack import safetensors
 from moe_pack.runtime import model
-from moe_pack.runtime.model.expert import resting_output
-from moe_pack.runtime.model.weights import from_experts, to_experts
+from moe_pack.runtime.model.compute.expert import resting_output
+from moe_pack.runtime.model.compute.weights import from_experts, to_experts
 
 _MOST_WEIGHT, _MOST_NORM = 1e6, 1e15  # of a router, and of hidden states: their squares are numbers of float32
 _MANTISSA_BITS = 10

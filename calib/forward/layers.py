@@ -36,11 +36,11 @@ from torch import Tensor
 from moe_pack import formats
 from moe_pack.calib.forward import shared
 from moe_pack.runtime import model
-from moe_pack.runtime.model import caches, encoder_decoder, mixers
+from moe_pack.runtime.model import caches, compute, encoder_decoder, kv_cache
 from moe_pack.runtime.model.attention import relative
+from moe_pack.runtime.model.compute.weights import norm
 from moe_pack.runtime.model.layers import add_ngrams, enter_second, run_unrouted, with_returned
 from moe_pack.runtime.model.residuals import residual_of
-from moe_pack.runtime.model.weights import norm
 
 _PARALLEL_BYTES = 64 << 20  # of experts in float32 at once
 
@@ -170,20 +170,22 @@ class SequenceAttention:
         spec, mixer = self._spec, self._spec.mixer_of(layer)
         if (ngrams := spec.ngrams_of(layer)) is not None:
             assert ids is not None, f"layer {layer} needs the tokens"
-            rows = mixers.NgramRows(ngrams, weights.ngram_table, ids, len(ids), (layer,))
+            rows = compute.NgramRows(ngrams, weights.ngram_table, ids, len(ids), (layer,))
             x = add_ngrams(
-                x, rows, weights, layer, caches.LayerState.of_ngrams(ngrams, spec.stream_width, self._device)
+                x, rows, weights, layer, caches.LayerState.zeros(ngrams.state(spec.stream_width), self._device)
             )
         if mixer is not None:
-            return model.add_attention(x, weights, layer, caches.LayerState.empty(mixer, self._device), self._angles[0])
-        cache = caches.KVCache.of_layer(spec, layer, self._sequence_length, self._device)
+            return model.add_attention(
+                x, weights, layer, caches.LayerState.zeros(mixer.state, self._device), self._angles[0]
+            )
+        cache = kv_cache.KVCache.of_layer(spec, layer, self._sequence_length, self._device)
         if spec.encoder is None:
             cache = replace(cache, chosen=chosen)
             return model.add_attention(x, weights, layer, cache, self._angles[spec.attention_kind(layer)])
         x = encoder_decoder.add_own_attention(x, weights, layer, cache, self._biases[stack_of(spec, layer)])
         if text is None:
             return x
-        text_cache = caches.KVCache.of_layer(spec, layer, self._sequence_length, self._device)
+        text_cache = kv_cache.KVCache.of_layer(spec, layer, self._sequence_length, self._device)
         encoder_decoder.enter_text(text, weights, layer, text_cache, len(text))
         return encoder_decoder.add_cross_attention(x, weights, layer, replace(text_cache, num_tokens=len(text)))
 

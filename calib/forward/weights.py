@@ -7,8 +7,8 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.runtime import model
-from moe_pack.runtime.model.mixers import RowTable
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.compute import RowTable
+from moe_pack.runtime.model.compute.rotation import Rotation
 
 
 class DerivedWeights:

@@ -33,7 +33,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.gguf import architecture, header
 from moe_pack.runtime import model
 from moe_pack.runtime.model import Matrix as RunMatrix
-from moe_pack.runtime.model import matrices
+from moe_pack.runtime.model.compute import matrices
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _LEGACY_CHUNK = 512  # tokens of a chunk by default; the older format does not say how many

@@ -1,6 +1,6 @@
 """Rotated coordinates for experts: which vectors they have, and how rows, inputs and gradients look in them.
 
-`runtime.model.rotation` says what rotated coordinates are. All of a layer's experts are rotated or none is, because
+`runtime.model.compute.rotation` defines rotated coordinates. All of a layer's experts are rotated or none is, because
 they share their input and the sum of their outputs.
 """
 
@@ -17,7 +17,7 @@ from moe_pack.calib.quantize.options import Rotate
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.runtime import model
-from moe_pack.runtime.model.rotation import Rotation, rotated_weights
+from moe_pack.runtime.model.compute.rotation import Rotation, rotated_weights
 
 
 def rotation_vectors(spec: formats.ModelSpec, rotate: Rotate) -> RotationVectors | None:

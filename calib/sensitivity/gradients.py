@@ -35,9 +35,10 @@ from moe_pack.calib.forward import KINDS, DerivedWeights, LayerStates, LayerToke
 from moe_pack.calib.quantize import usual_repeats
 from moe_pack.calib.sensitivity import errors
 from moe_pack.runtime import model
-from moe_pack.runtime.model import layers, matrices
+from moe_pack.runtime.model import layers
 from moe_pack.runtime.model.caches import Chosen
-from moe_pack.runtime.model.operations import row_blocks
+from moe_pack.runtime.model.compute import matrices
+from moe_pack.runtime.model.compute.operations import row_blocks
 
 SPARSE_TOKENS = 256  # of an expert, to measure sparsity on
 

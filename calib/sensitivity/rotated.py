@@ -17,7 +17,7 @@ from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.pack.manifests import RotationVectors
 from moe_pack.formats.parts import specs
 from moe_pack.runtime import model
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.compute.rotation import Rotation
 
 _JUDGED_NEURONS = 128  # of an expert a layer
 # How much more an expert may lose rotated: one without outliers loses about the same, and others of its layer may have

@@ -35,7 +35,7 @@ from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import claiming, encodings
 from moe_pack.formats.pack.safetensors import StoredTensor
 from moe_pack.formats.parts import specs
-from moe_pack.runtime.model.matrices import TORCH_DTYPES
+from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
 
 Width = Literal[4, 8]
 _BLOCK_WEIGHTS = 1 << 20  # quantized at once

@@ -22,7 +22,7 @@ from moe_pack.formats.pack import safetensors
 from moe_pack.formats.pack.codecs import affine
 from moe_pack.formats.pack.layouts import DenseLayout
 from moe_pack.runtime.model import Operations, pack_weights
-from moe_pack.runtime.model.matrices import TORCH_DTYPES
+from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
 
 _BLOCK_BYTES = 16 << 20  # of an export's tensor, computed at once
 Put = Callable[[str, int, NDArray[np.uint8]], None]  # writes bytes into a tensor, from a byte of it on

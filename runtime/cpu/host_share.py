@@ -1,10 +1,10 @@
-"""The host's share of a GPU's experts: what the GPU leaves to the CPU of a token, computed by native code.
+"""The host's share of a GPU's experts, computed by native code.
 
 For every MoE layer of a token the GPU writes to page-locked memory which experts and neurons the CPU computes
-(`runtime/gpu/kernels/tables.py`, `LeftToCpu`). `HostShare` gives CUDA a function to call there
-(`cudaLaunchHostFunc`): it computes these neurons with the threads of the CPU kernels and writes their weighted sum,
-without Python. Nothing that the GPU writes is trusted; a fault makes the layer's output zero, and `check` raises it.
-Its twin in plain torch is `runtime/model/expert.py`.
+(`runtime/gpu/kernels/tables.py`, `LeftToCpu`). `HostShare` gives CUDA a function to call there (`cudaLaunchHostFunc`):
+it computes these neurons with the threads of the CPU kernels and writes their weighted sum, without Python. Nothing
+that the GPU writes is trusted; a fault makes the layer's output zero, and `check` raises it. The twin in plain torch is
+`runtime/model/compute/expert.py`.
 """
 
 from collections.abc import Sequence
@@ -73,9 +73,8 @@ class HostShareCounts:
 
 
 class HostShare:
-    """The experts of all MoE layers, and what a GPU leaves to the CPU of them.
+    """The CPU's share of the experts of all MoE layers. No CUDA graph may call its functions after `close`.
 
-    Keeps references to the rows, the buffers and the threads. No CUDA graph may call its functions after `close`.
     Args:    kernels: whose threads compute.   layers: for each MoE layer the rows of its experts, each in one piece.
              The row of extra values (the bias of down) is not added: the GPU adds it.
     """
@@ -94,15 +93,10 @@ class HostShare:
         return _native.share_function(self._opened(), layer_idx)
 
     def counts(self) -> HostShareCounts:
-        """Returns what was computed since the share was opened."""
         return HostShareCounts(*_native.share_counts(self._opened()))
 
     def check(self) -> None:
-        """Raises the first fault since the last check, if there was one.
-
-        Raises:  MapCutError if rows are mapped from a file that was cut; RunError for a wrong request of the GPU, and
-                 if there is no memory.
-        """
+        """Raises the first fault since the last check: MapCutError, or RunError for a wrong request or no memory."""
         found = _native.take_share_fault(self._opened())
         if found is None:
             return

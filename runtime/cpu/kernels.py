@@ -1,19 +1,17 @@
 """The native CPU kernels, which compute on rows straight from their codes, and the native search for trellis codes.
 
 This is the only Python face of the C++ in runtime/cpu/native/, and it takes and returns arrays. The kernels have
-threads of their own. Each kernel has a twin in plain torch, which it is tested against: `expert` for experts,
-`operations` for attention, norms and products, `mixers` for recurrences and convolutions, `router`,
-`moe_pack.formats.pack.codecs` for decoding, and `calib/quantize/trellis.py` for the search. Products of few tokens take
-inputs as 24-bit fixed point relative to the token's largest magnitude, which is as precise as float32 (docs/kernels.md,
-"Numerics").
+threads of their own. Each kernel is tested against a twin in plain torch: `expert` for experts, `operations` for
+attention, norms and products, `recurrence` for recurrences and convolutions, `router`, `moe_pack.formats.pack.codecs`
+for decoding, and `calib/quantize/trellis.py` for the search. Products of few tokens take inputs as 24-bit fixed point
+relative to the token's largest magnitude, which is as precise as float32 (docs/kernels.md, "Numerics").
 
 The extension is built with the package if there is a compiler; without it, and on other devices than the CPU, torch
 computes.
 
 Layouts of rows go to C++ as int32 arrays; `expert_numbers`, `row_numbers` and `stored_numbers` write them, and
-runtime/cpu/native/layout.h reads them. A part has 8 numbers: codec, width, group (0: the row), scale_bits, where in
-its row its codes begin and where its scales do, has_bias, place (0: the expert has no such part, 1: selector, 2:
-record).
+runtime/cpu/native/layout.h reads them. A part has 8 numbers: codec, width, group (0: the row), scale_bits, the offsets
+of its codes and of its scales in the row, has_bias, place (0: the expert has no such part, 1: selector, 2: record).
 """
 
 import os
@@ -121,7 +119,6 @@ class SelectedNeurons:
     neurons: Tensor  # int32 [n], that run for any token, rising
 
     def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.uint8], NDArray[np.int32]]:
-        """Returns the three as the kernels take them."""
         return self.a.numpy(), self.runs.view(torch.uint8).numpy(), self.neurons.numpy()
 
 
@@ -160,15 +157,12 @@ class Kernels:
         self.instruction_set: str = _native.instruction_set(self._pool)
 
     def close(self) -> None:
-        """Ends the threads. The kernels cannot be used afterwards."""
+        """Ends the threads."""
         self._pool = None
 
     @contextmanager
     def tokens_alone(self) -> Iterator[None]:
-        """Computes each token as if it were alone, to the bit, however many tokens an operation gets.
-
-        Otherwise sums of several tokens are added in another order than those of one.
-        """
+        """Computes each token as if it were alone, to the bit; sums of several tokens have another order otherwise."""
         _native.take_tokens_alone(self._pool, True)
         try:
             yield
@@ -176,9 +170,8 @@ class Kernels:
             _native.take_tokens_alone(self._pool, False)
 
     def take_digits(self, digits: int) -> int:
-        """Says to how many digits of 8 bits, 1 or 2, operations on many tokens round inputs; 0: they do not.
+        """Rounds inputs of many tokens, unless weights are floats, to 1 or 2 digits of 8 bits; 0: does not.
 
-        Weights are multiplied as they are stored. Weights that are floats are multiplied with inputs as they are.
         Returns: what these kernels do: 0 for any number if their instruction set has no such products.
         """
         return int(_native.take_digits(self._pool, digits))
@@ -196,37 +189,26 @@ class Kernels:
             (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights)
             for rows, tokens, weights in works
         ]
-        self._call("experts", borrowed, _array(x), y, x.shape[1])
+        self.call("experts", borrowed, _array(x), y, x.shape[1])
         return torch.from_numpy(y)
 
-    def experts_apart(
-        self,
-        x: Tensor,
-        works: Sequence[ExpertWork],
-        out: NDArray[np.float32],
-    ) -> None:
-        """Computes experts for tokens and adds each weighted output to a row of `out`.
-
-        Args:    x: float32 [T, d].   out: float32 [rows, d].
-        """
+    def experts_apart(self, x: Tensor, works: Sequence[ExpertWork], out: NDArray[np.float32]) -> None:
+        """Computes experts for tokens x float32 [T, d] and adds weighted outputs to rows of `out`, float32 [n, d]."""
         borrowed: list[tuple[object, ...]] = []
         for rows, tokens, weights, places, selected in works:
             of_expert = (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights, places)
             borrowed.append(of_expert if selected is None else (*of_expert, *selected.arrays()))
-        self._call("experts", borrowed, _array(x), out, x.shape[1], True)
+        self.call("experts", borrowed, _array(x), out, x.shape[1], True)
 
     def select_each(self, x: Tensor, works: Sequence[tuple[ExpertRows, NDArray[np.int64]]]) -> list[SelectedNeurons]:
-        """Selects the neurons of several experts that run, each for some tokens, int64 [n], of x float32 [T, d].
-
-        All neurons run of an expert without a selector.
-        """
+        """Selects the running neurons of experts, each for tokens int64 [n] of x float32 [T, d]."""
         borrowed, found = [], []
         for rows, tokens in works:
             f, n = int(rows.layout[1]), len(tokens)
             into = np.zeros((n, f), np.float32), np.zeros((n, f), np.uint8), np.empty(f, np.int32)
             borrowed.append((rows.layout, rows.selector, rows.threshold, tokens, *into))
             found.append(into)
-        counts = self._call("select", borrowed, _array(x), x.shape[1])
+        counts = self.call("select", borrowed, _array(x), x.shape[1])
         return [
             SelectedNeurons(torch.from_numpy(a), torch.from_numpy(runs).view(torch.bool), torch.from_numpy(ids[:count]))
             for (a, runs, ids), count in zip(found, counts, strict=True)
@@ -235,7 +217,7 @@ class Kernels:
     def product(self, x: Tensor, layout: Numbers, rows: Bytes) -> Tensor:
         """Computes `x @ rows.T`, float32 [T, rows], for x float32 [T, columns] and u8 [rows, row bytes] in a piece."""
         y, out = _empty(len(x), len(rows))
-        self._call("dense", layout, rows, _array(x), out)
+        self.call("dense", layout, rows, _array(x), out)
         return y
 
     def attend(
@@ -258,7 +240,7 @@ class Kernels:
         Returns: float32 [T, num_heads * head_dim].
         """
         y, out = _empty(*projected[0].shape)
-        self._call(
+        self.call(
             "attend",
             *(_array(each) for each in projected),
             *((None, None) if norms is None else (each.numpy() for each in norms[:2])),
@@ -281,14 +263,10 @@ class Kernels:
     def route(
         self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None, least_sum: float
     ) -> tuple[Tensor, Tensor]:
-        """Chooses experts, int64 [T, k], best first, and returns their weights, float32 [T, k], as `router` does.
-
-        Args:    logits: float32 [T, E].   bias: float32 [E], for choosing alone.   least_sum: added to the sum by
-                 which weights are divided, if they are.
-        """
+        """Chooses experts for logits float32 [T, E] as `router` does; `least_sum` is added to a sum that divides."""
         shape = (len(logits), spec.num_experts_per_tok)
         experts, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
-        self._call(
+        self.call(
             "route",
             _array(logits),
             None if bias is None else bias.numpy(),
@@ -308,63 +286,49 @@ class Kernels:
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, recurrent: Tensor
     ) -> Tensor:
-        """Computes what each token reads from a recurrent state, and updates the state.
-
-        Args:    q, k: float32 [T, key heads, keys].   v: float32 [T, heads, values].   log_decay: float32 [T, heads],
-                 or [T, heads, keys]; none above 0.   rate: float32 [T, heads], of the delta rule.   recurrent: float32
-                 [heads, keys, values].
-        Returns: float32 [T, heads, values].
-        """
+        """Computes `recurrence.recur`, float32 [T, heads, values], for a state `recurrent`, [heads, keys, values]."""
         y, out = _empty(*v.shape)
         rates = None if rate is None else _array(rate)
         given = (_array(q), _array(k), _array(v), _array(log_decay), rates, recurrent.numpy(), out)
-        self._call("recur", *given, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
+        self.call("recur", *given, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
         return y
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
-        """Computes a causal convolution of each channel, and updates the state, the last inputs.
-
-        Args:    x: float32 [T, channels].   kernel: float32 [channels * taps], a channel's taps together.   bias:
-                 float32 [channels].   state: float32 [taps - 1, channels].
-        Returns: float32 [T, channels].
-        """
+        """Computes `recurrence.convolve`, float32 [T, channels]; the state has the last inputs [taps - 1, channels]."""
         y, out = _empty(*x.shape)
         biases = None if bias is None else bias.numpy()
-        self._call("convolve", _array(x), kernel.numpy(), biases, state.numpy(), out, len(state) + 1)
+        self.call("convolve", _array(x), kernel.numpy(), biases, state.numpy(), out, len(state) + 1)
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Computes `x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""
         y, out = _empty(*x.shape)
-        self._call("rms_norm", _array(x), weight.numpy(), eps, out)
+        self.call("rms_norm", _array(x), weight.numpy(), eps, out)
         return y
 
     def rotate(self, x: Tensor, scale: Tensor, is_scaled_first: bool, hartley: NDArray[np.float32]) -> Tensor:
-        """Computes `R (scale * x)`, or `scale * R x`, of x float32 [..., d], for scale float32 [d].
-
-        Args:    hartley: float32 [m, m], the Hartley matrix of d's odd factor m, which is at most `MAX_ODD_FACTOR`.
-        """
+        """Computes `R (scale * x)` or `scale * R x` of x float32 [..., d]; `hartley` is that of d's odd factor."""
         y, out = _empty(*x.shape)
-        self._call("rotate", _array(x), scale.numpy(), is_scaled_first, hartley, out)
+        self.call("rotate", _array(x), scale.numpy(), is_scaled_first, hartley, out)
         return y
 
     def decode(self, layout: Numbers, rows: Bytes) -> Tensor:
         """Decodes rows to float32 [rows, columns], bit for bit as the codec does."""
         y, out = _empty(len(rows), int(layout[0]))
-        self._call("decode", layout, rows, out)
+        self.call("decode", layout, rows, out)
         return y
 
     def checksum(self, raw: Bytes) -> int:
         """Computes the CRC-32 of bytes in one piece."""
-        return int(self._call("checksum", raw))
+        return int(self.call("checksum", raw))
 
     def read(self, raw: Bytes) -> int:
         """Reads bytes and returns their parity: a measure of the memory's speed."""
-        return int(self._call("read", raw))
+        return int(self.call("read", raw))
 
     def checksum_pages(self, extent: PagedRows, num_bytes: int) -> int:
         """Computes the CRC-32 of the first `num_bytes` of the extent to which these rows belong."""
-        return int(self._call("checksum_pages", extent._replace(begin=0), num_bytes))
+        return int(self.call("checksum_pages", extent._replace(begin=0), num_bytes))
 
     def stitch(self, rows: PagedRows, layout: formats.RowLayout, num_rows: int) -> None:
         """Copies the beginnings of rows that cross pages before the next page; the pages must have been read."""
@@ -373,40 +337,29 @@ class Kernels:
 
     def damaged_row(self, rows: PagedRows | Bytes, layout: formats.RowLayout, wanted: Numbers) -> int | None:
         """Returns the first of the rows `wanted`, int32 [n], with a wrong CRC-32; None if all are right."""
-        row = int(self._call("damaged_row", rows, wanted, layout.row_bytes, layout.crc_offset))
+        row = int(self.call("damaged_row", rows, wanted, layout.row_bytes, layout.crc_offset))
         return None if row < 0 else row
 
     def gather(self, rows: Bytes, places: NDArray[np.int32], out: Bytes | None = None) -> Bytes:
         """Copies the rows at these places, one after another: u8 [n, row bytes], into `out` if it is given."""
         gathered = np.empty((len(places), rows.shape[1]), np.uint8) if out is None else out
-        self._call("gather", rows, rows.shape[1], places, gathered)
+        self.call("gather", rows, rows.shape[1], places, gathered)
         return gathered
 
     def open_share(self, layers: Sequence[Sequence[ExpertRows]], buffers: Sequence[NDArray[Any]]) -> object:
         """Opens the native side of `HostShare` for the experts of each layer and the arrays of its buffers."""
         experts = [(rows.layout, rows.selector, rows.records, rows.threshold) for layer in layers for rows in layer]
         num_experts = np.array([len(layer) for layer in layers], np.int32)
-        return self._call("open_share", experts, num_experts, *buffers)
+        return self.call("open_share", experts, num_experts, *buffers)
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         """Computes h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, float32 in one shape."""
         y, out = _empty(*up.shape)
-        self._call("activate", None if gate is None else _array(gate), _array(up), *function_numbers(function), out)
+        self.call("activate", None if gate is None else _array(gate), _array(up), *function_numbers(function), out)
         return y
 
-    def begin_layer(self, layers: object, layer: int, *arguments: object) -> None:
-        """Runs the first half of a layer of `NativeLayers`."""
-        self._call("begin_layer", layers, layer, *arguments)
-
-    def run_layers(self, layers: object, first: int, *arguments: object) -> int:
-        """Runs layers of `NativeLayers`; returns how many are complete."""
-        return int(self._call("run_layers", layers, first, *arguments))
-
-    def end_layer(self, layers: object, layer: int, *arguments: object) -> None:
-        """Runs the experts of a layer of `NativeLayers` and the sum that ends it."""
-        self._call("end_layer", layers, layer, *arguments)
-
-    def _call(self, name: str, *arguments: object) -> Any:
+    def call(self, name: str, *arguments: object) -> Any:
+        """Calls a native function with the threads. Raises MapCutError if a file was cut while its map was read."""
         assert _native is not None and self._pool is not None, "kernels are open"
         try:
             return getattr(_native, name)(self._pool, *arguments)
@@ -415,7 +368,7 @@ class Kernels:
 
 
 def open_kernels(threads: int | None = None) -> Kernels | None:
-    """Opens kernels with so many threads (None: one a CPU). Returns None if the extension cannot be used."""
+    """Opens kernels with so many threads (None: one a CPU); None if the extension cannot be used."""
     return Kernels(threads) if is_available() else None
 
 
@@ -494,13 +447,12 @@ def _frozen(numbers: list[int]) -> Numbers:
 
 
 def _array(values: Tensor) -> NDArray[np.float32]:
-    """Returns a tensor's values in one piece; copies them only if they are not."""
     array: NDArray[np.float32] = values.numpy()
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 def _empty(*shape: int) -> tuple[Tensor, NDArray[np.float32]]:
-    """Returns uninitialized float32 memory as a tensor and as an array, in a third of the time that torch takes."""
+    """Allocates float32 memory as a tensor and as an array, in a third of the time that torch takes."""
     array = np.empty(shape, np.float32)
     return torch.from_numpy(array), array
 
@@ -514,24 +466,21 @@ class TrellisTables(NamedTuple):
 
 
 class TrellisRows(NamedTuple):
-    """The rows of a search through S steps: weights, targets, scales float32 [R, 2 S]; importance float32 [2 S]; factor
-    float32 [2 S, 2 S], or None to carry no errors; starts u8 [R], the states before the first step.
-    """
+    """The rows of a search through S steps."""
 
-    weights: Tensor
+    weights: Tensor  # float32 [R, 2 S], and so are targets and scales
     targets: Tensor
     scales: Tensor
-    importance: Tensor
-    factor: Tensor | None
-    starts: Tensor
+    importance: Tensor  # float32 [2 S]
+    factor: Tensor | None  # float32 [2 S, 2 S]; None to carry no errors
+    starts: Tensor  # u8 [R], the states before the first step
 
 
 def search_trellis(
     rows: TrellisRows, tables: TrellisTables, num_kept: int, limit: InstructionSet | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Searches the trellis codes of rows of 1 to 32,768 steps.
+    """Searches the trellis codes of rows of 1 to 32,768 steps, in the caller's thread, without the interpreter's lock.
 
-    Runs in the caller's thread alone, without the interpreter's lock, so that callers can run several searches at once.
     Needs up to 650 bytes a step in addition to the result.
     Args:    num_kept: steps to return.   limit: an older instruction set than the machine's best; all give the same.
     Returns: codes u8 [R, num_kept], values float32 [R, 2 num_kept], and the states after these steps, u8 [R].

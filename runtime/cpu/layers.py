@@ -1,10 +1,10 @@
 """The layers of a decoder, computed by one native call instead of one for each of their operations.
 
 A decoded token takes a dozen operations a layer, some of which take microseconds. Between two of them Python would take
-as long, and the kernels' threads would wait. `NativeLayers` keeps what the operations compute with on the native side:
-addresses and layouts of a layer's matrices, vectors and experts. A call gets hidden states and caches, and computes the
-same operations in the same order, with the same results to the bit (runtime/cpu/native/layers.h). The separate
-operations are its twin: `runtime/model/layers.py`.
+as long, and the kernels' threads would wait. `NativeLayers` keeps addresses and layouts of a layer's matrices, vectors
+and experts on the native side. A call gets hidden states and caches, and computes the same operations in the same
+order, with the same results to the bit (runtime/cpu/native/layers.h). The separate operations are its twin:
+`runtime/model/layers.py`.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class LayerMatrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What a layer computes, apart from its weights."""
+    """Facts of a layer's computation, apart from its weights."""
 
     hidden_size: int
     attention: GroupedQuerySpec
@@ -118,7 +118,6 @@ class LayerPass:
 
     @property
     def all(self) -> tuple[object, ...]:
-        """The arrays in the order of calls."""
         return self.x, self.inputs, self.unrouted, self.experts, self.weights
 
 
@@ -129,17 +128,14 @@ FloatAngles = tuple[Floats, Floats]
 
 
 class NativeLayers:
-    """The layers of a decoder on the native side; borrows all arrays, and the kernels.
-
-    Raises:  ValueError for sizes that do not fit each other, which is an error of the caller.
-    """
+    """The layers of a decoder on the native side, which borrow arrays and kernels; wrong sizes raise ValueError."""
 
     def __init__(self, kernels: Kernels, num_layers: int) -> None:
         self._kernels = kernels
         self._layers = _native.open_layers(num_layers)
 
     def set(self, layer: int, facts: LayerFacts, vectors: LayerVectors, matrices: LayerMatrices) -> None:
-        """Sets what a layer computes with, once."""
+        """Sets the weights and facts of a layer, once."""
         given = tuple(None if one is None else tuple(one) for one in matrices)
         _native.set_layer(self._layers, layer, facts.numbers(), facts.floats(), tuple(vectors), given)
 
@@ -149,32 +145,25 @@ class NativeLayers:
         _native.set_layer_expert(self._layers, layer, expert, *own)
 
     def begin(self, layer: int, arrays: LayerPass, angles: FloatAngles, caches: SequenceCaches) -> None:
-        """Computes the first half of a layer, and of the second the norm, the router and what runs for every token.
-
-        Args:    angles: cosine and sine, float32 [T, rotary_dim / 2] each.
-        """
-        self._kernels.begin_layer(self._layers, layer, *arrays.all, *angles, caches)
+        """Computes the first half of a layer, and the norm, the router and the shared or dense expert of the second."""
+        self._kernels.call("begin_layer", self._layers, layer, *arrays.all, *angles, caches)
 
     def run(self, first: int, arrays: LayerPass, steps: list[tuple[Floats, Floats, SequenceCaches]]) -> int:
-        """Computes consecutive layers until one has chosen an expert that is not set.
+        """Computes consecutive layers until one has chosen an expert that is not set; that one is left as by `begin`.
 
-        That layer is then where `begin` leaves it.
         Args:    arrays: `unrouted` is there whether it is used or not; `experts` and `weights` are of all layers with a
                  router, one after the other.   steps: angles and caches of each layer.
         Returns: how many layers are complete.
         Raises:  LayerCutError if rows are mapped from a file that was cut.
         """
-        complete = self._kernels.run_layers(self._layers, first, *arrays.all, steps)
+        complete = int(self._kernels.call("run_layers", self._layers, first, *arrays.all, steps))
         if complete < 0:
             raise LayerCutError(first - 1 - complete)
         return complete
 
     def end(self, layer: int, arrays: LayerPass) -> None:
-        """Computes the rest of a layer, when all chosen experts are set.
-
-        Raises:  LayerCutError if rows are mapped from a file that was cut.
-        """
+        """Computes the rest of a layer whose chosen experts are all set; raises LayerCutError if its file was cut."""
         try:
-            self._kernels.end_layer(self._layers, layer, *arrays.all)
+            self._kernels.call("end_layer", self._layers, layer, *arrays.all)
         except MapCutError as fault:
             raise LayerCutError(layer) from fault

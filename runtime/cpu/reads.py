@@ -1,8 +1,7 @@
 """Reads of files into one piece of memory, several in flight.
 
-`Reads` has several reads in flight, by threads that never hold the interpreter's lock. `open_reads` gives the native
-ones (runtime/cpu/native/reader.h). Without the extension it gives their plain twin, which reads when somebody waits, so
-that nothing overlaps.
+`open_reads` gives the native ones (runtime/cpu/native/reader.h), by threads that never hold the interpreter's lock.
+Without the extension it gives their plain twin, which reads when somebody waits, so that nothing overlaps.
 """
 
 import errno
@@ -39,12 +38,12 @@ def cut_error(place: str) -> formats.PackError:
 
 @dataclass(frozen=True, slots=True)
 class ReadStats:
-    """The reads so far: bytes of urgent requests and of prefetches, calls, time with at least one read in flight."""
+    """The reads so far."""
 
     bytes_urgent: int = 0
     bytes_prefetched: int = 0
-    num_reads: int = 0
-    busy_ns: int = 0
+    num_reads: int = 0  # calls
+    busy_ns: int = 0  # with at least one read in flight
 
 
 class Reads(Protocol):
@@ -60,7 +59,6 @@ class Reads(Protocol):
         Raises:  PackError if it is missing, unreadable or no regular file; RunError if its file system refuses direct
                  reads and `direct` asks for them.
         """
-        ...
 
     def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
         """Requests pieces of a file, `sizes[i]` bytes from `offsets[i]` into `memory[places[i]:]`; returns a ticket.
@@ -71,37 +69,26 @@ class Reads(Protocol):
         Args:    offsets, places, sizes: int64 [n]; multiples of 4096 for direct reads.
         Raises:  ValueError if a piece is outside of memory or file, or not of whole blocks for direct reads.
         """
-        ...
 
     def wait(self, ticket: int) -> None:
         """Waits until all pieces are read, and forgets the ticket. A signal's exception ends it; the ticket stays.
 
         Raises:  PackError, which names the file, if it was truncated or cannot be read: the request's first fault.
         """
-        ...
 
     def is_done(self, ticket: int) -> bool:
         """Returns whether `wait` would return, or raise, at once."""
-        ...
 
     def promote(self, ticket: int) -> None:
         """Makes a request urgent: it overtakes all that are not urgent."""
-        ...
 
     def cancel(self, ticket: int) -> bool:
-        """Cancels the reads that have not begun, waits for the others, and forgets the ticket; the memory is free then.
+        """Cancels reads that have not begun, waits for the others; returns whether all pieces were read anyway."""
 
-        Returns: whether all pieces were read anyway.
-        """
-        ...
-
-    def stats(self) -> ReadStats:
-        """Returns the counts so far."""
-        ...
+    def stats(self) -> ReadStats: ...
 
     def close(self) -> None:
-        """Cancels the reads that have not begun, waits for the others, ends threads and closes files."""
-        ...
+        """Cancels reads that have not begun, waits for the others, ends threads, closes files; may be called again."""
 
 
 class NativeReads:
@@ -120,7 +107,6 @@ class NativeReads:
         self._reader: object | None = _native.open_reader(memory, num_threads, direct, max_read_bytes)
 
     def open(self, path: Path) -> int:
-        """Opens a file and returns its number."""
         descriptor = _opened(path, self._direct)
         try:
             number, _ = _native.add_file(self._opened_reader(), descriptor)  # duplicates the descriptor
@@ -130,34 +116,27 @@ class NativeReads:
         return number
 
     def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
-        """Requests pieces of a file; returns a ticket."""
         return _native.submit_reads(self._opened_reader(), file, offsets, places, sizes, urgent)
 
     def wait(self, ticket: int) -> None:
-        """Waits until all pieces of a request are read."""
         fault = _native.wait_reads(self._opened_reader(), ticket)
         if fault is not None:
             file, at, error = fault
             raise _fault(self._names[file], at, error)
 
     def is_done(self, ticket: int) -> bool:
-        """Returns whether `wait` would return at once."""
         return _native.are_read(self._opened_reader(), ticket)
 
     def promote(self, ticket: int) -> None:
-        """Makes a request urgent."""
         _native.promote_reads(self._opened_reader(), ticket)
 
     def cancel(self, ticket: int) -> bool:
-        """Cancels a request; returns whether all pieces were read anyway."""
         return _native.cancel_reads(self._opened_reader(), ticket)
 
     def stats(self) -> ReadStats:
-        """Returns the counts so far."""
         return ReadStats(*_native.read_stats(self._opened_reader()))
 
     def close(self) -> None:
-        """Ends threads and files; may be called again."""
         if self._reader is not None:
             _native.close_reader(self._reader)
             self._reader = None
@@ -206,14 +185,12 @@ class BlockingReads:
         self._is_open = True
 
     def open(self, path: Path) -> int:
-        """Opens a file and returns its number."""
         assert self._is_open, "reads are open"
         descriptor = _opened(path, self._direct)
         self._files.append(_File(path.name, descriptor, os.fstat(descriptor).st_size))
         return len(self._files) - 1
 
     def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
-        """Requests pieces of a file; returns a ticket."""
         assert self._is_open, "reads are open"
         if not 0 <= file < len(self._files):
             raise ValueError("pieces: no such file")
@@ -229,7 +206,6 @@ class BlockingReads:
         return ticket
 
     def wait(self, ticket: int) -> None:
-        """Reads all pieces of a request."""
         request = self._known(ticket)
         began = time.perf_counter_ns()
         num_bytes = num_reads = 0
@@ -247,25 +223,20 @@ class BlockingReads:
         del self._requests[ticket]
 
     def is_done(self, ticket: int) -> bool:
-        """Returns whether there is nothing to read."""
         return not self._known(ticket).pieces
 
     def promote(self, ticket: int) -> None:
-        """Makes a request urgent: its bytes count as urgent."""
         self._known(ticket).urgent = True
 
     def cancel(self, ticket: int) -> bool:
-        """Cancels a request; returns whether all pieces were read anyway."""
         done = self.is_done(ticket)
         del self._requests[ticket]
         return done
 
     def stats(self) -> ReadStats:
-        """Returns the counts so far."""
         return self._stats
 
     def close(self) -> None:
-        """Closes files; may be called again."""
         for file in self._files:
             os.close(file.descriptor)
         self._files.clear()
@@ -331,7 +302,6 @@ def reads_directly(path: Path) -> bool:
 
 
 def _opened(path: Path, direct: bool) -> int:
-    """Opens a regular file and returns its descriptor."""
     if direct and base.DIRECT_FLAG is None:
         raise formats.RunError(f"{path.name}: this system has no direct reads; take --read pread")
     flags = base.READ_FLAGS | (base.DIRECT_FLAG if direct and base.DIRECT_FLAG is not None else 0)

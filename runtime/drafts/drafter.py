@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_pack.runtime.drafts.gate import MOST_DRAFTED, Gate
 from moe_pack.runtime.drafts.ngrams import NgramDrafter
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.model.caches import CachedSequence
+from moe_pack.runtime.model.kv_cache import CachedSequence
 
 _MOST_OVERHEAD = 0.01  # of a pass's time: looking up, judging and counting
 _AWAKE_PASSES = 8  # after which drafts may rest

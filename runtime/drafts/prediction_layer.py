@@ -26,8 +26,8 @@ from moe_pack.formats.families import prediction
 from moe_pack.formats.parts.specs import cache_values
 from moe_pack.runtime import model
 from moe_pack.runtime.drafts import prediction_weights
-from moe_pack.runtime.model import caches, layers
-from moe_pack.runtime.model.weights import norm
+from moe_pack.runtime.model import caches, kv_cache, layers
+from moe_pack.runtime.model.compute.weights import norm
 
 WAITING_TOKENS = 64  # whose hidden states wait at most
 _LEAST_PROMPT = 16  # tokens of a pass over a prompt; passes over drafts are shorter
@@ -53,8 +53,8 @@ class PredictionDrafter:
         self._weights, device = weights, torch.device("cpu")
         self._step = min(chunk_tokens, WAITING_TOKENS)
         spec = weights.spec
-        self._cache = caches.KVCache(spec, context_tokens, device, chunk_tokens=WAITING_TOKENS)
-        self._sequence = caches.CachedSequence(spec, self._cache, caches.LayerRopes(spec, device))
+        self._cache = kv_cache.KVCache(spec, context_tokens, device, chunk_tokens=WAITING_TOKENS)
+        self._sequence = kv_cache.CachedSequence(spec, self._cache, caches.LayerRopes(spec, device))
         self._waiting = torch.zeros((WAITING_TOKENS, spec.hidden_size))  # hidden states that have not run
         self._num_waiting = 0
         self._begin = 0  # the position in the text of the first key

@@ -17,10 +17,10 @@ from moe_pack.formats.pack import layouts, plans
 from moe_pack.formats.pack.codecs import Fp8
 from moe_pack.runtime import model
 from moe_pack.runtime.model import checkpoint_weights
-from moe_pack.runtime.model.mixers import RowTable
-from moe_pack.runtime.model.operations import row_blocks
+from moe_pack.runtime.model.compute import RowTable
+from moe_pack.runtime.model.compute.operations import row_blocks
+from moe_pack.runtime.model.compute.rotation import Rotation
 from moe_pack.runtime.model.pack_weights import stored_matrix
-from moe_pack.runtime.model.rotation import Rotation
 
 _TABLES = ("embed", "head")
 _COMPARED_ROWS = 256

@@ -22,8 +22,8 @@ from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.gpu.token_layers import TokenLayers
 from moe_pack.runtime.gpu.weights import ExpertMemory
-from moe_pack.runtime.model import Decoder, caches
-from moe_pack.runtime.model.router import expert_scores
+from moe_pack.runtime.model import Decoder, caches, kv_cache
+from moe_pack.runtime.model.compute.router import expert_scores
 from moe_pack.runtime.offload.split import fastest_share
 
 _LINK_SHARE = 0.5  # of the link's time that promotions may take
@@ -282,7 +282,7 @@ class GpuDecoder(Decoder):
             ]
         )
 
-    def extend(self, sequence: caches.CachedSequence, ids: list[int]) -> Tensor:
+    def extend(self, sequence: kv_cache.CachedSequence, ids: list[int]) -> Tensor:
         """Returns the last logits in host memory, valid until the next call; see `Decoder.next_logits`."""
         return self._one(ids[0]) if self._is_alone(ids) else super().extend(sequence, ids).cpu()
 
@@ -366,7 +366,7 @@ class GpuDecoder(Decoder):
         before = self.cache.num_tokens
         return len(ids) == 1 and not self._ropes.outgrows(before, before + 1)
 
-    def append(self, sequence: caches.CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
+    def append(self, sequence: kv_cache.CachedSequence, ids: list[int], last_only: bool = False) -> list[Tensor]:
         """Returns the hidden states of new tokens; experts stream through the GPU."""
         self._slots.empty()
         self._gpu_weights.stream.begin_pass()

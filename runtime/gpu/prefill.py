@@ -25,7 +25,7 @@ from moe_pack.runtime.gpu.cpu_share import PromptShare
 from moe_pack.runtime.gpu.kernels import grouped
 from moe_pack.runtime.gpu.kernels.rotation import GpuOperations
 from moe_pack.runtime.gpu.weights import DeviceMatrix, ExpertMemory
-from moe_pack.runtime.model.weights import from_experts, to_experts
+from moe_pack.runtime.model.compute.weights import from_experts, to_experts
 from moe_pack.runtime.offload import ExpertKey
 
 

@@ -14,7 +14,7 @@ from moe_pack.runtime.gpu.kernels import attention, matmul
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.weights import DeviceMatrix
-from moe_pack.runtime.model import PackWeights, caches
+from moe_pack.runtime.model import PackWeights, caches, kv_cache
 
 
 def stored(weights: PackWeights, role: str) -> matmul.StoredRows:
@@ -36,7 +36,7 @@ class GroupedAttention:
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
     """
 
-    def __init__(self, weights: PackWeights, cache: caches.KVCache, angles: caches.Angles) -> None:
+    def __init__(self, weights: PackWeights, cache: kv_cache.KVCache, angles: caches.Angles) -> None:
         spec, device = weights.spec.attention, cache.device
         assert isinstance(spec, parts.GroupedQuerySpec), "the spec has this kind of attention"
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
@@ -87,7 +87,7 @@ class LatentAttention:
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
     """
 
-    def __init__(self, weights: PackWeights, cache: caches.KVCache, angles: caches.Angles) -> None:
+    def __init__(self, weights: PackWeights, cache: kv_cache.KVCache, angles: caches.Angles) -> None:
         spec, device = weights.spec.attention, cache.device
         assert isinstance(spec, parts.LatentSpec), "the spec has this kind of attention"
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
@@ -130,7 +130,7 @@ class TokenLayers:
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position as the last one.
     """
 
-    def __init__(self, weights: PackWeights, cache: caches.KVCache, angles: caches.Angles) -> None:
+    def __init__(self, weights: PackWeights, cache: kv_cache.KVCache, angles: caches.Angles) -> None:
         spec, device = weights.spec, cache.device
         self._weights = weights
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}

@@ -19,7 +19,7 @@ from moe_pack.runtime import model
 from moe_pack.runtime.gpu import devices, placements
 from moe_pack.runtime.gpu.kernels import matmul, tables
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
-from moe_pack.runtime.model import matrices
+from moe_pack.runtime.model.compute import matrices
 
 
 class DeviceMatrix(matrices.InMemoryMatrix):

@@ -1,4 +1,4 @@
-"""What a pack means: the forward pass over a seam of operations, plain torch by default, native where built."""
+"""The forward pass of a pack over a seam of operations, plain torch by default, native where built."""
 
 from typing import TYPE_CHECKING
 
@@ -6,9 +6,7 @@ from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.runtime.model.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
-    from moe_pack.runtime.model.decoder import Decoder
-    from moe_pack.runtime.model.encoder_decoder import EncoderDecoder
-    from moe_pack.runtime.model.expert import (
+    from moe_pack.runtime.model.compute.expert import (
         Activations,
         Expert,
         NeuronBlock,
@@ -17,6 +15,11 @@ if TYPE_CHECKING:
         run_expert,
         running,
     )
+    from moe_pack.runtime.model.compute.matrices import Matrix, RowMatrix, StoredMatrix, linear
+    from moe_pack.runtime.model.compute.operations import TORCH, NativeOperations, Operations, operations_for
+    from moe_pack.runtime.model.compute.weights import Weights
+    from moe_pack.runtime.model.decoder import Decoder
+    from moe_pack.runtime.model.encoder_decoder import EncoderDecoder
     from moe_pack.runtime.model.layers import (
         PREFILL_TOKENS,
         ExpertRunner,
@@ -29,8 +32,6 @@ if TYPE_CHECKING:
         router_scores,
         run_experts,
     )
-    from moe_pack.runtime.model.matrices import Matrix, RowMatrix, StoredMatrix, linear
-    from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, operations_for
     from moe_pack.runtime.model.pack_weights import (
         PackedExpert,
         PackWeights,
@@ -38,6 +39,5 @@ if TYPE_CHECKING:
         open_weights,
         tokens_by_expert,
     )
-    from moe_pack.runtime.model.weights import Weights
 else:
     __getattr__ = face(__name__)

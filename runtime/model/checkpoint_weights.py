@@ -14,9 +14,10 @@ from torch import Tensor
 from moe_pack import formats
 from moe_pack.formats import families
 from moe_pack.formats.pack import codecs
-from moe_pack.runtime.model import matrices, mixers, operations
-from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model import compute
+from moe_pack.runtime.model.compute import matrices, operations
+from moe_pack.runtime.model.compute.expert import Expert, NeuronBlock
+from moe_pack.runtime.model.compute.rotation import Rotation
 
 _MXFP4_GROUP = 32  # values that share a scale
 
@@ -33,11 +34,7 @@ def read_codes(reader: families.SourceReader, source: families.SourceMatrix, sta
 
 
 def read_scales(reader: families.SourceReader, source: families.SourceMatrix, start: int, stop: int) -> Tensor:
-    """Returns the scales of rows of a coded matrix, for each row its own.
-
-    Returns: `fp8`: float32 [stop - start, groups of 128].   `mxfp4`: E8M0 bytes, u8 [stop - start, groups of 32].
-             `packed`: float32 [stop - start, groups].
-    """
+    """Returns the scales of rows of a coded matrix, [n, groups]: float32, or E8M0 bytes, u8, for `mxfp4`."""
     scales = torch.from_numpy(reader.scales(source, start, stop))
     if source.codec == "mxfp4":
         return scales
@@ -48,10 +45,7 @@ def read_scales(reader: families.SourceReader, source: families.SourceMatrix, st
 
 
 def read_rows(reader: families.SourceReader, source: families.SourceMatrix, start: int, stop: int) -> Tensor:
-    """Reads rows of a source matrix, [stop - start, columns]; a vector has one column.
-
-    Returns: the source's dtype; float32 for FP8 and packed codes, bfloat16 for MXFP4 codes, which is exact.
-    """
+    """Reads rows [n, columns] in the source's dtype; codes as float32, MXFP4 as bfloat16, which is exact."""
     if source.codec == "plain":
         raw = torch.from_numpy(reader.rows(source, start, stop))
         return raw.view(matrices.TORCH_DTYPES[reader.dtype(source)]).view(stop - start, source.num_cols)
@@ -85,8 +79,6 @@ def load_matrix(reader: families.SourceReader, source: families.SourceMatrix, de
 
 
 class _CodedMatrix:
-    """A coded matrix in memory; some rows are decoded at a time."""
-
     def __init__(self, source: families.SourceMatrix, codes: Tensor, scales: Tensor) -> None:
         self._source = source
         self._codes = codes
@@ -125,12 +117,10 @@ class CheckpointWeights:
         self._device = device or torch.device("cpu")
 
     def vector(self, role: str) -> Tensor:
-        """Reads a norm's weight or a bias, float32 [n]."""
         vector = read_vector(self._checkpoint, self._checkpoint.dense_source(role)).to(self._device)
         return vector + self._offsets[role] if role in self._offsets else vector
 
     def matrix(self, role: str) -> matrices.Matrix:
-        """Returns a dense matrix by its role, which reads its rows when they are needed."""
         source = self._checkpoint.dense_source(role)
 
         def read(start: int, stop: int) -> Tensor:
@@ -143,25 +133,21 @@ class CheckpointWeights:
         return load_matrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """Returns an expert, which reads its blocks when they are needed."""
         return _SourceExpert(self._checkpoint, layer_idx, expert, self._device)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns zero: in the original all neurons run."""
         return 0.0
 
     def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns None: the original is not rotated."""
         return None
 
-    def ngram_table(self, layer: int) -> mixers.RowTable:
-        """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
+    def ngram_table(self, layer: int) -> compute.RowTable:
         dtype = matrices.TORCH_DTYPES[self._checkpoint.table_dtype(layer)]
 
         def read(numbers: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(self._checkpoint.table_rows_at(layer, numbers)).view(dtype).to(torch.float32)
 
-        return mixers.LaterTable(read)
+        return lambda numbers: compute.LaterRows(lambda: read(numbers))
 
 
 class _SourceExpert:

@@ -7,19 +7,18 @@
         x += mlp(norm(x))           routed experts, weighted, and the shared expert; or one dense expert
     logits = head(norm(x))
 
-It runs over any source of weights (`weights`), with the operations that they bring (`operations`). The parts of a layer
-are in `layers`, attention in `attention`, routing in `router`, the arithmetic of an expert in `expert`. Batches of
-sequences and drafts are in `passes`, and `layer_calls` computes the same layers by native calls. Hidden states, router
-logits and all sums are float32.
+It runs over any weights, with their operations (`compute`). `layers` has the parts of a layer, `passes` batches of
+sequences and drafts; `layer_calls` computes the same layers by native calls. Hidden states, router logits and all sums
+are float32.
 """
 
 import torch
 from torch import Tensor
 
-from moe_pack.runtime.model import caches, layers, passes
+from moe_pack.runtime.model import caches, kv_cache, layers, passes
+from moe_pack.runtime.model.compute.operations import NativeOperations
+from moe_pack.runtime.model.compute.weights import Weights
 from moe_pack.runtime.model.layer_calls import LayerCalls
-from moe_pack.runtime.model.operations import NativeOperations
-from moe_pack.runtime.model.weights import Weights
 
 
 class Decoder(passes.SequencePasses):
@@ -28,7 +27,7 @@ class Decoder(passes.SequencePasses):
     Methods that name no sequence are about the first.
     Args:    context_tokens: the longest sequence, prompt and continuation together.   chunk_tokens: the most tokens of
              a forward pass, which bound its hidden states.   cache_dtype: of keys and values.   num_checkpoints: of
-             each sequence, as `CachedSequence` says.
+             each sequence, as of `CachedSequence`.
     Raises:  RunError if the context is longer than the model's.
     """
 
@@ -46,26 +45,21 @@ class Decoder(passes.SequencePasses):
         layers.check_context(context_tokens, spec)
         self._ropes = ropes = caches.LayerRopes(spec, device)
 
-        def sequence() -> caches.CachedSequence:
-            cache = caches.KVCache(spec, context_tokens, device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
-            return caches.CachedSequence(spec, cache, ropes, num_checkpoints)
+        def sequence() -> kv_cache.CachedSequence:
+            cache = kv_cache.KVCache(spec, context_tokens, device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
+            return kv_cache.CachedSequence(spec, cache, ropes, num_checkpoints)
 
         super().__init__(weights, device, chunk_tokens, tuple(sequence() for _ in range(num_sequences)))
         self._calls = LayerCalls(weights, operations) if isinstance(operations, NativeOperations) else None
 
     @property
-    def cache(self) -> caches.KVCache:
+    def cache(self) -> kv_cache.KVCache:
         """The cache of the first sequence."""
         return self.sequences[0].cache
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
     def run_layers(self, x: Tensor, batch: passes.Pass, ids: Tensor, ends_early: bool) -> Tensor:
-        """Returns the hidden states of tokens int64 [T] after the last layer, from those before the first, [T, d].
-
-        Args:    batch: the sequences of the tokens, with their caches.   ends_early: the last layer's experts run for
-                 the last token alone, whose state alone is returned.
-        """
         if self._calls is not None:
             return self._calls.run_layers(x, batch, ids, ends_early)
         for layer in range(self.spec.num_hidden_layers):
@@ -84,37 +78,25 @@ class Decoder(passes.SequencePasses):
     # ---- one sequence -----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forgets the sequence; the cache stays allocated."""
         self.sequences[0].reset()
 
     def keep_beginning(self, prompt_ids: list[int]) -> list[int]:
-        """Begins a text with this prompt; returns the tokens that are left to append, at least one.
-
-        The others are the beginning of the sequence so far, whose keys, values and states stay. A cache does not lead
-        back to every position (`KVCache.reachable`), and a beginning of a few tokens is not worth the other rounding.
-        """
         return self.sequences[0].keep_beginning(prompt_ids)
 
     def begin(self, prompt_ids: list[int]) -> Tensor:
-        """Appends a prompt; returns the logits of the token after it, float32 [vocabulary].
-
-        The cache leads back to its end.
-        """
+        """Appends a prompt, a position to return to; returns the logits after it, float32 [vocabulary]."""
         logits = self.next_logits(prompt_ids)
         self.cache.save()
         return logits
 
     def next_logits(self, ids: list[int]) -> Tensor:
-        """Appends tokens to the sequence; returns the logits of the token after the last, float32 [vocabulary].
-
-        Raises:  RunError if the context is full or a token is not in the vocabulary.
-        """
+        """Appends tokens; returns the logits after the last, float32 [vocabulary]; raises as `extend`."""
         return self.extend(self.sequences[0], ids)
 
     def logits(self, ids: list[int]) -> Tensor:
-        """Appends tokens; returns the logits after each of them, float32 [T, vocabulary]; raises as `next_logits`."""
+        """Appends tokens; returns the logits after each of them, float32 [T, vocabulary]; raises as `extend`."""
         return self.logits_of(self.hidden_states(ids))
 
     def hidden_states(self, ids: list[int]) -> Tensor:
-        """Appends tokens; returns the hidden states after the last layer, float32 [T, d]; raises as `next_logits`."""
+        """Appends tokens; returns the hidden states after the last layer, float32 [T, d]; raises as `extend`."""
         return torch.cat(self.append(self.sequences[0], ids))

@@ -3,9 +3,9 @@
     x = embed(text);    each encoder layer: x += attention(norm(x)),  x += mlp(norm(x));    read = norm(x)
     x = embed(answer);  each decoder layer: x += attention(norm(x)),  x += cross(norm(x), read),  x += mlp(norm(x))
 
-`decoder` is for models with one stack. Here all tokens of a pass go through a layer together, because the capacity of
-an expert counts the tokens of a pass, and because each expert is then brought once. Attention and everything that runs
-for each token alone are computed in pieces, which bounds their memory.
+All tokens of a pass go through a layer together, because the capacity of an expert counts the tokens of a pass, and
+because each expert is then brought once. Attention and everything that runs for each token alone are computed in
+pieces, which bounds their memory.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.model import caches, layers
+from moe_pack.runtime.model import caches, kv_cache, layers
 from moe_pack.runtime.model.attention import relative
-from moe_pack.runtime.model.attention.softmax import joined
-from moe_pack.runtime.model.operations import row_blocks
+from moe_pack.runtime.model.compute.operations import row_blocks
+from moe_pack.runtime.model.compute.softmax import joined
+from moe_pack.runtime.model.compute.weights import Weights, norm
 from moe_pack.runtime.model.residuals import scaled
-from moe_pack.runtime.model.weights import Weights, norm
 
 
 def add_own_attention(
@@ -32,10 +32,7 @@ def add_own_attention(
     bias: relative.PositionBias,
     chunk_tokens: int = layers.PREFILL_TOKENS,
 ) -> Tensor:
-    """Returns hidden states float32 [T, d] with a layer's attention to its own stack added; keys enter the cache.
-
-    Args:    cache: has the keys and values of the tokens before.   chunk_tokens: queries that are computed at a time.
-    """
+    """Adds a layer's attention to its own stack, to hidden states float32 [T, d], a chunk of queries at a time."""
     spec, role, start = relative.spec_of(weights), f"layers.{layer}.attention", cache.num_tokens
     normed = torch.split(norm(x, weights, f"layers.{layer}.attention_norm"), chunk_tokens)
     firsts = range(start, start + len(x), chunk_tokens)
@@ -51,7 +48,7 @@ def add_own_attention(
 def add_cross_attention(
     x: Tensor, weights: Weights, layer: int, read: caches.LayerCache, chunk_tokens: int = layers.PREFILL_TOKENS
 ) -> Tensor:
-    """Returns hidden states float32 [T, d] with a decoder layer's attention to the text added; `read` has its keys."""
+    """Adds a decoder layer's attention to the text to hidden states float32 [T, d]; `read` has the text's keys."""
     spec, role = relative.spec_of(weights), f"layers.{layer}.cross"
     normed = torch.split(norm(x, weights, f"layers.{layer}.cross_norm"), chunk_tokens)
     pieces = [relative.attend_keys(piece, weights, spec, role, read, None) for piece in normed]
@@ -88,8 +85,8 @@ class EncoderDecoder:
         self._num_encoder_layers = spec.encoder.num_layers
         self._start_token = spec.encoder.start_token
         num_decoder_layers = spec.num_hidden_layers - self._num_encoder_layers
-        self.cache = caches.KVCache(spec, context_tokens, self.device, num_decoder_layers)
-        self.read = caches.KVCache(spec, context_tokens, self.device, num_decoder_layers)
+        self.cache = kv_cache.KVCache(spec, context_tokens, self.device, num_decoder_layers)
+        self.read = kv_cache.KVCache(spec, context_tokens, self.device, num_decoder_layers)
         self._weights = weights
         self._chunk_tokens = chunk_tokens
         self._encoder_bias = relative.position_bias(weights, context_tokens, is_encoder=True)
@@ -127,21 +124,19 @@ class EncoderDecoder:
         self.read.num_tokens = len(text_ids)
 
     def logits(self, ids: list[int]) -> Tensor:
-        """Appends tokens to the answer in one pass; returns the logits after each of them, float32 [T, vocabulary].
+        """Appends tokens, first `start_token`, to the answer; returns the logits after each, float32 [T, vocabulary].
 
-        An answer begins with the model's `start_token`.
         Raises:  RunError if no text is encoded, the context is full, or a token is not in the vocabulary.
         """
         return self._head(self._decode(ids))
 
     def next_logits(self, ids: list[int]) -> Tensor:
-        """Appends tokens to the answer; returns the logits of the token after the last, float32 [vocabulary]."""
+        """Appends tokens to the answer; returns the logits after the last, float32 [vocabulary]."""
         assert ids, "at least one token"
         return self._head(self._decode(ids)[-1:])[0]
 
     @torch.inference_mode()
     def _decode(self, ids: list[int]) -> Tensor:
-        """Returns the hidden states of new tokens of the answer after the last layer, float32 [T, d]."""
         if not self.read.num_tokens:
             raise RunError("there is no text to answer; encode one first")
         if self.cache.num_tokens + len(ids) > self.cache.context_tokens:
@@ -163,10 +158,7 @@ class EncoderDecoder:
         return add_cross_attention(x, weights, layer, self.read.layer(idx), chunk)
 
     def _add_mlp(self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """Returns hidden states float32 [T, d] with the output of the layer's experts added, or of its dense expert.
-
-        Args:    end: the stack's layers are those before it.   attend: adds a layer's attention.
-        """
+        """Adds the layer's experts, or its dense expert; `end` is the layer after the stack's last."""
         weights, most, after, partial = self._weights, self._chunk_tokens, layer + 1, None
         if after < end:
             partial = layers.partial_state(x, weights, layer, lambda y: attend(y, after), most)

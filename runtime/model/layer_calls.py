@@ -1,9 +1,9 @@
-"""Layers of a decoder as native calls: which layers are, and what a pass gives to their calls.
+"""Layers of a decoder as native calls.
 
-A standard layer is computed whole by a call: grouped-query attention, rms norms, a router, routed experts in memory,
-and what runs for every token. Consecutive ones are one call. If only a layer's first half is standard, or its experts
-are not in memory, its call ends after the router, or before it, and Python goes on with `layers`. All other layers are
-computed by `layers` alone, which is the reference; a call gives the same bits.
+A call computes a standard layer whole: grouped-query attention, rms norms, a router, routed experts in memory, and a
+shared or dense expert. Consecutive ones are one call. If only a layer's first half is standard, or its experts are not
+in memory, its call ends after the router, or before it, and Python goes on with `layers`. All other layers are computed
+by `layers` alone, which is the reference; a call gives the same bits.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from moe_pack.runtime import cpu
 from moe_pack.runtime.model import layers, passes
 from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import Angles, layer_cache
-from moe_pack.runtime.model.matrices import DivisibleMatrix
-from moe_pack.runtime.model.operations import NativeOperations, hartley_array
+from moe_pack.runtime.model.compute.matrices import DivisibleMatrix
+from moe_pack.runtime.model.compute.operations import NativeOperations, hartley_array
+from moe_pack.runtime.model.compute.router import least_sum
+from moe_pack.runtime.model.compute.weights import Weights
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.model.router import least_sum
-from moe_pack.runtime.model.weights import Weights
 
 _Step = tuple[cpu.Floats, cpu.Floats, cpu.SequenceCaches]  # angles and caches of a layer
 
 
 @dataclass(frozen=True, slots=True)
 class BegunLayer:
-    """The last layer of a call, and what the call has computed of it."""
+    """The last layer of a call, and the results of the call."""
 
     x: Tensor  # hidden states float32 [T, d]: after the layer if it is complete, else after its first half
     layer: int
@@ -43,7 +43,7 @@ class BegunLayer:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a layer's call computes."""
+    """The extent of a layer's call."""
 
     spec: parts.GroupedQuerySpec
     is_rotated: bool
@@ -66,7 +66,7 @@ class LayerCalls:
         self._native = cpu.NativeLayers(operations.kernels, weights.spec.num_hidden_layers)
 
     def run_layers(self, x: Tensor, batch: passes.Pass, ids: Tensor, ends_early: bool) -> Tensor:
-        """Does what `Decoder.run_layers` does, by calls where layers have them."""
+        """Does the same as `Decoder.run_layers`, by calls where layers have them."""
         spec, layer = self._weights.spec, 0
         while layer < spec.num_hidden_layers:
             x = batch.add_ngrams(x, layer)
@@ -84,7 +84,6 @@ class LayerCalls:
         return x
 
     def _add_mlp(self, begun: BegunLayer, ids: Tensor, partial_state: layers.PartialState | None) -> Tensor:
-        """Returns hidden states after a layer of which a call has computed the beginning."""
         weights, layer, inputs, route = self._weights, begun.layer, begun.inputs, begun.route
         unrouted = begun.unrouted if begun.has_unrouted else layers.run_unrouted(inputs, weights, layer)
         if route is None and layer in self._layer_idx:
@@ -92,10 +91,8 @@ class LayerCalls:
         return layers.run_mlp(begun.x, inputs, unrouted, route, weights, layer, partial_state)
 
     def begin(self, x: Tensor, layer: int, batch: passes.Pass) -> BegunLayer | None:
-        """Runs a layer, and those after it as far as calls complete them, for hidden states x float32 [T, d].
+        """Runs a layer of x float32 [T, d], and those after it as far as calls complete them; None: `layers` has to.
 
-        New tokens have entered the caches of these layers.
-        Returns: None if this pass needs `layers` instead.
         Raises:  PackError if an expert is damaged or its file is truncated.
         """
         kind = self._kind(layer)
@@ -116,7 +113,7 @@ class LayerCalls:
         return BegunLayer(hidden, layer, False, inputs, route, kind.has_unrouted, unrouted)
 
     def _span(self, first: int, batch: passes.Pass, num_tokens: int) -> list[tuple[_Kind, _Step]]:
-        """Returns consecutive layers, from this one on, that one call completes: what it computes and gets."""
+        """Returns consecutive layers that one call completes, from this one on."""
         span, spec = list[tuple[_Kind, _Step]](), self._weights.spec
         for layer in range(first, spec.num_hidden_layers):
             kind = self._kind(layer)
@@ -162,12 +159,10 @@ class LayerCalls:
         return BegunLayer(torch.from_numpy(hidden), last, True, torch.from_numpy(inputs), None, True, None)
 
     def _end(self, layer: int, arrays: cpu.LayerPass) -> None:
-        """Runs the rest of a layer that chose experts which are not all set."""
         self._set_chosen(layer, arrays)
         self._native.end(layer, arrays)
 
     def _set_chosen(self, layer: int, arrays: cpu.LayerPass) -> None:
-        """Sets the chosen experts that have not been set."""
         assert isinstance(self._weights, MappedPackWeights) and arrays.experts is not None
         for expert in np.unique(arrays.experts).tolist():
             if (layer, expert) not in self._set_experts:
@@ -175,7 +170,6 @@ class LayerCalls:
                 self._set_experts.add((layer, expert))
 
     def _kind(self, layer: int) -> _Kind | None:
-        """Returns what a layer's call computes; None if it has none."""
         if layer not in self._kinds:
             self._kinds[layer] = self._prepare(layer)
         return self._kinds[layer]
@@ -211,7 +205,7 @@ class LayerCalls:
         return kind
 
     def _runs_experts(self, layer: int) -> bool:
-        """Whether the rows of a layer's routed experts are in memory and get the `mlp_input`, rotated or not."""
+        """Returns whether a layer's routed experts are in memory and get the `mlp_input`, rotated or not."""
         weights = self._weights
         if not isinstance(weights, MappedPackWeights) or not weights.runs_in_place or weights.spec.router.on_input:
             return False
@@ -223,7 +217,7 @@ class LayerCalls:
 
 
 def _is_standard(weights: Weights, layer: int, attention: parts.GroupedQuerySpec) -> bool:
-    """Whether a layer's first half, and the norm of its second, are what a call computes."""
+    """Returns whether a call computes a layer's first half, and the norm of its second."""
     spec = weights.spec
     if spec.residual is not None or spec.norm.kind != "rms" or spec.encoder is not None:
         return False
@@ -238,14 +232,13 @@ def _is_standard(weights: Weights, layer: int, attention: parts.GroupedQuerySpec
 
 
 def _routes(weights: Weights, layer: int) -> bool:
-    """Whether a layer's router is one that a call computes."""
     router = weights.spec.router
     is_plain = not (router.num_identity or router.zero_outside or router.input_scale or router.expert_scale)
     return is_plain and router.capacity is None and layer not in router.table_layers
 
 
 def _fits(spec: parts.GroupedQuerySpec, caches: layer_cache.Batch[layer_cache.LayerCache], num_tokens: int) -> bool:
-    """Whether a call takes these tokens: those of chunks one of a sequence at a time."""
+    """Returns whether a call takes these tokens: those of chunks one of a sequence at a time."""
     return not spec.chunked or num_tokens == len(caches)
 
 
@@ -259,7 +252,6 @@ class _CacheBytes:
         self._bytes: dict[int, tuple[Tensor, NDArray[np.uint8]]] = {}  # by the id of a tensor, which stays alive
 
     def of(self, rows: Tensor) -> NDArray[np.uint8]:
-        """Returns the bytes of keys or values, a view."""
         known = self._bytes.get(id(rows))
         if known is None:
             known = self._bytes[id(rows)] = (rows, rows.view(torch.uint8).numpy())
@@ -269,7 +261,6 @@ class _CacheBytes:
 def _given(
     kind: _Kind, caches: layer_cache.Batch[layer_cache.LayerCache], angles: Angles, stored: _CacheBytes
 ) -> tuple[cpu.FloatAngles, cpu.SequenceCaches]:
-    """Returns the angles and caches of a layer as its call takes them."""
     cosines, sines = angles
     if not kind.is_rotated:
         cosines, sines = torch.ones_like(cosines), torch.zeros_like(sines)
@@ -313,10 +304,7 @@ def _matrix(weights: Weights, role: str, bias: str | None = None) -> cpu.LayerMa
 def _unrouted(
     weights: Weights, layer: int
 ) -> tuple[tuple[cpu.LayerMatrix | None, cpu.LayerMatrix | None, cpu.LayerMatrix | None], bool]:
-    """Returns up, gate and down of what runs for every token, and whether a call computes all of it.
-
-    It does where nothing runs for every token, too.
-    """
+    """Returns up, gate and down of a shared or dense expert, and whether a call computes all that is there."""
     spec, nothing = weights.spec, (None, None, None)
     if layer in spec.moe_layers:
         if spec.shared_expert is None:

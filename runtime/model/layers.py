@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.runtime.model import caches, matrices, mixers, residuals
+from moe_pack.runtime.model import caches, compute, residuals
 from moe_pack.runtime.model.attention import kinds
-from moe_pack.runtime.model.expert import run_expert
-from moe_pack.runtime.model.router import expert_scores, identity_share, router_weights
-from moe_pack.runtime.model.weights import Weights, from_experts, to_experts
+from moe_pack.runtime.model.compute import matrices
+from moe_pack.runtime.model.compute.expert import run_expert
+from moe_pack.runtime.model.compute.router import expert_scores, identity_share, router_weights
+from moe_pack.runtime.model.compute.weights import Weights, from_experts, to_experts
 
 PREFILL_TOKENS = 512  # of a forward pass, where memory allows
 
@@ -51,15 +52,13 @@ def embed(ids: Tensor, weights: Weights) -> Tensor:
 
 
 def add_ngrams(
-    x: Tensor, rows: "mixers.NgramRows | None", weights: Weights, layer: int, state: caches.LayerState | None
+    x: Tensor, rows: "compute.NgramRows | None", weights: Weights, layer: int, state: caches.LayerState | None
 ) -> Tensor:
-    """Returns hidden states with a layer's n-grams added; x itself in a layer without. New tokens enter the state.
-
-    Args:    rows: of the tokens; None in a model without n-grams.
-    Raises:  as `NgramRows.of`.
-    """
+    """Adds a layer's n-grams, if it has any, to hidden states; new tokens enter the state; raises as `NgramRows.of`."""
     if rows is None or state is None:
         return x
+    from moe_pack.runtime.model import mixers  # most models have none
+
     return x + mixers.ngram_output(x, rows.of(layer), weights, layer, state)
 
 
@@ -70,11 +69,7 @@ def add_attention(
     cache: caches.LayerCache | caches.LayerState | caches.Batch[caches.LayerCache] | caches.Batch[caches.LayerState],
     angles: caches.Angles,
 ) -> Tensor:
-    """Returns hidden states with a layer's attention, or its mixer, added; new tokens enter the cache.
-
-    They stay as they are in a layer with neither.
-    Args:    cache: of one sequence, or of several with their tokens.
-    """
+    """Adds a layer's attention, or its mixer, to hidden states, if it has either; new tokens enter the cache."""
     if not weights.spec.has_first(layer):
         return x
     residual = residuals.residual_of(weights.spec.residual)
@@ -85,6 +80,8 @@ def add_attention(
             normed, weights, layer, cast(caches.LayerCache | caches.Batch[caches.LayerCache], cache), angles
         )
     else:
+        from moe_pack.runtime.model import mixers  # most models have none
+
         y = mixers.mix(normed, weights, layer, mixer, cast(caches.LayerState | caches.Batch[caches.LayerState], cache))
     return residual.enter(x, y, weights, layer, "attention")
 
@@ -93,7 +90,7 @@ def add_attention(
 
 
 def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns what a layer's router and experts get, float32 [T, d], of hidden states [T, w]."""
+    """Returns the input of a layer's router and experts, float32 [T, d], from hidden states [T, w]."""
     return residuals.residual_of(weights.spec.residual).half_input(x, weights, layer, "mlp")
 
 
@@ -109,7 +106,6 @@ def router_logits(x: Tensor, weights: Weights, layer: int) -> Tensor:
 def route_tokens(x: Tensor, weights: Weights, layer: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token, int64 [T, k], and their weights, float32 [T, k], for `mlp_input` x.
 
-    An expert with the weight 0 does not run for the token.
     Args:    ids: the tokens, int64 [T]; needed in a layer in which a table names experts.
     Raises:  RunError if the table does not name different experts for each of the tokens.
     """
@@ -123,10 +119,7 @@ def route_tokens(x: Tensor, weights: Weights, layer: int, ids: Tensor | None = N
 
 
 def experts_of_tokens(ids: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns the experts that a layer's table names for tokens int64 [T]: int64 [T, k].
-
-    Raises:  RunError if they are not different experts of the model.
-    """
+    """Returns the experts of a layer's table for tokens int64 [T]: int64 [T, k]; raises RunError if they are wrong."""
     named = matrices.gather_rows(weights.matrix(f"layers.{layer}.router_table"), ids.cpu()).long()
     ordered = named.sort(dim=1).values
     is_known = (ordered[:, 0] >= 0) & (ordered[:, -1] < weights.spec.router.num_experts)
@@ -158,10 +151,7 @@ def _router_bias(weights: Weights, layer: int) -> Tensor | None:
 
 
 def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """Returns the scores that rank a layer's experts without regard to groups, float32 [T, E], for `mlp_input` x.
-
-    For the input of the layer before, they predict this layer's experts. Source: CORM §4.2.
-    """
+    """Returns the scores that rank a layer's experts without regard to groups, float32 [T, E] (CORM §4.2)."""
     spec, logits, bias = weights.spec.router, router_logits(x, weights, layer), _router_bias(weights, layer)
     if bias is None:
         return logits[:, : spec.num_experts]
@@ -179,19 +169,13 @@ PartialState = Callable[[Tensor], Tensor]
 
 
 class ExpertRunner(ABC):
-    """Weights that run the routed experts of a layer themselves, wherever the experts are.
-
-    They rotate the input of a rotated layer, and its output back (`to_experts`, `from_experts`).
-    """
+    """Weights that run the routed experts of a layer themselves, rotation included, wherever the experts are."""
 
     is_batch = False  # each token of the running pass is the next one of a sequence of its own; the decoder sets both
     is_prompt = False  # the pass is of several tokens of one sequence, even if a layer's experts run for one of them
 
     def begin_pass(self, ids: Tensor, num_last: int) -> None:
-        """Takes note of the tokens int64 [T] of a pass, before its first layer; here, nothing follows from them.
-
-        Args:    num_last: so many of them, the last, run in the model's last layer.
-        """
+        """Notes the tokens int64 [T] of a pass that begins; the last `num_last` of them run in the last layer."""
         return None
 
     @abstractmethod
@@ -205,8 +189,8 @@ class ExpertRunner(ABC):
     ) -> Tensor:
         """Returns the outputs of a layer's routed experts for x float32 [T, d], weighted and added up: float32 [T, d].
 
-        Args:    layer_idx: counts MoE layers.   experts, router_weights: int64 and float32 [T, k].
-                 partial_state: None where the next layer has no experts.
+        Args:    layer_idx: counts MoE layers.   experts, router_weights: int64 and float32 [T, k].   partial_state:
+                 None where the next layer has no experts.
         """
 
 
@@ -215,15 +199,13 @@ class ExpertObserver(Protocol):
 
     def routed(self, layer_idx: int, experts: NDArray[np.int64]) -> None:
         """Takes note of the experts int64 [T, k] that run in a layer. `layer_idx`: counts MoE layers."""
-        ...
 
     def fetched(self, layer_idx: int, expert: int) -> None:
         """Takes note that an expert is read from the disk, because it is needed or predicted."""
-        ...
 
 
 class ObservedWeights:
-    """Weights on the CPU that have an observer if somebody sets one."""
+    """Weights on the CPU that may have an observer."""
 
     observer: ExpertObserver | None = None
 
@@ -236,12 +218,7 @@ def run_experts(
     layer_idx: int,
     partial_state: PartialState | None = None,
 ) -> Tensor:
-    """Returns the outputs of a layer's routed experts, weighted and added up; each expert is brought once.
-
-    Args:    x: float32 [T, d].   experts, router_weights: int64 and float32 [T, k].   layer_idx: counts MoE layers.
-             partial_state: None where the next layer has no experts.
-    Returns: float32 [T, d].
-    """
+    """Does the same as `ExpertRunner.run_experts` for any weights; each expert is brought once."""
     if isinstance(weights, ExpertRunner):
         return weights.run_experts(layer_idx, x, experts, router_weights, partial_state)
     if isinstance(weights, ObservedWeights) and weights.observer is not None:
@@ -250,7 +227,7 @@ def run_experts(
 
 
 def expert_inputs(x: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> tuple[Tensor, Tensor]:
-    """Returns what a layer's experts get for `mlp_input` x float32 [T, d], and the weights of their outputs [T, k]."""
+    """Returns the input of a layer's experts for `mlp_input` x, float32 [T, d], and the weights of their outputs."""
     own = residuals.residual_of(weights.spec.residual).experts_norm(weights, weights.spec.moe_layers[layer_idx])
     if own is not None:
         x = x * own
@@ -260,7 +237,7 @@ def expert_inputs(x: Tensor, router_weights: Tensor, weights: Weights, layer_idx
 
 
 def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: Weights, layer_idx: int) -> Tensor:
-    """Returns the same by the reference semantics (`run_expert`), one expert after the other."""
+    """Does the same by the reference semantics (`run_expert`), one expert after the other."""
     y, function = torch.zeros_like(x), weights.spec.expert_function(layer_idx)
     x, router_weights = expert_inputs(x, router_weights, weights, layer_idx)
     x = to_experts(x, weights, layer_idx)
@@ -275,12 +252,7 @@ def run_one_by_one(x: Tensor, experts: Tensor, router_weights: Tensor, weights: 
 
 
 def with_returned(routed: Tensor | None, x: Tensor, weights: Weights, layer: int) -> Tensor | None:
-    """Returns the sum of all routed experts of a layer, float32 [T, d], from that of the experts that have weights.
-
-    The others return their input. Their weights are computed again, so that a pass that runs experts elsewhere, or
-    later, needs nothing more than the `mlp_input` x.
-    Args:    routed: None in a layer without routed experts, and for their part alone.
-    """
+    """Adds the experts that return their input to the routed sum, float32 [T, d]; their weights are computed again."""
     router = weights.spec.router
     if not router.num_identity or layer not in weights.spec.moe_layers:
         return routed
@@ -289,11 +261,7 @@ def with_returned(routed: Tensor | None, x: Tensor, weights: Weights, layer: int
 
 
 def run_unrouted(x: Tensor, weights: Weights, layer: int, most_tokens: int | None = None) -> Tensor | None:
-    """Returns what every token gets without a router: the shared expert, or the dense expert of a layer without others.
-
-    Args:    most_tokens: for which it runs at once; None: all.
-    Returns: float32 [T, d]; None where the family has no shared expert.
-    """
+    """Returns the output of the shared or dense expert, float32 [T, d], `most_tokens` at a time; None without one."""
     if most_tokens is not None and len(x) > most_tokens:
         each = [run_unrouted(piece, weights, layer) for piece in torch.split(x, most_tokens)]
         pieces = [piece for piece in each if piece is not None]
@@ -313,11 +281,7 @@ def run_unrouted(x: Tensor, weights: Weights, layer: int, most_tokens: int | Non
 
 
 def run_dense_expert(x: Tensor, weights: Weights, role: str, function: formats.NeuronFunction) -> Tensor:
-    """Returns the output of an expert that is stored as dense matrices; all its neurons run.
-
-    Args:    x: float32 [T, d].   role: the beginning of its matrices' roles (`layers.{i}.shared`).
-    Returns: float32 [T, d].
-    """
+    """Returns the output of an expert stored as dense matrices of `{role}.`, float32 [T, d]; all its neurons run."""
     up = matrices.linear(x, weights.matrix(f"{role}.up"))
     gate = matrices.linear(x, weights.matrix(f"{role}.gate")) if "gate" in weights.spec.expert.matrices else None
     return matrices.linear(weights.operations.activate(gate, up, function), weights.matrix(f"{role}.down"))
@@ -337,10 +301,7 @@ def run_mlp(
     layer: int,
     partial_state: PartialState | None,
 ) -> Tensor:
-    """Returns hidden states after a layer, from x after its first half and the output of what runs for every token.
-
-    Args:    inputs: the `mlp_input`.   route: as from `route_tokens`; None in a layer without routed experts.
-    """
+    """Returns hidden states after a layer, from x after its first half; `route` is None without routed experts."""
     routed = None
     if route is not None:
         layer_idx = weights.spec.moe_layers.index(layer)
@@ -357,11 +318,7 @@ def add_mlp(
     partial_state: PartialState | None = None,
     most_tokens: int | None = None,
 ) -> Tensor:
-    """Returns hidden states [T, w] after a layer's second half, from those after its first.
-
-    Args:    ids: the tokens, int64 [T]; needed in a layer in which a table names experts.   most_tokens: for which the
-             shared or dense expert runs at once; None: all.
-    """
+    """Returns hidden states [T, w] after a layer's second half; ids, int64 [T], are for a table of experts."""
     if not weights.spec.has_second(layer):
         return x
     inputs = mlp_input(x, weights, layer)
@@ -373,10 +330,7 @@ def add_mlp(
 def partial_state(
     x: Tensor, weights: Weights, layer: int, then: Callable[[Tensor], Tensor], most_tokens: int | None = None
 ) -> PartialState | None:
-    """Returns the `PartialState` of the next layer, from x after this layer's first half; None if it has no experts.
-
-    Args:    then: runs the next layer's first half, on trial.   most_tokens: as for `add_mlp`.
-    """
+    """Returns the `PartialState` of the next layer, or None; `then` runs that layer's first half, on trial."""
     if layer + 1 not in weights.spec.moe_layers:
         return None
 

@@ -9,6 +9,7 @@ n-gram tables stay on the disk in all of them: `PackTables` reads rows by thread
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -22,19 +23,17 @@ from moe_pack.formats.pack.layouts import DENSE_FILE, DenseLayout, NgramLayout, 
 from moe_pack.runtime import cpu
 from moe_pack.runtime.cpu import reads
 from moe_pack.runtime.cpu.reads import cut_error
-from moe_pack.runtime.model import layers, matrices, mixers
-from moe_pack.runtime.model.expert import Expert, NeuronBlock
-from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, row_blocks
-from moe_pack.runtime.model.rotation import Rotation
-from moe_pack.runtime.model.weights import from_experts, to_experts
+from moe_pack.runtime.model import compute, layers
+from moe_pack.runtime.model.compute import matrices
+from moe_pack.runtime.model.compute.expert import Expert, NeuronBlock
+from moe_pack.runtime.model.compute.operations import TORCH, NativeOperations, Operations, row_blocks
+from moe_pack.runtime.model.compute.rotation import Rotation
+from moe_pack.runtime.model.compute.weights import from_experts, to_experts
 
 
 @contextmanager
 def named_if_cut(place: str) -> Iterator[None]:
-    """Names the file if its map was cut while it was read.
-
-    Raises:  PackError for MapCutError.
-    """
+    """Turns MapCutError into a PackError that names the file."""
     try:
         yield
     except cpu.MapCutError as fault:
@@ -50,7 +49,6 @@ class PackedExpert:
         self._operations = operations
 
     def blocks(self) -> Iterator[NeuronBlock]:
-        """Yields every neuron once, in stored order."""
         layout = self._layout
         num_parts = len(layout.records.parts) + (len(layout.selector.parts) if layout.selector else 0)
         for start, stop in row_blocks(layout.num_rows, layout.records.num_cols, num_parts):
@@ -61,7 +59,6 @@ class PackedExpert:
             yield NeuronBlock(gate, up, down, gate_bias, up_bias)
 
     def down_bias(self) -> Tensor | None:
-        """Returns the bias of the output, float32 [d]; None in families without one."""
         extra = self._layout.extra
         if extra is None:
             return None
@@ -86,10 +83,7 @@ class PackedExpert:
 
 
 class MappedExpert:
-    """An expert in its mapped file, u8. Only native operations read it, because they survive it if the file is cut.
-
-    `rows`: the expert as the kernels see it.   `place`: the file's name.
-    """
+    """An expert in its mapped file, u8. Only native operations read it, because they survive it if the file is cut."""
 
     def __init__(
         self,
@@ -109,13 +103,11 @@ class MappedExpert:
         self.rows = cpu.extent_rows(layout, selector, function, threshold, mapped)
 
     def blocks(self) -> Iterator[NeuronBlock]:
-        """Yields every neuron once, in stored order; the kernels copy the extent first."""
         with named_if_cut(self._place):
             copied = self._operations.kernels.gather(self._mapped.reshape(1, -1), np.zeros(1, np.int32)).reshape(-1)
         yield from PackedExpert(self._layout, torch.from_numpy(copied), self._operations).blocks()
 
     def down_bias(self) -> Tensor | None:
-        """Returns the bias of the output, float32 [d]; None in families without one."""
         if self._layout.extra is None:
             return None
         extra = self._mapped[-self._layout.extra_bytes :].reshape(1, -1)
@@ -137,11 +129,7 @@ def rotations(pack: formats.Pack, device: torch.device) -> tuple[Rotation | None
 
 
 def table_values(table: NgramLayout, rows: NDArray[np.uint8], numbers: reads.Numbers) -> Tensor:
-    """Returns the values of rows of an n-gram table, u8 [n, row_bytes]: float32 [n, values], in their own memory.
-
-    Args:    numbers: int64 [n], of the rows, for the message.
-    Raises:  PackError that names the first damaged row.
-    """
+    """Returns the values of table rows u8 [n, row_bytes], float32 [n, values]; raises PackError for a damaged one."""
     check_rows(table.rows, rows, ngrams_file(table.layer), numbers)
     values = torch.from_numpy(rows).view(matrices.TORCH_DTYPES[table.dtype])[:, : table.rows.num_cols]
     return values.to(torch.float32, copy=True)
@@ -158,34 +146,23 @@ class PackTables:
     def __init__(self, pack: formats.Pack) -> None:
         ngrams, tables = pack.spec.ngrams, pack.layout.ngrams
         assert ngrams is not None, "a model with n-gram tables"
-        self.pack, self.slot_rows = pack, mixers.SLOT_TOKENS * ngrams.num_heads
+        self.pack, self.slot_rows = pack, compute.SLOT_TOKENS * ngrams.num_heads
         self.slot_bytes = self.slot_rows * max(table.rows.row_bytes for table in tables)
-        num_slots = mixers.SLOTS_PER_TABLE * len(tables)
+        num_slots = compute.SLOTS_PER_TABLE * len(tables)
         self.memory = np.empty(num_slots * self.slot_bytes, np.uint8)
         self.free = list(range(num_slots))
         self.reads = reads.open_reads(self.memory, direct=False)
         self._tables = {t.layer: (t, self.reads.open(pack.folder / ngrams_file(t.layer))) for t in tables}
 
-    def table(self, layer: int) -> "mixers.RowTable":
-        """Returns the table of a decoder layer."""
+    def begin(self, layer: int, numbers: reads.Numbers) -> "_PackRows | compute.LaterRows":
+        """Begins to read rows of a decoder layer's table; without a free buffer, they are read in `result`."""
         table, file = self._tables[layer]
-        return _PackTable(self, table, file)
+        if not self.free:
+            return compute.LaterRows(lambda: table_values(table, self.pack.read_ngram_rows(table, numbers), numbers))
+        return _PackRows(self, table, file, numbers)
 
     def close(self) -> None:
-        """Ends threads and closes files."""
         self.reads.close()
-
-
-class _PackTable:
-    def __init__(self, tables: PackTables, table: NgramLayout, file: int) -> None:
-        self._tables, self._table, self._file = tables, table, file
-
-    def begin(self, numbers: reads.Numbers) -> "_PackRows | mixers.LaterRows":
-        """Begins to read rows; without a free buffer, they are read when somebody waits for them."""
-        tables, table = self._tables, self._table
-        if not tables.free:
-            return mixers.LaterRows(lambda: table_values(table, tables.pack.read_ngram_rows(table, numbers), numbers))
-        return _PackRows(tables, table, self._file, numbers)
 
 
 class _PackRows:
@@ -198,7 +175,6 @@ class _PackRows:
         self._submit(numbers[: tables.slot_rows])
 
     def result(self) -> Tensor:
-        """Waits until all rows are read and returns them, float32 [n, values]."""
         pieces, step, row_bytes = [], self._tables.slot_rows, self._table.rows.row_bytes
         assert self._slot is not None, "rows are taken once"
         memory = self._tables.memory[self._slot * self._tables.slot_bytes :]
@@ -215,7 +191,6 @@ class _PackRows:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def cancel(self) -> None:
-        """Gives up what is not read, and the buffer."""
         if self._ticket is not None:
             self._tables.reads.cancel(self._ticket)
             self._ticket = None
@@ -244,8 +219,6 @@ _FIRST_TOKEN = np.zeros(1, np.int64)
 
 
 class _OfPack:
-    """The small facts of an open pack's weights."""
-
     def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations) -> None:
         self.spec: formats.ModelSpec = pack.spec
         self.selector = pack.manifest.selector
@@ -254,19 +227,16 @@ class _OfPack:
         self._rotations = rotations(pack, device)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
         return float(self._pack.thresholds[layer_idx, expert])
 
     def rotation(self, layer_idx: int) -> Rotation | None:
-        """Returns the rotated coordinates of a MoE layer's experts; None if it is not rotated."""
         return self._rotations[layer_idx]
 
 
 class PackWeights(_OfPack, layers.ObservedWeights):
     """The weights of an open pack, with the dense part on the device. `close` them; the caller closes the pack.
 
-    An expert is read and copied to the device each time it is needed.
-    Raises:  PackError if the dense part is damaged; later, if a needed expert is.
+    Raises:  PackError if the dense part is damaged; later, if an expert is, which is read when it is needed.
     """
 
     def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> None:
@@ -279,7 +249,6 @@ class PackWeights(_OfPack, layers.ObservedWeights):
         self._keep(torch.from_numpy(pack.read_file(DENSE_FILE)))
 
     def _keep(self, file: Tensor) -> None:
-        """Keeps all vectors and matrices of the dense part's file, u8 [bytes]."""
         for dense in self._pack.layout.dense:
             entry = dense.entry
             raw = file[entry.offset : entry.offset + entry.num_bytes].to(self._device)
@@ -292,15 +261,12 @@ class PackWeights(_OfPack, layers.ObservedWeights):
         return stored_matrix(dense, raw, self.operations)
 
     def vector(self, role: str) -> Tensor:
-        """Returns a norm's weight or a bias, float32 [n]."""
         return self._vectors[role]
 
     def matrix(self, role: str) -> matrices.Matrix:
-        """Returns a dense matrix by its role."""
         return self._dense[role]
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """Reads an expert from the pack and checks it."""
         layout = self._pack.layout.experts[layer_idx][expert]
         self.bytes_read += layout.num_bytes
         if self.observer is not None:
@@ -308,11 +274,10 @@ class PackWeights(_OfPack, layers.ObservedWeights):
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(layout, raw, self.operations)
 
-    def ngram_table(self, layer: int) -> "mixers.RowTable":
-        """Returns the n-gram table of a decoder layer that has one; threads read its rows."""
+    def ngram_table(self, layer: int) -> "compute.RowTable":
         if self._tables is None:
             self._tables = PackTables(self._pack)
-        return self._tables.table(layer)
+        return partial(self._tables.begin, layer)
 
     def close(self) -> None:
         """Ends the threads that read n-gram tables."""
@@ -322,10 +287,7 @@ class PackWeights(_OfPack, layers.ObservedWeights):
 
 
 class MappedPackWeights(PackWeights, layers.ExpertRunner):
-    """The weights of an open pack on the CPU, whose experts native operations use in their mapped files.
-
-    An expert is checked when it is first needed.
-    """
+    """The weights of an open pack on the CPU; native operations use experts, checked once, in their mapped files."""
 
     operations: NativeOperations
 
@@ -335,7 +297,6 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         self._mapped: dict[tuple[int, int], MappedExpert] = {}
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """Returns an expert in its mapped file; it is checked the first time."""
         self.bytes_read += self._pack.layout.experts[layer_idx][expert].num_bytes
         return self._mapped_expert(layer_idx, expert)
 
@@ -360,11 +321,6 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         router_weights: Tensor,
         partial_state: layers.PartialState | None = None,
     ) -> Tensor:
-        """Returns the outputs of a layer's routed experts for x float32 [T, d], weighted and added up.
-
-        Args:    experts, router_weights: int64 and float32 [T, k].
-        Raises:  PackError if an expert is damaged or its file is truncated; with the last layer, if any file is.
-        """
         if self.observer is not None:
             self.observer.routed(layer_idx, experts.numpy())
         works = []
@@ -387,17 +343,11 @@ class MappedPackWeights(PackWeights, layers.ExpertRunner):
         return type(self).run_experts is MappedPackWeights.run_experts
 
     def expert_rows(self, layer_idx: int, expert: int) -> cpu.ExpertRows:
-        """Returns the rows of an expert in its mapped file, which stay where they are; it is checked the first time.
-
-        Raises:  PackError if the expert is damaged.
-        """
+        """Returns the rows of an expert in its mapped file; raises PackError if it is damaged."""
         return self._mapped_expert(layer_idx, expert).rows
 
     def note_run(self, layer_idx: int, experts: NDArray[np.int64], router_weights: NDArray[np.float32]) -> None:
-        """Takes note that native layers have run a layer's experts: int64 and float32 [T, k].
-
-        Raises:  PackError with the last layer, if a file is truncated.
-        """
+        """Notes experts, int64 and float32 [T, k], that native layers ran; raises PackError if a file was cut."""
         if self.observer is not None:
             self.observer.routed(layer_idx, experts)
         ran = experts[0] if len(experts) == 1 else experts[router_weights != 0]
@@ -425,10 +375,9 @@ def open_weights(pack: formats.Pack, device: torch.device, operations: Operation
 
 
 def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
-    """Yields each expert that runs with its tokens and their weights, in rising order, so that sums have one order.
+    """Yields each running expert with its tokens and weights, in rising order, so that sums have one order.
 
-    An expert does not run for a token for which it has the weight zero, as beyond its capacity.
-    Args:    experts, weights: int64 and float32 [T, k].
+    Args:    experts, weights: int64 and float32 [T, k]; with the weight zero an expert does not run for the token.
     """
     chosen, flat, (num_tokens, k) = experts.ravel().tolist(), weights.numpy().ravel(), experts.shape
     order = sorted(range(len(chosen)), key=chosen.__getitem__)
@@ -448,10 +397,7 @@ def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, ND
 
 
 class StreamedPackWeights(_OfPack):
-    """The weights of an open pack, of which every matrix is read each time it is needed; the caller closes the pack.
-
-    Raises:  PackError if the dense part is damaged; later, if a needed expert is.
-    """
+    """The weights of an open pack, each read, and checked, when it is needed; the caller closes the pack."""
 
     def __init__(self, pack: formats.Pack, device: torch.device, operations: Operations = TORCH) -> None:
         super().__init__(pack, device, operations)
@@ -459,11 +405,9 @@ class StreamedPackWeights(_OfPack):
         self._dense = {dense.role.name: dense for dense in pack.layout.dense}
 
     def vector(self, role: str) -> Tensor:
-        """Returns a norm's weight or a bias, float32 [n]."""
         return stored_vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
 
     def matrix(self, role: str) -> matrices.Matrix:
-        """Returns a dense matrix by its role, which reads its rows when they are needed."""
         num_rows, num_cols = self._dense[role].role.shape
         return matrices.ReadMatrix(num_rows, num_cols, lambda start, stop: self.rows(role, start, stop))
 
@@ -477,27 +421,29 @@ class StreamedPackWeights(_OfPack):
         return stored_matrix(self._dense[role], self._rows(role, start, stop), self.operations).rows(0, stop - start)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """Reads an expert from the pack and checks it."""
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(self._pack.layout.experts[layer_idx][expert], raw, self.operations)
 
-    def ngram_table(self, layer: int) -> "mixers.RowTable":
-        """Returns the n-gram table of a decoder layer, whose rows are read when somebody waits for them."""
+    def ngram_table(self, layer: int) -> "compute.RowTable":
         pack, table = self._pack, next(table for table in self._pack.layout.ngrams if table.layer == layer)
-        return mixers.LaterTable(lambda numbers: table_values(table, pack.read_ngram_rows(table, numbers), numbers))
+
+        def read(numbers: reads.Numbers) -> Tensor:
+            return table_values(table, pack.read_ngram_rows(table, numbers), numbers)
+
+        return lambda numbers: compute.LaterRows(partial(read, numbers))
 
     def _rows(self, role: str, start: int, stop: int) -> Tensor:
         return torch.from_numpy(self._pack.read_dense(self._dense[role].entry, start, stop)).to(self._device)
 
 
 def stored_vector(dense: DenseLayout, raw: Tensor) -> Tensor:
-    """Returns a vector, given as its stored bytes, u8: float32 [n]."""
+    """Returns a vector from its stored bytes, u8: float32 [n]."""
     vector = raw.view(matrices.TORCH_DTYPES[dense.dtype]).to(torch.float32)
     return vector + dense.role.offset if dense.role.offset else vector
 
 
 def stored_matrix(dense: DenseLayout, raw: Tensor, operations: Operations = TORCH) -> matrices.Matrix:
-    """Returns a matrix of some rows, given as their stored bytes, u8."""
+    """Returns a matrix of some rows from their stored bytes, u8."""
     if dense.rows is not None:
         return matrices.RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes), operations)
     values = raw.view(matrices.TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1])

@@ -1,4 +1,4 @@
-"""Forward passes over sequences: several at once, drafted tokens that are verified together, and what a pass leaves.
+"""Forward passes over sequences: several at once, drafted tokens that are verified together, and failed passes.
 
 `Pass` has the sequences of a pass, each with its cache and rotary angles. `SequencePasses` makes passes: it appends
 tokens to a sequence in chunks, one token to each of several sequences, or several tokens that are computed as if each
@@ -16,14 +16,15 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.model import layers
-from moe_pack.runtime.model.caches import Angles, CachedSequence, KVCache, LayerState, joined_angles, layer_cache
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.caches import Angles, LayerState, layer_cache
+from moe_pack.runtime.model.compute.weights import Weights
+from moe_pack.runtime.model.kv_cache import CachedSequence, KVCache, joined_angles
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.model import mixers
+    from moe_pack.runtime.model import compute
 
 MAX_CALL_TOKENS = 16  # of a sequence in a pass that native calls of layers take: for more, they gain nothing
-_Rows = list["mixers.NgramRows | None"]  # of each sequence's tokens in n-gram tables
+_Rows = list["compute.NgramRows | None"]  # of each sequence's tokens in n-gram tables
 
 
 class Pass:
@@ -53,7 +54,7 @@ class Pass:
             sequence.cache.num_tokens += self._num_new
 
     def add_ngrams(self, x: Tensor, layer: int, is_trial: bool = False) -> Tensor:
-        """Returns hidden states with a layer's n-grams added; x itself in a layer without any."""
+        """Adds a layer's n-grams to hidden states, if it has any."""
         if self._weights.spec.ngrams_of(layer) is None:
             return x
         each = zip(self._rows, self._ngram_rows, self._ngram_states(layer, is_trial), strict=True)
@@ -64,14 +65,10 @@ class Pass:
         return cast(layer_cache.Batch[layer_cache.LayerCache], self._kept(layer, is_trial=False))
 
     def angles(self, layer: int) -> Angles:
-        """Returns the rotary angles of all tokens in a layer."""
         return self._angles[self._weights.spec.attention_kind(layer)]
 
     def add_attention(self, x: Tensor, layer: int, is_trial: bool = False) -> Tensor:
-        """Returns hidden states with a layer's attention, or its mixer, added.
-
-        Args:    is_trial: the outcome does not count, and leaves no trace in the caches.
-        """
+        """Adds a layer's attention, or its mixer, to hidden states; a trial leaves no trace in the caches."""
         kept = cast(layer_cache.Batch[layer_cache.LayerCache], self._kept(layer, is_trial))
         return layers.add_attention(x, self._weights, layer, kept, self.angles(layer))
 
@@ -97,11 +94,7 @@ class Pass:
 
 
 class TokenPass(Pass):
-    """Some new tokens of one sequence, which have a pass together and are computed as if each had its own.
-
-    Every token is treated as a sequence that is one token longer than the one before it. All of them have the same
-    caches, in which each finds what the tokens before it have just entered.
-    """
+    """New tokens of one sequence in a pass, each computed as if alone; the caches give it the tokens before it."""
 
     def __init__(self, weights: Weights, sequence: CachedSequence, rows: _Rows) -> None:
         start, num_new = sequence.num_tokens, len(rows)
@@ -136,12 +129,15 @@ class SequencePasses(ABC):
 
     @abstractmethod
     def run_layers(self, x: Tensor, batch: Pass, ids: Tensor, ends_early: bool) -> Tensor:
-        """Returns the hidden states of tokens int64 [T] after the last layer."""
+        """Returns the hidden states of tokens int64 [T] after the last layer, from those before the first, [T, d].
+
+        Args:    ends_early: the last layer's experts run for the last token alone, whose state alone is returned.
+        """
 
     # ---- one sequence -----------------------------------------------------------------------------------------------
 
     def extend(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
-        """Appends tokens to one of the sequences; returns the logits of the token after the last, float32 [vocabulary].
+        """Appends tokens to one of the sequences; returns the logits after the last, float32 [vocabulary].
 
         Raises:  RunError if the context is full or a token is not in the vocabulary.
         """
@@ -178,11 +174,10 @@ class SequencePasses(ABC):
         return hidden if last_only or kept == before else [torch.cat(hidden)[before:]]
 
     def _may_end_early(self, sequence: CachedSequence) -> bool:
-        """Whether the last layer's experts may run for the last token of each pass of a prompt alone.
+        """Returns whether the last layer's experts may run for the last token of each pass of a prompt alone.
 
-        Nothing else needs the others' outputs but a drafter that follows the sequence, and routers whose experts take a
-        number of tokens at most; a GPU computes whole passes. Passes that calls of layers may take are whole, too, so
-        that calls change no bit.
+        Drafters that follow the sequence, and routers with a capacity, need the others' outputs; a GPU computes whole
+        passes. Passes that calls of layers may take are whole, too, so that calls change no bit.
         """
         return self.device.type == "cpu" and sequence.follower is None and not self.spec.router.capacity
 
@@ -191,8 +186,7 @@ class SequencePasses(ABC):
     def extend_each(self, sequences: Sequence[CachedSequence], ids: Sequence[int]) -> Tensor:
         """Appends a token to each of some sequences, in one pass; returns the logits after them, float32 [n, vocab].
 
-        With native kernels the logits of a sequence are those that it has alone, to the bit.
-        Raises:  RunError as `extend`, before anything runs.
+        With native kernels these are, to the bit, those of each alone. Raises as `extend`, before anything runs.
         """
         if len(ids) == 1:
             return self.extend(sequences[0], [ids[0]])[None]
@@ -210,7 +204,6 @@ class SequencePasses(ABC):
 
     @torch.inference_mode()
     def _extend_together(self, sequences: list[CachedSequence], ids: list[int]) -> Tensor:
-        """Returns the logits after a token of each sequence, float32 [n, vocabulary]."""
         rows: _Rows = []
         with self._alone(sequences, rows):
             for sequence, token in zip(sequences, ids, strict=True):
@@ -225,10 +218,7 @@ class SequencePasses(ABC):
     # ---- drafts -----------------------------------------------------------------------------------------------------
 
     def most_verified(self, sequence: CachedSequence) -> int:
-        """Returns how many tokens `verify` may append to a sequence now.
-
-        It is 1 where tokens cannot be taken back, or where all positions get other angles.
-        """
+        """Returns how many tokens `verify` may append now: 1 if they cannot be taken back or change all angles."""
         before = sequence.num_tokens
         most = min(
             sequence.cache.context_tokens - before,
@@ -244,9 +234,9 @@ class SequencePasses(ABC):
     def verify(self, sequence: CachedSequence, ids: list[int]) -> Tensor:
         """Appends tokens to a sequence in one pass; returns the logits after each, float32 [n, vocabulary].
 
-        With native kernels these are the logits that the tokens have one after the other, to the bit. `keep` drops the
-        tokens that turn out to be wrong. Where the cache has states, it leads back to the position before these tokens,
-        and no longer to the one that was saved last.
+        With native kernels these are the logits that the tokens have one after the other, to the bit. `keep` drops
+        wrong tokens. A cache with states then leads back to the position before these tokens, and no longer to the one
+        saved last.
         Args:    ids: at most `most_verified`.
         Raises:  RunError as `extend`, before anything runs.
         """
@@ -260,10 +250,7 @@ class SequencePasses(ABC):
 
     @torch.inference_mode()
     def keep(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Keeps the first tokens of a sequence, of those that the last `verify` appended at least one.
-
-        Where the cache has states, the kept tokens run again, from the states before them.
-        """
+        """Keeps the first tokens, at least one of the last `verify`; with states, the kept tokens run again."""
         num_dropped = sequence.num_tokens - num_tokens
         if not num_dropped:
             return
@@ -290,7 +277,6 @@ class SequencePasses(ABC):
     # ---- a pass -----------------------------------------------------------------------------------------------------
 
     def _run(self, batch: Pass, ids: Tensor, ends_early: bool = False) -> Tensor:
-        """Runs one forward pass over tokens int64 [T]; returns the hidden states after the last layer, [T, d]."""
         if isinstance(self.weights, layers.ExpertRunner):
             self.weights.begin_pass(ids, 1 if ends_early else len(ids))
         x = self.run_layers(layers.embed(ids, self.weights), batch, ids, ends_early)
@@ -303,7 +289,7 @@ class SequencePasses(ABC):
 
     @contextmanager
     def _alone(self, sequences: list[CachedSequence], rows: _Rows) -> Iterator[None]:
-        """Computes each token of a pass as if it were alone; closes its rows, and drops what a failed pass leaves."""
+        """Computes each token of a pass as if it were alone; a failed pass is cut back."""
         before = [sequence.num_tokens for sequence in sequences]
         try:
             with self.weights.operations.tokens_alone(), self._told(is_batch=True):
@@ -319,7 +305,7 @@ class SequencePasses(ABC):
 
     @contextmanager
     def _told(self, is_batch: bool = False, is_prompt: bool = False) -> Iterator[None]:
-        """Tells weights that run experts themselves what the tokens of a pass are."""
+        """Tells weights that run experts themselves the kind of a pass."""
         runner = self.weights if isinstance(self.weights, layers.ExpertRunner) else None
         if runner is not None:
             runner.is_batch, runner.is_prompt = is_batch, is_prompt
@@ -334,14 +320,11 @@ class SequencePasses(ABC):
             raise RunError(f"the context of {sequence.cache.context_tokens} tokens is full")
         layers.check_vocabulary(ids, self.spec)
 
-    def _chunks(self, ids: list[int], num_new: int) -> "Generator[tuple[Tensor, mixers.NgramRows | None], None, None]":
-        """Yields the tokens of each pass, int64 [T], and their rows, which are read while the pass before it runs.
-
-        Args:    ids: the sequence, its new tokens last.
-        """
+    def _chunks(self, ids: list[int], num_new: int) -> "Generator[tuple[Tensor, compute.NgramRows | None], None, None]":
+        """Yields the tokens of each pass, int64 [T], and their rows, read ahead, for the last `num_new` of ids."""
         first, step = len(ids) - num_new, self.chunk_tokens
         rows = self._ngram_rows(ids, first, min(first + step, len(ids)))
-        ahead: mixers.NgramRows | None = None
+        ahead: compute.NgramRows | None = None
         try:
             for start in range(first, len(ids), step):
                 stop = min(start + step, len(ids))
@@ -354,22 +337,18 @@ class SequencePasses(ABC):
                 if left is not None:
                     left.close()
 
-    def _ngram_rows(self, ids: list[int], start: int, stop: int) -> "mixers.NgramRows | None":
+    def _ngram_rows(self, ids: list[int], start: int, stop: int) -> "compute.NgramRows | None":
         """Begins to read the rows of positions `start` to `stop` in all n-gram tables; None without tables."""
         ngrams = self.spec.ngrams
         if ngrams is None:
             return None
-        from moe_pack.runtime.model.mixers import NgramRows
+        from moe_pack.runtime.model.compute import NgramRows
 
         tokens = torch.tensor(ids[max(start - ngrams.ngram_size + 1, 0) : stop])
         return NgramRows(ngrams, self.weights.ngram_table, tokens, stop - start)
 
 
 def _keep_what_is_whole(cache: KVCache, kept: int) -> None:
-    """Drops what a pass that failed has left in a cache.
-
-    The first `kept` tokens stay, unless the pass was to compute them again, or a ring lost places to new tokens, or
-    states moved on with some layers.
-    """
+    """Cuts a cache back after a failed pass: to `kept` tokens, or none if places or states of these are lost."""
     is_whole = not cache.states and (cache.num_tokens == kept or not cache.is_ring)
     cache.num_tokens = kept if is_whole else 0

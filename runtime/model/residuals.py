@@ -1,13 +1,12 @@
-"""How the halves of a layer read the hidden states and change them, a class for each kind of residual.
+"""Residuals: how the halves of a layer read and change the hidden states, a class a kind.
 
     plain:  x = x + attention(norm(x));  x = x + mlp(norm(x))
 
 Between layers, hidden states are float32 [T, w], where w is d, or with several streams a multiple of it. A half gets
-`half_input` and returns float32 [T, d], which `enter` or `enter_second` adds.
+`half_input` and returns float32 [T, d]; `enter` or `enter_second` adds it.
 """
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from moe_pack.formats import parts
 from moe_pack.formats.parts import residual
-from moe_pack.runtime.model.matrices import linear
-from moe_pack.runtime.model.weights import Weights, norm
+from moe_pack.runtime.model.compute.matrices import linear
+from moe_pack.runtime.model.compute.weights import Weights, norm, unit
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -26,36 +25,35 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 class Residual:
-    """The plain residual, and what the other kinds share with it."""
+    """The plain residual, and the base of the other kinds."""
+
+    def __init__(self, spec: Any) -> None:
+        self._spec = spec
 
     def begin(self, x: Tensor) -> Tensor:
         """Returns the hidden states [T, w] before the first layer, from embeddings float32 [T, d]."""
         return x
 
     def half_input(self, x: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
-        """Returns what a half of a layer gets, float32 [T, d], of hidden states [T, w]."""
+        """Returns the input of a half of a layer, float32 [T, d], from hidden states [T, w]."""
         return norm(x, weights, f"layers.{layer}.{half}_norm")
 
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
-        """Returns hidden states [T, w] after a half of a layer, whose output is y float32 [T, d]."""
+        """Returns hidden states [T, w] after a half of a layer with output y float32 [T, d]."""
         return x + scaled(y, weights.spec.residual_multiplier)
 
     def enter_second(
         self, x: Tensor, unrouted: Tensor | None, routed: Tensor | None, weights: Weights, layer: int
     ) -> Tensor:
-        """Returns hidden states [T, w] after a layer.
-
-        Args:    x: after its first half.   unrouted: the output of its shared or dense expert, float32 [T, d]; None if
-                 there is none.   routed: the weighted sum of its routed experts likewise. One of both is there.
-        """
+        """Returns hidden states [T, w] after a layer, from x after its first half and one or both outputs [T, d]."""
         return self.enter(x, _sum(unrouted, routed), weights, layer, "mlp")
 
     def end(self, x: Tensor, weights: Weights) -> Tensor:
-        """Returns the input of the head, float32 [T, d], of hidden states [T, w] after the last layer."""
+        """Returns the input of the head, float32 [T, d], from hidden states [T, w] after the last layer."""
         return norm(x, weights, "norm")
 
     def experts_norm(self, weights: Weights, layer: int) -> Tensor | None:
-        """Returns the weights of the norm that a layer's routed experts have of their own, float32 [d], or None."""
+        """Returns the weights of a norm of a layer's routed experts alone, float32 [d], or None."""
         return None
 
     def shared_norm(self, weights: Weights, layer: int) -> Tensor | None:
@@ -69,21 +67,15 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor:
     return given[0] if len(given) == 1 else given[0] + given[1]
 
 
-def _unit(x: Tensor, weights: Weights) -> Tensor:
-    """Returns x float32 [..., n] over the rms of its rows, with the model's eps."""
-    return weights.operations.rms_norm(x, torch.ones(x.shape[-1], device=x.device), weights.spec.norm.eps)
-
-
 class _Normed(Residual):
-    """Outputs are normed before they are added."""
+    """Norms outputs before they are added."""
 
-    def __init__(self, spec: parts.NormedResidualSpec) -> None:
-        self._spec = spec
+    _spec: parts.NormedResidualSpec
 
     def half_input(self, x: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         if residual.has_input_norm(self._spec, half, layer in weights.spec.moe_layers):
             return super().half_input(x, weights, layer, half)
-        return _unit(x, weights) if self._spec.apart and half == "mlp" else x
+        return unit(x, weights) if self._spec.apart and half == "mlp" else x
 
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         if residual.has_output_norm(self._spec, half, layer in weights.spec.moe_layers):
@@ -113,8 +105,7 @@ class _Normed(Residual):
 class _NormedState(Residual):
     """A half's output is added to the normed hidden states that it read."""
 
-    def __init__(self, spec: parts.NormedStateSpec) -> None:
-        self._spec = spec
+    _spec: parts.NormedStateSpec
 
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         factors = self._spec.mlp if half == "mlp" else self._spec.attention
@@ -155,8 +146,7 @@ class _Waiting(Residual):
 class _Shortcut(_Waiting):
     """The routed experts of some layers join the hidden states one layer later."""
 
-    def __init__(self, spec: parts.ShortcutResidualSpec) -> None:
-        self._spec = spec
+    _spec: parts.ShortcutResidualSpec
 
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         d = weights.spec.hidden_size
@@ -173,8 +163,7 @@ class _Shortcut(_Waiting):
 class _Parallel(_Waiting):
     """Both halves read the same hidden states, through one norm, and are added together."""
 
-    def __init__(self, spec: parts.ParallelResidualSpec) -> None:
-        self._spec = spec
+    _spec: parts.ParallelResidualSpec
 
     def half_input(self, x: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         return super().half_input(x, weights, layer, "attention")
@@ -194,11 +183,10 @@ class _Parallel(_Waiting):
 class _GatedStreams(Residual):
     """A half reads the average of the normed streams, each value behind a gate, and enters each stream by a weight."""
 
-    def __init__(self, spec: parts.GatedStreamsSpec) -> None:
-        self._num = spec.streams
+    _spec: parts.GatedStreamsSpec
 
     def begin(self, x: Tensor) -> Tensor:
-        return x.repeat(1, self._num)
+        return x.repeat(1, self._spec.streams)
 
     def half_input(self, x: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         return self._average(x, weights, f"layers.{layer}.{half}_streams")
@@ -206,26 +194,25 @@ class _GatedStreams(Residual):
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
         role = f"layers.{layer}.{half}_streams"
         inject = linear(self._normed(x, weights, role), weights.matrix(f"{role}.inject"))
-        return x + ((2 * (inject / self._num).sigmoid())[:, :, None] * y[:, None]).flatten(1)
+        return x + ((2 * (inject / self._spec.streams).sigmoid())[:, :, None] * y[:, None]).flatten(1)
 
     def end(self, x: Tensor, weights: Weights) -> Tensor:
         return self._average(x, weights, "streams")
 
     def _normed(self, x: Tensor, weights: Weights, role: str) -> Tensor:
-        return _unit(x.view(len(x), self._num, -1), weights).flatten(1) * weights.vector(f"{role}.norm")
+        return unit(x.view(len(x), self._spec.streams, -1), weights).flatten(1) * weights.vector(f"{role}.norm")
 
     def _average(self, x: Tensor, weights: Weights, role: str) -> Tensor:
         normed = self._normed(x, weights, role)
-        gates = torch.nn.functional.silu(linear(normed, weights.matrix(f"{role}.down")) / self._num)
+        gates = torch.nn.functional.silu(linear(normed, weights.matrix(f"{role}.down")) / self._spec.streams)
         gates = linear(gates, weights.matrix(f"{role}.up")).sigmoid()
-        return (gates * normed).view(len(x), self._num, -1).mean(dim=1)
+        return (gates * normed).view(len(x), self._spec.streams, -1).mean(dim=1)
 
 
 class _MixedStreams(Residual):
     """A half reads a weighted sum of the streams, normed, and enters each; the streams are mixed."""
 
-    def __init__(self, spec: parts.MixedStreamsSpec) -> None:
-        self._spec = spec
+    _spec: parts.MixedStreamsSpec
 
     def begin(self, x: Tensor) -> Tensor:
         return x.repeat(1, self._spec.streams)
@@ -241,17 +228,14 @@ class _MixedStreams(Residual):
         return x + (enter[:, :, None] * y[:, None]).flatten(1)
 
     def end(self, x: Tensor, weights: Weights) -> Tensor:
-        found = linear(_unit(x, weights), weights.matrix("streams.weights")) * weights.vector("streams.scale")
+        found = linear(unit(x, weights), weights.matrix("streams.weights")) * weights.vector("streams.scale")
         shares = (found + weights.vector("streams.base")).sigmoid() + self._spec.eps
         return norm(_weighted(x, shares), weights, "norm")
 
     def _shares(self, x: Tensor, weights: Weights, role: str) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns by what shares streams are read, float32 [T, n], an output enters them, [T, n], and they are mixed.
-
-        The last, float32 [T, n, n], is of stream j in stream k; None if streams are not mixed.
-        """
+        """Returns shares by which streams are read [T, n], entered [T, n], and mixed [T, n, n] (j in k) or None."""
         spec, n, scale = self._spec, self._spec.streams, weights.vector(f"{role}.scale")
-        found = linear(_unit(x, weights), weights.matrix(f"{role}.weights"))
+        found = linear(unit(x, weights), weights.matrix(f"{role}.weights"))
         base = weights.vector(f"{role}.base")
         read = (found[:, :n] * scale[0] + base[:n]).sigmoid() + spec.eps
         enter = spec.magnitude * (found[:, n : 2 * n] * scale[1] + base[n : 2 * n]).sigmoid()
@@ -266,14 +250,13 @@ class _MixedStreams(Residual):
 
 
 def _weighted(x: Tensor, shares: Tensor) -> Tensor:
-    """Returns the sum of streams [T, n d] by shares [T, n]: float32 [T, d]."""
     return (x.view(*shares.shape, -1) * shares[:, :, None]).sum(dim=1)
 
 
-_KINDS: dict[type, Callable[[Any], Residual]] = {
+_KINDS: dict[type, type[Residual]] = {
     parts.NormedResidualSpec: _Normed,
     parts.NormedStateSpec: _NormedState,
-    parts.GatedNormsSpec: lambda _: _GatedNorms(),
+    parts.GatedNormsSpec: _GatedNorms,
     parts.ShortcutResidualSpec: _Shortcut,
     parts.ParallelResidualSpec: _Parallel,
     parts.GatedStreamsSpec: _GatedStreams,
@@ -284,4 +267,4 @@ _KINDS: dict[type, Callable[[Any], Residual]] = {
 @lru_cache(maxsize=64)
 def residual_of(spec: residual.ResidualSpec | None) -> Residual:
     """Returns the residual of a model; None: the plain one."""
-    return Residual() if spec is None else _KINDS[type(spec)](spec)
+    return (Residual if spec is None else _KINDS[type(spec)])(spec)

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from moe_pack import formats
 from moe_pack.formats.pack import layouts
 from moe_pack.formats.parts import heads, specs
-from moe_pack.runtime.model import PREFILL_TOKENS, caches, mixers, operations
-from moe_pack.runtime.model.attention import kinds, softmax
+from moe_pack.runtime.model import PREFILL_TOKENS, caches, compute, kv_cache
+from moe_pack.runtime.model.attention import kinds
+from moe_pack.runtime.model.compute import operations, softmax
 from moe_pack.runtime.offload.presets import ROUTING_FILE
 
 LEAST_PREFILL_TOKENS = 16  # with shorter passes a prompt would read every expert again and again
@@ -447,7 +448,7 @@ def cache_bytes(
     if spec.encoder is not None:
         return 4 * (specs.cache_values(spec, context_tokens, chunk_tokens) + 2 * specs.state_values(spec))
     layers = range(spec.num_hidden_layers)
-    cached = sum(caches.layer_cache_bytes(spec, layer, context_tokens, chunk_tokens, kv_dtype) for layer in layers)
+    cached = sum(kv_cache.layer_cache_bytes(spec, layer, context_tokens, chunk_tokens, kv_dtype) for layer in layers)
     return cached + 4 * 2 * specs.state_values(spec)
 
 
@@ -552,7 +553,7 @@ def ngram_bytes(spec: formats.ModelSpec) -> int:
         return 0
     ngrams, width = spec.ngrams, spec.stream_width
     row_bytes = layouts.plain_layout(ngrams.row_values, "F32").row_bytes
-    buffers = mixers.SLOTS_PER_TABLE * len(ngrams.layers) * mixers.SLOT_TOKENS * ngrams.num_heads * row_bytes
+    buffers = compute.SLOTS_PER_TABLE * len(ngrams.layers) * compute.SLOT_TOKENS * ngrams.num_heads * row_bytes
     vectors = sum(role.shape[0] for role in ngrams.roles(spec.hidden_size, width, 0.0) if len(role.shape) == 1)
     return buffers + 4 * (len(ngrams.layers) * vectors + 3 * ngrams.state(width).num_values)
 

@@ -20,9 +20,9 @@ from moe_pack.formats import Pack
 from moe_pack.formats.parts.specs import first_moe_layers
 from moe_pack.runtime import model
 from moe_pack.runtime.cpu import SelectedNeurons
+from moe_pack.runtime.model.compute.router import expert_scores
+from moe_pack.runtime.model.compute.weights import from_experts, to_experts
 from moe_pack.runtime.model.layers import expert_inputs, experts_of_tokens, router_logits, weights_of_experts
-from moe_pack.runtime.model.router import expert_scores
-from moe_pack.runtime.model.weights import from_experts, to_experts
 from moe_pack.runtime.offload import cache, expert_store, presets
 from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher, most_chosen
 

@@ -25,7 +25,7 @@ from moe_pack.formats.base import errors
 from moe_pack.runtime import sampling
 from moe_pack.runtime.drafts import Drafts
 from moe_pack.runtime.engine.options import check_sampling
-from moe_pack.runtime.model import Decoder, caches
+from moe_pack.runtime.model import Decoder, kv_cache
 from moe_pack.runtime.serve import requests
 from moe_pack.runtime.serve.sessions import SessionStore
 from moe_pack.runtime.text import TextStream
@@ -46,10 +46,10 @@ class PromptScores:
         self.found: list[sampling.TokenLogprob | None] = [None]
         self._decoder, self._prompt_ids, self._top = decoder, prompt_ids, top
         self._num_rows = max(1, SCORED_BYTES // (20 * decoder.spec.vocab_size))
-        self._other: caches.Follower | None = None
+        self._other: kv_cache.Follower | None = None
 
     @contextmanager
-    def following(self, sequence: caches.CachedSequence) -> Iterator[None]:
+    def following(self, sequence: kv_cache.CachedSequence) -> Iterator[None]:
         """Follows a sequence in a block; another follower goes on as well."""
         self._other, sequence.follower = sequence.follower, self
         try:
@@ -203,7 +203,7 @@ def _overlap(text: str, stop: str) -> int:
 class Slot:
     """One of the decoder's sequences, and the job that has it; None if it is idle."""
 
-    def __init__(self, sequence: caches.CachedSequence) -> None:
+    def __init__(self, sequence: kv_cache.CachedSequence) -> None:
         self.sequence = sequence
         self.job: Job | None = None
         self.used = 0  # a number that rises with each use

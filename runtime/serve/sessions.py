@@ -32,7 +32,7 @@ from moe_pack import formats
 from moe_pack.formats import load
 from moe_pack.formats.base import json_files
 from moe_pack.formats.pack import safetensors
-from moe_pack.runtime.model import caches
+from moe_pack.runtime.model import caches, kv_cache
 
 LEAST_TOKENS = 64  # of a session; a shorter one is computed as fast
 _SUFFIX, _VERSION = ".session", 3
@@ -140,7 +140,7 @@ class SessionStore:
         """The bytes of all sessions."""
         return sum(session.num_bytes for session in self._sessions)
 
-    def save(self, sequence: caches.CachedSequence) -> bool:
+    def save(self, sequence: kv_cache.CachedSequence) -> bool:
         """Saves a sequence, in place of the sessions that it goes on from; returns whether it is on the disk.
 
         A disk that is full, or fails, is no error: the sequence will be computed again.
@@ -161,7 +161,7 @@ class SessionStore:
         self.num_saved += 1
         return True
 
-    def load(self, prompt_ids: list[int], sequence: caches.CachedSequence, kept: int) -> bool:
+    def load(self, prompt_ids: list[int], sequence: kv_cache.CachedSequence, kept: int) -> bool:
         """Loads the session that has most in common with a prompt, if that is well above `kept` tokens.
 
         A session that is damaged is left alone, and the next best is taken.
@@ -190,7 +190,7 @@ class SessionStore:
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
-    def _write(self, sequence: caches.CachedSequence, ids: Ids) -> None:
+    def _write(self, sequence: kv_cache.CachedSequence, ids: Ids) -> None:
         sequence.save_checkpoint()
         tensors = {"ids": torch.from_numpy(ids)}
         for number, part in enumerate(sequence.cache.whole_parts(len(ids))):
@@ -307,7 +307,7 @@ class SessionStore:
             raise SessionError("its keys and values are of another --kv-dtype")
         return facts, crcs
 
-    def _read(self, session: _Session, sequence: caches.CachedSequence) -> None:
+    def _read(self, session: _Session, sequence: kv_cache.CachedSequence) -> None:
         """Fills a sequence with a session, straight from the disk.
 
         Raises:  SessionError if it is damaged, or its caches are not those of this server.
@@ -321,7 +321,7 @@ class SessionStore:
             if found.checkpoints != positions or not np.array_equal(found.ids, session.ids):
                 raise SessionError("it was changed by another program")
             parts = {f"whole.{place}": part for place, part in enumerate(cache.whole_parts(number))}
-            rooms: list[caches.Checkpoint] = sequence.room_for(len(positions or ()))
+            rooms: list[kv_cache.Checkpoint] = sequence.room_for(len(positions or ()))
             read = (positions or ())[len(positions or ()) - len(rooms) :]
             for room, position in zip(rooms, read, strict=True):
                 room.num_tokens = position

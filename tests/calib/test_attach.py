@@ -19,8 +19,8 @@ from moe_pack.calib.statistics.predictors import recall_precision
 from moe_pack.formats import Pack, PlanError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import CheckpointWeights, add_attention, embed, mlp_input, route_tokens, run_experts
-from moe_pack.runtime.model.caches import KVCache
 from moe_pack.runtime.model.caches.ropes import Rope
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload import ROUTING_FILE, Routing
 from moe_pack.runtime.offload.prefetch import PredictionInput, make_prediction
 from moe_pack.runtime.offload.routing_file import MAX_ROUTED_TOKENS, NO_PREDICTOR, routing_file_bytes

@@ -18,8 +18,8 @@ from moe_pack.calib.evaluate.thresholds import MeasuredThresholds, measure_thres
 from moe_pack.calib.forward import Tokens, num_held_out
 from moe_pack.formats import Pack, PlanError, Selector
 from moe_pack.runtime.model import PackWeights, activations, add_attention, embed, mlp_input, route_tokens
-from moe_pack.runtime.model.caches import KVCache
 from moe_pack.runtime.model.caches.ropes import Rope
+from moe_pack.runtime.model.kv_cache import KVCache
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4)
 TOKENS = random_tokens(10, 16, SHAPE.vocab_size)

@@ -89,7 +89,7 @@ def test_commands_count_states_and_refuse_gpus(tmp_path: Path) -> None:
 
 def test_gradients_of_a_mixer_are_those_of_differences(tmp_path: Path) -> None:
     from moe_pack.runtime.model.caches import LayerState
-    from moe_pack.runtime.model.mixers.recurrence import recur
+    from moe_pack.runtime.model.compute.recurrence import recur
 
     torch.manual_seed(0)
     for log_decay in [-torch.rand(20, 2), -torch.rand(20, 2, 4)]:

@@ -27,7 +27,7 @@ from support.second_reader import BadPackError, SecondReader, rotation_matrix
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.model import TORCH
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.compute.rotation import Rotation
 
 NAME = "rotation.safetensors"
 TOGETHER = f"manifest.json: feature 'rotated' and file {NAME!r} must be present together"

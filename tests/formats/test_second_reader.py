@@ -29,7 +29,7 @@ from moe_pack.formats.pack.layouts import check_rows, row_layout
 from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.model import PackWeights
-from moe_pack.runtime.model.matrices import TORCH_DTYPES
+from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1, 2, 3, 4, 8, 16)

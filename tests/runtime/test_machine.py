@@ -1,7 +1,8 @@
-"""What follows from measured rates, by hand and against simulated reads; and facts kept between commands."""
+"""Times from measured rates, by hand and against simulated reads; facts kept between commands."""
 
 import json
 import re
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,7 @@ import pytest
 from support.cases import case
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import (
-    DiskFacts,
-    FixedCosts,
-    MachineFacts,
-    ReadRate,
-    WidthRate,
-    load_facts,
-    save_facts,
-)
+from moe_pack.runtime import DiskFacts, FixedCosts, MachineFacts, ReadRate, WidthRate, load_facts, save_facts
 from moe_pack.runtime.engine.machine import CpuFacts, LinkFacts, SizedRate, facts_file
 
 SIZES = [4096 << i for i in range(13)]
@@ -161,47 +154,24 @@ def test_facts_of_another_version_are_as_good_as_missing(tmp_path: Path) -> None
     assert load_facts(tmp_path, tmp_path) is None
 
 
-def without_curve(values: dict[str, Any]) -> None:
-    values["facts"]["drive"]["curve"] = []
-
-
-def with_sizes_falling(values: dict[str, Any]) -> None:
-    values["facts"]["drive"]["curve"].reverse()
-
-
-def with_rate_zero(values: dict[str, Any]) -> None:
-    values["facts"]["cpu"]["experts"][0]["rate"] = 0.0
-
-
-def without_single_reads(values: dict[str, Any]) -> None:
-    values["facts"]["drive"]["alone"] = []
-
-
-def with_time_gained(values: dict[str, Any]) -> None:
-    values["facts"]["fixed"]["miss_s"] = -1e-6
-
-
-def with_unknown_key(values: dict[str, Any]) -> None:
-    values["facts"]["drive"]["colour"] = "red"
-
-
-def test_damaged_facts_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    for number, (damage, message) in enumerate(
-        [
-            (without_curve, "drive: curve: sizes are [], expected positive sizes in rising order"),
-            (with_sizes_falling, "drive: curve: sizes are [65536, 4096], expected positive sizes in rising order"),
-            (without_single_reads, "drive: alone: sizes are [], expected positive sizes in rising order"),
-            (with_time_gained, "facts: fixed: miss_s: found -1e-06, expected at least 0"),
-            (with_rate_zero, "facts: cpu: experts[0]: rate: found 0.0, expected at least 0.001 and at most 1e+18"),
-            (with_unknown_key, "facts: drive: unknown key 'colour'"),
-        ]
-    ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
-        with case(damage, message):
+def test_damaged_facts_are_refused_with_what_to_do(new_folder: Callable[[], Path]) -> None:
+    rate = "facts: cpu: experts[0]: rate: found 0.0, expected at least 0.001 and at most 1e+18"
+    none = "sizes are [], expected positive sizes in rising order"
+    falling = "drive: curve: sizes are [65536, 4096], expected positive sizes in rising order"
+    changes: tuple[tuple[str, Callable[[dict[str, Any]], object], str], ...] = (
+        ("drive", lambda drive: drive["curve"].clear(), f"drive: curve: {none}"),
+        ("drive", lambda drive: drive["curve"].reverse(), falling),
+        ("drive", lambda drive: drive["alone"].clear(), f"drive: alone: {none}"),
+        ("fixed", lambda fixed: fixed.update(miss_s=-1e-6), "facts: fixed: miss_s: found -1e-06, expected at least 0"),
+        ("cpu", lambda cpu: cpu["experts"][0].update(rate=0.0), rate),
+        ("drive", lambda drive: drive.update(colour="red"), "facts: drive: unknown key 'colour'"),
+    )
+    for part, damage, message in changes:
+        case_folder = new_folder()
+        with case(part, message):
             file = save_facts(facts(), case_folder, case_folder)
             values = json.loads(file.read_bytes())
-            damage(values)
+            damage(values["facts"][part])
             file.write_text(json.dumps(values))
             expected = f"{file.name}: {message}; remove {file}, or run moe-pack doctor again"
             with pytest.raises(RunError, match=f"^{re.escape(expected)}$"):

@@ -33,7 +33,7 @@ def tight_budget(folder: Path) -> int:
 
 
 def written(folder: Path, *options: str) -> str:
-    """What moe-run writes, without the newline at its end."""
+    """The output of moe-run, without the newline at its end."""
     command = [str(folder), "--prompt", PROMPT, "-n", "24", *options]
     result = CliRunner().invoke(main, command, prog_name="moe-run")
     assert result.exit_code == 0, result.output
@@ -138,8 +138,5 @@ def test_a_damaged_expert_ends_the_text_and_names_its_file(demo: Path, tmp_path:
     for place in places:
         held[place] ^= 1
     file.write_bytes(held)
-    with (
-        load(damaged, tight_budget(demo), context_tokens=CONTEXT) as model,
-        pytest.raises(PackError, match=file.name),
-    ):
+    with load(damaged, tight_budget(demo), context_tokens=CONTEXT) as model, pytest.raises(PackError, match=file.name):
         model.generate(PROMPT, 4, seed=0)

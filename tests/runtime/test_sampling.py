@@ -1,18 +1,21 @@
 """Sampling: greedy, every option against a twin that sorts everything, seeds, log-probabilities, and refusals."""
 
+import json
 import math
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.cases import case
 
-from moe_pack.formats import RunError
+from moe_pack.formats import CheckpointError, RunError
+from moe_pack.formats.families.checkpoint_files import FolderFiles
 from moe_pack.runtime import Sampler, SamplingOptions
-from moe_pack.runtime.engine.options import check_sampling
+from moe_pack.runtime.engine.options import AskedSampling, check_sampling, usual_sampling
 from moe_pack.runtime.sampling import nucleus
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
@@ -191,13 +194,6 @@ def test_each_cut_keeps_the_tokens_that_it_promises() -> None:
             assert set(draws(Sampler(options(**values)), 500)) == kept
 
 
-def test_of_equally_likely_tokens_the_lowest_are_kept() -> None:
-    flat = torch.zeros(40)
-    for values in ({"top_k": 5}, {"top_p": 0.12}):
-        with case(values):
-            assert set(draws(Sampler(options(**values)), 400, flat)) == {0, 1, 2, 3, 4}
-
-
 def test_the_nucleus_is_that_of_a_stable_sort_of_all_tokens() -> None:
     for spread, size in product([0.0, 1.0, 4.0, 12.0], [1, 2, 255, 256, 257, 5000]):
         with case(spread, size):
@@ -226,10 +222,6 @@ def test_a_draw_sorts_a_small_part_of_the_vocabulary_at_most(
         monkeypatch.setattr(torch, name, None)
     Sampler(options(top_p=top_p)).choose(logits)
     assert max(sizes) <= len(logits) / 50
-
-
-def test_a_low_temperature_sharpens() -> None:
-    assert draws(Sampler(options(temperature=0.1)), 200)[1] > 195
 
 
 def test_extreme_options_overflow_nothing() -> None:
@@ -315,3 +307,34 @@ def test_values_out_of_range_are_refused_by_name_and_their_neighbours_pass() -> 
         for value in right:
             with case(name, value):
                 Sampler(options(**{name: value}))
+
+
+def usual(folder: Path, config: dict[str, Any] | None) -> SamplingOptions:
+    path = folder / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if config is not None:
+        path.write_text(json.dumps(config))
+    return usual_sampling(FolderFiles(folder))
+
+
+def test_the_publisher_says_how_unless_the_user_does(tmp_path: Path) -> None:
+    given = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    for config, expected in (
+        (None, SamplingOptions(temperature=0.8, top_p=0.95)),
+        ({}, SamplingOptions(temperature=0.8, top_p=0.95)),
+        (given, SamplingOptions(**given)),
+        ({"temperature": 0.6, "do_sample": False}, SamplingOptions(temperature=0.0, top_p=0.95)),
+        ({"temperature": "hot", "top_k": True, "top_p": None}, SamplingOptions(temperature=0.8, top_p=0.95)),
+        ({"top_k": -1}, SamplingOptions(top_k=0)),
+    ):
+        with case(config):
+            assert usual(tmp_path, config) == expected
+    found = AskedSampling(temperature=0.0, top_k=5).over(usual(tmp_path, given))
+    assert found == SamplingOptions(**{**given, "temperature": 0.0, "top_k": 5})
+
+
+def test_values_out_of_range_name_their_file_or_option(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p: found 2"):
+        usual(tmp_path, {"top_p": 2})
+    with pytest.raises(RunError, match="--repetition-penalty: found 0"):
+        AskedSampling(repetition_penalty=0.0).over(SamplingOptions())

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime.model import router
 from moe_pack.runtime.model.attention import shared
-from moe_pack.runtime.model.router import choose, router_weights
+from moe_pack.runtime.model.compute import router
+from moe_pack.runtime.model.compute.router import choose, router_weights
 
 CLOSE = 1e-5  # scores in float32 that differ by less may come in another order
 

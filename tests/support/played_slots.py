@@ -12,8 +12,8 @@ from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.placements import GpuPlacement
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
 from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
+from moe_pack.runtime.model.compute.weights import to_experts
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.model.weights import to_experts
 from moe_pack.runtime.offload import CacheFacts, Preset, Routing
 from moe_pack.runtime.offload.eviction import eviction_of
 from moe_pack.runtime.offload.paths import PATH_MEMORY

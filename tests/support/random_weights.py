@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_pack.formats import ModelSpec, Selector, dense_roles
 from moe_pack.runtime.model import TORCH, Expert, Matrix, NeuronBlock, StoredMatrix
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.compute.rotation import Rotation
 
 
 class RandomExpert:

@@ -21,7 +21,8 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
-from moe_pack.runtime.model.caches import KVCache, LayerRopes
+from moe_pack.runtime.model.caches import LayerRopes
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.model.layers import enter_second, run_unrouted, with_returned
 
 CPU = torch.device("cpu")

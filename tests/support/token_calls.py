@@ -35,8 +35,8 @@ from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, r
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import HostRows, LayerTables, RunningNeurons, kind_of
 from moe_pack.runtime.model.caches.storage import RowStorage
-from moe_pack.runtime.model.matrices import TORCH_DTYPES
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
+from moe_pack.runtime.model.compute.rotation import Rotation
 
 Call = tuple[str, Callable[[], None]]
 

@@ -1,6 +1,6 @@
 // Recurrences over tokens and short convolutions, whose states live on between calls. All sizes have been checked.
 //
-// The twins in torch are in runtime/model/mixers/recurrence.py. A head belongs to one thread, which runs its tokens one
+// The twins in torch are in runtime/model/compute/recurrence.py. A head belongs to one thread, which runs its tokens one
 // after the other: the state of a head stays in the cache meanwhile.
 #pragma once
 

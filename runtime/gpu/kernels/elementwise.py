@@ -1,6 +1,6 @@
 """Operations of one token on vectors: neuron functions, norms, and the sum of experts' outputs.
 
-A neuron function is `h(g, u) = act(g) * factor(u)`, or `act(u)` without a gate; the twin is `runtime.model.expert`.
+A neuron function is `h(g, u) = act(g) * factor(u)`, or `act(u)` without a gate. Twin: `runtime.model.compute.expert`.
 Clamping leaves a NaN a NaN. Norms take the last dimension, one program a vector; their twins are torch's own.
 `reduce` adds the partial sums of a token's experts in a fixed order, times the router's weights, and the CPU's share.
 `hand_over` writes what the CPU needs for its share to host memory.

@@ -5,7 +5,7 @@ A *pair* is a token and one of its experts. `pairs_by_expert` lists a pass's pai
 `run_group` computes some experts in two steps: one writes each neuron's output (0 if it does not run), the other the
 down product times the router's weight, into a row of `outputs` that belongs to the pair alone. `combine` adds a
 token's rows in ascending order of experts. So the sum depends neither on which experts run together nor on their
-order. The twin is `run_expert` in `runtime.model.expert`.
+order. The twin is `run_expert` in `runtime.model.compute.expert`.
 
 If x is float32, products are as exact as float32's (`dot_exact`). If x is bfloat16, products take bfloat16 on tensor
 cores and are summed in float32: neurons' outputs are rounded to bfloat16 too. Weights are exact in it, apart from

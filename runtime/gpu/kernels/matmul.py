@@ -1,6 +1,6 @@
 """Products with a matrix of the dense part in its stored bytes: for many tokens, for one token, and one row of it.
 
-The twin of `gemm` and `gemv` is `linear` in `runtime.model.matrix`; `gather_row` reads one row, as an embedding does.
+The twin of `gemm` and `gemv` is `linear` in `runtime.model.compute.matrices`. `gather_row` reads one row, an embedding.
 `normed_gemv` normalizes the token before several products, and `gated` makes the neurons of a dense expert, each in one
 launch. A program of these multiplies some blocks of rows, and loads the codes of a block while it multiplies the one
 before.

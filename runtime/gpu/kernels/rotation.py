@@ -1,4 +1,4 @@
-"""The rotation of a layer's expert inputs, and of their sum back; the twin is `runtime.model.rotation`.
+"""The rotation of a layer's expert inputs, and of their sum back; the twin is `runtime.model.compute.rotation`.
 
 A hidden state of d = m 2^k values, m odd, is a matrix [m, 2^k]. A program makes one of its rows: it adds up all rows
 with the factors of the Hartley matrix, then transforms the sum by Walsh and Hadamard in registers, where each of the k
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.runtime.model import Operations
-from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor
+from moe_pack.runtime.model.compute.rotation import Rotation, hartley, odd_factor
 
 _VALUES_PER_THREAD = 16  # of a row; with more, registers are spilled
 _MOST_WARPS = 16

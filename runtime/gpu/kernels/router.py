@@ -2,7 +2,7 @@
 
 Programs compute the logits of some experts each; another one writes the normed hidden state, and another the weight of
 the shared expert, if it has one. The last program to end chooses: a counter in the GPU's memory says which one that is.
-The twins are torch's norms, `linear`, and `runtime.model.router`.
+The twins are torch's norms, `linear`, and `runtime.model.compute.router`.
 
 Experts are chosen by keys of 64 bits: the score's order in the upper half, the negated index in the lower half, so that
 the largest key has the largest score and, of equal scores, the first index. NaN counts as the largest, as in torch's
@@ -27,7 +27,7 @@ from moe_pack.runtime.gpu.kernels.matmul import RowBytes, StoredRows
 from moe_pack.runtime.gpu.kernels.products import dot_part, load_normed_part, load_part
 from moe_pack.runtime.gpu.kernels.rows import INTERPRETED, RowPart, lookup_for
 from moe_pack.runtime.gpu.kernels.tables import PER_LAYER
-from moe_pack.runtime.model.router import least_sum
+from moe_pack.runtime.model.compute.router import least_sum
 
 _SOFTMAX_TOPK, _TOPK_SOFTMAX, _SIGMOID_TOPK, _SPARSEMIXER = (tl.constexpr(kind) for kind in range(4))
 _KINDS = {

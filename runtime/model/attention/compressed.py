@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import parts
-from moe_pack.runtime.model import matrices
-from moe_pack.runtime.model.attention import shared, softmax
+from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes, storage
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import matrices, softmax
+from moe_pack.runtime.model.compute.weights import Weights, unit
 
 
 def cache_shape(spec: parts.CompressedSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
-    """Returns what a layer caches: keys for one head, which are the values, too, and entries."""
+    """Returns the cache of a layer: keys for one head, which are the values, too, and entries."""
     compression, entries = spec.compression, None
     if compression is not None:
         rows, width = storage.RowStorage(dtype, compression.dims(spec.head_dim)), compression.raw_width(spec.head_dim)
@@ -25,32 +25,23 @@ def cache_shape(spec: parts.CompressedSpec, dtype: dtypes.KvDtype) -> layer_cach
     return layer_cache.CacheShape(1, storage.RowStorage(dtype, (spec.head_dim,)), None, entries=entries)
 
 
-def attend(
-    x: Tensor,
-    weights: Weights,
-    spec: parts.CompressedSpec,
-    layer: int,
-    sequences: layer_cache.Batch[layer_cache.LayerCache],
-    angles: ropes.Angles,
-) -> Tensor:
-    """Returns a layer's attention for new tokens x float32 [T, d], normed: float32 [T, d]."""
-    own = _Compressed(weights, spec, layer)
-    return softmax.joined([own.attend(x[each.rows], each.cache, each.angles(angles)) for each in sequences])
+class Compressed(shared.LayerAttention):
+    """Compressed attention of a layer."""
 
-
-class _Compressed(shared.LayerAttention):
     def __init__(self, weights: Weights, spec: parts.CompressedSpec, layer: int) -> None:
         super().__init__(weights, layer)
-        self._spec, self._eps, self._sinks = spec, weights.spec.norm.eps, self.vector("sinks")
+        self._spec, self._sinks = spec, self.vector("sinks")
 
-    def attend(self, x: Tensor, cache: layer_cache.LayerCache, angles: ropes.Angles) -> Tensor:
-        """Returns the attention of a sequence; keys of new tokens, and entries that they complete, enter the cache."""
+    def attend(self, x: Tensor, sequences: layer_cache.Batch[layer_cache.LayerCache], angles: ropes.Angles) -> Tensor:
+        """Returns the attention of new tokens x float32 [T, d], normed: float32 [T, d]."""
+        return softmax.joined([self._attend(x[own.rows], own.cache, own.angles(angles)) for own in sequences])
+
+    def _attend(self, x: Tensor, cache: layer_cache.LayerCache, angles: ropes.Angles) -> Tensor:
         spec, start, number, seen = self._spec, cache.num_tokens, 0, None
-        latent = self.norm(self.linear(x, "q_a"), "q_a_norm", self._eps)
+        latent = self.norm(self.linear(x, "q_a"), "q_a_norm")
         q = self.linear(latent, "q_b").view(len(x), spec.num_heads, spec.head_dim)
-        q = self.weights.operations.rms_norm(q, torch.ones(spec.head_dim, device=x.device), self._eps)
-        q = ropes.rotate_last(q.transpose(0, 1), angles, self.interleaved)
-        key = self.norm(self.linear(x, "kv"), "kv_norm", self._eps)
+        q = ropes.rotate_last(unit(q, self.weights).transpose(0, 1), angles, self.interleaved)
+        key = self.norm(self.linear(x, "kv"), "kv_norm")
         key = ropes.rotate_last(key[None], angles, self.interleaved)
         cache.append(key, key)
         if spec.compression is not None:
@@ -69,11 +60,7 @@ class _Compressed(shared.LayerAttention):
     # ---- queries read a window and entries --------------------------------------------------------------------------
 
     def _read(self, q: Tensor, cache: layer_cache.LayerCache, entries: Tensor, seen: Tensor | None) -> Tensor:
-        """Returns the attention of queries of new tokens, float32 [heads, T, head_dim].
-
-        A token alone reads the entries that it sees and no others.
-        Args:    entries: float32 [n, head_dim].   seen: bool [T, n], the entries that each query sees; None: all.
-        """
+        """Returns the attention of queries [heads, T, head_dim]; a token alone reads only entries that it sees."""
         num_tokens, window, start = q.shape[1], self._spec.sliding_window, cache.num_tokens
         first = max(0, start + 1 - window)
         keys = cache.between(first, start + num_tokens)[0][0]
@@ -133,7 +120,7 @@ class _Compressed(shared.LayerAttention):
     def _compress(
         self, x: Tensor, compression: parts.CompressionSpec, cache: layer_cache.EntryCache, start: int
     ) -> None:
-        """Writes to the cache what entries follow from, of tokens x from position `start` on, and entries."""
+        """Caches the projections of tokens x from position `start` on, and the entries that they complete."""
         size = compression.window_tokens
         names = [*zip(("entry", "index"), compression.dims(self._spec.head_dim), strict=False)]
         raw, places = list[Tensor](), torch.arange(start, start + len(x), device=x.device) % size
@@ -154,7 +141,7 @@ class _Compressed(shared.LayerAttention):
             begin += 2 * width
             if compression.overlap:
                 values, logits = _overlapped(values, before, 0.0), _overlapped(logits, before, -torch.inf)
-            entry = self.norm((values * logits.softmax(dim=1)).sum(dim=1), f"{name}_norm", self._eps)
+            entry = self.norm((values * logits.softmax(dim=1)).sum(dim=1), f"{name}_norm")
             made.append(ropes.rotate_last(entry[None], angles, self.interleaved)[0])
         cache.enter(first, torch.cat(made, dim=1))
 
@@ -169,11 +156,7 @@ class _Compressed(shared.LayerAttention):
         angles: ropes.Angles,
         start: int,
     ) -> Tensor | None:
-        """Returns which entries each token attends to: those that it sees, or the indexer's choice among them.
-
-        Args:    x: float32 [T, d], from position `start` on.   latent: float32 [T, q_lora_rank], of queries.
-        Returns: bool [T, n]; among equal scores, the first entries. None if each token attends to all.
-        """
+        """Returns the entries each token attends to, bool [T, n]: those that it sees, or the indexer's choice."""
         numbers, num_tokens, indexer = torch.arange(num_entries, device=x.device), len(x), spec.indexer
         ended = torch.arange(start + 1, start + num_tokens + 1, device=x.device)[:, None] // spec.window_tokens
         seen = None if num_tokens == 1 else numbers < ended
@@ -191,10 +174,9 @@ class _Compressed(shared.LayerAttention):
 
 
 def _overlapped(rows: Tensor, before: int, fill: float) -> Tensor:
-    """Returns, of windows [n, size, 2 dim], the first half of the window before and the second half of each.
+    """Joins the first half of the window before to the second half of each window: [n - before, 2 size, dim].
 
-    Args:    before: 1 if the first window is only one before; 0 if there is none, and `fill` takes its place.
-    Returns: [n - before, 2 size, dim].
+    Args:    rows: [n, size, 2 dim].   before: 1 if the first window is only one before; 0 if `fill` takes its place.
     """
     earlier, own = rows.chunk(2, dim=-1)
     if not before:

@@ -1,53 +1,42 @@
 """Grouped-query attention: norms and rotation of heads, windows, sinks, gates, and indexers that choose blocks.
 
-The attention itself is an operation, because kernels compute it whole. An indexer chooses blocks of positions for each
-token; while there are no more blocks than it chooses, attention is the plain one.
+The attention itself is an operation, because kernels compute it whole. While there are no more blocks than an indexer
+chooses for each token, attention is the plain one.
 """
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats import parts
-from moe_pack.runtime.model import matrices, operations
-from moe_pack.runtime.model.attention import shared, softmax
+from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes, storage
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import matrices, operations, softmax
+from moe_pack.runtime.model.compute.weights import Weights, unit
 
 
 def cache_shape(spec: parts.GroupedQuerySpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
-    """Returns what a layer caches: keys and values of each head, and an indexer's keys."""
+    """Returns the cache of a layer: keys and values of each head, and an indexer's keys."""
     keys, values = storage.RowStorage(dtype, (spec.head_dim,)), storage.RowStorage(dtype, (spec.value_dim,))
     index_width = 0 if spec.indexer is None else spec.indexer.head_dim
     return layer_cache.CacheShape(spec.num_kv_heads, keys, values, index_width=index_width)
 
 
-def attend(
-    x: Tensor,
-    weights: Weights,
-    spec: parts.GroupedQuerySpec,
-    layer: int,
-    sequences: layer_cache.Batch[layer_cache.LayerCache],
-    angles: ropes.Angles,
-) -> Tensor:
-    """Returns a layer's attention for new tokens x float32 [T, d], normed: float32 [T, d]."""
-    return _Grouped(weights, spec, layer).attend(x, sequences, angles)
+class Grouped(shared.LayerAttention):
+    """Grouped-query attention of a layer."""
 
-
-class _Grouped(shared.LayerAttention):
     def __init__(self, weights: Weights, spec: parts.GroupedQuerySpec, layer: int) -> None:
         super().__init__(weights, layer)
-        self._spec, self._eps, self._operations = spec, weights.spec.norm.eps, weights.operations
+        self._spec, self._eps = spec, weights.spec.norm.eps
         temperature, self._is_rotated = spec.temperature, spec.rotates(layer)
         self._temperature = None if temperature and temperature.is_unrotated and self._is_rotated else temperature
 
     def attend(self, x: Tensor, sequences: layer_cache.Batch[layer_cache.LayerCache], angles: ropes.Angles) -> Tensor:
+        """Returns the attention of new tokens x float32 [T, d], normed: float32 [T, d]."""
         spec, gate = self._spec, None
         q, k = self._projected(x, "q"), self._projected(x, "k")
         v = self._clipped(k if spec.keys_as_values else self._projected(x, "v"))
         if spec.v_norm:
-            heads = v.view(len(x), spec.num_kv_heads, spec.value_dim)
-            ones = torch.ones(spec.value_dim, device=x.device)
-            v = self._operations.rms_norm(heads, ones, self._eps).flatten(1)
+            v = unit(v.view(len(x), spec.num_kv_heads, spec.value_dim), self.weights).flatten(1)
         if spec.value_scale != 1.0:
             v = v * spec.value_scale
         if spec.gated:
@@ -63,22 +52,21 @@ class _Grouped(shared.LayerAttention):
             projected, turns, chosen = (q[own.rows], k[own.rows], v[own.rows]), own.angles(angles), None
             if spec.indexer is not None:
                 chosen = choose_blocks(x[own.rows], self.weights, spec.indexer, self.layer, own.cache, turns)
-            given = norms, turns, self.interleaved, own.cache, spec, window, sinks, chosen
-            outputs.append(self._operations.attend(projected, *given))
+            view = softmax.View(own.cache, spec, window, sinks, chosen)
+            outputs.append(self.weights.operations.attend(projected, norms, turns, self.interleaved, view))
         mixed = softmax.joined(outputs)
         if gate is not None:
             mixed = mixed * gate.sigmoid()
         return self._projected(self.gated(mixed, x, spec.gate, spec.value_dim), "o")
 
     def _projected(self, x: Tensor, name: str) -> Tensor:
-        y = self.linear(x, name)
-        return y + self.vector(f"{name}_bias") if name in self._spec.bias else y
+        return self.linear(x, name, name in self._spec.bias)
 
     def _clipped(self, x: Tensor) -> Tensor:
         return x if self._spec.clip is None else x.clamp(-self._spec.clip, self._spec.clip)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, operations.HeadNorms | None]:
-        """Returns queries and keys, normed as far as it is done here, clipped, and the norms of the operation."""
+        """Returns queries and keys, clipped and perhaps normed, and the norms that the operation applies."""
         spec, eps, norms = self._spec, self._eps, None
         if spec.qk_norm == "unit":
             ones = torch.ones(spec.head_dim, device=q.device)
@@ -105,7 +93,7 @@ def choose_blocks(
     cache: layer_cache.LayerCache,
     angles: ropes.Angles,
 ) -> Tensor | None:
-    """Returns the blocks that each new token attends to; the indexer's keys of the tokens are written to the cache.
+    """Returns the blocks that each new token attends to; the tokens' index keys enter the cache.
 
     A block is seen up to the token's own position. The block that the token is in the middle of counts as chosen.
     Args:    x: float32 [T, d], normed.   angles: of the T positions, as the layer rotates them.
@@ -138,7 +126,7 @@ def choose_blocks(
 
 
 def _pool_blocks(weights: Weights, layer: int, index: Tensor, blocks: range, size: int) -> None:
-    """Writes the key of each of these blocks, which are complete, to its last position in the cache of an indexer."""
+    """Writes the keys of these complete blocks to their last positions in the cache of an indexer."""
     if not blocks:
         return
     attention = weights.spec.attention_of(layer)
@@ -154,12 +142,7 @@ def _pool_blocks(weights: Weights, layer: int, index: Tensor, blocks: range, siz
 
 
 def _score_pooled(q: Tensor, index: Tensor, positions: Tensor, spec: parts.BlockIndexerSpec) -> Tensor:
-    """Returns the blocks that are chosen by their own keys, and those that tokens are in the middle of.
-
-    Args:    q: float32 [heads, T, head_dim].   index: float32 [S, head_dim], a complete block's key at its last
-             position.   positions: int64 [T].
-    Returns: bool [1, T, blocks].
-    """
+    """Returns the blocks chosen by their keys at their last positions, and tokens' own, bool [1, T, blocks]."""
     size = spec.block_tokens
     scores = torch.relu(q @ index[size - 1 :: size].T).sum(dim=0)
     complete = (positions + 1)[:, None] // size
@@ -170,11 +153,7 @@ def _score_pooled(q: Tensor, index: Tensor, positions: Tensor, spec: parts.Block
 
 
 def _score_largest(q: Tensor, index: Tensor, positions: Tensor, spec: parts.BlockIndexerSpec) -> Tensor:
-    """Returns the blocks that are chosen by the best of their positions, and the last ones.
-
-    Args:    q: float32 [heads, T, head_dim].   index: float32 [S, head_dim].   positions: int64 [T].
-    Returns: bool [heads, T, blocks].
-    """
+    """Returns the blocks chosen by the best of their positions, and the last ones, bool [heads, T, blocks]."""
     size, length = spec.block_tokens, len(index)
     seen = torch.arange(length, device=q.device) <= positions[:, None]
     scores = (q @ index.T).masked_fill(~seen, -torch.inf)

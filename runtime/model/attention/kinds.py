@@ -1,10 +1,10 @@
-"""The one place that tells kinds of attention apart. A kind's module is loaded when a layer has it."""
+"""Dispatches by the kind of attention. A kind's module is loaded when a layer has it."""
 
 from torch import Tensor
 
 from moe_pack.formats import parts
 from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute.weights import Weights
 
 
 def attend(
@@ -14,29 +14,24 @@ def attend(
     cache: layer_cache.LayerCache | layer_cache.Batch[layer_cache.LayerCache],
     angles: ropes.Angles,
 ) -> Tensor:
-    """Returns a layer's attention for new tokens; their keys and values are appended to the cache.
-
-    Args:    x: float32 [T, d], normed.   cache: of one sequence, or of several with their tokens.   angles: of the T
-             positions, from `Rope`.
-    Returns: float32 [T, d].
-    """
+    """Returns a layer's attention for new tokens x float32 [T, d], normed, of one sequence or of several."""
     spec, sequences = weights.spec.attention_of(layer), layer_cache.each_sequence(cache, len(x))
     if isinstance(spec, parts.GroupedQuerySpec):
         from moe_pack.runtime.model.attention import grouped
 
-        return grouped.attend(x, weights, spec, layer, sequences, angles)
+        return grouped.Grouped(weights, spec, layer).attend(x, sequences, angles)
     if isinstance(spec, parts.CompressedSpec):
         from moe_pack.runtime.model.attention import compressed
 
-        return compressed.attend(x, weights, spec, layer, sequences, angles)
+        return compressed.Compressed(weights, spec, layer).attend(x, sequences, angles)
     assert isinstance(spec, parts.LatentSpec), "models with relative positions are run by encoder_decoder"
     from moe_pack.runtime.model.attention import latent
 
-    return latent.attend(x, weights, spec, layer, sequences, angles)
+    return latent.Latent(weights, spec, layer).attend(x, sequences, angles)
 
 
 def cache_shape(spec: parts.AttentionSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
-    """Returns what a layer with this attention caches of each position."""
+    """Returns the cache of a layer with this attention."""
     if isinstance(spec, parts.GroupedQuerySpec):
         from moe_pack.runtime.model.attention import grouped
 

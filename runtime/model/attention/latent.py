@@ -1,13 +1,13 @@
 """Multi-head latent attention, with indexers that choose positions.
 
-The cache has one latent c for each position; a head's keys and values are `kv_b` times c. There are two ways to compute
-it, with the same result, and each pass takes the one that multiplies less. Expanded: keys and values of all positions
-are computed, as the model is written. Absorbed: since `q . (W_k c) = (W_k^T q) . c`, queries move into the latent's
-space instead, all heads attend to the cached vectors, and `W_v` is applied to the weighted latents. Source: DeepSeek-V2
-(2405.04434), section 2.1.2 and appendix C.
+The cache has one latent c for each position; a head's keys and values are `kv_b` times c. Each pass takes one of two
+ways with the same result, the one that multiplies less. Expanded: keys and values of all positions are computed, as the
+model is written. Absorbed: since `q . (W_k c) = (W_k^T q) . c`, queries move into the latent's space instead, all heads
+attend to the cached vectors, and `W_v` is applied to the weighted latents. Source: DeepSeek-V2 (2405.04434), section
+2.1.2 and appendix C.
 
-With an indexer (DeepSeek-V3.2), a query attends to the positions that score highest with keys of the indexer's own.
-Layers without an indexer may share the choice of an earlier layer (GLM-5), which comes with their cache.
+With an indexer (DeepSeek-V3.2), a query attends to the positions that score highest with the indexer's own keys. Layers
+without an indexer may share the choice of an earlier layer (GLM-5), which comes with their cache.
 """
 
 from collections.abc import Iterator
@@ -16,50 +16,39 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import parts
-from moe_pack.runtime.model.attention import shared, softmax
+from moe_pack.runtime.model.attention import shared
 from moe_pack.runtime.model.caches import dtypes, layer_cache, ropes, storage
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import softmax
+from moe_pack.runtime.model.compute.weights import Weights
 
 _LATENT, _INDEX = slice(0, 2), slice(2, 3)  # parts of a row of the cache: latent and rotated key; indexer's key
 
 
 def cache_shape(spec: parts.LatentSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
-    """Returns what a layer caches: for one head the latent, the rotated key, and the key of an indexer of its own.
-
-    The latent is the value, too.
-    """
+    """Returns the cache of a layer, for one head: the latent, which is the value, the rotated key, an indexer's key."""
     widths, indexer = (spec.kv_lora_rank, spec.qk_rope_head_dim), spec.own_indexer
     keys = storage.RowStorage(dtype, widths if indexer is None else (*widths, indexer.head_dim))
     return layer_cache.CacheShape(1, keys, None, value_width=spec.kv_lora_rank)
 
 
-def attend(
-    x: Tensor,
-    weights: Weights,
-    spec: parts.LatentSpec,
-    layer: int,
-    sequences: layer_cache.Batch[layer_cache.LayerCache],
-    angles: ropes.Angles,
-) -> Tensor:
-    """Returns a layer's attention for new tokens x float32 [T, d], normed: float32 [T, d]."""
-    return _Latent(weights, spec, layer).attend(x, sequences, angles)
-
-
 def absorbs(num_new: int, num_seen: int, spec: parts.LatentSpec) -> bool:
-    """Whether the absorbed way multiplies less, for `num_new` tokens that see up to `num_seen` positions."""
+    """Returns whether the absorbed way multiplies less, for `num_new` tokens that see up to `num_seen` positions."""
     rank, nope, rope, v = spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
     absorbed = num_new * (nope + v) * rank + num_new * num_seen * (2 * rank + rope)
     expanded = num_seen * (nope + v) * rank + num_new * num_seen * (nope + rope + v)
     return absorbed <= expanded
 
 
-class _Latent(shared.LayerAttention):
+class Latent(shared.LayerAttention):
+    """Latent attention of a layer."""
+
     def __init__(self, weights: Weights, spec: parts.LatentSpec, layer: int) -> None:
         super().__init__(weights, layer)
         self._spec = spec
         self._sinks = self.vector("sinks") if spec.sinks else None  # float32 [num_heads], logits without a value
 
     def attend(self, x: Tensor, sequences: layer_cache.Batch[layer_cache.LayerCache], angles: ropes.Angles) -> Tensor:
+        """Returns the attention of new tokens x float32 [T, d], normed: float32 [T, d]."""
         spec = self._spec
         q, q_latent, gates = self._queries(x)
         q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
@@ -81,10 +70,6 @@ class _Latent(shared.LayerAttention):
         return self.linear(self.gated(mixed.transpose(0, 1).flatten(1), x, spec.gate, spec.v_head_dim), "o")
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns queries [heads, T, nope + rope], not rotated, their latents [T, q_lora_rank], and gates.
-
-        Latents are normed; None if queries have none. Gates: [heads, T, v]; None unless queries come with them.
-        """
         spec = self._spec
         if spec.q_lora_rank is None:
             latent, q = None, self.linear(x, "q")
@@ -104,10 +89,7 @@ class _Latent(shared.LayerAttention):
     def _seen(
         self, x: Tensor, q_latent: Tensor | None, cache: layer_cache.LayerCache, angles: ropes.Angles
     ) -> Tensor | None:
-        """Returns which positions each of a sequence's new tokens sees, bool [T, S]; None: all.
-
-        A layer with an indexer of its own writes their index keys to the cache, and its choice.
-        """
+        """Returns the positions each new token sees, bool [T, S], or None; an own indexer caches keys and choice."""
         start, stop, indexer = cache.num_tokens, cache.num_tokens + len(x), self._spec.own_indexer
         seen = softmax.seen_positions(None, 0, start, len(x), x.device)
         if indexer is not None and q_latent is not None:
@@ -130,10 +112,7 @@ class _Latent(shared.LayerAttention):
         angles: ropes.Angles,
         seen: Tensor | None,
     ) -> Tensor:
-        """Returns the positions with the `top_k` largest scores among those that each token sees, bool [T, S].
-
-        Among equal scores, the first are chosen.
-        """
+        """Returns the positions with the `top_k` largest scores among those that each token sees, bool [T, S]."""
         stop = cache.num_tokens + len(x)
 
         def keys() -> Iterator[Tensor]:
@@ -155,7 +134,6 @@ class _Latent(shared.LayerAttention):
         return torch.cat(list(read(q, cache.read_parts(0, stop, _LATENT), seen)))
 
     def _read_blocks(self, q: Tensor, cache: layer_cache.LayerCache, seen: Tensor | None) -> Tensor:
-        """Returns the same, of latents that are dequantized block by block of positions, in the way of `absorbs`."""
         spec, (num_heads, num_tokens) = self._spec, q.shape[:2]
         rank, nope, stop = spec.kv_lora_rank, spec.qk_nope_head_dim, cache.num_tokens + num_tokens
         is_absorbed, width = absorbs(num_tokens, stop, spec), nope + spec.qk_rope_head_dim + spec.v_head_dim
@@ -183,11 +161,7 @@ class _Latent(shared.LayerAttention):
         return torch.cat([mixed[heads] @ w_v.transpose(1, 2) for heads, _, w_v in projections])
 
     def _up_projections(self, head_bytes: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields some heads at a time: which heads, W_k [heads, nope, rank] and W_v [heads, v, rank], float32.
-
-        The rows of `kv_b` of these heads, and `head_bytes` of workspace for each, stay within `MAX_DECODED_BYTES`;
-        there is one head at least.
-        """
+        """Yields heads in `MAX_DECODED_BYTES` with workspace: which, W_k [heads, nope, rank], W_v [heads, v, rank]."""
         spec, nope, rank = self._spec, self._spec.qk_nope_head_dim, self._spec.kv_lora_rank
         width, matrix = nope + spec.v_head_dim, self.matrix("kv_b")
         step = max(1, softmax.MAX_DECODED_BYTES // max(4 * width * rank, head_bytes))
@@ -236,5 +210,4 @@ class _Latent(shared.LayerAttention):
 
 
 def _rotated(x: Tensor, spec: parts.IndexerSpec, angles: ropes.Angles) -> Tensor:
-    """Returns an indexer's queries or keys x [heads, T, head_dim], rotated."""
     return (ropes.rotate_last if spec.rotates_last else ropes.rotate)(x, angles, spec.interleaved)

@@ -1,7 +1,4 @@
-"""Attention with relative positions, of models with an encoder: a bias for each head and distance, and no rotation.
-
-A decoder also attends to the encoder's output, without a bias.
-"""
+"""Attention with a bias a head and distance, of models with an encoder, whose output is attended to without a bias."""
 
 import math
 
@@ -9,14 +6,13 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import parts
-from moe_pack.runtime.model import matrices
-from moe_pack.runtime.model.attention import softmax
 from moe_pack.runtime.model.caches import dtypes, layer_cache, storage
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import matrices, softmax
+from moe_pack.runtime.model.compute.weights import Weights
 
 
 def cache_shape(spec: parts.RelativeSpec, dtype: dtypes.KvDtype) -> layer_cache.CacheShape:
-    """Returns what a layer caches: keys and values of each head."""
+    """Returns the cache of a layer: keys and values of each head."""
     rows = storage.RowStorage(dtype, (spec.head_dim,))
     return layer_cache.CacheShape(spec.num_heads, rows, rows)
 
@@ -97,7 +93,7 @@ def attend_keys(
     """Returns the attention of tokens x float32 [T, d], normed, to the `num_tokens` keys of a cache: float32 [T, d].
 
     Args:    role: of the projections (`layers.{i}.attention`, `layers.{i}.cross`).   bias: None: every token sees all
-             keys, without a bias.   start: the position of the first token; only the bias uses it.
+             keys, without a bias.   start: the position of the first token, for the bias.
     """
     q = matrices.linear(x, weights.matrix(f"{role}.q")).view(len(x), spec.num_heads, spec.head_dim).transpose(0, 1)
     keys, values = cache.keys[None, :, : cache.num_tokens], cache.values[None, :, : cache.num_tokens]

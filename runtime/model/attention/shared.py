@@ -6,38 +6,20 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, parts
-from moe_pack.runtime.model import matrices
-from moe_pack.runtime.model.attention import softmax
 from moe_pack.runtime.model.caches import layer_cache
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import softmax
+from moe_pack.runtime.model.compute.weights import RoleWeights, Weights
 
 
-class LayerAttention:
-    """The attention of a layer; weights go by the ends of their roles (`layers.{i}.attention.q`)."""
+class LayerAttention(RoleWeights):
+    """The attention of a layer."""
 
     def __init__(self, weights: Weights, layer: int) -> None:
-        self.weights, self.layer = weights, layer
-        self.role = f"layers.{layer}.attention"
-        self.interleaved = is_interleaved(weights.spec, layer)
-
-    def matrix(self, name: str) -> matrices.Matrix:
-        """Returns a matrix."""
-        return self.weights.matrix(f"{self.role}.{name}")
-
-    def vector(self, name: str) -> Tensor:
-        """Returns a vector, float32 [n]."""
-        return self.weights.vector(f"{self.role}.{name}")
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        """Returns `x @ matrix.T`, float32 [T, out]."""
-        return matrices.linear(x, self.matrix(name))
-
-    def norm(self, x: Tensor, name: str, eps: float) -> Tensor:
-        """Returns the rms norm of x float32 [..., n] with a vector."""
-        return self.weights.operations.rms_norm(x, self.vector(name), eps)
+        super().__init__(weights, f"layers.{layer}.attention")
+        self.layer, self.interleaved = layer, is_interleaved(weights.spec, layer)
 
     def gated(self, mixed: Tensor, x: Tensor, spec: parts.OutputGateSpec | None, head_dim: int) -> Tensor:
-        """Returns what heads give, float32 [T, heads * head_dim], behind its gates, from the layer's input x [T, d]."""
+        """Returns the heads' outputs `mixed`, float32 [T, heads * head_dim], times gates computed from the input x."""
         if spec is None:
             return mixed
         gates = self.linear(x, "gate")
@@ -63,7 +45,6 @@ def temperatures(
 
 
 def _temperature(spec: parts.TemperatureSpec, start: int, num_tokens: int, device: torch.device) -> Tensor:
-    """Returns the factor of each token's queries, float32 [T, 1], for tokens from position `start` on."""
     positions = torch.arange(start, start + num_tokens, device=device)[:, None]
     if spec.is_power:
         return torch.exp(spec.slope * torch.log1p((positions + int(spec.is_from_one)).float() / spec.length))
@@ -71,11 +52,7 @@ def _temperature(spec: parts.TemperatureSpec, start: int, num_tokens: int, devic
 
 
 def largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
-    """Returns which of the allowed scores are the `number` largest of their row; among equal ones, the first.
-
-    Args:    scores: float32 [..., n].   allowed: bool, of a shape that becomes theirs.
-    Returns: bool [..., n]; all that are allowed, if they are fewer.
-    """
+    """Returns which allowed scores [..., n] are the `number` largest of their row; among equal ones, the first."""
     scores = scores.masked_fill(~allowed, -torch.inf)
     least = scores.topk(min(number, scores.shape[-1]), dim=-1).values[..., -1:]
     above, equal = scores > least, scores == least
@@ -86,11 +63,10 @@ def largest(scores: Tensor, number: int, allowed: Tensor) -> Tensor:
 def largest_scores(
     q: Tensor, keys: Callable[[], Iterator[Tensor]], head_weights: Tensor, top_k: int, seen: Tensor | None
 ) -> Tensor:
-    """Returns the `top_k` of the keys that each query sees whose products, not below 0, have the largest weighted sums.
+    """Returns the `top_k` keys with the largest weighted sums of products, not below 0, for each query, bool [T, n].
 
     Args:    q: float32 [heads, T, head_dim].   keys: yields float32 [n, head_dim] in blocks.   head_weights: float32
-             [T, heads].   seen: bool [T, n]; None: all.
-    Returns: bool [T, n]; among equal scores, the first.
+             [T, heads].   seen: bool [T, n], the keys to choose from; None: all.
     """
     chosen, first, num_keys = list[Tensor](), 0, sum(map(len, keys()))
     step = max(1, softmax.MAX_DECODED_BYTES // (4 * len(q) * num_keys))

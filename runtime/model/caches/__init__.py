@@ -1,4 +1,4 @@
-"""What is kept of earlier tokens: keys, values and states of a sequence, its rotary positions, and its checkpoints."""
+"""Caches of a layer: stored keys and values, states, and rotary positions."""
 
 from typing import TYPE_CHECKING
 
@@ -6,10 +6,8 @@ from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
     from moe_pack.runtime.model.caches.dtypes import KvDtype
-    from moe_pack.runtime.model.caches.kv_cache import Checkpoint, KVCache, layer_cache_bytes
     from moe_pack.runtime.model.caches.layer_cache import Batch, Chosen, LayerCache
     from moe_pack.runtime.model.caches.ropes import Angles, LayerRopes
-    from moe_pack.runtime.model.caches.sequence import CachedSequence, Follower, joined_angles
     from moe_pack.runtime.model.caches.states import LayerState
     from moe_pack.runtime.model.caches.storage import RowStorage, block_sizes, plain_dtype
 else:

@@ -1,4 +1,4 @@
-"""The names of the ways to store keys and values, which options have too; storage.py says how each is stored."""
+"""Names of the ways to store keys and values, for options; storage.py has the formats."""
 
 from typing import Literal
 

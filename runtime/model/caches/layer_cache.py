@@ -1,8 +1,4 @@
-"""What a layer with attention keeps of earlier tokens: keys and values, an indexer's keys, compressed entries.
-
-`CacheShape` says how much of what a kind of attention keeps, and makes it; each kind's module in `attention` says its
-own. `LayerCache` reads and writes it.
-"""
+"""The cache of a layer with attention: keys and values, an indexer's keys, compressed entries."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,25 +17,23 @@ Kept = TypeVar("Kept")
 
 @dataclass(slots=True)
 class Chosen:
-    """The positions that an indexer chose for the tokens of a pass, and that later layers of the pass may share."""
+    """The positions that an indexer chose for the tokens of a pass; later layers of the pass may share them."""
 
     positions: Tensor | None = None  # bool [T, S]; None: each token attends to all positions before it
 
 
 @dataclass(frozen=True, slots=True)
 class EntryShape:
-    """How compressed entries are stored, and what they follow from."""
+    """How compressed entries are stored, and the rows that they are computed from."""
 
     storage: RowStorage
     raw_width: int  # values of a position from which entries follow
     compression: CompressionSpec
 
     def raw_places(self, context_tokens: int, chunk_tokens: int) -> int:
-        """Returns for how many positions a layer keeps what entries follow from."""
         return raw_places(self.compression, context_tokens, chunk_tokens)
 
     def empty(self, context_tokens: int, chunk_tokens: int, device: torch.device) -> "EntryCache":
-        """Returns the entries of a layer for passes of at most `chunk_tokens` tokens."""
         shape, window = (self.raw_places(context_tokens, chunk_tokens), self.raw_width), self.compression.window_tokens
         raw = torch.zeros(shape, dtype=plain_dtype(self.storage.dtype), device=device)
         entries = self.storage.empty(1, context_tokens // window, device)[0]
@@ -48,7 +42,7 @@ class EntryShape:
 
 @dataclass(frozen=True, slots=True)
 class EntryCache:
-    """The compressed entries of a layer, and what the next ones follow from."""
+    """The compressed entries of a layer, and the projections for the next ones."""
 
     raw: Tensor  # [places, width], projections of the last positions and logits of their weights; position p in a ring
     entries: Tensor  # [windows of the context, n], the key of each, then the indexer's
@@ -57,11 +51,11 @@ class EntryCache:
     storage: RowStorage  # of entries
 
     def append(self, start: int, raw: Tensor) -> None:
-        """Writes what entries follow from, float32 [T, width], of positions from `start` on."""
+        """Writes the projections of positions from `start` on, float32 [T, width]."""
         self.raw[ring_places(start, start + len(raw), self.raw, 0)] = raw.to(self.raw.dtype)
 
     def between(self, start: int, stop: int) -> Tensor:
-        """Returns what entries follow from, float32 [stop - start, width], of positions that are still there."""
+        """Returns the projections of positions that are still there, float32 [stop - start, width]."""
         return self.raw[ring_places(start, stop, self.raw, 0)].float()
 
     def enter(self, first: int, made: Tensor) -> None:
@@ -74,7 +68,7 @@ class EntryCache:
         return self.storage.decode(self.entries[numbers, self.storage.places(own)], own)
 
     def blocks(self, num_entries: int, most_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields (begin, end) of the first entries, of which a block dequantizes to about so many bytes."""
+        """Yields (begin, end) of the first entries; a block dequantizes to about `most_bytes`."""
         yield from position_blocks(0, num_entries, copies_bytes(self.storage), most_bytes)
 
     def index_keys(self, num_entries: int, most_bytes: int) -> Iterator[Tensor]:
@@ -95,7 +89,7 @@ def ring_places(start: int, stop: int, ring: Tensor, dim: int) -> slice | Tensor
 
 
 def copies_bytes(storage: RowStorage) -> int:
-    """Returns the bytes that reading a row takes: a copy as float32, and of codes one more while it is rotated back."""
+    """Returns the bytes that reading a row takes: a float32 copy, and of codes one more while it is rotated back."""
     return 4 * sum(storage.parts) * (2 if storage.is_coded else 1)
 
 
@@ -108,10 +102,7 @@ def position_blocks(first: int, stop: int, position_bytes: int, most_bytes: int)
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """A layer's keys and values of a sequence. Position p is in place `p % places`.
-
-    With fewer places than positions it is a ring, which has the last positions.
-    """
+    """A layer's keys and values of a sequence, position p in place `p % places`."""
 
     keys: Tensor  # [heads, places, n], as `storage` says, and values too
     values: Tensor
@@ -135,10 +126,7 @@ class LayerCache:
         return key_rows.is_coded or (key_rows.dtype != "f32" and self.keys.device.type == "cpu")
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Writes the keys and values [heads, T, width] of new tokens, at most as many as there are places.
-
-        Where values are the keys, `values` is `keys`.
-        """
+        """Writes the keys and values [heads, T, width] of new tokens; `values` is `keys` where values are the keys."""
         places, (key_rows, value_rows) = self._places(self.num_tokens, self.num_tokens + keys.shape[1]), self.rows
         self.keys[:, places] = key_rows.encode(keys)
         if self.values is not self.keys:
@@ -151,18 +139,18 @@ class LayerCache:
         return keys, keys if self.values is self.keys else value_rows.decode(self.values[:, places])
 
     def blocks(self, first: int, stop: int, most_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields (begin, end) of positions, of which a block dequantizes to about so many bytes."""
+        """Yields (begin, end) of positions; a block dequantizes to about `most_bytes`."""
         position_bytes = len(self.keys) * sum(copies_bytes(each) for each in self.rows)
         yield from position_blocks(first, stop, position_bytes, most_bytes)
 
     def enter_parts(self, values: Tensor, parts: slice) -> None:
-        """Writes some parts of the keys of new tokens, float32 [T, width of the parts], of a cache that is no ring."""
+        """Writes parts of the keys of new tokens, float32 [T, width of the parts], of a cache that is no ring."""
         rows, _ = self.rows
         start = self.num_tokens
         self.keys[0, start : start + len(values), rows.places(parts)] = rows.encode(values, parts)
 
     def read_parts(self, begin: int, end: int, parts: slice) -> Tensor:
-        """Returns some parts of the keys of positions, float32 [n, width of the parts], of a cache that is no ring."""
+        """Returns parts of the keys of positions, float32 [n, width of the parts], of a cache that is no ring."""
         rows, _ = self.rows
         return rows.decode(self.keys[0, begin:end, rows.places(parts)], parts)
 
@@ -172,7 +160,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a kind of attention keeps of each position."""
+    """The sizes and formats of a layer's cache, which its kind of attention decides."""
 
     heads: int
     keys: RowStorage
@@ -183,7 +171,6 @@ class CacheShape:
 
     @property
     def rows(self) -> tuple[RowStorage, ...]:
-        """How keys are stored, and values if they are other rows."""
         return (self.keys,) if self.values is None else (self.keys, self.values)
 
     @property
@@ -203,7 +190,7 @@ class CacheShape:
         return num_bytes
 
     def empty(self, places: int, context_tokens: int, chunk_tokens: int, device: torch.device) -> LayerCache:
-        """Returns the cache of a layer before the first token, for passes of at most `chunk_tokens` tokens."""
+        """Allocates the cache of a layer for passes of at most `chunk_tokens` tokens."""
         keys = self.keys.empty(self.heads, places, device)
         values, index, entries = keys, None, None
         if self.values is not None:
@@ -220,13 +207,12 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows(Generic[Kept]):
-    """One of the sequences of a pass: its rows among all rows, and what a layer keeps of its earlier tokens."""
+    """A sequence of a pass: its rows among all rows, and its cache in a layer."""
 
     rows: slice
     cache: Kept
 
     def angles(self, all_angles: Angles) -> Angles:
-        """Returns the rotary angles of the sequence's tokens."""
         return all_angles[0][self.rows], all_angles[1][self.rows]
 
 

@@ -14,8 +14,8 @@ Angles = tuple[Tensor, Tensor]  # cosine and sine, float32 [T, rotary_dim / 2] e
 class Rope:
     """Rotary angles of positions; without rotary positions, none.
 
-    Source: transformers, modeling_rope_utils.py. There a sequence that outgrows longrope's original context keeps the
-    keys that it has; here they are computed again with the long factors, as in Phi-3.5-MoE's own code.
+    Source:  transformers, modeling_rope_utils.py. There a sequence that outgrows longrope's original context keeps the
+             keys that it has; here they are computed again with the long factors, as in Phi-3.5-MoE's own code.
     """
 
     def __init__(self, spec: RopeSpec | None, device: torch.device) -> None:
@@ -46,10 +46,7 @@ class Rope:
             self._factor = scaling.short_mscale
 
     def are_same(self, before: int, after: int) -> bool:
-        """Returns whether what ran in a sequence of one length has the angles of one of another length.
-
-        With dynamic scaling, beyond the limit each token may have a base of its own: there, nothing is sure to have.
-        """
+        """Returns whether two lengths of a sequence surely give its common positions the same angles."""
         if self._limit is None or max(before, after) <= self._limit:
             return True
         return isinstance(self._spec.scaling, positions.LongRopeSpec) and min(before, after) > self._limit
@@ -80,7 +77,7 @@ class Rope:
         return cos, sin
 
     def _beyond(self, lengths: Tensor) -> tuple[Tensor, float]:
-        """Returns frequencies and factor in sequences of lengths, int64 [] or [T, 1], which are above the limit."""
+        """Returns frequencies and factor in sequences of lengths, int64 [] or [T, 1], above the limit."""
         scaling, n = self._spec.scaling, self._spec.rotary_dim
         if isinstance(scaling, positions.LongRopeSpec):
             return self._long, scaling.long_mscale
@@ -97,19 +94,15 @@ class LayerRopes:
         self._ropes = tuple(Rope(rope, device) for _, rope in spec.attention_kinds)
 
     def are_same(self, before: int, after: int) -> bool:
-        """Returns whether `Rope.are_same` for all kinds."""
         return all(rope.are_same(before, after) for rope in self._ropes)
 
     def outgrows(self, before: int, after: int) -> bool:
-        """Returns whether `Rope.outgrows` for any kind."""
         return any(rope.outgrows(before, after) for rope in self._ropes)
 
     def __call__(self, positions: Tensor, num_tokens: int) -> tuple[Angles, ...]:
-        """Returns the angles at positions [T] of a sequence of `num_tokens`, for each kind."""
         return tuple(rope(positions, num_tokens) for rope in self._ropes)
 
     def as_last(self, num_positions: int) -> tuple[Angles, ...]:
-        """Returns `Rope.as_last` of each kind."""
         return tuple(rope.as_last(num_positions) for rope in self._ropes)
 
 
@@ -117,7 +110,6 @@ def _yarn(powers: Tensor, yarn: positions.YarnSpec, spec: RopeSpec) -> Tensor:
     """Returns YaRN's frequencies: high ones stay, low ones are divided by the factor, those between are mixed."""
 
     def bound(turns: float) -> float:
-        """Returns the dimension whose frequency makes this many turns in the original context."""
         length = yarn.original_max_position_embeddings
         return spec.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 

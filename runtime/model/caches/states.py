@@ -1,9 +1,8 @@
-"""The states of layers without attention, and of n-grams: a cache of its own next to that of keys and values.
+"""The states of layers without attention, and of n-grams.
 
-A layer with n-grams keeps the last inputs of their convolution, next to its mixer's state or its keys and values. Each
-new token overwrites a state. So it cannot be cut back to an earlier position as keys and values can, but to one
-position alone: where it was copied. The decoder has it copied after each prompt, so that several continuations, or a
-dialogue that leaves out what was thought before an answer, need not read the prompt again (`Decoder.keep_beginning`).
+A layer with n-grams keeps the last inputs of their convolution, besides its mixer's state or its keys and values. Each
+new token overwrites a state, so it can be cut back to one position alone, where it was copied. The decoder copies it
+after each prompt: several continuations, or a dialogue without its earlier thoughts, need not read the prompt again.
 """
 
 from dataclasses import dataclass
@@ -22,17 +21,8 @@ class LayerState:
     recurrent: Tensor  # float32 [heads, keys, values]
 
     @classmethod
-    def empty(cls, mixer: "parts.MixerSpec", device: torch.device) -> "LayerState":
-        """Returns a mixer's state before the first token: zeros."""
-        return cls._zeros(mixer.state, device)
-
-    @classmethod
-    def of_ngrams(cls, ngrams: "parts.NgramSpec", stream_width: int, device: torch.device) -> "LayerState":
-        """Returns the state of n-grams before the first token: zeros."""
-        return cls._zeros(ngrams.state(stream_width), device)
-
-    @classmethod
-    def _zeros(cls, shape: "parts.StateShape", device: torch.device) -> "LayerState":
+    def zeros(cls, shape: parts.StateShape, device: torch.device) -> "LayerState":
+        """Returns the state before the first token, of a shape that a mixer or n-grams have."""
         conv, recurrent = (torch.zeros(part or (0,), device=device) for part in shape)
         return cls(conv, recurrent)
 
@@ -41,31 +31,26 @@ class LayerState:
         return LayerState(self.conv.clone(), self.recurrent.clone())
 
     def take(self, other: "LayerState") -> None:
-        """Becomes a copy of another state of the same shape."""
         self.conv.copy_(other.conv)
         self.recurrent.copy_(other.recurrent)
 
 
 class States:
-    """The states of all layers with a mixer or n-grams, and room for a copy of them, float32; allocated once.
-
-    Args:    spec: None: there are no states, as in a model of attention alone.
-    """
+    """The states of all layers with a mixer or n-grams, and room for a copy; none without a spec."""
 
     def __init__(self, spec: ModelSpec | None, device: torch.device) -> None:
         mixer, ngrams = (None, None) if spec is None else (spec.mixer, spec.ngrams)
         self._mixers, self._ngrams = dict[int, LayerState](), dict[int, LayerState]()
         if mixer is not None:
-            self._mixers = {layer: LayerState.empty(mixer, device) for layer in mixer.layers}
+            self._mixers = {layer: LayerState.zeros(mixer.state, device) for layer in mixer.layers}
         if spec is not None and ngrams is not None:
-            width = spec.stream_width
-            self._ngrams = {layer: LayerState.of_ngrams(ngrams, width, device) for layer in ngrams.layers}
+            shape = ngrams.state(spec.stream_width)
+            self._ngrams = {layer: LayerState.zeros(shape, device) for layer in ngrams.layers}
         self._states = (*self._mixers.values(), *self._ngrams.values())
         self._copies = tuple(state.copied() for state in self._states)
         self.num_bytes = 2 * sum(state.conv.nbytes + state.recurrent.nbytes for state in self._states)
 
     def __bool__(self) -> bool:
-        """Whether there is any state."""
         return bool(self._states)
 
     @property
@@ -78,21 +63,17 @@ class States:
         return self._mixers.get(layer)
 
     def of_ngrams(self, layer: int) -> LayerState | None:
-        """Returns the state of a layer's n-grams; None if it has none."""
         return self._ngrams.get(layer)
 
     def reset(self) -> None:
-        """Begins again, before the first token."""
         for state in self._states:
             state.conv.zero_()
             state.recurrent.zero_()
 
     def save(self) -> None:
-        """Copies the states, in place of an earlier copy."""
         for copy, state in zip(self._copies, self._states, strict=True):
             copy.take(state)
 
     def restore(self) -> None:
-        """Returns to the copy."""
         for copy, state in zip(self._copies, self._states, strict=True):
             state.take(copy)

@@ -1,10 +1,9 @@
 """How a cache stores keys and values: as float32, as bfloat16, or as codes of 8 or 4 bits.
 
-A *row* is what a cache has of one position and one head. Codes are of *rotated* values: a fixed orthogonal matrix R,
-the Hadamard matrix times a sign for each value, spreads a large value over its row, which few bits represent better. A
-row's values are rotated in pieces of the largest power of two that divides their number. Since
-`q . k = (R q) . (R k)`, a kernel rotates queries instead of keys, and back what it adds up of values. `RowStorage`
-itself rotates back as it reads.
+A *row* has the values of one position and one head. Codes are of *rotated* values: a fixed orthogonal matrix R, the
+Hadamard matrix times a sign for each value, spreads a large value over its row, which few bits represent better. A
+row's values are rotated in pieces of the largest power of two that divides their number. Since `q . k = (R q) . (R k)`,
+a kernel rotates queries instead of keys, and the sum of values back. `RowStorage` itself rotates back as it reads.
 
 A row of codes is bytes, for each of its parts (a latent and its rotated key are two parts):
 
@@ -34,30 +33,27 @@ _ALL = slice(None)
 
 
 def plain_dtype(dtype: KvDtype) -> torch.dtype:
-    """Returns the dtype of what a cache has besides keys and values: indexers' keys, what entries follow from."""
+    """Returns the dtype of an indexer's keys and of the projections of entries."""
     return torch.float32 if dtype == "f32" else torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class RowStorage:
-    """How rows of `sum(parts)` values are stored; each part is rotated on its own."""
+    """The storage of rows of `sum(parts)` values; each part is rotated on its own."""
 
     dtype: KvDtype
     parts: tuple[int, ...]
 
     @property
     def is_coded(self) -> bool:
-        """Whether rows are codes."""
         return self.dtype in _CODED
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of a tensor of rows."""
         return torch.uint8 if self.is_coded else plain_dtype(self.dtype)
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row."""
         return self.torch_dtype.itemsize * self._num_stored
 
     @property
@@ -65,28 +61,27 @@ class RowStorage:
         return sum(self._sizes(self.parts))
 
     def _sizes(self, parts: tuple[int, ...]) -> list[int]:
-        """Returns the elements of each part in a tensor of rows."""
         return [_part_bytes(self.dtype, part) if self.is_coded else part for part in parts]
 
     def empty(self, heads: int, places: int, device: torch.device) -> Tensor:
-        """Returns room for rows, [heads, places, n]."""
+        """Allocates rows, [heads, places, n]."""
         return torch.zeros((heads, places, self._num_stored), dtype=self.torch_dtype, device=device)
 
     def places(self, parts: slice) -> slice:
-        """Returns where some consecutive parts lie in a row, in elements of the tensor."""
+        """Returns where consecutive parts lie in a row, in elements of the tensor."""
         sizes = self._sizes(self.parts)
         first, last, _ = parts.indices(len(sizes))
         return slice(sum(sizes[:first]), sum(sizes[:last]))
 
     def encode(self, values: Tensor, parts: slice = _ALL) -> Tensor:
-        """Returns values float32 [..., width of the parts] as they are stored."""
+        """Encodes values float32 [..., width of the parts]."""
         if not self.is_coded:
             return values.to(self.torch_dtype)
         split = torch.split(values, list(self.parts[parts]), dim=-1)
         return torch.cat([_encode(_rotated(part), self.dtype) for part in split], dim=-1)
 
     def decode(self, stored: Tensor, parts: slice = _ALL) -> Tensor:
-        """Returns values float32 [..., width of the parts], rotated back, of what is stored of these parts."""
+        """Returns the values of stored parts, float32 [..., width of the parts], rotated back."""
         if not self.is_coded:
             return stored.float()
         widths = self.parts[parts]
@@ -97,7 +92,7 @@ class RowStorage:
 
 
 def plain_rows(tensor: Tensor) -> RowStorage:
-    """Returns how the rows of a tensor of float32 or bfloat16 are stored."""
+    """Returns the storage of a tensor of float32 or bfloat16."""
     return RowStorage("f32" if tensor.dtype == torch.float32 else "bf16", (tensor.shape[-1],))
 
 
@@ -118,19 +113,16 @@ def rotation(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(values: Tensor) -> Tensor:
-    """Returns `R x` for each vector of values, float32 [..., width]."""
     signs, matrix = rotation(values.shape[-1], values.device)
     return (_pieces(values * signs, len(matrix)) @ matrix).flatten(-2)
 
 
 def _rotated_back(values: Tensor) -> Tensor:
-    """Returns x of `R x`, float32 [..., width]."""
     signs, matrix = rotation(values.shape[-1], values.device)
     return (_pieces(values, len(matrix)) @ matrix).flatten(-2) * signs
 
 
 def _pieces(x: Tensor, size: int) -> Tensor:
-    """Returns x [..., n] as [..., n / size, size]."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
@@ -138,10 +130,7 @@ def _pieces(x: Tensor, size: int) -> Tensor:
 
 
 def block_sizes(width: int) -> tuple[int, int]:
-    """Returns the number of blocks of a part of so many values, and the values of each, an even number.
-
-    The last block is filled up with zeros.
-    """
+    """Returns the number of blocks of a part of so many values, and the values of each, an even number."""
     number = -(-width // BLOCK_VALUES)
     each = -(-width // number)
     return number, each + each % 2
@@ -153,7 +142,6 @@ def _part_bytes(dtype: KvDtype, width: int) -> int:
 
 
 def _encode(values: Tensor, dtype: KvDtype) -> Tensor:
-    """Returns the bytes u8 [..., n] of rotated values, float32 [..., width]."""
     number, each = block_sizes(values.shape[-1])
     blocks = _pieces(torch.nn.functional.pad(values, (0, number * each - values.shape[-1])), each)
     if dtype == "q8":
@@ -178,7 +166,6 @@ def _as_bytes(halves: Tensor) -> Tensor:
 
 
 def _decode(stored: Tensor, dtype: KvDtype, width: int) -> Tensor:
-    """Returns the rotated values float32 [..., width] of bytes u8 [..., n]."""
     number, each = block_sizes(width)
     each_bytes = each if dtype == "q8" else each // 2
     packed = _pieces(stored[..., : number * each_bytes], each_bytes)

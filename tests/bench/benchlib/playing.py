@@ -17,10 +17,10 @@ from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, run_chat
 from moe_pack.formats import Pack
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.model import Decoder, NativeOperations, PartialState, mlp_input, router_scores
+from moe_pack.runtime.model.compute.router import expert_scores
+from moe_pack.runtime.model.compute.router import router_weights as weights_of
 from moe_pack.runtime.model.layers import router_logits
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.model.router import expert_scores
-from moe_pack.runtime.model.router import router_weights as weights_of
 from moe_pack.runtime.offload import ExpertCache, PathStatistics, Predictor, Recorder
 from moe_pack.runtime.offload.cache import ComputeEvent, ExpertKey, FetchEvent
 from moe_pack.runtime.offload.prefetch import ranked

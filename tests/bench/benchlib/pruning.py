@@ -32,8 +32,8 @@ from moe_pack.runtime.model import (
 )
 from moe_pack.runtime.model.caches import Angles
 from moe_pack.runtime.model.caches.ropes import Rope
-from moe_pack.runtime.model.matrices import linear
-from moe_pack.runtime.model.weights import from_experts, norm, to_experts
+from moe_pack.runtime.model.compute.matrices import linear
+from moe_pack.runtime.model.compute.weights import from_experts, norm, to_experts
 
 _CPU = torch.device("cpu")
 _HEAD_TOKENS = 512  # predicted at once

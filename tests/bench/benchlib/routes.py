@@ -24,8 +24,8 @@ from moe_pack.formats import BF16, Pack, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.model import CheckpointWeights, Decoder, NativeOperations, PartialState, activations, linear
+from moe_pack.runtime.model.compute.router import expert_scores
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.offload import CacheFacts, Passes, PathStatistics
 
 WINDOW_TOKENS, PROMPT_TOKENS = 512, 64

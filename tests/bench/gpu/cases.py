@@ -91,8 +91,9 @@ from moe_pack.runtime.model import (
 from moe_pack.runtime.model.attention import latent
 from moe_pack.runtime.model.caches import KvDtype, LayerCache, RowStorage
 from moe_pack.runtime.model.caches.layer_cache import each_sequence
-from moe_pack.runtime.model.operations import HeadNorms
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.compute.operations import HeadNorms
+from moe_pack.runtime.model.compute.rotation import Rotation
+from moe_pack.runtime.model.compute.softmax import View
 
 CPU = torch.device("cpu")
 Size = Literal["real", "tiny"]
@@ -533,7 +534,7 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
     cache = LayerCache(cached[0].clone(), cached[1].clone(), shape.position, storage=(rows, rows))
     expected = TORCH.attend(
         (projected[0][None], projected[1][None], projected[2][None]),
-        HeadNorms(norms[0], norms[1], 1e-6), (cos[at], sin[at]), False, cache, spec, shape.window, sinks,
+        HeadNorms(norms[0], norms[1], 1e-6), (cos[at], sin[at]), False, View(cache, spec, shape.window, sinks),
     )  # fmt: skip
     there = [each.to(device) for each in (*projected, cos, sin, *norms)]
     keys, values = (each.to(device) for each in cached)
@@ -590,7 +591,7 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     )
     cache = LayerCache(keys.clone(), keys[..., :rank], at)
     sequences = each_sequence(cache, 1)
-    expected = latent.attend(x, cast(Weights, weights), spec, 0, sequences, (cos[at:], sin[at:]))[0]
+    expected = latent.Latent(cast(Weights, weights), spec, 0).attend(x, sequences, (cos[at:], sin[at:]))[0]
     given = [each.to(device) for each in (linear(x, matrices["q"])[0], linear(x, matrices["kv_a"])[0], norm_weight)]
     there, angles = keys.to(device), (cos.to(device), sin.to(device))
     position = torch.tensor([at], dtype=torch.int32, device=device)

@@ -26,7 +26,7 @@ from moe_pack.runtime.gpu.kernels.predict import (
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.kernels.rows import stored_part
 from moe_pack.runtime.model import TORCH
-from moe_pack.runtime.model.router import expert_scores, router_weights
+from moe_pack.runtime.model.compute.router import expert_scores, router_weights
 from moe_pack.runtime.offload.prefetch import ranked
 from moe_pack.runtime.offload.routing_file import multi_hot
 from moe_pack.runtime.offload.split import substitute

@@ -1,4 +1,4 @@
-"""What could end a process: files cut under it, bus errors, forks. So each in a process of its own."""
+"""Files cut in use, bus errors and forks, which could end a process: each in a process of its own."""
 
 import re
 import shutil

@@ -1,6 +1,6 @@
 """Reads into the caller's memory: the bytes that plain reading gives, who goes first, and what is said of faults.
 
-What both kinds promise is tested on both; what overlaps, on the native ones.
+Common promises are tested on both kinds, overlapping reads on the native ones.
 """
 
 import mmap
@@ -203,13 +203,13 @@ def test_a_promoted_request_is_read_all_the_same(opener: Opener, tmp_path: Path,
     assert np.array_equal(memory[100:9100], held)
 
 
-def test_a_file_cut_while_it_is_open_is_named(opener: Opener, tmp_path: Path, memory: NDArray[np.uint8]) -> None:
-    for number, (direct, left) in enumerate(product([False, True], [0, 5, DISK_BLOCK_BYTES, 2 * DISK_BLOCK_BYTES + 7])):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+def test_a_file_cut_while_it_is_open_is_named(
+    opener: Opener, new_folder: Callable[[], Path], memory: NDArray[np.uint8]
+) -> None:
+    for direct, left in product([False, True], [0, 5, DISK_BLOCK_BYTES, 2 * DISK_BLOCK_BYTES + 7]):
         with case(direct, left):
             memory[:] = 0
-            path, held = written(case_folder, 4 * DISK_BLOCK_BYTES)
+            path, held = written(new_folder(), 4 * DISK_BLOCK_BYTES)
             reads, file = opened_direct(opener, memory, path, direct)
             os.truncate(path, left)
             with pytest.raises(PackError) as fault:
@@ -253,37 +253,35 @@ def same_target(entry: Path, path: Path) -> bool:
 OUTSIDE_MEMORY, OUTSIDE_FILE = "pieces: a piece does not lie in memory", "pieces: a piece does not lie in the file"
 
 
-def test_a_piece_outside_memory_or_file_is_refused(opener: Opener, tmp_path: Path, memory: NDArray[np.uint8]) -> None:
-    for number, (offset, place, size, message) in enumerate(
-        [
-            (0, 0, 0, "pieces: a piece has no bytes"),
-            (0, 0, -4096, "pieces: a piece has no bytes"),
-            (0, -4096, 4096, OUTSIDE_MEMORY),
-            (0, MEMORY_BYTES, 4096, OUTSIDE_MEMORY),
-            (0, MEMORY_BYTES - 4096, 8192, OUTSIDE_MEMORY),
-            (0, 2**63 - 4096, 4096, OUTSIDE_MEMORY),
-            (-4096, 0, 4096, OUTSIDE_FILE),
-            (12288, 0, 4096, OUTSIDE_FILE),
-            (8192, 0, 8192, OUTSIDE_FILE),
-            (2**63 - 4096, 0, 4096, OUTSIDE_FILE),
-        ]
-    ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+def test_a_piece_outside_memory_or_file_is_refused(
+    opener: Opener, new_folder: Callable[[], Path], memory: NDArray[np.uint8]
+) -> None:
+    for offset, place, size, message in [
+        (0, 0, 0, "pieces: a piece has no bytes"),
+        (0, 0, -4096, "pieces: a piece has no bytes"),
+        (0, -4096, 4096, OUTSIDE_MEMORY),
+        (0, MEMORY_BYTES, 4096, OUTSIDE_MEMORY),
+        (0, MEMORY_BYTES - 4096, 8192, OUTSIDE_MEMORY),
+        (0, 2**63 - 4096, 4096, OUTSIDE_MEMORY),
+        (-4096, 0, 4096, OUTSIDE_FILE),
+        (12288, 0, 4096, OUTSIDE_FILE),
+        (8192, 0, 8192, OUTSIDE_FILE),
+        (2**63 - 4096, 0, 4096, OUTSIDE_FILE),
+    ]:
         with case(offset, place, size, message):
             reads = opener(memory, False)
-            file = reads.open(written(case_folder, 10_000)[0])
+            file = reads.open(written(new_folder(), 10_000)[0])
             with pytest.raises(ValueError, match=f"^{message}$"):
                 reads.submit(file, numbers(0, offset), numbers(0, place), numbers(1, size), True)
             reads.wait(reads.submit(file, numbers(8192), numbers(MEMORY_BYTES - 4096), numbers(4096), True))
 
 
-def test_direct_reads_of_parts_of_blocks_are_refused(opener: Opener, tmp_path: Path, memory: NDArray[np.uint8]) -> None:
-    for number, (offset, place, size) in enumerate([(512, 0, 4096), (0, 512, 4096), (0, 0, 512)]):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+def test_direct_reads_of_parts_of_blocks_are_refused(
+    opener: Opener, new_folder: Callable[[], Path], memory: NDArray[np.uint8]
+) -> None:
+    for offset, place, size in [(512, 0, 4096), (0, 512, 4096), (0, 0, 512)]:
         with case(offset, place, size):
-            reads, file = opened_direct(opener, memory, written(case_folder, 20_000)[0], True)
+            reads, file = opened_direct(opener, memory, written(new_folder(), 20_000)[0], True)
             with pytest.raises(
                 ValueError, match=r"^pieces: direct reads are of whole blocks of 4096 bytes, in the file and in"
             ):

@@ -20,8 +20,8 @@ from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.placements import mostly_static, place_experts, usual_heat
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
+from moe_pack.runtime.model.compute.router import expert_scores, router_weights
 from moe_pack.runtime.model.layers import router_logits, run_one_by_one
-from moe_pack.runtime.model.router import expert_scores, router_weights
 from moe_pack.runtime.offload.prefetch import MethodName, PredictionInput, make_prediction, methods_by_layer, ranked
 from moe_pack.runtime.offload.split import substitute
 

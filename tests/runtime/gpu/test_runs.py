@@ -42,8 +42,8 @@ from moe_pack.runtime.gpu.placements import Misses, place_experts, usual_heat
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
 from moe_pack.runtime.model.caches import KvDtype
+from moe_pack.runtime.model.compute.router import expert_scores
 from moe_pack.runtime.model.layers import router_logits, run_one_by_one
-from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.offload import PRESETS, CacheFacts
 from moe_pack.runtime.offload.eviction import Importance
 

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime.model import TORCH, NativeOperations, Operations
-from moe_pack.runtime.model.attention.softmax import MAX_SCORE_BYTES, fused_attention
 from moe_pack.runtime.model.caches import LayerCache
-from moe_pack.runtime.model.operations import HeadNorms
+from moe_pack.runtime.model.compute.operations import HeadNorms
+from moe_pack.runtime.model.compute.softmax import MAX_SCORE_BYTES, View, fused_attention
 
 # Float32 sums of up to 256 values, and softmax over up to 900, in another order.
 TOLERANCE = 3e-6
@@ -61,8 +61,8 @@ class Case:
     def found(self, operations: Operations) -> tuple[Tensor, LayerCache]:
         """The attention, and the cache afterwards."""
         cache = LayerCache(self.keys.clone(), self.values.clone(), self.start)
-        given = (self.projected, self.norms, self.angles, self.interleaved, cache, self.spec)
-        y = operations.attend(*given, self.spec.sliding_window, self.sinks)
+        view = View(cache, self.spec, self.spec.sliding_window, self.sinks)
+        y = operations.attend(self.projected, self.norms, self.angles, self.interleaved, view)
         return y, cache
 
 

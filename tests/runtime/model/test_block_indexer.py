@@ -15,11 +15,12 @@ from moe_pack.formats import ModelSpec, NormSpec
 from moe_pack.formats.parts import BlockIndexerSpec, GroupedQuerySpec, RopeSpec
 from moe_pack.formats.parts.specs import cache_values, cached_values, spec_fault
 from moe_pack.runtime.model import TORCH, Matrix, Operations, StoredMatrix
-from moe_pack.runtime.model.attention import softmax
 from moe_pack.runtime.model.attention.grouped import choose_blocks
 from moe_pack.runtime.model.attention.kinds import attend
 from moe_pack.runtime.model.attention.shared import largest
-from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerRopes
+from moe_pack.runtime.model.caches import KvDtype, LayerRopes
+from moe_pack.runtime.model.compute import softmax
+from moe_pack.runtime.model.kv_cache import KVCache
 
 D, HEADS, KV_HEADS, HEAD_DIM, NUM_TOKENS = 64, 4, 2, 32, 50
 CPU = torch.device("cpu")

@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cases import case
-from support.families import Tiny, original, token_ids, write
+from support.families import Tiny, token_ids, write
 from support.models import pack
-from support.native import operations_limited_to
 from support.random_weights import RandomWeights
 from support.specs import COMPRESSED, changed
 from support.streaming import budget_for
@@ -24,8 +23,8 @@ from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions
 from moe_pack.runtime.engine.options import cpu_only
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, open_weights, route_tokens
-from moe_pack.runtime.model.attention.shared import largest
-from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache
+from moe_pack.runtime.model.caches import KvDtype, LayerCache
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction, PartialPrediction, PredictionInput
 
 CPU = torch.device("cpu")
@@ -46,22 +45,6 @@ def test_chunks_of_any_size_give_the_same_as_the_whole_text() -> None:
     parts = Decoder(RandomWeights(COMPRESSED), 40, chunk_tokens=4)
     found = torch.cat([parts.logits(ids[first:last]) for first, last in ((0, 1), (1, 8), (8, 9), (9, 30), (30, 40))])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.slow
-def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(tmp_path: Path) -> None:
-    source, ids = write(TINY, tmp_path / "source"), token_ids()[:NUM_TOKENS]
-    pack(source, tmp_path / "packed", width=16)
-    with torch.no_grad():
-        expected = original(source)(torch.tensor([ids])).logits[0]
-    with Pack(tmp_path / "packed") as opened:
-        for operations in (TORCH, operations_limited_to("portable")):
-            weights = open_weights(opened, CPU, operations)
-            for chunk in (1, 4, 17, 64):
-                with case(type(operations).__name__, chunk):
-                    decoder = Decoder(weights, len(ids), chunk_tokens=chunk)
-                    found = torch.cat([decoder.logits(ids[:33]), decoder.logits(ids[33:])])
-                    assert (found - expected).abs().max() < 1e-4
 
 
 def test_the_cache_holds_a_window_of_keys_what_entries_follow_from_and_entries() -> None:
@@ -140,11 +123,6 @@ def test_with_no_more_entries_than_an_indexer_chooses_it_changes_nothing() -> No
     fewer = RandomWeights(changed(chosen, "attention compression indexer top_k", 2))
     fewer.tensors, fewer._experts = weights.tensors, weights._experts
     assert not torch.allclose(Decoder(fewer, 12).logits(ids), expected, atol=1e-3)
-
-
-def test_among_entries_of_equal_scores_the_first_are_chosen() -> None:
-    allowed = torch.ones((1, 5), dtype=torch.bool)
-    assert largest(torch.zeros((1, 5)), 2, allowed).tolist() == [[True, True, False, False, False]]
 
 
 # ---- tables from tokens to experts ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The decoder against transformers' Mixtral: every shape its config allows, in prefill and token by token."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ SHAPES = {
     "float32": TinyMixtral(dtype=torch.float32),
     "float16": TinyMixtral(dtype=torch.float16),
     "rope of transformers 5": TinyMixtral(
-        config={"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}},
+        config={"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}
     ),
 }
 
@@ -45,12 +46,10 @@ def written(shape: TinyMixtral, folder: Path) -> Path:
     return shape.write(folder, lambda tensors: tensors.pop("lm_head.weight") if tied else None)
 
 
-def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
-    for number, name in enumerate(SHAPES):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+def test_logits_are_those_of_transformers(new_folder: Callable[[], Path]) -> None:
+    for name in SHAPES:
         with case(name):
-            source = written(SHAPES[name], case_folder / "source")
+            source = written(SHAPES[name], new_folder() / "source")
             ids = [(11 * i + 3) % 96 for i in range(40)]
             expected = reference_logits(source, ids)
             checkpoint = Checkpoint(source)
@@ -142,11 +141,10 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int, tiny_pack: Path) 
         decoder.next_logits([95])
 
 
-def test_one_row_decodes_as_it_does_among_others(tiny_source: Path, tmp_path: Path) -> None:
+def test_one_row_decodes_as_it_does_among_others(tiny_source: Path, new_folder: Callable[[], Path]) -> None:
     """Alone, a row's parts begin at odd bytes where scales are bytes of an odd number."""
-    for number, (group, scale_bits) in enumerate([(64, 8), (64, 16), (0, 8), (16, 8)]):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+    for group, scale_bits in [(64, 8), (64, 16), (0, 8), (16, 8)]:
+        case_folder = new_folder()
         with case(group, scale_bits):
             pack(tiny_source, case_folder / "packed", group=group, scale_bits=scale_bits, dense_width=3)
             with Pack(case_folder / "packed") as opened:

@@ -1,20 +1,27 @@
-"""The reference expert: hand-worked numbers, the running rule, and brute force."""
+"""The reference semantics of experts, and experts that return their input."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.cases import case
 from support.specs import GROUPED
+from support.streaming import budget_for
+from support.synthetic import made, plan_for, small
 
-from moe_pack.formats import LimitedFunction, Matrix, Selector
+from moe_pack.calib.forward import LayerStates, LayerwiseWeights
+from moe_pack.calib.forward.layers import Beginning
+from moe_pack.calib.statistics import measure_layer
+from moe_pack.formats import LimitedFunction, Matrix, Pack, RunError, Selector
 from moe_pack.formats.parts.specs import SELECTORS, LimitedName, LimitSpec, spec_fault
-from moe_pack.runtime.model import TORCH, NeuronBlock, StoredMatrix, activations, run_expert
+from moe_pack.runtime import Engine, EngineOptions, model
 from moe_pack.runtime.model.layers import run_dense_expert
+from moe_pack.runtime.offload import Approximations, OffloadedWeights
 
 
 @dataclass
@@ -29,10 +36,10 @@ class Held:
     def down_bias(self) -> None:
         """It has none."""
 
-    def blocks(self) -> Iterator[NeuronBlock]:
+    def blocks(self) -> Iterator[model.NeuronBlock]:
         for i in range(0, len(self.up), self.step):
             part = slice(i, i + self.step)
-            yield NeuronBlock(self.gate[part], self.up[part], self.down[part])
+            yield model.NeuronBlock(self.gate[part], self.up[part], self.down[part])
 
 
 def rows(*values: list[float]) -> torch.Tensor:
@@ -49,7 +56,7 @@ X = rows([1, 2])
 
 
 def test_an_expert_is_the_sum_over_its_neurons() -> None:
-    y = run_expert(X, HAND, "silu", "none", 0.0)
+    y = model.run_expert(X, HAND, "silu", "none", 0.0)
     expected = [[silu(1) * 3 - silu(2) * 10, -silu(2)]]
     torch.testing.assert_close(y, torch.tensor(expected))
 
@@ -67,21 +74,21 @@ def test_neurons_run_unless_their_activation_is_below_the_threshold() -> None:
             h = [silu(1) * 3, -silu(2)]
             down = HAND.down.tolist()
             expected = [[sum(h[i] * down[i][column] for i in running) for column in (0, 1)]]
-            y = run_expert(X, HAND, "silu", selector, threshold)
+            y = model.run_expert(X, HAND, "silu", selector, threshold)
             torch.testing.assert_close(y, torch.tensor(expected, dtype=torch.float32))
 
 
 def test_a_threshold_of_zero_drops_exactly_what_contributes_nothing() -> None:
     """An up activation of zero times an infinite gate is NaN in arithmetic; the neuron does not run."""
     expert = Held(gate=rows([1e38, 1e38]), up=rows([2, -1]), down=rows([5, 5]))
-    assert run_expert(X * 4, expert, "silu", "up", 0.0).tolist() == [[0, 0]]
+    assert model.run_expert(X * 4, expert, "silu", "up", 0.0).tolist() == [[0, 0]]
 
 
 def test_a_nan_runs_and_is_seen() -> None:
     for selector in SELECTORS:
         with case(selector):
             expert = Held(gate=rows([math.nan, 0]), up=rows([math.nan, 1]), down=rows([1, 1]))
-            assert run_expert(X, expert, "silu", selector, 1e9).isnan().all()
+            assert model.run_expert(X, expert, "silu", selector, 1e9).isnan().all()
 
 
 def test_an_expert_agrees_with_brute_force_whatever_the_blocks() -> None:
@@ -97,7 +104,7 @@ def test_an_expert_agrees_with_brute_force_whatever_the_blocks() -> None:
             expected = np.where(abs(a) >= threshold, active * u, 0) @ down
             for step in (1, 4, 13):
                 held = Held(*(torch.tensor(m, dtype=torch.float32) for m in (gate, up, down)), step)
-                y = run_expert(torch.tensor(x, dtype=torch.float32), held, "silu", selector, threshold)
+                y = model.run_expert(torch.tensor(x, dtype=torch.float32), held, "silu", selector, threshold)
                 # Sums of 13 float32 products of order 1: a few times 2^-24 each.
                 np.testing.assert_allclose(y.numpy(), expected, atol=1e-5)
 
@@ -107,10 +114,10 @@ def test_an_expert_of_two_matrices_activates_up() -> None:
         def down_bias(self) -> None:
             """It has none."""
 
-        def blocks(self) -> Iterator[NeuronBlock]:
-            yield NeuronBlock(None, rows([1, 1]), rows([2, 4]), up_bias=torch.tensor([1.0]))
+        def blocks(self) -> Iterator[model.NeuronBlock]:
+            yield model.NeuronBlock(None, rows([1, 1]), rows([2, 4]), up_bias=torch.tensor([1.0]))
 
-    y = run_expert(X, TwoMatrices(), "silu", "up", 0.0)
+    y = model.run_expert(X, TwoMatrices(), "silu", "up", 0.0)
     torch.testing.assert_close(y, torch.tensor([[2 * silu(4), 4 * silu(4)]]))
 
 
@@ -121,12 +128,12 @@ def test_a_dense_expert_is_the_same_function_over_all_neurons(matrices: tuple[Ma
 
     class DenseWeights:
         spec = replace(GROUPED, expert=replace(GROUPED.expert, matrices=matrices))
-        operations = TORCH
+        operations = model.TORCH
 
-        def matrix(self, role: str) -> StoredMatrix:
+        def matrix(self, role: str) -> model.StoredMatrix:
             name = role.removeprefix("layers.0.shared.")
             assert name in matrices, role
-            return StoredMatrix(torch.tensor(held[name], dtype=torch.bfloat16))
+            return model.StoredMatrix(torch.tensor(held[name], dtype=torch.bfloat16))
 
     y = run_dense_expert(torch.tensor([[2.0, 4.0]]), DenseWeights(), "layers.0.shared", "silu")
     h = (6 * silu(2), 2 * silu(4)) if "gate" in matrices else (silu(6), silu(2))
@@ -145,11 +152,13 @@ def one_more(up: float) -> float:
 # Gate and up values of nine neurons: below, at and above the limits, and an up of -1, whose factor is 0.
 GATES = [-20.0, -7.0, -1.0, 0.0, 2.0, 6.9, 7.0, 7.1, 30.0]
 UPS = [30.0, 7.0, -8.0, 3.0, -1.0, -7.0, 7.1, 0.5, -7.1]
-CLAMPED = NeuronBlock(torch.zeros(9, 1), torch.zeros(9, 1), torch.ones(9, 1), torch.tensor(GATES), torch.tensor(UPS))
+CLAMPED = model.NeuronBlock(
+    torch.zeros(9, 1), torch.zeros(9, 1), torch.ones(9, 1), torch.tensor(GATES), torch.tensor(UPS)
+)
 
 
 def test_the_clamped_swiglu_is_its_formula_on_both_sides_of_its_limits() -> None:
-    found = activations(torch.zeros(1, 1), CLAMPED, "clamped_swiglu")
+    found = model.activations(torch.zeros(1, 1), CLAMPED, "clamped_swiglu")
     gates, ups = torch.tensor([[swish(g) for g in GATES]]), torch.tensor([[one_more(u) for u in UPS]])
     torch.testing.assert_close(found.gate, gates)
     torch.testing.assert_close(found.up, ups)
@@ -166,12 +175,12 @@ def test_limited_functions_are_their_formulas_on_both_sides_of_their_limits() ->
         }
         for name, gates in formulas.items():
             with case(name, limit):
-                found = activations(torch.zeros(1, 1), CLAMPED, LimitedFunction(name, limit))
+                found = model.activations(torch.zeros(1, 1), CLAMPED, LimitedFunction(name, limit))
                 torch.testing.assert_close(found.gate[0], torch.tensor(gates))
                 assert found.up[0].tolist() == [min(max(u, -limit), limit) for u in UPS]
                 assert torch.equal(found.h, found.gate * found.up)
                 bad = replace(CLAMPED, gate_bias=torch.full((9,), torch.nan), up_bias=torch.full((9,), torch.nan))
-                found = activations(torch.zeros(1, 1), bad, LimitedFunction(name, limit))
+                found = model.activations(torch.zeros(1, 1), bad, LimitedFunction(name, limit))
                 assert found.gate.isnan().all() and found.up.isnan().all()
 
 
@@ -179,7 +188,7 @@ def test_gelu_is_the_approximation_by_tanh() -> None:
     def gelu(g: float) -> float:
         return g / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
 
-    found = activations(torch.zeros(1, 1), CLAMPED, "gelu_tanh")
+    found = model.activations(torch.zeros(1, 1), CLAMPED, "gelu_tanh")
     torch.testing.assert_close(found.gate[0], torch.tensor([gelu(g) for g in GATES]))
     assert found.up[0].tolist() == torch.tensor(UPS).tolist()
 
@@ -201,8 +210,10 @@ def test_layers_have_limits_of_their_own() -> None:
 @pytest.mark.parametrize(("selector", "runs"), [("up", [1, 3, 5]), ("gate", [0, 1, 4]), ("both", [0, 1, 4])])
 def test_a_threshold_drops_neurons_by_what_the_clamped_swiglu_makes_known(selector: Selector, runs: list[int]) -> None:
     gates, ups = [5.0, 3.0, -2.0, 0.0, 7.5, -1.2], [-1.5, 2.0, -0.5, 3.0, -1.9, 6.0]
-    block = NeuronBlock(torch.zeros(6, 1), torch.zeros(6, 1), torch.ones(6, 1), torch.tensor(gates), torch.tensor(ups))
-    a = activations(torch.zeros(1, 1), block, "clamped_swiglu").of(selector)[0].abs()
+    block = model.NeuronBlock(
+        torch.zeros(6, 1), torch.zeros(6, 1), torch.ones(6, 1), torch.tensor(gates), torch.tensor(ups)
+    )
+    a = model.activations(torch.zeros(1, 1), block, "clamped_swiglu").of(selector)[0].abs()
     values = {
         "up": [abs(one_more(u)) for u in ups],
         "gate": [abs(swish(g)) for g in gates],
@@ -210,7 +221,7 @@ def test_a_threshold_drops_neurons_by_what_the_clamped_swiglu_makes_known(select
     }[selector]
     threshold = (sorted(values)[2] + sorted(values)[3]) / 2
     assert torch.nonzero(a >= threshold).flatten().tolist() == runs
-    y = run_expert(torch.zeros(1, 1), Given(block), "clamped_swiglu", selector, threshold)
+    y = model.run_expert(torch.zeros(1, 1), Given(block), "clamped_swiglu", selector, threshold)
     expected = sum(swish(gates[i]) * one_more(ups[i]) for i in runs)
     assert float(y) == pytest.approx(expected, abs=4e-6)  # of terms up to 9
 
@@ -219,13 +230,13 @@ def test_a_threshold_drops_neurons_by_what_the_clamped_swiglu_makes_known(select
 class Given:
     """An expert of one block, whose output has a bias."""
 
-    block: NeuronBlock
+    block: model.NeuronBlock
     bias: torch.Tensor | None = None
 
     def down_bias(self) -> torch.Tensor | None:
         return self.bias
 
-    def blocks(self) -> Iterator[NeuronBlock]:
+    def blocks(self) -> Iterator[model.NeuronBlock]:
         yield self.block
 
 
@@ -234,14 +245,123 @@ def test_the_bias_of_down_is_added_whichever_neurons_run(threshold: float) -> No
     bias = torch.tensor([0.25, -3.0])
     x = torch.tensor([[1.0, 2.0], [0.0, -1.0]])
     held = Given(next(HAND.blocks()), bias)
-    without = run_expert(x, HAND, "silu", "both", threshold)
-    torch.testing.assert_close(run_expert(x, held, "silu", "both", threshold), without + bias)
+    without = model.run_expert(x, HAND, "silu", "both", threshold)
+    torch.testing.assert_close(model.run_expert(x, held, "silu", "both", threshold), without + bias)
     assert held.bias is bias and bias.tolist() == [0.25, -3.0]
 
 
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_relu_lets_through_what_is_above_zero(has_gate: bool) -> None:
-    block = NeuronBlock(HAND.gate if has_gate else None, HAND.up, HAND.down)
+    block = model.NeuronBlock(HAND.gate if has_gate else None, HAND.up, HAND.down)
     x = torch.tensor([[1.0, 2.0], [-1.0, 2.0]])  # gates 1, 2 and -1, 2; ups 3, -1 and 1, -3
-    y = run_expert(x, Given(block), "relu", "none", 0.0)
+    y = model.run_expert(x, Given(block), "relu", "none", 0.0)
     assert y.tolist() == ([[3 - 20, -2], [-60, -6]] if has_gate else [[3, 0], [1, 0]])
+
+
+CPU = torch.device("cpu")
+CONTEXT, S = 32, 24
+E, Z, K = 6, 10, 2  # more than a third of all tokens choose no other expert
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = small(num_experts=E)
+    router = replace(spec.router, num_experts_per_tok=K, normalize=False, scaling_factor=2.0, num_identity=Z)
+    return made(replace(spec, router=router), tmp_path_factory.mktemp("identity") / "packed", plan=plan_for(spec))
+
+
+def token_ids() -> list[int]:
+    return torch.randint(4096, (S,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(packed: Path) -> torch.Tensor:
+    """The logits of the reference semantics, [S, vocabulary]."""
+    with Pack(packed) as pack:
+        return model.Decoder(model.PackWeights(pack, CPU), CONTEXT).logits(token_ids())
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("kernels", ["torch", "portable"])
+@pytest.mark.parametrize("num_experts", [None, 4])
+def test_an_answer_is_the_same_whatever_computes_it(
+    packed: Path, expected: torch.Tensor, kernels: str, num_experts: int | None
+) -> None:
+    """A prompt, then token by token: some tokens run no expert of a layer."""
+    with Pack(packed) as pack:
+        budget = None if num_experts is None else budget_for(pack, num_experts, CONTEXT)
+        options = EngineOptions(kernels=kernels, budget_bytes=budget)  # type: ignore[arg-type]  # one of its names
+        with Engine(pack, options, CONTEXT) as engine:
+            assert isinstance(engine.weights, OffloadedWeights) == (num_experts is not None)
+            ids = token_ids()
+            found = [engine.decoder.next_logits(ids[:4]), *(engine.decoder.next_logits([i]) for i in ids[4:])]
+            assert difference(torch.stack(found), expected[3:]) < 2e-5
+            if isinstance(engine.weights, OffloadedWeights):
+                counts = engine.weights.decode
+                most = K * counts.layers
+                assert 0 < counts.needed < 0.7 * most, "experts that do not run are not needed"
+
+
+def test_experts_that_do_not_run_are_not_counted(packed: Path, expected: torch.Tensor, tmp_path: Path) -> None:
+    """Calibration's pass gives the decoder's hidden states, and counts the tokens that experts run for."""
+    ids = torch.tensor([token_ids()])
+    with Pack(packed) as pack:
+        weights = LayerwiseWeights(model.StreamedPackWeights(pack, CPU))
+        states = LayerStates(weights, Beginning(lambda number: model.embed(ids[number], weights)), 1, S, tmp_path, CPU)
+        num_running = 0
+        for layer_idx, layer in enumerate(pack.spec.moe_layers):
+            tokens = states.enter(layer)
+            runs = tokens.weights != 0
+            num_running += int(runs.sum())
+            assert tokens.experts.max() < E and bool((~runs).all(dim=1).any())
+            with torch.inference_mode():
+                counted = measure_layer(states, tokens, weights, layer_idx, (0.0, 0.0), num_held_out_tokens=8)
+            chosen = [tokens.experts[runs] == e for e in range(E)]
+            assert counted.tokens.tolist() == [int(each.sum()) for each in chosen]
+            assert int(counted.held_out_tokens.sum()) == int(runs[-8:].sum())
+            assert np.diag(counted.coactivation).tolist() == counted.tokens.tolist()
+            both = (runs.all(dim=1)).sum()
+            assert int(counted.coactivation.sum()) == int(runs.sum()) + 2 * int(both)
+            states.leave(layer, tokens)
+        assert 0 < num_running < K * S * len(pack.spec.moe_layers)
+        with torch.inference_mode():
+            found = model.head(states.before(0), weights)
+        assert difference(found, expected) < 2e-5
+
+
+def test_synthetic_routers_choose_them_as_often_as_others(packed: Path) -> None:
+    with Pack(packed) as pack:
+        router = pack.spec.router
+        weights = model.PackWeights(pack, CPU)
+        decoder = model.Decoder(weights, 512)
+        seen: list[torch.Tensor] = []
+        route = weights.operations.route
+
+        class Watching(type(weights.operations)):  # type: ignore[misc]  # the class of an object
+            def route(self, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+                found = route(*arguments)  # type: ignore[arg-type]
+                seen.append(found[1])
+                return found
+
+        weights.operations = Watching()
+        decoder.logits(torch.randint(4096, (400,), generator=torch.Generator().manual_seed(4)).tolist())
+    share = torch.cat([(each != 0).float().mean(dim=1) for each in seen]).mean()
+    assert abs(float(share) - router.num_experts / router.num_outputs) < 0.08
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (EngineOptions(record=Path("record")), "--record"),
+        (EngineOptions(approximations=Approximations(substitute=0.5)), "--substitute"),
+        (EngineOptions(approximations=Approximations(runs_predicted=True)), "--trust-experts"),
+    ],
+)
+def test_what_such_models_cannot_follow_is_refused(packed: Path, options: EngineOptions, name: str) -> None:
+    with Pack(packed) as pack, pytest.raises(RunError) as refused:
+        Engine(pack, options, CONTEXT)
+    message = "does not support models with experts that return their input; remove it"
+    assert str(refused.value) == f"{name} {message}"

@@ -22,12 +22,14 @@ from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, operations
-from moe_pack.runtime.model.attention import softmax
-from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache, layer_cache
+from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder
+from moe_pack.runtime.model.caches import KvDtype, LayerCache, layer_cache
 from moe_pack.runtime.model.caches.storage import RowStorage, rotation
-from moe_pack.runtime.model.operations import HeadNorms
-from moe_pack.runtime.model.weights import Weights
+from moe_pack.runtime.model.compute import operations, softmax
+from moe_pack.runtime.model.compute.operations import HeadNorms
+from moe_pack.runtime.model.compute.softmax import View
+from moe_pack.runtime.model.compute.weights import Weights
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload import Sequences, least_budget
 from moe_pack.runtime.offload.budgets import cache_bytes, checkpoint_bytes
 
@@ -151,14 +153,14 @@ def test_kernels_read_codes_as_they_are_stored(instruction_set: str, monkeypatch
             given = ((q, k, v), norms, (turns.cos(), turns.sin()), False)
             cache, written = (coded_cache(dtype, (kv_heads, places, d), start) for _ in range(2))
             sinks = drawn(6)
-            found, entered = native.attend(*given, cache, spec, window, sinks), list[tuple[Tensor, Tensor]]()
+            found, entered = native.attend(*given, View(cache, spec, window, sinks)), list[tuple[Tensor, Tensor]]()
             append = LayerCache.append
             patch.setattr(LayerCache, "append", lambda to, *rows: [entered.append(rows), append(to, *rows)])
-            TORCH.attend(*given, written, spec, window, sinks)
+            TORCH.attend(*given, View(written, spec, window, sinks))
             patch.undo()
             assert_stores(cache, written, *entered[0])
             patch.setattr(LayerCache, "append", lambda *_: None)
-            expected = TORCH.attend(*given, cache, spec, window, sinks)
+            expected = TORCH.attend(*given, View(cache, spec, window, sinks))
             assert (found - expected).abs().max() <= 3e-6 * expected.abs().max()
 
 
@@ -171,7 +173,7 @@ def test_what_is_not_finite_makes_its_row_so() -> None:
                 k[0, 3] = fault
                 spec = GroupedQuerySpec("grouped_query", 1, 1, 64, None, 0.125, (), "none")
                 angles = torch.ones(2, 0), torch.zeros(2, 0)
-                found = native.attend((drawn(2, 64), k, v), None, angles, False, cache, spec, None, None)
+                found = native.attend((drawn(2, 64), k, v), None, angles, False, View(cache, spec, None, None))
                 assert found.isnan().all(), "every query sees the first key"
 
 
@@ -185,7 +187,7 @@ def run(weights: Weights, kv_dtype: KvDtype, ids: list[int]) -> Tensor:
 
 
 class Stored:
-    """What a run stored as codes, in its order, which its twin gets back as float32 keys and values.
+    """The codes that a run stored, in its order; its twin gets them back as float32 keys and values.
 
     A value between two codes becomes either, and all that follows would differ: so the twin's own values must be close,
     and then it has the first run's codes.

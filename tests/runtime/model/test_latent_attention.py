@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.parts import LatentSpec
 from moe_pack.formats.parts.specs import cached_values
 from moe_pack.runtime.model import CheckpointWeights, Decoder, ExpertRunner, PartialState, mlp_input
-from moe_pack.runtime.model.attention import latent, softmax
-from moe_pack.runtime.model.caches import KVCache
+from moe_pack.runtime.model.attention import latent
+from moe_pack.runtime.model.compute import softmax
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.model.layers import run_one_by_one
 
 LITE = LatentSpec("latent", 16, None, 512, 128, 64, 128, 192**-0.5, 1e-6)  # DeepSeek-V2-Lite's
@@ -32,7 +34,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Checkpoint(write(request.param, tmp_path_factory.mktemp("both")))
 
 
-@pytest.mark.parametrize("pieces", [[96], [1] * 96, [40, 1, 1, 30, 24], [5] * 19 + [1]], ids=str)
+PIECES = [[96], [1] * 96, [40, 1, 1, 30, 24], [5] * 19 + [1]]
+
+
+def in_pieces(decoder: Decoder, ids: list[int], pieces: list[int]) -> torch.Tensor:
+    """The logits of a text that comes in pieces of these sizes."""
+    ends = accumulate(pieces)
+    return torch.cat([decoder.logits(ids[end - size : end]) for size, end in zip(pieces, ends, strict=True)])
+
+
+@pytest.mark.parametrize("pieces", PIECES, ids=str)
 @pytest.mark.parametrize("absorbed", [True, False])
 def test_absorbed_and_expanded_give_the_same_logits(
     pieces: list[int], absorbed: bool, model: Checkpoint, monkeypatch: pytest.MonkeyPatch
@@ -40,11 +51,8 @@ def test_absorbed_and_expanded_give_the_same_logits(
     ids = token_ids()
     expected = Decoder(CheckpointWeights(model), NUM_TOKENS).logits(ids)
     monkeypatch.setattr(latent, "absorbs", lambda *sizes: absorbed)
-    decoder, found = Decoder(CheckpointWeights(model), NUM_TOKENS), []
-    for size in pieces:
-        start = decoder.cache.num_tokens
-        found.append(decoder.logits(ids[start : start + size]))
-    assert (torch.cat(found) - expected).abs().max() < 1e-4  # float32 sums in another order: about 1e-5
+    found = in_pieces(Decoder(CheckpointWeights(model), NUM_TOKENS), ids, pieces)
+    assert (found - expected).abs().max() < 1e-4  # float32 sums in another order: about 1e-5
 
 
 @pytest.mark.parametrize("absorbed", [True, False])
@@ -107,15 +115,12 @@ def test_a_layer_that_shares_a_choice_keeps_no_keys_of_an_indexer(sharing: Check
     assert [sharing.spec.chooser_of(layer) for layer in range(4)] == [None, 0, 0, None]
 
 
-@pytest.mark.parametrize("pieces", [[96], [1] * 96, [40, 1, 1, 30, 24], [5] * 19 + [1]], ids=str)
+@pytest.mark.parametrize("pieces", PIECES, ids=str)
 def test_pieces_of_a_text_share_choices_of_their_own(pieces: list[int], sharing: Checkpoint) -> None:
     ids = token_ids()
     expected = Decoder(CheckpointWeights(sharing), NUM_TOKENS).logits(ids)
-    decoder, found = Decoder(CheckpointWeights(sharing), NUM_TOKENS, chunk_tokens=17), []
-    for size in pieces:
-        start = decoder.cache.num_tokens
-        found.append(decoder.logits(ids[start : start + size]))
-    assert (torch.cat(found) - expected).abs().max() < 1e-4
+    found = in_pieces(Decoder(CheckpointWeights(sharing), NUM_TOKENS, chunk_tokens=17), ids, pieces)
+    assert (found - expected).abs().max() < 1e-4
 
 
 class Predicting(CheckpointWeights, ExpertRunner):

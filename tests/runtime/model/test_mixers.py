@@ -17,8 +17,9 @@ from moe_pack.formats.parts.specs import cache_values, state_values
 from moe_pack.runtime.cpu import Kernels
 from moe_pack.runtime.engine.options import EngineOptions, cpu_only
 from moe_pack.runtime.model import Decoder, PackWeights, open_weights, operations_for
-from moe_pack.runtime.model.caches import KVCache, KvDtype, LayerCache, LayerState
-from moe_pack.runtime.model.mixers.recurrence import convolve, recur
+from moe_pack.runtime.model.caches import KvDtype, LayerCache, LayerState
+from moe_pack.runtime.model.compute.recurrence import convolve, recur
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload.budgets import cache_bytes
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ class Given:
         return LayerState(torch.zeros(0), self.before.clone())
 
     def ran(self, *sizes: int) -> tuple[Tensor, Tensor]:
-        """What tokens read when they enter so many at a time, and the state afterwards."""
+        """Returns the tokens' outputs when they enter so many at a time, and the state afterwards."""
         state, start, read = self.state(), 0, []
         for size in sizes:
             at = slice(start, start + size)

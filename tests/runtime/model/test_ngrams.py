@@ -26,27 +26,16 @@ from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.ngrams import read_ngrams
 from moe_pack.formats.parts import GatedStreamsSpec
 from moe_pack.formats.parts.specs import dense_roles, state_values
+from moe_pack.runtime import model
 from moe_pack.runtime.cpu import reads
 from moe_pack.runtime.cpu.reads import BlockingReads
 from moe_pack.runtime.engine.engine import Engine
 from moe_pack.runtime.engine.options import EngineOptions, cpu_only
-from moe_pack.runtime.model import (
-    TORCH,
-    CheckpointWeights,
-    Decoder,
-    NativeOperations,
-    Operations,
-    PackWeights,
-    StoredMatrix,
-    StreamedPackWeights,
-    Weights,
-    mixers,
-    open_weights,
-    operations_for,
-)
-from moe_pack.runtime.model.caches import KVCache, LayerState
-from moe_pack.runtime.model.mixers import LaterRows, NgramRows, ngram_output
-from moe_pack.runtime.model.mixers.ngrams import row_numbers
+from moe_pack.runtime.model.caches import LayerState
+from moe_pack.runtime.model.compute import LaterRows, NgramRows
+from moe_pack.runtime.model.compute.ngrams import row_numbers
+from moe_pack.runtime.model.kv_cache import KVCache
+from moe_pack.runtime.model.mixers import ngram_output
 from moe_pack.runtime.offload.budgets import cache_bytes, ngram_bytes
 
 Tensor = torch.Tensor
@@ -80,7 +69,7 @@ def tokens_with_ends(num_tokens: int = 41) -> Tensor:
 class Layer:
     """A layer of transformers with random weights, and the same weights for ours."""
 
-    def __init__(self, change: dict[str, int], operations: Operations = TORCH, layer: int = 2) -> None:
+    def __init__(self, change: dict[str, int], operations: model.Operations = model.TORCH, layer: int = 2) -> None:
         values = KEYS | change
         config = Qwen4ExpTextConfig(**values, hc_count=STREAMS)
         torch.manual_seed(5)
@@ -104,24 +93,24 @@ class Layer:
     def vector(self, role: str) -> Tensor:
         return self._held[role.rpartition(".")[2]]
 
-    def matrix(self, role: str) -> StoredMatrix:
-        return StoredMatrix(self._held[role.rpartition(".")[2]], self.operations)
+    def matrix(self, role: str) -> model.StoredMatrix:
+        return model.StoredMatrix(self._held[role.rpartition(".")[2]], self.operations)
 
-    def ngram_table(self, layer: int) -> "Layer":
+    def ngram_table(self, layer: int) -> Callable[[np.ndarray], LaterRows]:
         assert layer == self.layer
-        return self
+        return self._begin
 
-    def begin(self, numbers: np.ndarray) -> LaterRows:
+    def _begin(self, numbers: np.ndarray) -> LaterRows:
         assert (np.diff(numbers) > 0).all(), "rising, none twice"
         return LaterRows(lambda: self._table[torch.from_numpy(numbers)])
 
     def state(self) -> LayerState:
         assert self.spec.ngrams is not None
-        return LayerState.of_ngrams(self.spec.ngrams, self.spec.stream_width, CPU)
+        return LayerState.zeros(self.spec.ngrams.state(self.spec.stream_width), CPU)
 
     @torch.inference_mode()
     def ours(self, x: Tensor, tokens: Tensor, sizes: list[int]) -> Tensor:
-        """What is added to x float32 [T, streams * d], if the tokens enter so many at a time."""
+        """Returns the output for x float32 [T, streams * d], if the tokens enter so many at a time."""
         assert self.spec.ngrams is not None
         state, start, found = self.state(), 0, []
         for size in sizes:
@@ -167,7 +156,7 @@ def test_a_layer_adds_what_that_of_transformers_adds_whatever_enters_at_once() -
 def test_native_operations_add_the_same(instruction_set: str) -> None:
     tokens = tokens_with_ends()
     x = torch.randn((len(tokens), STREAMS * D), generator=torch.Generator().manual_seed(1))
-    given = Layer(SHAPES[0], NativeOperations(kernels_limited_to(instruction_set)))
+    given = Layer(SHAPES[0], model.NativeOperations(kernels_limited_to(instruction_set)))
     found = given.ours(x, tokens, cut(len(tokens), 5))
     torch.testing.assert_close(found, given.theirs(x, tokens, [len(tokens)]), atol=2e-5, rtol=1e-4)
 
@@ -226,16 +215,16 @@ def ids_of(num_tokens: int = 41) -> list[int]:
 
 def expected_logits(made: Path, ids: list[int]) -> Tensor:
     checkpoint = Checkpoint(made / "source")
-    logits = Decoder(CheckpointWeights(checkpoint), len(ids)).logits(ids)
+    logits = model.Decoder(model.CheckpointWeights(checkpoint), len(ids)).logits(ids)
     checkpoint.close()
     return logits
 
 
-def each_weights(opened: Pack) -> Iterator[Weights]:
+def each_weights(opened: Pack) -> Iterator[model.Weights]:
     """The weights that run on a CPU."""
-    yield PackWeights(opened, CPU)
-    yield StreamedPackWeights(opened, CPU)
-    with operations_for(CPU, 2) as operations, closing(open_weights(opened, CPU, operations)) as mapped:
+    yield model.PackWeights(opened, CPU)
+    yield model.StreamedPackWeights(opened, CPU)
+    with model.operations_for(CPU, 2) as operations, closing(model.open_weights(opened, CPU, operations)) as mapped:
         yield mapped
 
 
@@ -249,7 +238,7 @@ def test_a_model_gives_the_same_logits_from_any_weights_and_in_any_pieces(made: 
         for number, weights in enumerate(each_weights(opened)):
             for size in (41, 7, 1):
                 with case(number, size):
-                    decoder = Decoder(weights, len(ids), chunk_tokens=size)
+                    decoder = model.Decoder(weights, len(ids), chunk_tokens=size)
                     torch.testing.assert_close(decoder.logits(ids), expected, atol=BOUND, rtol=0)
                     decoder.reset()
                     one_by_one = torch.stack([decoder.next_logits([each]) for each in ids])
@@ -258,24 +247,24 @@ def test_a_model_gives_the_same_logits_from_any_weights_and_in_any_pieces(made: 
 
 def test_ngrams_change_what_a_model_predicts(made: Path) -> None:
     checkpoint = Checkpoint(made / "source")
-    weights = CheckpointWeights(checkpoint)
-    expected = Decoder(weights, 41).logits(ids_of())
+    weights = model.CheckpointWeights(checkpoint)
+    expected = model.Decoder(weights, 41).logits(ids_of())
     weights.spec = replace(weights.spec, ngrams=None)
-    assert (Decoder(weights, 41).logits(ids_of()) - expected).abs().max() > 0.1
+    assert (model.Decoder(weights, 41).logits(ids_of()) - expected).abs().max() > 0.1
     checkpoint.close()
 
 
 def test_a_text_goes_on_from_a_copied_state_with_its_tokens(made: Path) -> None:
     ids = ids_of()
-    with Pack(made / "pack") as opened, closing(PackWeights(opened, CPU)) as weights:
-        decoder = Decoder(weights, 64)
+    with Pack(made / "pack") as opened, closing(model.PackWeights(opened, CPU)) as weights:
+        decoder = model.Decoder(weights, 64)
         decoder.begin(ids[:30])
         first = decoder.logits([9, 3, 8])
         left = decoder.keep_beginning([*ids[:30], 9, 4])
         assert left == [9, 4] and decoder.cache.num_tokens == 30
         again = decoder.logits([9, 3, 8])
         torch.testing.assert_close(again, first, atol=0, rtol=0)
-        whole = Decoder(weights, 64).logits([*ids[:30], 9, 3, 8])
+        whole = model.Decoder(weights, 64).logits([*ids[:30], 9, 3, 8])
         torch.testing.assert_close(again, whole[-3:], atol=BOUND, rtol=0)
 
 
@@ -294,43 +283,43 @@ def test_the_cache_has_a_state_for_each_layer_with_ngrams(made: Path) -> None:
 def test_a_pass_with_more_rows_than_a_buffer_and_more_passes_than_buffers_reads_them_all(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixers, "SLOT_TOKENS", 3)  # 12 rows
+    monkeypatch.setattr(model.compute, "SLOT_TOKENS", 3)  # 12 rows
     ids = ids_of()
     expected = expected_logits(made, ids)
     for kind in (None, BlockingReads):
-        with Pack(made / "pack") as opened, closing(PackWeights(opened, CPU)) as weights:
+        with Pack(made / "pack") as opened, closing(model.PackWeights(opened, CPU)) as weights:
             if kind is not None:
                 monkeypatch.setattr(reads, "open_reads", kind)
             for chunk_tokens in (41, 5):
                 torch.testing.assert_close(
-                    Decoder(weights, 41, chunk_tokens=chunk_tokens).logits(ids), expected, atol=BOUND, rtol=0
+                    model.Decoder(weights, 41, chunk_tokens=chunk_tokens).logits(ids), expected, atol=BOUND, rtol=0
                 )
             assert opened.spec.ngrams is not None
             numbers = np.arange(0, 90, 7)
-            held = [weights.ngram_table(0).begin(numbers) for _ in range(6)]  # there are four buffers
+            held = [weights.ngram_table(0)(numbers) for _ in range(6)]  # there are four buffers
             rows = [each.result() for each in held]
             assert all(torch.equal(each, rows[0]) for each in rows)
-            for each in [weights.ngram_table(2).begin(numbers) for _ in range(6)]:
+            for each in [weights.ngram_table(2)(numbers) for _ in range(6)]:
                 each.cancel()
             assert len(weights._tables.free) == 4  # type: ignore[union-attr]
 
 
 def test_a_failed_pass_gives_its_buffers_back(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = ids_of()
-    with Pack(made / "pack") as opened, closing(PackWeights(opened, CPU)) as weights:
-        decoder = Decoder(weights, 64, chunk_tokens=4)
+    with Pack(made / "pack") as opened, closing(model.PackWeights(opened, CPU)) as weights:
+        decoder = model.Decoder(weights, 64, chunk_tokens=4)
         whole = decoder.logits(ids)
         decoder.reset()
-        expert = PackWeights.expert
+        expert = model.PackWeights.expert
 
-        def failing(self: PackWeights, layer_idx: int, number: int) -> object:
+        def failing(self: model.PackWeights, layer_idx: int, number: int) -> object:
             if layer_idx == 1:
                 raise PackError("damaged")
             return expert(self, layer_idx, number)
 
         for _ in range(3):
             with monkeypatch.context() as patch, pytest.raises(PackError):
-                patch.setattr(PackWeights, "expert", failing)
+                patch.setattr(model.PackWeights, "expert", failing)
                 decoder.logits(ids)
             assert len(weights._tables.free) == 4  # type: ignore[union-attr]
         decoder.reset()
@@ -347,12 +336,12 @@ def test_a_damaged_row_is_named_when_it_is_read(made: Path, new_folder: Callable
         (folder / path.name).write_bytes(path.read_bytes())
     path = folder / "ngrams-002.safetensors"
     edit_byte(path, 4096 + 16 * unread)
-    with Pack(folder) as opened, closing(PackWeights(opened, CPU)) as weights:
-        Decoder(weights, 64).logits(ids)  # a row that is not read may be damaged
+    with Pack(folder) as opened, closing(model.PackWeights(opened, CPU)) as weights:
+        model.Decoder(weights, 64).logits(ids)  # a row that is not read may be damaged
     edit_byte(path, 4096 + 16 * row + 2)
-    for make in (PackWeights, StreamedPackWeights):
+    for make in (model.PackWeights, model.StreamedPackWeights):
         with Pack(folder) as opened, pytest.raises(PackError) as refused:
-            Decoder(make(opened, CPU), 64).logits(ids)
+            model.Decoder(make(opened, CPU), 64).logits(ids)
         message = f"ngrams-002.safetensors: row {row}: CRC-32 does not match its bytes; the file is damaged"
         assert str(refused.value) == message
 
@@ -362,8 +351,8 @@ def test_a_table_that_is_cut_while_it_is_in_use_is_named(made: Path, new_folder:
     folder.mkdir()
     for path in (made / "pack").iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    with Pack(folder) as opened, closing(PackWeights(opened, CPU)) as weights:
-        decoder = Decoder(weights, 64)
+    with Pack(folder) as opened, closing(model.PackWeights(opened, CPU)) as weights:
+        decoder = model.Decoder(weights, 64)
         decoder.logits([1, 2, 3])
         with (folder / "ngrams-000.safetensors").open("r+b") as file:
             file.truncate(4096)

@@ -1,17 +1,31 @@
-"""Routers against their rules, written out in plain Python: groups, biases, equal scores to the lowest index."""
+"""Routers against their rules, in plain Python: groups, biases, ties, scores, and experts that a table names."""
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from support.cases import case
+from support.families import Tiny, token_ids, write
+from support.models import DEMO_MODEL, pack
 from support.native import operations_limited_to
+from support.specs import GROUPED
+from support.streaming import budget_for
+from torch import Tensor
 
-from moe_pack.formats import RouterSpec
-from moe_pack.runtime.model import TORCH
-from moe_pack.runtime.model import router as routers
+from moe_pack.formats import ModelSpec, Pack, RouterSpec
+from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime.model import TORCH, Decoder, StoredMatrix, router_scores
+from moe_pack.runtime.model.compute import router as routers
+from moe_pack.runtime.offload import PRESETS, Approximations, OffloadedWeights, PolicyName, read_recording
 
 Chosen = list[tuple[int, float]]  # experts and weights, best first
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -47,43 +61,30 @@ def in_best_groups(scores: list[float], spec: RouterSpec, deciding: int) -> list
     return [score if i // size in stays else -math.inf for i, score in enumerate(scores)]
 
 
-def finished(chosen: list[int], scores: list[float], spec: RouterSpec) -> Chosen:
-    weights = [scores[i] for i in chosen]
-    total = sum(weights) + spec.least_sum if spec.normalize else 1.0
-    return [(i, weight / total * spec.scaling_factor) for i, weight in zip(chosen, weights, strict=True)]
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
 
 
-def softmax_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
-    scores = softmax(logits)
-    biased = [score + b for score, b in zip(scores, bias, strict=True)]
-    return finished(largest(in_best_groups(biased, spec, 1), spec.num_experts_per_tok), scores, spec)
+# Each expert's score by itself, or its share of all.
+SCORES: dict[str, Callable[[list[float]], list[float]]] = {
+    "softmax_topk": softmax,
+    "sigmoid_topk": lambda logits: [sigmoid(logit) for logit in logits],
+    "topk_sigmoid": lambda logits: [sigmoid(logit) for logit in logits],
+    "sqrtsoftplus_topk": lambda logits: [math.sqrt(math.log1p(math.exp(logit))) for logit in logits],
+}
 
 
-def topk_softmax(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
-    chosen = largest(logits, spec.num_experts_per_tok)
-    shares = softmax([logits[i] for i in chosen])
-    return [(i, share * spec.scaling_factor) for i, share in zip(chosen, shares, strict=True)]
+def by_rule(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+    if spec.kind == "sparsemixer":
+        return sparsemixer(logits, spec)
+    ranked = logits if spec.kind.startswith("topk") else SCORES[spec.kind](logits)
+    biased = [score + b for score, b in zip(ranked, bias, strict=True)]
+    best = in_best_groups(biased, spec, 2 if spec.kind == "sigmoid_topk" else 1)
+    chosen = largest(best, spec.num_experts_per_tok)
+    return list(zip(chosen, weights_by_rule(logits, chosen, spec), strict=True))
 
 
-def sigmoid_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
-    scores = [1 / (1 + math.exp(-logit)) for logit in logits]
-    biased = [score + b for score, b in zip(scores, bias, strict=True)]
-    return finished(largest(in_best_groups(biased, spec, 2), spec.num_experts_per_tok), scores, spec)
-
-
-def sqrtsoftplus_topk(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
-    scores = [math.sqrt(math.log1p(math.exp(logit))) for logit in logits]
-    biased = [score + b for score, b in zip(scores, bias, strict=True)]
-    return finished(largest(biased, spec.num_experts_per_tok), scores, spec)
-
-
-def topk_sigmoid(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
-    biased = [logit + b for logit, b in zip(logits, bias, strict=True)]
-    scores = [1 / (1 + math.exp(-logit)) for logit in logits]
-    return finished(largest(biased, spec.num_experts_per_tok), scores, spec)
-
-
-def sparsemixer(logits: list[float], bias: list[float], spec: RouterSpec) -> Chosen:
+def sparsemixer(logits: list[float], spec: RouterSpec) -> Chosen:
     running, made, band = dict(enumerate(logits)), [], 2 * spec.jitter
     for _ in range(spec.num_experts_per_tok):
         best = largest([running.get(i, -math.inf) for i in range(len(logits))], 1)[0]
@@ -94,14 +95,6 @@ def sparsemixer(logits: list[float], bias: list[float], spec: RouterSpec) -> Cho
     return made
 
 
-RULES: dict[str, Callable[[list[float], list[float], RouterSpec], Chosen]] = {
-    "softmax_topk": softmax_topk,
-    "topk_softmax": topk_softmax,
-    "sigmoid_topk": sigmoid_topk,
-    "sqrtsoftplus_topk": sqrtsoftplus_topk,
-    "topk_sigmoid": topk_sigmoid,
-    "sparsemixer": sparsemixer,
-}
 ROUTERS = [
     RouterSpec("softmax_topk", 8, 3, True), RouterSpec("softmax_topk", 8, 3, False, scaling_factor=16.0),
     RouterSpec("softmax_topk", 12, 4, False, n_group=4, topk_group=2),
@@ -126,7 +119,7 @@ def named(router: RouterSpec) -> str:
 def check(route: Route, router: RouterSpec, logits: list[list[float]], bias: list[float]) -> None:
     experts, weights = route(torch.tensor(logits), router, torch.tensor(bias) if router.bias else None)
     for token, row in enumerate(logits):
-        expected = RULES[router.kind](row, bias if router.bias else [0.0] * len(row), router)
+        expected = by_rule(row, bias if router.bias else [0.0] * len(row), router)
         assert experts[token].tolist() == [expert for expert, _ in expected], row
         # The rule is computed in float64: what differs is float32 softmax and sigmoid, a few times 2^-24 of their size.
         torch.testing.assert_close(weights[token], torch.tensor([w for _, w in expected]), rtol=2e-5, atol=1e-7)
@@ -150,49 +143,11 @@ def test_equal_scores_go_to_the_lowest_index(route: Route) -> None:
             check(route, router, [*logits, [0.0] * router.num_experts], [0.0] * router.num_experts)
 
 
-def test_a_bias_decides_who_is_chosen_and_not_with_what_weight(route: Route) -> None:
-    for router in [router for router in ROUTERS if router.bias]:
-        with case(router):
-            bias = torch.zeros(router.num_experts)
-            bias[-1] = 100.0
-            experts, weights = route(torch.zeros(1, router.num_experts), router, bias)
-            assert experts[0, 0] == router.num_experts - 1
-            assert weights.max() == weights.min(), "all scores are equal"
-
-
 def test_of_many_equal_scores_the_first_are_chosen_where_topk_promises_no_order(route: Route) -> None:
     logits = torch.zeros(3, 64)
     logits[1, [60, 7, 33]] = 1.0
     experts, _ = TORCH.route(logits, spec(64, 4))
     assert experts.tolist() == [[0, 1, 2, 3], [7, 33, 60, 0], [0, 1, 2, 3]]
-
-
-def test_weights_are_the_largest_probabilities_made_to_sum_to_one(route: Route) -> None:
-    experts, weights = route(torch.tensor([[math.log(1), math.log(4), math.log(3), math.log(2)]]), spec(4, 2))
-    assert experts.tolist() == [[1, 2]]
-    torch.testing.assert_close(weights, torch.tensor([[4 / 7, 3 / 7]]))
-
-
-def test_without_normalization_weights_are_the_probabilities(route: Route) -> None:
-    _, weights = route(torch.tensor([[math.log(1), math.log(4), math.log(3), math.log(2)]]), spec(4, 2, False))
-    torch.testing.assert_close(weights, torch.tensor([[0.4, 0.3]]))
-
-
-def test_a_group_that_is_best_by_one_expert_wins_with_softmax_and_loses_to_two_good_ones_with_sigmoid(
-    route: Route,
-) -> None:
-    logits = torch.tensor([[2.0, -9.0, 1.5, 1.5]])
-    softmaxed, _ = TORCH.route(logits, RouterSpec("softmax_topk", 4, 2, True, n_group=2, topk_group=1))
-    sigmoided, _ = TORCH.route(logits, RouterSpec("sigmoid_topk", 4, 2, True, n_group=2, topk_group=1))
-    assert (softmaxed.tolist(), sigmoided.tolist()) == ([[0, 1]], [[2, 3]])
-
-
-def test_a_sparsemixer_weighs_an_expert_against_those_in_its_band_alone(route: Route) -> None:
-    """2 and 1.9 are within a tenth of each other, 1 is not; then 1.9 stands alone, without the one chosen before."""
-    router = RouterSpec("sparsemixer", 3, 2, False, jitter=0.05)
-    experts, weights = route(torch.tensor([[1.0, 2.0, 1.9]]), router)
-    assert experts.tolist() == [[1, 2]]
-    torch.testing.assert_close(weights, torch.tensor([[1 / (1 + math.exp(-0.1)), 1.0]]))
 
 
 def test_sigmoids_that_all_vanish_give_weight_zero(route: Route) -> None:
@@ -238,14 +193,9 @@ def test_weights_of_other_experts_are_normalised_as_the_family_does() -> None:
             torch.manual_seed(12)
             logits = torch.randn(40, router.num_experts)
             experts = torch.stack([torch.randperm(router.num_experts)[: router.num_experts_per_tok] for _ in logits])
+            expected = [weights_by_rule(*each, router) for each in zip(logits.tolist(), experts.tolist(), strict=True)]
             weights = routers.router_weights(logits, experts, router)
-            for token, row in enumerate(logits.tolist()):
-                torch.testing.assert_close(
-                    weights[token],
-                    torch.tensor(weights_by_rule(row, experts[token].tolist(), router)),
-                    rtol=2e-5,
-                    atol=1e-7,
-                )
+            torch.testing.assert_close(weights, torch.tensor(expected), rtol=2e-5, atol=1e-7)
 
 
 def weights_by_rule(logits: list[float], experts: list[int], router: RouterSpec) -> list[float]:
@@ -253,13 +203,10 @@ def weights_by_rule(logits: list[float], experts: list[int], router: RouterSpec)
         return sparsemixer_weights(logits, experts, router)
     if router.kind == "topk_softmax":
         return [share * router.scaling_factor for share in softmax([logits[i] for i in experts])]
-    scores = {
-        "softmax_topk": softmax(logits),
-        "sigmoid_topk": [1 / (1 + math.exp(-logit)) for logit in logits],
-        "topk_sigmoid": [1 / (1 + math.exp(-logit)) for logit in logits],
-        "sqrtsoftplus_topk": [math.sqrt(math.log1p(math.exp(logit))) for logit in logits],
-    }[router.kind]
-    return [weight for _, weight in finished(experts, scores, router)]
+    scores = SCORES[router.kind](logits)
+    weights = [scores[i] for i in experts]
+    total = sum(weights) + router.least_sum if router.normalize else 1.0
+    return [weight / total * router.scaling_factor for weight in weights]
 
 
 def sparsemixer_weights(logits: list[float], experts: list[int], router: RouterSpec) -> list[float]:
@@ -336,3 +283,215 @@ def test_tokens_beyond_an_expert_s_capacity_weigh_nothing() -> None:
             assert torch.equal(found, experts)
             assert torch.equal(kept, torch.where(within, weights, 0.0))
             assert bool(within.all()) == (capacity == 40)
+
+
+D = 64
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_inputs(num_tokens: int, seed: int) -> Tensor:
+    return torch.randn(num_tokens, D, generator=generator(seed))
+
+
+@dataclass(frozen=True)
+class Router:
+    """The weights of one layer's router."""
+
+    spec: ModelSpec
+    rows: Tensor
+    bias: Tensor
+
+    def matrix(self, role: str) -> StoredMatrix:
+        assert role == "layers.1.router"
+        return StoredMatrix(self.rows)
+
+    def vector(self, role: str) -> Tensor:
+        assert role == "layers.1.router_bias"
+        return self.bias
+
+
+def test_a_routers_scores_rank_experts_as_it_chooses_them() -> None:
+    with_bias = ("softmax_topk", "sigmoid_topk", "topk_sigmoid")
+    kinds = [*product(with_bias, [False, True]), ("sqrtsoftplus_topk", True), ("topk_softmax", False)]
+    for k, (kind, bias) in product([1, 3], [*kinds, ("sparsemixer", False)]):
+        with case(k, kind, bias):
+            spec = RouterSpec(kind, 8, k, normalize=False, bias=bias, jitter=0.1)  # type: ignore[arg-type]  # a Literal each
+            rows = torch.randn(8, D, generator=generator(1)) * 0.2
+            held = Router(replace(GROUPED, router=spec), rows, torch.randn(8, generator=generator(2)))
+            x = random_inputs(200, 3)
+            scores = router_scores(x, held, 1)  # type: ignore[arg-type]  # of a model's weights, no more is asked for
+            chosen, _ = TORCH.route(x @ rows.T, spec, held.bias if bias else None)
+            assert torch.equal(scores.argsort(dim=1, descending=True, stable=True)[:, :k], chosen)
+            if bias:
+                unbiased, _ = TORCH.route(x @ rows.T, spec, torch.zeros(8))
+                assert not torch.equal(chosen, unbiased)
+
+
+CONTEXT = 80
+KINDS = ["hash_moe", "hash_moe", "moe", "hash_moe", "moe"]
+
+
+class Reads:
+    """An observer that says of each read of an expert whether it began before its layer, and whether it was needed."""
+
+    def __init__(self) -> None:
+        self.early, self.late, self.unneeded = [set[tuple[int, int]]() for _ in range(3)]
+        self._coming = set[tuple[int, int]]()
+        self._running = -1
+
+    def routed(self, layer_idx: int, experts: NDArray[np.int64]) -> None:
+        self._running = layer_idx
+        needed = {(layer_idx, expert) for expert in experts.ravel().tolist()}
+        self.unneeded |= {key for key in self._coming if key[0] == layer_idx} - needed
+        self._coming = {key for key in self._coming if key[0] != layer_idx}
+
+    def fetched(self, layer_idx: int, expert: int) -> None:
+        key = (layer_idx, expert)
+        if layer_idx == self._running:
+            self.late.add(key)
+        else:
+            self.early.add(key)
+            self._coming.add(key)
+
+    def of(self, layer_idx: int) -> int:
+        """Returns how many experts of a layer were read."""
+        return sum(layer == layer_idx for layer, _ in (*self.early, *self.late))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model at 4 bit; not to be changed."""
+    folder = tmp_path_factory.mktemp("demo") / "packed"
+    pack(DEMO_MODEL, folder, group=64)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random DeepSeek-V4 of 5 layers of 6 experts, three of them with tables; not to be changed."""
+    folder = tmp_path_factory.mktemp("tables")
+    pack(
+        write(Tiny("deepseek_v4", "tables", {"mlp_layer_types": KINDS}), folder / "source"), folder / "packed", width=16
+    )
+    return folder / "packed"
+
+
+@contextmanager
+def engine_of(opened: Pack, num_experts: int, **options: Any) -> Iterator[Engine]:
+    """An engine with room for so many experts, with portable kernels."""
+    budget = budget_for(opened, num_experts, CONTEXT)
+    with Engine(opened, EngineOptions(budget_bytes=budget, kernels="portable", **options), CONTEXT) as engine:
+        yield engine
+
+
+def watched(engine: Engine) -> Reads:
+    """An observer of an engine's reads from now on."""
+    assert isinstance(engine.weights, OffloadedWeights)
+    reads = engine.weights.observer = Reads()
+    return reads
+
+
+# ---- the last layer of a prompt -------------------------------------------------------------------------------------
+
+
+def test_the_last_layer_of_a_prompt_reads_the_experts_of_one_token(demo: Path) -> None:
+    """All 8 experts of three layers, 2 of the last and at most as many that were predicted for its token."""
+    ids = torch.randint(0, 4000, (64,), generator=torch.Generator().manual_seed(1)).tolist()
+    answers, spare = list[torch.Tensor](), {"lru": 0, "fiddler": 0, "floe": 2, "corm": 2, "importance": 0}
+    for policy, most_spare in spare.items():
+        with case(policy), Pack(demo) as opened, engine_of(opened, 32, policy=PRESETS[policy].name) as engine:
+            reads = watched(engine)
+            answers.append(Decoder(engine.weights, CONTEXT).next_logits(ids))
+            assert isinstance(engine.weights, OffloadedWeights)
+            assert engine.weights.prefill.needed == 8 + 8 + 8 + 2
+            if policy != "fiddler":  # placed experts are read before the run
+                assert [reads.of(layer_idx) for layer_idx in range(3)] == [8, 8, 8]
+                assert 2 <= reads.of(3) <= 2 + most_spare and len(reads.unneeded) <= most_spare
+    assert all(torch.equal(each, answers[0]) for each in answers)
+
+
+def test_each_pass_of_a_long_prompt_reads_one_tokens_experts_in_the_last_layer(demo: Path) -> None:
+    ids = torch.randint(0, 4000, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+    with Pack(demo) as opened:
+        with engine_of(opened, 8, policy="lru") as engine:
+            found = Decoder(engine.weights, CONTEXT, chunk_tokens=20).next_logits(ids)
+            assert isinstance(engine.weights, OffloadedWeights)
+            assert engine.weights.prefill.needed <= 3 * (8 + 8 + 8 + 2)
+        with Engine(opened, EngineOptions(read="map", kernels="portable"), CONTEXT) as engine:
+            torch.testing.assert_close(found, engine.decoder.next_logits(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_predicted_for_a_prompts_last_token_does_not_run_instead(demo: Path) -> None:
+    ids = torch.randint(0, 4000, (64,), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def logits(approximations: Approximations) -> torch.Tensor:
+        with Pack(demo) as opened, engine_of(opened, 32, policy="corm", approximations=approximations) as engine:
+            return Decoder(engine.weights, CONTEXT).next_logits(ids)
+
+    assert torch.equal(logits(Approximations(runs_predicted=True)), logits(Approximations()))
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def run_all(decoder: Decoder, ids: list[int]) -> torch.Tensor:
+    """Runs a prompt, single tokens, tokens of two sequences together, and several of one; returns their logits."""
+    first, second = decoder.sequences
+    found = [decoder.extend(first, ids[:20])[None], decoder.extend(second, ids[5:12])[None]]
+    found += [decoder.extend(first, [token])[None] for token in ids[20:26]]
+    for token in ids[26:30]:
+        found.append(decoder.extend_each([first, second], [token, token + 1]))
+    for start in range(30, 36, 3):
+        found.append(decoder.verify(second, ids[start : start + min(3, decoder.most_verified(second))]))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("policy", ["lru", pytest.param("all", marks=pytest.mark.slow)])
+def test_experts_that_tables_name_are_all_prefetched_and_no_others(policy: str, tables: Path, tmp_path: Path) -> None:
+    ids = token_ids()
+    with Pack(tables) as opened:
+        layers = [opened.spec.moe_layers.index(layer) for layer in opened.spec.router.table_layers]
+        assert layers == [0, 1, 3], "the first, the second, and one whose router is predicted before"
+
+        def answers(prefetches: bool, name: PolicyName) -> tuple[torch.Tensor, Reads]:
+            options = {"policy": name, "prefetches": prefetches, "record": tmp_path / "routes"}
+            with engine_of(opened, 20, **options) as engine:
+                reads = watched(engine)
+                return run_all(Decoder(engine.weights, CONTEXT, num_sequences=2, chunk_tokens=16), ids), reads
+
+        for name in ("lru",) if policy == "lru" else sorted(set(PRESETS) - {"fiddler", "lru"}):
+            with case(name):
+                found, reads = answers(True, PRESETS[name].name)
+                recorded = read_recording(tmp_path / "routes")
+                assert not [key for key in (*reads.late, *reads.unneeded) if key[0] in layers]
+                assert sum(key[0] in layers for key in reads.early) > 3 * 3
+                assert (recorded.hits[:, layers] == recorded.needed[:, layers]).all()
+                expected, without = answers(False, PRESETS[name].name)
+                assert torch.equal(found, expected) and not without.early
+
+
+def test_experts_that_tables_name_are_not_substituted(tables: Path, tmp_path: Path) -> None:
+    ids = token_ids()
+    with Pack(tables) as opened:
+        layers = [opened.spec.moe_layers.index(layer) for layer in opened.spec.router.table_layers]
+
+        def routes(alpha: float | None) -> NDArray[np.uint16]:
+            options = {"record": tmp_path / "routes", "approximations": Approximations(substitute=alpha)}
+            with engine_of(opened, 8, policy="lru", prefetches=False, **options) as engine:
+                run_all(Decoder(engine.weights, CONTEXT, num_sequences=2, chunk_tokens=16), ids)
+            return read_recording(tmp_path / "routes").passes.routes
+
+        plain, substituted = routes(None), routes(1.0)
+    assert np.array_equal(plain[:, layers], substituted[:, layers])
+    assert not np.array_equal(plain, substituted), "the other layers have substitutes"
+
+
+def test_without_a_table_least_recently_used_experts_are_prefetched_for_whole_passes_alone(demo: Path) -> None:
+    with Pack(demo) as opened, engine_of(opened, 8, policy="lru") as engine:
+        reads = watched(engine)
+        for token in range(20):
+            engine.decoder.next_logits([token])
+        assert not reads.early and reads.late

@@ -17,7 +17,8 @@ from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime.gpu.fit import GpuCosts, divide_gpu, gpu_needs, least_gpu_budget
 from moe_pack.runtime.gpu.placements import Misses, least_placement, offset_bytes_for, place_experts, usual_heat
-from moe_pack.runtime.model.caches import KVCache, KvDtype
+from moe_pack.runtime.model.caches import KvDtype
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload import divide_budget, least_budget
 from moe_pack.runtime.offload.budgets import FixedParts, MemoryNeeds, divide
 

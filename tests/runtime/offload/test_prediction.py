@@ -29,8 +29,8 @@ from moe_pack.runtime.model import (
     route_tokens,
     run_experts,
 )
-from moe_pack.runtime.model.caches import KVCache
 from moe_pack.runtime.model.caches.ropes import Rope
+from moe_pack.runtime.model.kv_cache import KVCache
 from moe_pack.runtime.offload import OffloadedWeights, Predictor, Routing
 from moe_pack.runtime.offload.prefetch import (
     LearnedPrediction,

@@ -22,7 +22,7 @@ from moe_pack.formats.base.json_files import sealed
 from moe_pack.formats.pack.safetensors import read_header
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.model.caches import CachedSequence
+from moe_pack.runtime.model.kv_cache import CachedSequence
 from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.serve.sessions import SessionOwner, SessionStore
 

@@ -11,7 +11,8 @@ from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, Entering,
 from moe_pack.runtime.model import TORCH
 from moe_pack.runtime.model.caches import KvDtype, LayerCache
 from moe_pack.runtime.model.caches.storage import RowStorage
-from moe_pack.runtime.model.operations import HeadNorms
+from moe_pack.runtime.model.compute.operations import HeadNorms
+from moe_pack.runtime.model.compute.softmax import View
 
 CPU = torch.device("cpu")
 Cache = tuple[Tensor, Tensor]
@@ -124,8 +125,8 @@ class Case:
         keys, values = (each.clone() for each in cached or self.cache)
         cache = LayerCache(keys, values, self.position, storage=None if rows is None else (rows, rows))
         projected = (q[None], k[None], v[None])
-        given = (projected, norms, (cos, sin), self.interleaved, cache, self.spec)
-        y = TORCH.attend(*given, self.spec.sliding_window, self.sinks)
+        view = View(cache, self.spec, self.spec.sliding_window, self.sinks)
+        y = TORCH.attend(projected, norms, (cos, sin), self.interleaved, view)
         return y.view(self.spec.num_heads, -1), (cache.keys, cache.values)
 
 

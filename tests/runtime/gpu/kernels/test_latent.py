@@ -99,7 +99,7 @@ def test_a_token_attends_as_in_torch(case: Case, kernel_device: torch.device) ->
     )
     cache = LayerCache(keys.clone(), keys[..., : case.rank], at)
     angles = (cos[at:], sin[at:])
-    expected = latent.attend(x, cast(Weights, weights), spec, 0, each_sequence(cache, 1), angles)
+    expected = latent.Latent(cast(Weights, weights), spec, 0).attend(x, each_sequence(cache, 1), angles)
 
     there = StoredRows(kv_b.rows.to(kernel_device), kv_b.part)
     q, kv, norm, cos, sin, keys = (

@@ -6,7 +6,7 @@ from support.cases import case
 
 from moe_pack.runtime.gpu.kernels.rotation import GpuOperations, device_matrix, rotate, rotate_back
 from moe_pack.runtime.model import TORCH
-from moe_pack.runtime.model.rotation import Rotation
+from moe_pack.runtime.model.compute.rotation import Rotation
 
 SIZES = [64, 192, 256, 576, 960, 2048]  # odd factors 1, 3, 1, 9, 15, 1
 TOLERANCE = 3e-6  # of the largest value: sums of d terms in another order

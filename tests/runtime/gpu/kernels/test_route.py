@@ -15,7 +15,7 @@ from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
 from moe_pack.runtime.gpu.kernels.rows import stored_part
 from moe_pack.runtime.model import TORCH
-from moe_pack.runtime.model.router import expert_scores, router_weights
+from moe_pack.runtime.model.compute.router import expert_scores, router_weights
 from moe_pack.runtime.offload.split import substitute
 
 SPECS = [

@@ -1,13 +1,12 @@
-"""The rows of n-gram tables: which of them tokens read, and reads that overlap with the pass of the model.
+"""The rows of n-gram tables: the row numbers of tokens, and reads that overlap with the pass of the model.
 
-Which rows a token reads in any layer follows from it and the tokens before it. So all reads of a pass begin before its
-first layer, and a layer waits for its own only when it runs:
+A token and those before it decide which rows are read in all layers. So all reads of a pass begin before its first
+layer, and a layer waits for its own only when it runs:
 
     rows = NgramRows(spec, table_of, tokens, num_new)        before the pass, or while the pass before it runs
     embedded = rows.of(layer)                                in the layer
 
-Tables are on the disk, and nothing of them stays in memory but the rows that are being read; the system's cache keeps
-pages that are read again. docs/model.md says how rows follow from tokens.
+Tables are on the disk; the system's cache keeps pages that are read again. docs/model.md derives rows from tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,51 +29,26 @@ class PendingRows(Protocol):
     """Rows that are being read."""
 
     def result(self) -> Tensor:
-        """Waits until all rows are read and returns them, float32 [n, values]. It is called once at most.
-
-        Raises:  PackError or CheckpointError if a row is damaged or cannot be read.
-        """
-        ...
+        """Waits for the rows, once, and returns them, float32 [n, values]; raises PackError or CheckpointError."""
 
     def cancel(self) -> None:
         """Gives the rows up, in place of `result`."""
-        ...
 
 
-class RowTable(Protocol):
-    """A table on the disk, of which rows can be read."""
-
-    def begin(self, numbers: Numbers) -> PendingRows:
-        """Begins to read the rows with these numbers, rising int64 [n]."""
-        ...
+RowTable = Callable[[Numbers], PendingRows]  # begins to read the rows of a table with these numbers, rising int64 [n]
 
 
 class LaterRows:
-    """Rows that are read only when somebody waits for them.
-
-    Args:    read: returns them, float32 [n, values].
-    """
+    """Rows, float32 [n, values], that a function reads when somebody waits for them."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
 
     def result(self) -> Tensor:
-        """Reads the rows."""
         return self._read()
 
     def cancel(self) -> None:
-        """Does nothing, because nothing has begun."""
-
-
-class LaterTable:
-    """A table whose rows a function reads, by their numbers, when somebody waits for them."""
-
-    def __init__(self, read: Callable[[Numbers], Tensor]) -> None:
-        self._read = read
-
-    def begin(self, numbers: Numbers) -> LaterRows:
-        """Returns the rows with these numbers."""
-        return LaterRows(lambda: self._read(numbers))
+        pass  # nothing has begun
 
 
 def row_numbers(ngrams: NgramSpec, tokens: Numbers, num_new: int, layers: Iterable[int]) -> Numbers:
@@ -95,10 +69,7 @@ def row_numbers(ngrams: NgramSpec, tokens: Numbers, num_new: int, layers: Iterab
 
 
 def _earlier(ngrams: NgramSpec, tokens: Numbers, num_new: int) -> Numbers:
-    """Returns each new token, then the tokens 1, 2, ... places before it, int64 [ngram_size, num_new].
-
-    The end of a text stands for tokens before it, or before the text.
-    """
+    """Returns each new token and the tokens 1, 2, ... places before it in its text, int64 [ngram_size, num_new]."""
     size, eos = ngrams.ngram_size, ngrams.eos_token
     padded = np.concatenate((np.full(size - 1, eos), tokens))
     start = len(padded) - num_new
@@ -115,8 +86,7 @@ def _earlier(ngrams: NgramSpec, tokens: Numbers, num_new: int) -> Numbers:
 class NgramRows:
     """The rows of new tokens in the tables of layers, which are read from now on. `close` it if not all are taken.
 
-    Args:    table_of: returns the table of a layer.   tokens: int64 [n], the new ones last; at least `ngram_size - 1`
-             of those before them, or all.   layers: None: all that have tables.
+    Args:    table_of: the table of a layer.   tokens: as of `row_numbers`.   layers: None: all that have tables.
     """
 
     def __init__(
@@ -133,17 +103,13 @@ class NgramRows:
         try:
             for layer, numbers in zip(layers, row_numbers(ngrams, tokens.numpy(), num_new, layers), strict=True):
                 distinct, places = np.unique(numbers, return_inverse=True)
-                self._pending[layer] = table_of(layer).begin(distinct), places.reshape(numbers.shape)
+                self._pending[layer] = table_of(layer)(distinct), places.reshape(numbers.shape)
         except BaseException:
             self.close()
             raise
 
     def of(self, layer: int) -> Tensor:
-        """Returns the embeddings of the tokens in a layer, float32 [T, embed_dim]: their rows, head after head.
-
-        Layers are asked for in rising order, each as often as needed.
-        Raises:  as `PendingRows.result`.
-        """
+        """Returns the tokens' embeddings in a layer, float32 [T, embed_dim]; layers are asked for in rising order."""
         if layer != self._layer:
             pending, places = self._pending.pop(layer)
             rows = pending.result()

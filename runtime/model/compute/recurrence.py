@@ -8,13 +8,12 @@ delta rule, a rate b:
     S = S + k v                         without a rate: Mamba-2, lightning attention
     y = q S
 
-One token at a time this reads and writes the state once. Many tokens are computed in chunks, in which all tokens see
-the state before the chunk and each other, by products of matrices. Decays are kept as logarithms. Their sums over a
-chunk are float64, because small differences of large sums count; only decays from an earlier to a later token are
-computed, so that none is above 1.
+Many tokens are computed in chunks, in which all tokens see the state before the chunk and each other, by products of
+matrices. Decays are kept as logarithms. Their sums over a chunk are float64, because small differences of large sums
+count; only decays from an earlier to a later token are computed, so that none is above 1.
 
-Source: Gated Delta Networks (2412.06464), section 3.3; Mamba-2 (2405.21060), section 6; Kimi Linear (2510.26692),
-section 3; the recurrences of transformers 5.23, models/qwen3_next and models/kimi_linear.
+Source:  Gated Delta Networks (2412.06464), section 3.3; Mamba-2 (2405.21060), section 6; Kimi Linear (2510.26692),
+         section 3; the recurrences of transformers 5.23, models/qwen3_next and models/kimi_linear.
 """
 
 import torch
@@ -25,11 +24,10 @@ from moe_pack.runtime.model.caches import states
 
 
 def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.LayerState, dilation: int = 1) -> Tensor:
-    """Returns a causal convolution of each channel over the tokens; the state keeps the last inputs.
+    """Returns a causal convolution of each channel, float32 [T, channels]; the state keeps the last inputs.
 
     Args:    x: float32 [T, channels].   kernel: float32 [channels * taps], a channel's taps together, the newest last.
              bias: float32 [channels].   dilation: tokens from one tap to the next.
-    Returns: float32 [T, channels].
     """
     num_tokens, num_channels = x.shape
     taps = kernel.view(num_channels, -1).T  # [taps, channels]
@@ -42,12 +40,11 @@ def convolve(x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.Layer
 
 
 def recur(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: states.LayerState) -> Tensor:
-    """Returns what each token reads from the recurrent state, which all tokens update in turn.
+    """Returns what each token reads from the recurrent state, float32 [T, heads, values]; all tokens update it in turn.
 
     Args:    q, k: float32 [T, key heads, keys]; a key head serves consecutive value heads.   v: float32 [T, heads,
-             values].   log_decay: the logarithm of the decay, float32 [T, heads], or [T, heads, keys].   rate: float32
-             [T, heads], of the delta rule; None: each token adds its value as it is.
-    Returns: float32 [T, heads, values].
+             values].   log_decay: float32 [T, heads], or [T, heads, keys].   rate: float32 [T, heads]; None: each token
+             adds its value as it is.
     """
     shared = v.shape[1] // k.shape[1]
     if shared > 1:
@@ -105,10 +102,7 @@ def _decayed_products(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
 def _token(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, recurrent: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns what one token reads, [heads, 1, values], and the recurrent state after it.
-
-    Args:    q, k: [heads, keys].   v: [heads, values].   log_decay: [heads] or [heads, keys].   rate: [heads, 1].
-    """
+    """Returns the same for one token: q, k [heads, keys], v [heads, values], log_decay [heads] or [heads, keys]."""
     decay = log_decay.exp()
     recurrent = recurrent * (decay[:, :, None] if decay.dim() == 2 else decay[:, None, None])
     if rate is not None:

@@ -1,19 +1,18 @@
 """The rotated coordinates in which a layer's experts may be stored (docs/model.md).
 
-Gate, up and transposed down all lie along the hidden state, so that one change of coordinates serves all experts of a
-layer. With vectors a and b of the layer, and a fixed orthogonal and symmetric matrix R:
+Gate, up and transposed down all lie along the hidden state, so one change of coordinates serves all experts of a layer.
+With the layer's vectors a and b, and a fixed orthogonal and symmetric matrix R:
 
     x' = R (a * x)       the input of the layer's experts; its router and its shared expert get x
     y  = b * R y'        y' is the weighted sum of the experts, computed from the stored rows
 
     stored rows:  gate' = R (gate / a),  up' = R (up / a),  down' = R (down / b);  a bias of down as R (bias / b)
 
-Then `gate' . x' = gate . x`, and likewise for up, so that activations, thresholds and selectors keep their meaning. The
+Then `gate' . x' = gate . x`, and likewise for up: activations, thresholds and selectors keep their meaning. The
 rotation spreads a single huge weight over its whole row, which few bits represent much better.
 
-R for d = m 2^k, m odd, is the Walsh-Hadamard transform of the last axis of a vector seen as [m, 2^k], and the Hartley
-transform of its first axis. Both are symmetric and their own inverses, so R is too. The Hadamard transform takes k
-additions a value, and m is 1, 3, 5 or 7 in most models.
+For d = m 2^k, m odd, R is the Walsh-Hadamard transform of the last axis of a vector seen as [m, 2^k], and the Hartley
+transform of its first axis. Both are symmetric and their own inverses, so R is too. m is 1, 3, 5 or 7 in most models.
 """
 
 import math
@@ -42,20 +41,14 @@ def odd_factor(d: int) -> int:
 
 @lru_cache(maxsize=64)
 def hartley(m: int) -> tuple[tuple[float, ...], ...]:
-    """Returns the Hartley matrix, m x m: `(cos(2 pi i j / m) + sin(2 pi i j / m)) / sqrt(m)`.
-
-    Computed in 64 bits; `i j` is reduced by m first, so that the angle is exact for any m.
-    """
+    """Returns the Hartley matrix, m x m: `(cos(2 pi i j / m) + sin(2 pi i j / m)) / sqrt(m)`, computed in 64 bits."""
     angles = [2 * math.pi * number / m for number in range(m)]
     values = [(math.cos(angle) + math.sin(angle)) / math.sqrt(m) for angle in angles]
     return tuple(tuple(values[i * j % m] for j in range(m)) for i in range(m))
 
 
 def transform(x: Tensor) -> Tensor:
-    """Returns `R x` for each vector of x, float32 [..., d], on any device.
-
-    Only elementwise operations, in one order: a vector gives the same bits whatever stands before or after it.
-    """
+    """Returns `R x` for each vector, float32 [..., d], elementwise in one order: its bits do not depend on others."""
     d = x.shape[-1]
     flat = x.reshape(-1, d)
     if x.device.type != "cpu" or flat.numel() <= _PIECE_FLOATS:
@@ -68,7 +61,6 @@ def transform(x: Tensor) -> Tensor:
 
 
 def _transformed(x: Tensor) -> Tensor:
-    """Returns `R x` for x float32 [n, d]."""
     num_rows, d = x.shape
     m = odd_factor(d)
     size = d // m

@@ -1,6 +1,7 @@
 """Softmax attention of queries, keys and values in torch: grouped heads, windows, sinks, and keys block by block."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,25 +18,27 @@ _FUSED_DIMS = 4  # a GPU's fused attention takes head dimensions of float32 that
 _ALL = slice(None)
 
 
-def attend_new(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: layer_cache.LayerCache,
-    spec: GroupedQuerySpec,
-    window: int | None,
-    sinks: Tensor | None,
-    chosen: Tensor | None,
-) -> Tensor:
-    """Returns the attention of new tokens, whose keys and values enter the cache: float32 [T, num_heads * value_dim].
+@dataclass(frozen=True, slots=True)
+class View:
+    """The cache of a layer as its new tokens see it."""
 
-    Args:    q, k, v: float32 [heads, T, n], rotated.   window, sinks, chosen: as of `Operations.attend`.
-    """
+    cache: layer_cache.LayerCache
+    spec: GroupedQuerySpec
+    window: int | None  # the most positions that a token sees; None: all before it
+    sinks: Tensor | None  # float32 [num_heads], logits without a value
+    # bool [m, T, blocks], the blocks of positions that each token attends to with each of m shares of the heads;
+    # None: all.
+    chosen: Tensor | None = None
+
+
+def attend_new(q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
+    """Returns the attention of new tokens' rotated q, k, v [heads, T, n], float32 [T, heads * n]; caches k and v."""
+    cache, spec, window, chosen = view.cache, view.spec, view.window, view.chosen
     start, num_tokens, chunked = cache.num_tokens, q.shape[1], spec.chunked
     first = _first_seen(window, start, chunked)
     cache.append(k, v)
     if cache.reads_blocks:
-        return _attend_cache_blocks(q, cache, first, spec, window, sinks, chosen).transpose(0, 1).flatten(1)
+        return _attend_cache_blocks(q, first, view).transpose(0, 1).flatten(1)
     keys, values = cache.between(first, start + num_tokens)
     rows = spec.num_heads if q.device.type == "cpu" else 1
     step = max(1, MAX_SCORE_BYTES // (4 * rows * max(keys.shape[1], 1)))
@@ -48,22 +51,19 @@ def attend_new(
         piece_first = _first_seen(window, at, chunked)
         seen = slice(piece_first - first, at + piece.shape[1] - first)
         own = keys[:, seen], values[:, seen]
-        mixed.append(_attend_piece(piece, *own, at, piece_first, spec.scale, window, sinks, chunked))
+        mixed.append(_attend_piece(piece, *own, at, piece_first, spec.scale, window, view.sinks, chunked))
     return joined(mixed, dim=1).transpose(0, 1).flatten(1)
 
 
 def joined(pieces: list[Tensor], dim: int = 0) -> Tensor:
-    """Returns pieces as one tensor; a single one is not copied."""
+    """Joins pieces into one tensor; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
 
 
 def seen_positions(
     window: int | None, first: int, start: int, num_tokens: int, device: torch.device, chunked: bool = False
 ) -> Tensor | None:
-    """Returns which positions from `first` on each of `num_tokens` tokens from position `start` on sees.
-
-    Returns: bool [T, start + T - first]; None if one token sees all.
-    """
+    """Returns which positions from `first` on tokens from `start` on see, bool [T, S]; None if one token sees all."""
     if num_tokens == 1 and (window is None or window > start - first):
         return None
     query = torch.arange(start, start + num_tokens, device=device)[:, None]
@@ -75,7 +75,6 @@ def seen_positions(
 
 
 def _first_seen(window: int | None, start: int, chunked: bool) -> int:
-    """Returns the first position that a token at position `start` sees."""
     if window is not None and chunked:
         return start - start % window
     return 0 if window is None else max(0, start + 1 - window)
@@ -92,10 +91,7 @@ def _attend_piece(
     sinks: Tensor | None,
     chunked: bool,
 ) -> Tensor:
-    """Returns the attention of queries [heads, T, head_dim] from position `start` on, over keys from `first` on.
-
-    Returns: float32 [heads, T, value_dim].
-    """
+    """Returns the attention of queries from position `start` on over keys from `first` on, [heads, T, value_dim]."""
     stop = start + q.shape[1]
     is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence; torch needs no mask
     is_fused = q.device.type != "cpu" or (sinks is None and values.shape[-1] == q.shape[-1])
@@ -113,8 +109,8 @@ def attend_with_sinks(
 ) -> Tensor:
     """Returns `softmax(scale * q @ keys^T) @ values` of each head, with one more logit in its softmax, without a value.
 
-    Args:    q: float32 [heads, T, n].   keys: float32 [kv_heads, S, n].   values: float32 [kv_heads, S, v].
-             seen: bool [T, S]; None: all.   sinks: float32 [heads], these logits.
+    Args:    q: float32 [heads, T, n].   keys: float32 [kv_heads, S, n].   values: float32 [kv_heads, S, v].   seen:
+             bool [T, S]; None: all.   sinks: float32 [heads], these logits.
     Returns: float32 [heads, T, v].
     """
     if q.device.type == "cpu":
@@ -126,7 +122,6 @@ def attend_with_sinks(
 
 
 def _attend_seen(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """Returns the attention of queries [heads, T, head_dim] over keys that they see, float32 [heads, T, value_dim]."""
     if q.device.type != "cpu":
         return fused_attention(q, keys, values, seen, is_causal, scale)
     if values.shape[-1] != q.shape[-1]:
@@ -140,14 +135,10 @@ def _attend_seen(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, i
 def _softmax_attention(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """Returns `softmax(scale * q @ keys^T) @ values` of each head, with one array of all scores and no copy of keys.
+    """Computes `attend_with_sinks` on the CPU, with one array of all scores and no copy of keys.
 
-    On the CPU, torch fuses neither sinks nor values of another size than keys. What it does instead copies the keys for
-    each query head: one token took 12 s and 4 GB after 32,000 positions of 64 heads, and takes 0.1 s here.
-
-    Args:    q: float32 [heads, T, n].   keys: float32 [kv_heads, S, n].   values: float32 [kv_heads, S, v].
-             seen: bool [T, S]; None: all.   sinks: float32 [heads], logits without a value; None: none.
-    Returns: float32 [heads, T, v].
+    On the CPU, torch fuses neither sinks nor values of another size than keys. It copies the keys for each query head
+    instead: one token took 12 s and 4 GB after 32,000 positions of 64 heads, and takes 0.1 s here.
     """
     num_heads, num_tokens, num_kv_heads = len(q), q.shape[1], len(keys)
     scores = (q * scale).reshape(num_kv_heads, -1, q.shape[2]) @ keys.transpose(1, 2)
@@ -164,23 +155,12 @@ def _softmax_attention(
     return (scores @ values).view(num_heads, num_tokens, -1) / total
 
 
-def _attend_cache_blocks(
-    q: Tensor,
-    cache: layer_cache.LayerCache,
-    first: int,
-    spec: GroupedQuerySpec,
-    window: int | None,
-    sinks: Tensor | None,
-    chosen: Tensor | None,
-) -> Tensor:
-    """Returns the attention of queries [heads, T, head_dim], of keys and values that are dequantized block by block.
-
-    Args:    first: the first position that the first of them sees.   chosen: as of `Operations.attend`.
-    Returns: float32 [heads, T, value_dim].
-    """
+def _attend_cache_blocks(q: Tensor, first: int, view: View) -> Tensor:
+    """Returns the attention of queries [heads, T, head_dim] to keys from `first` on, dequantized block by block."""
+    cache, spec, window, chosen = view.cache, view.spec, view.window, view.chosen
     num_heads, num_tokens = q.shape[:2]
     start, stop = cache.num_tokens, cache.num_tokens + num_tokens
-    softmax = RunningSoftmax(num_heads, num_tokens, spec.value_dim, q.device, sinks)
+    softmax = RunningSoftmax(num_heads, num_tokens, spec.value_dim, q.device, view.sinks)
     queries = torch.arange(start, stop, device=q.device)[:, None]
     for begin, end in cache.blocks(first, stop, MAX_DECODED_BYTES):
         keys, values = cache.between(begin, end)
@@ -207,12 +187,7 @@ def _attend_cache_blocks(
 def _attend_blocks(
     q: Tensor, keys: Tensor, values: Tensor, start: int, chosen: Tensor, spec: GroupedQuerySpec
 ) -> Tensor:
-    """Returns the attention of queries [heads, T, head_dim] from position `start` on over blocks of keys from 0 on.
-
-    A token alone reads the keys and values of its blocks and no others.
-    Args:    chosen: bool [m, T, blocks], for each of m shares of the heads.
-    Returns: float32 [heads, T, value_dim].
-    """
+    """Returns the attention of queries from position `start` on to chosen blocks; a token alone reads no others."""
     assert spec.indexer is not None, "an indexer chose blocks"
     stop, mixed = start + q.shape[1], []
     before = seen_positions(None, 0, start, q.shape[1], q.device)
@@ -236,8 +211,8 @@ def fused_attention(
     and with head dimensions that are multiples of 4. So each head of keys becomes a batch, whose heads are those of its
     queries and read the same keys, without a copy. For any other form torch stores all scores.
 
-    Args:    q: float32 [heads, T, n].   keys: float32 [kv_heads, S, n].   values: float32 [kv_heads, S, v].
-             mask: bool [T, S], which positions each query sees; None: all, or those up to its own if `is_causal`.
+    Args:    q: float32 [heads, T, n].   keys: float32 [kv_heads, S, n].   values: float32 [kv_heads, S, v].   mask:
+             bool [T, S], the positions that each query sees; None: all, or those up to its own if `is_causal`.
     Returns: float32 [heads, T, v].
     Source:  PyTorch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention.
     """
@@ -252,16 +227,14 @@ def fused_attention(
 
 
 def _padded(x: Tensor, multiple: int) -> Tensor:
-    """Returns x with zeros after its last dimension, up to a multiple of so many values."""
     missing = -x.shape[-1] % multiple
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries, keys and values [heads, positions, head_dim] with one more position, the sink, which all see.
+    """Adds the sink as one more position, which all queries see, to queries, keys and values [heads, positions, n].
 
-    Its score is the head's number in `sinks`: queries get one more dimension with that number, in which the sink's key
-    is 1 and all other keys are 0. The sink's value is 0.
+    Queries get one more dimension with the head's number in `sinks`; there the sink's key is 1 and other keys are 0.
     """
     pad = torch.nn.functional.pad
     q = torch.cat((q, sinks[:, None, None].expand(*q.shape[:2], 1)), dim=-1)
@@ -278,12 +251,7 @@ def query_blocks(num_tokens: int, scores_each: int) -> Iterator[tuple[int, int]]
 
 
 class RunningSoftmax:
-    """The softmax of scores that come block by block of positions, and the sums of values that it weights.
-
-    `mixed`: float32 [heads, T, v], relative to the largest score so far.
-    Args:    sinks: float32 [heads], logits without a value; None: none.
-    Source:  2112.05682, section 3.
-    """
+    """The softmax of scores that come block by block, and the values' weighted sums (2112.05682, section 3)."""
 
     def __init__(self, num_heads: int, num_tokens: int, width: int, device: torch.device, sinks: Tensor | None) -> None:
         self._largest = torch.full((num_heads, num_tokens), -torch.inf, device=device)
@@ -296,8 +264,8 @@ class RunningSoftmax:
     def add(self, scores: Tensor, values: Tensor, heads: slice = _ALL, rows: slice = _ALL) -> None:
         """Adds positions for some heads and rows.
 
-        Args:    scores: float32 [heads, T, n], minus infinity where a position is not seen; are overwritten.
-                 values: float32 [kv heads, n, v], each for as many heads.
+        Args:    scores: float32 [heads, T, n], minus infinity for positions that are not seen; overwritten.   values:
+                 float32 [kv heads, n, v], each for as many heads.
         """
         before = self._largest[heads, rows]
         largest = torch.maximum(before, scores.amax(dim=-1))

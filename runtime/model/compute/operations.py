@@ -1,7 +1,6 @@
-"""The operations of a forward pass, in plain torch and by native kernels.
+"""The operations of a forward pass: `Operations` in plain torch, the reference, and `NativeOperations` by C++ kernels.
 
-`layers`, `attention` and the weights say what is computed; operations say how. `Operations` is plain torch on any
-device and the reference. Faster operations override its methods; `NativeOperations` are the C++ kernels on the CPU.
+`layers`, `attention` and the weights say what is computed; operations say how.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +15,11 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.formats.pack.layouts import Part
-from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import cpu
-from moe_pack.runtime.model import router
-from moe_pack.runtime.model.attention import softmax
-from moe_pack.runtime.model.caches import layer_cache, ropes, states
-from moe_pack.runtime.model.expert import neuron_of
-from moe_pack.runtime.model.rotation import Rotation, hartley, odd_factor, transform
+from moe_pack.runtime.model.caches import ropes, states
+from moe_pack.runtime.model.compute import router, softmax
+from moe_pack.runtime.model.compute.expert import neuron_of
+from moe_pack.runtime.model.compute.rotation import Rotation, hartley, odd_factor, transform
 
 MAX_DECODED_BYTES = softmax.MAX_DECODED_BYTES  # the most that an operation dequantizes at once
 
@@ -43,10 +40,7 @@ class Operations:
     """The operations in plain torch, on any device."""
 
     def tokens_alone(self) -> AbstractContextManager[None]:
-        """Returns a context in which the outputs of a token do not depend on the tokens next to it, to the bit.
-
-        Torch promises nothing like it: there they agree but for rounding.
-        """
+        """Returns a context in which a token's bits do not depend on the tokens next to it; torch has no such thing."""
         return nullcontext()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -54,11 +48,10 @@ class Operations:
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
     def route(self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the experts of each token, int64 [T, k], best first, and their weights, float32 [T, k].
+        """Returns the experts of each token, int64 [T, k], best first, and their weights, zero beyond capacity.
 
-        The weight is zero if the token is beyond the expert's capacity.
-        Args:    logits: float32 [T, E], or [T, E + Z] with experts that return their input.   bias: float32 of the
-                 same width, added for the choice only; None if the spec has none.
+        Args:    logits: float32 [T, E], or [T, E + Z] with experts that return their input.   bias: float32 of the same
+                 width, added for the choice only.
         """
         experts, weights = self._choose(logits, spec, bias)
         return experts, router.limit_to_capacity(experts, weights, spec)
@@ -72,21 +65,13 @@ class Operations:
         norms: HeadNorms | None,
         angles: ropes.Angles,
         interleaved: bool,
-        cache: layer_cache.LayerCache,
-        spec: GroupedQuerySpec,
-        window: int | None,
-        sinks: Tensor | None,
-        chosen: Tensor | None = None,
+        view: softmax.View,
     ) -> Tensor:
-        """Returns the output of each query head; the keys and values of new tokens enter the cache.
+        """Returns each query head's output, float32 [T, num_heads * value_dim]; new keys and values enter the cache.
 
-        Args:    projected: queries and keys, float32 [T, heads * head_dim], neither normed by head nor rotated, and
-                 values [T, heads * value_dim].   window: the most positions that a token sees; None: all before it.
-                 sinks: float32 [num_heads], logits without a value.   chosen: bool [m, T, blocks], the blocks of
-                 positions that each token attends to with each of m shares of the heads; None: all.
-        Returns: float32 [T, num_heads * value_dim].
+        Args:    projected: q, k, v, float32 [T, heads * dim], neither normed by head nor rotated.
         """
-        dims = (spec.head_dim, spec.head_dim, spec.value_dim)
+        dims = (view.spec.head_dim, view.spec.head_dim, view.spec.value_dim)
         # Each [heads, T, dim].
         q, k, v = (each.view(len(each), -1, dim).transpose(0, 1) for each, dim in zip(projected, dims, strict=True))
         if norms is not None and not norms.is_last:
@@ -94,23 +79,23 @@ class Operations:
         q, k = ropes.rotate(q, angles, interleaved), ropes.rotate(k, angles, interleaved)
         if norms is not None and norms.is_last:
             q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
-        return softmax.attend_new(q, k, v, cache, spec, window, sinks, chosen)
+        return softmax.attend_new(q, k, v, view)
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
         """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""
         return neuron_of(function).h(gate, up)
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.LayerState) -> Tensor:
-        """Returns a causal convolution of each channel of x float32 [T, channels], as `recurrence.convolve` says."""
-        from moe_pack.runtime.model.mixers import recurrence  # most models have no mixer
+        """Returns `recurrence.convolve` of x float32 [T, channels]."""
+        from moe_pack.runtime.model.compute import recurrence
 
         return recurrence.convolve(x, kernel, bias, state)
 
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: states.LayerState
     ) -> Tensor:
-        """Returns what tokens read from a recurrent state, float32 [T, heads, values], as `recurrence.recur` says."""
-        from moe_pack.runtime.model.mixers import recurrence
+        """Returns `recurrence.recur`, float32 [T, heads, values]."""
+        from moe_pack.runtime.model.compute import recurrence
 
         return recurrence.recur(q, k, v, log_decay, rate, state)
 
@@ -133,7 +118,7 @@ class Operations:
         return lambda x: product_by_blocks(x, len(rows), layout.num_cols, decoded)
 
     def decode(self, layout: formats.RowLayout, part: Part, rows: Tensor) -> Tensor:
-        """Returns a part of rows u8 [rows, row bytes] as float32 [rows, columns]; all operations give the same bits."""
+        """Decodes a part of rows u8 [rows, row bytes] to float32 [rows, columns]; all operations give the same bits."""
         from moe_pack.formats.pack.codecs import decode_part  # kernels decode without it
 
         codes = rows[:, part.offset : part.offset + part.code_bytes]
@@ -145,14 +130,11 @@ class Operations:
         return transform(x * rotation.input)
 
     def rotate_back(self, y: Tensor, rotation: Rotation) -> Tensor:
-        """Returns `b * R y`, what a rotated layer's experts add, float32 [T, d], for the sum y of their outputs."""
+        """Returns `b * R y`, float32 [T, d], for the sum y of a rotated layer's experts."""
         return transform(y) * rotation.output
 
     def fastest_stored(self, weight: Tensor) -> Tensor:
-        """Returns a weight of 16 or 32 bits in the dtype in which `stored_product` multiplies one token fastest.
-
-        Torch would convert 16 bits to float32 for every product, which takes twice as long.
-        """
+        """Returns a stored weight in the dtype that multiplies one token fastest; torch converts 16 bits every time."""
         return weight.float()
 
 
@@ -178,14 +160,13 @@ def product_by_blocks(x: Tensor, num_rows: int, num_cols: int, rows: Callable[[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeProduct:
-    """The product with rows u8 [rows, row bytes] in one piece, whose layout is from `row_numbers`, by a kernel."""
+    """The product with rows u8 [rows, row bytes] in one piece by a kernel; `layout` is from `row_numbers`."""
 
     kernels: cpu.Kernels
     layout: NDArray[np.int32]
     rows: NDArray[np.uint8]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns `x @ matrix.T`, float32 [T, rows], for x float32 [T, columns]."""
         return self.kernels.product(x, self.layout, self.rows)
 
 
@@ -196,11 +177,9 @@ class NativeOperations(Operations):
         self.kernels = kernels
 
     def tokens_alone(self) -> AbstractContextManager[None]:
-        """Returns a context in which a token is computed as if it were alone, to the bit."""
         return self.kernels.tokens_alone()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Returns `x / rms(x) * weight` over the last dimension of x float32 [..., n]."""
         return self.kernels.rms_norm(x, weight, eps)
 
     def _choose(self, logits: Tensor, spec: formats.RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -214,60 +193,43 @@ class NativeOperations(Operations):
         norms: HeadNorms | None,
         angles: ropes.Angles,
         interleaved: bool,
-        cache: layer_cache.LayerCache,
-        spec: GroupedQuerySpec,
-        window: int | None,
-        sinks: Tensor | None,
-        chosen: Tensor | None = None,
+        view: softmax.View,
     ) -> Tensor:
-        """Returns the same by the kernel, or in torch where it lacks something.
-
-        The kernel norms heads before it rotates them, has values as large as keys, and attends to all positions of a
-        sliding window; for one token, a chunk is one.
-        """
-        if spec.value_dim != spec.head_dim or chosen is not None:
-            return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks, chosen)
-        if spec.chunked and window is not None and len(projected[0]) == 1:
-            window = cache.num_tokens % window + 1
-        elif (spec.chunked and window is not None) or (norms is not None and norms.is_last):
-            return super().attend(projected, norms, angles, interleaved, cache, spec, window, sinks)
+        cache, spec, window = view.cache, view.spec, view.window
+        is_lacking = norms is not None and norms.is_last
+        if spec.chunked and window is not None:  # unit norms may come first; one token of a chunk sees a window
+            is_lacking, window = len(projected[0]) > 1, cache.num_tokens % window + 1
+        if is_lacking or spec.value_dim != spec.head_dim or view.chosen is not None:
+            return super().attend(projected, norms, angles, interleaved, view)
         head_norms = None if norms is None else (norms.q, norms.k, norms.eps)
         cached = cpu.CachedRows(cache.keys, cache.values, cache.rows[0].dtype, cache.num_tokens)
-        return self.kernels.attend(projected, head_norms, angles, interleaved, cached, spec, window, sinks)
+        return self.kernels.attend(projected, head_norms, angles, interleaved, cached, spec, window, view.sinks)
 
     def activate(self, gate: Tensor | None, up: Tensor, function: formats.NeuronFunction) -> Tensor:
-        """Returns h of neurons from `gate_i . x` (None without a gate) and `up_i . x`, all in one shape."""
         return self.kernels.activate(gate, up, function)
 
     def convolve(self, x: Tensor, kernel: Tensor, bias: Tensor | None, state: states.LayerState) -> Tensor:
-        """Returns a causal convolution of each channel, float32 [T, channels]."""
         return self.kernels.convolve(x, kernel, bias, state.conv)
 
     def recur(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor | None, state: states.LayerState
     ) -> Tensor:
-        """Returns what tokens read from a recurrent state, float32 [T, heads, values], one token after the other."""
         return self.kernels.recur(q, k, v, log_decay, rate, state.recurrent)
 
     def stored_product(self, weight: Tensor) -> Product:
-        """Returns the product with a matrix of 16- or 32-bit values, without a copy in float32."""
         rows = weight.contiguous().view(torch.uint8).numpy()
         return NativeProduct(self.kernels, cpu.stored_numbers(weight.dtype, weight.shape[1]), rows)
 
     def row_product(self, layout: formats.RowLayout, rows: Tensor) -> Product:
-        """Returns the product with rows of codes, which the kernel decodes as it multiplies."""
         return NativeProduct(self.kernels, cpu.row_numbers(layout, layout.parts[0].name), rows.numpy())
 
     def decode(self, layout: formats.RowLayout, part: Part, rows: Tensor) -> Tensor:
-        """Returns a part of rows in float32 [rows, columns]."""
         return self.kernels.decode(cpu.row_numbers(layout, part.name), rows.numpy())
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Returns `R (a * x)`, float32 [T, d]."""
         return self._rotated(x, rotation.input, is_scaled_first=True)
 
     def rotate_back(self, y: Tensor, rotation: Rotation) -> Tensor:
-        """Returns `b * R y`, float32 [T, d]."""
         return self._rotated(y, rotation.output, is_scaled_first=False)
 
     def _rotated(self, x: Tensor, scale: Tensor, *, is_scaled_first: bool) -> Tensor:
@@ -277,23 +239,19 @@ class NativeOperations(Operations):
         return self.kernels.rotate(x, scale, is_scaled_first, matrix)
 
     def fastest_stored(self, weight: Tensor) -> Tensor:
-        """Returns the weight itself: the kernel multiplies 16 bits in half the time of 32."""
         return weight
 
 
 @lru_cache(maxsize=8)
 def hartley_array(hidden_size: int) -> NDArray[np.float32] | None:
-    """Returns the Hartley matrix of a hidden size's odd factor, float32 [m, m]; None if kernels do not rotate it.
-
-    Those sizes are 64 times a prime above `MAX_ODD_FACTOR`, which no published model has.
-    """
+    """Returns the Hartley matrix of the odd factor m, float32 [m, m]; None if it exceeds `MAX_ODD_FACTOR`."""
     m = odd_factor(hidden_size)
     return None if m > cpu.MAX_ODD_FACTOR else np.array(hartley(m), np.float32)
 
 
 @contextmanager
 def operations_for(device: torch.device, threads: int | None = None) -> Iterator[Operations]:
-    """Yields the operations for a device and closes them: on the CPU native ones if they were built, else torch."""
+    """Yields the operations for a device and closes them: on a CPU native ones if they were built, else torch."""
     kernels = cpu.open_kernels(threads) if device.type == "cpu" else None
     if kernels is None:
         yield TORCH

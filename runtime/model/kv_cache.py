@@ -1,20 +1,30 @@
-"""The key-value cache of a sequence: what all layers keep, allocated once, and the positions to which it leads back."""
+"""A sequence: its tokens, and the cache of all layers for those that have run.
 
-from collections.abc import Iterator
+A new text often begins as an earlier one does: a dialogue goes on, or a system prompt comes again. Then the keys and
+values of the common beginning need not be computed again. Layers that keep the whole context can be cut back to any
+position. States of mixers, and rings of layers with a sliding window, cannot: they lead back to a copy, a *checkpoint*.
+A sequence has room for some checkpoints, allocated once, and overwrites the one that was not used for longest.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats.parts import specs
 from moe_pack.runtime.model.attention import kinds
-from moe_pack.runtime.model.caches import layer_cache
-from moe_pack.runtime.model.caches.dtypes import KvDtype
-from moe_pack.runtime.model.caches.states import LayerState, States
+from moe_pack.runtime.model.caches import Angles, KvDtype, LayerRopes, LayerState, layer_cache
+from moe_pack.runtime.model.caches.states import States
+
+LEAST_KEPT = 16  # tokens of a beginning; fewer are not worth the other rounding
+_ANGLES_AT_ONCE = 256  # positions; the angles of a single position take as long to compute
 
 
 def layer_cache_bytes(spec: specs.ModelSpec, layer: int, context_tokens: int, chunk_tokens: int, dtype: KvDtype) -> int:
-    """Returns the bytes of a decoder layer's keys and values, and of all else that it caches of positions."""
+    """Returns the bytes of all that a decoder layer caches of positions."""
     places = specs.cached_tokens(spec, layer, context_tokens, chunk_tokens)
     return kinds.cache_shape(spec.attention_of(layer), dtype).num_bytes(places, context_tokens, chunk_tokens)
 
@@ -28,16 +38,13 @@ class _Ring:
     window: int
 
     def reaches(self, num_tokens: int, last: int) -> bool:
-        """Whether all that the token after `num_tokens` needs is still there after `last` tokens."""
         return max(num_tokens - self.window, 0) >= last - self.tensor.shape[self.dim]
 
     def before(self, num_tokens: int) -> Tensor:
-        """Returns what the token after `num_tokens` needs, positions in their order."""
         places = layer_cache.ring_places(max(num_tokens - self.window, 0), num_tokens, self.tensor, self.dim)
         return self.tensor[:, places] if self.dim else self.tensor[places]
 
     def enter(self, num_tokens: int, positions: Tensor) -> None:
-        """Writes what `before` returned."""
         places = layer_cache.ring_places(max(num_tokens - self.window, 0), num_tokens, self.tensor, self.dim)
         if self.dim:
             self.tensor[:, places] = positions
@@ -45,14 +52,13 @@ class _Ring:
             self.tensor[places] = positions
 
     def empty(self) -> Tensor:
-        """Returns room for what `before` returns."""
         shape = list(self.tensor.shape)
         shape[self.dim] = self.window
         return self.tensor.new_zeros(shape)
 
 
 class Checkpoint:
-    """Room for a copy of what a cache cannot be cut back to: its states, and what its rings have of a window."""
+    """Room for a copy of a cache's states, and of its rings' windows."""
 
     def __init__(self, parts: list[Tensor], num_states: int) -> None:
         self.num_tokens = 0  # after which it was taken; 0 if it is empty
@@ -60,7 +66,6 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -70,7 +75,7 @@ class KVCache:
     A layer has a place for every position of the context, or fewer with a sliding window (`cached_tokens`). A layer
     without attention has a state instead, and one with n-grams has a state as well, float32 whatever the dtype.
     `num_tokens` may rise, and may return to 0, which resets the states. Other earlier positions are those of
-    `reachable`: with states, only where they were copied (`save`).
+    `reachable`.
 
     Args:    context_tokens: the most positions of a sequence.   chunk_tokens: the most tokens that are appended at
              once; None: any number.   num_layers: None: the model's; else layers that keep the whole context.
@@ -123,7 +128,6 @@ class KVCache:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the sequence so far."""
         return self._num_tokens
 
     @num_tokens.setter
@@ -142,11 +146,7 @@ class KVCache:
             self._saved_tokens = self._num_tokens
 
     def reachable(self, num_tokens: int) -> int:
-        """Returns the last position up to `num_tokens` to which the cache leads back; 0 is always one.
-
-        A ring leads as far back as it still has what a position sees. States lead to where they are, and to where they
-        were copied.
-        """
+        """Returns the last position up to `num_tokens` to which the cache leads back; 0 is always one."""
         if num_tokens >= self._num_tokens:
             return self._num_tokens
         if self.states:
@@ -177,12 +177,12 @@ class KVCache:
         return not self.states and not self._rings
 
     def new_checkpoint(self) -> Checkpoint:
-        """Returns room for a checkpoint of this cache."""
+        """Allocates a checkpoint of this cache."""
         parts = [torch.zeros_like(part) for part in self.states.parts]
         return Checkpoint([*parts, *(ring.empty() for ring in self._rings)], len(parts))
 
     def write_checkpoint(self, checkpoint: Checkpoint, num_tokens: int) -> None:
-        """Copies what the token after `num_tokens` needs; that position has to be `reachable` without a copy."""
+        """Copies the parts for the token after `num_tokens`, a position that is `reachable` without a copy."""
         states, rings = checkpoint.parts[: checkpoint.num_states], checkpoint.parts[checkpoint.num_states :]
         assert num_tokens == self._num_tokens or not self.states, "states cannot be cut back"
         for room, part in zip(states, self.states.parts, strict=True):
@@ -193,7 +193,7 @@ class KVCache:
         checkpoint.num_tokens = num_tokens
 
     def used_parts(self, checkpoint: Checkpoint) -> list[Tensor]:
-        """Returns the parts of a checkpoint without what its position leaves empty; views."""
+        """Returns the parts of a checkpoint without the places that its position leaves empty; views."""
         states, rings = checkpoint.parts[: checkpoint.num_states], checkpoint.parts[checkpoint.num_states :]
         number = checkpoint.num_tokens
         return [
@@ -205,7 +205,7 @@ class KVCache:
         ]
 
     def return_to_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Goes to the position of a checkpoint, whose keys and values in layers without a ring are in this cache."""
+        """Goes to the position of a checkpoint; layers without a ring still have its keys and values."""
         number = checkpoint.num_tokens
         for part, room in zip(self.states.parts, checkpoint.parts, strict=False):
             part.copy_(room)
@@ -216,7 +216,7 @@ class KVCache:
             self._saved_tokens = None
 
     def whole_parts(self, num_tokens: int) -> list[Tensor]:
-        """Returns what layers without a ring keep of the first positions; views, in an order that the spec decides."""
+        """Returns the first positions of layers without a ring; views, in an order that the spec decides."""
         rings, parts = {id(ring.tensor) for ring in self._rings}, list[Tensor]()
         for layer in self._layers:
             if layer.keys.shape[1] and id(layer.keys) not in rings:
@@ -234,14 +234,14 @@ class KVCache:
     # ---- layers -----------------------------------------------------------------------------------------------------
 
     def layer(self, idx: int) -> layer_cache.LayerCache:
-        """Returns the keys and values of a layer with attention, in which it reads and writes."""
+        """Returns the keys and values of a layer with attention."""
         own = self._layers[idx]
         return layer_cache.LayerCache(
             own.keys, own.values, self._num_tokens, self._chosen, own.index, own.compressed, own.storage
         )
 
     def of(self, idx: int) -> layer_cache.LayerCache | LayerState:
-        """Returns what a layer keeps of earlier tokens: keys and values, or a state."""
+        """Returns the keys and values of a layer, or its state."""
         state = self.states.of(idx)
         return self.layer(idx) if state is None else state
 
@@ -249,3 +249,170 @@ class KVCache:
         """Returns the same for a pass whose outcome does not count, before the layer's own pass for these tokens."""
         state = self.states.of(idx)
         return replace(self.layer(idx), chosen=replace(self._chosen)) if state is None else state.copied()
+
+
+# ---- sequences ------------------------------------------------------------------------------------------------------
+
+
+class Follower(Protocol):
+    """Follows the hidden states of a sequence, for drafts."""
+
+    def follow(self, ids: Sequence[int], first: int, hidden: Tensor) -> None:
+        """Takes note of hidden states float32 [T, w], after the last layer and before the final norm.
+
+        Args:    ids: the sequence up to these tokens.   first: the position of the first of them; a position that was
+                 there before, and all after it, are new.
+        """
+
+
+class CachedSequence:
+    """A sequence's tokens and cache, with room for checkpoints apart from the cache's own copy of states."""
+
+    def __init__(self, spec: specs.ModelSpec, cache: KVCache, ropes: LayerRopes, num_checkpoints: int = 0) -> None:
+        self.spec, self.cache = spec, cache
+        self.ids: list[int] = []  # while a pass runs, its new tokens are already there
+        # Of the last token that ran, after the last layer and before the final norm, float32 [w], for drafts.
+        self.hidden: Tensor | None = None
+        self.follower: Follower | None = None  # gets the hidden states of all tokens
+        number = 0 if cache.is_cut_anywhere else num_checkpoints
+        self._checkpoints = [cache.new_checkpoint() for _ in range(number)]  # the one used last comes last
+        self._ropes = ropes
+        self._angle_run: tuple[Angles, ...] = ((torch.empty(0), torch.empty(0)),)  # of consecutive positions
+        self._first_angle, self._angle_length = 0, 0  # the length of the sequence that has these angles
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that have run."""
+        return self.cache.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.num_bytes + sum(each.num_bytes for each in self._checkpoints)
+
+    def reset(self) -> None:
+        """Forgets the sequence; everything stays allocated."""
+        self.cache.num_tokens = 0
+        self.ids = []
+        for checkpoint in self._checkpoints:
+            checkpoint.num_tokens = 0
+
+    def cut_to(self, num_tokens: int) -> None:
+        """Drops the tokens from a `reachable` position on."""
+        if self.cache.reachable(num_tokens) == num_tokens:
+            self.cache.return_to(num_tokens)
+        else:
+            (checkpoint,) = (each for each in self._checkpoints if each.num_tokens == num_tokens)
+            self.cache.return_to_checkpoint(checkpoint)
+            self._use(checkpoint)
+        del self.ids[num_tokens:]
+        for checkpoint in self._checkpoints:
+            if checkpoint.num_tokens > num_tokens:
+                checkpoint.num_tokens = 0
+
+    # ---- common beginnings ------------------------------------------------------------------------------------------
+
+    def reachable(self, num_tokens: int) -> int:
+        """Returns the last position up to `num_tokens` to which the sequence can be cut back; 0 is always one."""
+        copied = (each.num_tokens for each in self._checkpoints if each.num_tokens <= num_tokens)
+        return max(self.cache.reachable(num_tokens), max(copied, default=0))
+
+    def num_common(self, prompt_ids: Sequence[int]) -> int:
+        """Returns how many tokens a prompt has in common with the sequence, at most all but the prompt's last."""
+        pairs = zip(self.ids[: self.num_tokens], prompt_ids[:-1], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def num_kept(self, prompt_ids: Sequence[int]) -> int:
+        """Returns how many tokens of a prompt need not run again if it takes the place of this sequence."""
+        kept = self.reachable(self.num_common(prompt_ids))
+        if kept < LEAST_KEPT or not self.are_angles_same(self.num_tokens, len(prompt_ids)):
+            return 0
+        return kept
+
+    def keep_beginning(self, prompt_ids: list[int]) -> list[int]:
+        """Begins a text with this prompt; returns the tokens left to append, at least one; the others are kept."""
+        kept = self.num_kept(prompt_ids)
+        if not kept:
+            self.reset()
+            return prompt_ids
+        self.cut_to(kept)
+        return prompt_ids[kept:]
+
+    def take_beginning(self, other: "CachedSequence", num_tokens: int) -> None:
+        """Becomes a copy of another sequence's first tokens, up to a position that is `reachable` there."""
+        self.reset()
+        for own, part in zip(self.cache.whole_parts(num_tokens), other.cache.whole_parts(num_tokens), strict=True):
+            own.copy_(part)
+        if self.cache.is_cut_anywhere:
+            self.cache.num_tokens = num_tokens
+        else:
+            assert self._checkpoints, "sequences that share beginnings have checkpoints"
+            checkpoint = self._checkpoints[0]
+            other.copy_checkpoint(num_tokens, checkpoint)
+            self.cache.return_to_checkpoint(checkpoint)
+            self._use(checkpoint)
+        self.ids = other.ids[:num_tokens]
+
+    def copy_checkpoint(self, num_tokens: int, room: Checkpoint) -> None:
+        """Copies what this sequence keeps at a `reachable` position to a checkpoint of another sequence."""
+        for checkpoint in self._checkpoints:
+            if checkpoint.num_tokens == num_tokens:
+                for own, part in zip(room.parts, checkpoint.parts, strict=True):
+                    own.copy_(part)
+                room.num_tokens = num_tokens
+                return
+        self.cache.write_checkpoint(room, num_tokens)
+
+    def save_checkpoint(self) -> None:
+        """Makes the present position one to which the sequence can be cut back."""
+        self.cache.save()
+        if not self._checkpoints or not self.num_tokens:
+            return
+        same = [each for each in self._checkpoints if each.num_tokens == self.num_tokens]
+        checkpoint = same[0] if same else min(self._checkpoints, key=lambda each: each.num_tokens > 0)
+        self.cache.write_checkpoint(checkpoint, self.num_tokens)
+        self._use(checkpoint)
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints that are not empty, the one used last comes last."""
+        return tuple(each for each in self._checkpoints if each.num_tokens)
+
+    def room_for(self, num_checkpoints: int) -> list[Checkpoint]:
+        """Returns so many checkpoints to write to, or all if there are fewer; the last ones are kept longest."""
+        return self._checkpoints[len(self._checkpoints) - min(num_checkpoints, len(self._checkpoints)) :]
+
+    def _use(self, checkpoint: Checkpoint) -> None:
+        self._checkpoints.remove(checkpoint)
+        self._checkpoints.append(checkpoint)
+
+    # ---- rotary positions -------------------------------------------------------------------------------------------
+
+    def are_angles_same(self, before: int, after: int) -> bool:
+        return self._ropes.are_same(before, after)
+
+    def outgrows(self, num_new: int) -> bool:
+        """Returns whether all positions must be computed again when so many tokens are appended."""
+        return self._ropes.outgrows(self.num_tokens, self.num_tokens + num_new)
+
+    def angles_at(self, start: int, stop: int, num_tokens: int) -> tuple[Angles, ...]:
+        """Returns the angles at positions `start` to `stop`, a kind each, in a sequence of `num_tokens`."""
+        first = self._first_angle
+        is_same = num_tokens == self._angle_length or self.are_angles_same(self._angle_length, num_tokens)
+        if not is_same or not first <= start < stop <= first + len(self._angle_run[0][0]):
+            positions = torch.arange(start, max(stop, start + _ANGLES_AT_ONCE), device=self.cache.device)
+            self._angle_run = self._ropes(positions, num_tokens)
+            self._first_angle, self._angle_length = start, num_tokens
+            first = start
+        rows = slice(start - first, stop - first)
+        return tuple((cosines[rows], sines[rows]) for cosines, sines in self._angle_run)
+
+
+def joined_angles(each: Sequence[tuple[Angles, ...]]) -> tuple[Angles, ...]:
+    """Returns the angles of several sequences' tokens, one after the other, for each kind of attention."""
+    if len(each) == 1:
+        return each[0]
+
+    return tuple(
+        (torch.cat([cosines for cosines, _ in kinds]), torch.cat([sines for _, sines in kinds]))
+        for kinds in zip(*each, strict=True)
+    )

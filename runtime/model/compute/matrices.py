@@ -1,4 +1,4 @@
-"""Dense matrices `[out, in]` as the decoder sees them: they multiply, and give rows in float32.
+"""Dense matrices `[out, in]`: they multiply, and give rows in float32.
 
 A matrix may be in memory, in its stored bytes, or on disk. At most 16 MiB of it are in float32 at a time.
 """
@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RowLayout
-from moe_pack.runtime.model.operations import TORCH, NativeProduct, Operations, Product, product_by_blocks, row_blocks
+from moe_pack.runtime.model.compute.operations import (
+    TORCH,
+    NativeProduct,
+    Operations,
+    Product,
+    product_by_blocks,
+    row_blocks,
+)
 
 TORCH_DTYPES = {  # by their names in safetensors
     "BF16": torch.bfloat16,
@@ -30,11 +37,10 @@ class Matrix(Protocol):
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
-        ...
 
 
 class InMemoryMatrix(ABC):
-    """A matrix whose bytes are in memory: it gives any rows at once, and may multiply faster than row by row."""
+    """A matrix in memory, which may multiply faster than row by row."""
 
     @abstractmethod
     def take(self, ids: Tensor) -> Tensor:
@@ -46,11 +52,11 @@ class InMemoryMatrix(ABC):
 
 
 class DivisibleMatrix(InMemoryMatrix):
-    """A matrix in memory, of which some rows are a matrix too."""
+    """A matrix in memory whose rows can be divided into matrices."""
 
     @property
     def native(self) -> NativeProduct | None:
-        """The rows as the kernels see them; None where no kernel multiplies them."""
+        """The rows as the kernels see them; None if no kernel multiplies them."""
         return None
 
     @abstractmethod
@@ -58,71 +64,65 @@ class DivisibleMatrix(InMemoryMatrix):
         """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
 
 
-class _MultipliedMatrix(DivisibleMatrix):
-    """A matrix that its operations multiply by `_product`."""
+class _RowsInMemory(DivisibleMatrix):
+    """A matrix that decodes its stored rows, and that its operations multiply by `product`."""
 
-    def __init__(self, num_rows: int, num_cols: int, product: Product) -> None:
-        self.num_rows, self.num_cols, self._product = num_rows, num_cols, product
+    def __init__(self, stored: Tensor, num_cols: int, product: Product) -> None:
+        self.num_rows, self.num_cols, self._stored, self._product = len(stored), num_cols, stored, product
+
+    @abstractmethod
+    def _decoded(self, stored: Tensor) -> Tensor: ...
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self._decoded(self._stored[start:stop])
+
+    def take(self, ids: Tensor) -> Tensor:
+        return self._decoded(self._stored[ids.to(self._stored.device)])
 
     def product(self, x: Tensor) -> Tensor:
-        """Returns `x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
         return self._product(x)
 
     @property
     def native(self) -> NativeProduct | None:
-        """The rows as the kernels see them."""
         return self._product if isinstance(self._product, NativeProduct) else None
 
 
-class StoredMatrix(_MultipliedMatrix):
+class StoredMatrix(_RowsInMemory):
     """A matrix of 16- or 32-bit values, or of integers, on the device of its operations."""
 
     def __init__(self, weight: Tensor, operations: Operations = TORCH) -> None:
-        super().__init__(weight.shape[0], weight.shape[1], operations.stored_product(weight))
-        self._weight, self._operations = weight, operations
+        super().__init__(weight, weight.shape[1], operations.stored_product(weight))
+        self._operations = operations
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
-        return self._weight[start:stop].to(torch.float32)
-
-    def take(self, ids: Tensor) -> Tensor:
-        """Returns the rows with these numbers, float32 [n, num_cols]."""
-        return self._weight[ids.to(self._weight.device)].to(torch.float32)
+    def _decoded(self, stored: Tensor) -> Tensor:
+        return stored.to(torch.float32)
 
     def part(self, start: int, stop: int) -> "StoredMatrix":
-        """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
-        return StoredMatrix(self._weight[start:stop], self._operations)
+        return StoredMatrix(self._stored[start:stop], self._operations)
 
 
-class RowMatrix(_MultipliedMatrix):
+class RowMatrix(_RowsInMemory):
     """A matrix in rows of the row layout, u8 [num_rows, row_bytes], on the device of its operations."""
 
     def __init__(self, layout: RowLayout, stored: Tensor, operations: Operations = TORCH) -> None:
-        super().__init__(stored.shape[0], layout.num_cols, operations.row_product(layout, stored))
+        super().__init__(stored, layout.num_cols, operations.row_product(layout, stored))
         (self._part,) = layout.parts
-        self._layout, self._stored, self._operations = layout, stored, operations
+        self._layout, self._operations = layout, operations
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
-        return self._operations.decode(self._layout, self._part, self._stored[start:stop])
-
-    def take(self, ids: Tensor) -> Tensor:
-        """Returns the rows with these numbers, float32 [n, num_cols]; their bytes are gathered, then decoded once."""
-        return self._operations.decode(self._layout, self._part, self._stored[ids.to(self._stored.device)])
+    def _decoded(self, stored: Tensor) -> Tensor:
+        return self._operations.decode(self._layout, self._part, stored)
 
     def part(self, start: int, stop: int) -> "RowMatrix":
-        """Returns rows `start` to `stop` as a matrix that shares this one's memory."""
         return RowMatrix(self._layout, self._stored[start:stop], self._operations)
 
 
 class ReadMatrix:
-    """A matrix whose rows a function reads when they are needed: rows `start` to `stop`, float32."""
+    """A matrix whose rows `start` to `stop` a function reads when they are needed, float32."""
 
     def __init__(self, num_rows: int, num_cols: int, read: Callable[[int, int], Tensor]) -> None:
         self.num_rows, self.num_cols, self._read = num_rows, num_cols, read
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Returns rows `start` to `stop`, float32 [stop - start, num_cols]."""
         return self._read(start, stop)
 
 
@@ -134,11 +134,7 @@ def rows_of(matrix: Matrix, start: int, stop: int) -> Matrix:
 
 
 def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """Returns `x @ matrix.T + bias`: by the matrix's own product if it is in memory, else a block of rows at a time.
-
-    Args:    x: float32 [T, in].   bias: float32 [out].
-    Returns: float32 [T, out].
-    """
+    """Returns `x @ matrix.T + bias`, float32 [T, out], for x float32 [T, in] and bias float32 [out]."""
     if isinstance(matrix, InMemoryMatrix):
         y = matrix.product(x)
     else:
@@ -147,21 +143,14 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_by_group(x: Tensor, matrix: Matrix, num_groups: int) -> Tensor:
-    """Returns the products of groups of columns of x with as many groups of the matrix's rows, side by side.
-
-    Args:    x: float32 [T, num_groups * in].   matrix: [num_groups * out, in].
-    Returns: float32 [T, num_groups * out].
-    """
+    """Multiplies each share of x's columns [T, groups * in] with the same share of rows: [T, groups * out]."""
     step = matrix.num_rows // num_groups
     parts = (rows_of(matrix, group * step, (group + 1) * step) for group in range(num_groups))
     return torch.cat([linear(each, part) for each, part in zip(x.chunk(num_groups, dim=1), parts, strict=True)], dim=1)
 
 
 def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
-    """Returns the embedding of tokens: the rows with these numbers, float32 [T, in]; it may be a view of the matrix.
-
-    Args:    ids: int64 [T], on the CPU.
-    """
+    """Returns the rows with these numbers, int64 [T] on the CPU: float32 [T, in]; it may be a view of the matrix."""
     if len(ids) == 1:
         number = int(ids[0])
         return matrix.rows(number, number + 1)

@@ -1,18 +1,16 @@
 """The reference semantics of an expert (docs/model.md, "Expert"): every faster path gives this answer.
 
-For a hidden state x, an expert adds up the down rows of the neurons that run:
+For a hidden state x, an expert adds up the down rows of its running neurons:
 
     y = bias of down + sum over running neurons i of  h(gate_i . x, up_i . x) * down_i
 
     h(g, u) = act(g) * factor(u)    the neuron function; without a gate h(u) = act(u)
 
-A neuron runs if its activation a is not zero and not below the expert's threshold t:
+    neuron i runs  if  a_i != 0 and not (abs(a_i) < t)    t: the expert's threshold
 
-    neuron i runs  if  a_i != 0 and not (abs(a_i) < t)
-
-The selector kind of the pack says what a is, so that it is known before the neuron's record is read: `up` takes
-factor(u), `gate` takes act(g), `both` and `none` take h itself. With t = 0 only neurons that add nothing do not run. A
-neuron whose activation is NaN runs, so that the error shows in the output.
+The pack's selector kind decides on a, which is known before the neuron's record is read: `up` takes factor(u), `gate`
+takes act(g), `both` and `none` take h. With t = 0 all neurons run that add anything. A neuron whose activation is NaN
+runs, so that the error shows in the output.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 
 from moe_pack import formats
 
@@ -46,50 +45,30 @@ def _identity(up: Tensor) -> Tensor:
     return up
 
 
-def _squared_relu(gate: Tensor) -> Tensor:
-    return torch.relu(gate).square()
-
-
 def _clamped_swish(gate: Tensor) -> Tensor:
     clamped = gate.clamp(max=_CLAMP_LIMIT)
     return clamped * torch.sigmoid(_SWISH_STEEPNESS * clamped)
 
 
-def _clamped_plus_one(up: Tensor) -> Tensor:
-    return up.clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT) + 1
-
-
-def _gelu_tanh(gate: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(gate, approximate="tanh")
-
-
-def _clipped_silu(limit: float, gate: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate.clamp(max=limit))
-
-
-def _capped_silu(limit: float, gate: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate).clamp(max=limit)
-
-
-def _within(limit: float, up: Tensor) -> Tensor:
-    return up.clamp(-limit, limit)
-
-
 _NEURONS: dict[formats.NeuronFunction, Neuron] = {
-    "silu": Neuron(torch.nn.functional.silu, _identity),
+    "silu": Neuron(silu, _identity),
     "relu": Neuron(torch.relu, _identity),
-    "relu2": Neuron(_squared_relu, _identity),
-    "clamped_swiglu": Neuron(_clamped_swish, _clamped_plus_one),
-    "gelu_tanh": Neuron(_gelu_tanh, _identity),
+    "relu2": Neuron(lambda gate: torch.relu(gate).square(), _identity),
+    "clamped_swiglu": Neuron(_clamped_swish, lambda up: up.clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT) + 1),
+    "gelu_tanh": Neuron(partial(gelu, approximate="tanh"), _identity),
 }
-_LIMITED: dict[str, Callable[[float, Tensor], Tensor]] = {"clipped_silu": _clipped_silu, "capped_silu": _capped_silu}
 
 
 def neuron_of(function: formats.NeuronFunction) -> Neuron:
-    """Returns what a neuron function computes."""
+    """Returns the functions of a neuron function's name."""
     if not isinstance(function, formats.LimitedFunction):
         return _NEURONS[function]
-    return Neuron(partial(_LIMITED[function.name], function.limit), partial(_within, function.limit))
+    limit = function.limit
+    limited: dict[str, Callable[[Tensor], Tensor]] = {
+        "clipped_silu": lambda gate: silu(gate.clamp(max=limit)),
+        "capped_silu": lambda gate: silu(gate).clamp(max=limit),
+    }
+    return Neuron(limited[function.name], lambda up: up.clamp(-limit, limit))
 
 
 # ---- the weights of an expert ---------------------------------------------------------------------------------------
@@ -97,10 +76,7 @@ def neuron_of(function: formats.NeuronFunction) -> Neuron:
 
 @dataclass(frozen=True, slots=True)
 class NeuronBlock:
-    """Dequantized rows of some neurons of an expert: float32 [n, d] each; `gate` is None in families without one.
-
-    Biases are float32 [n]; None in families without them.
-    """
+    """Dequantized rows of some neurons, float32 [n, d] each, and biases, float32 [n]; None in families without them."""
 
     gate: Tensor | None
     up: Tensor
@@ -114,11 +90,9 @@ class Expert(Protocol):
 
     def blocks(self) -> Iterator[NeuronBlock]:
         """Yields every neuron once, in stored order."""
-        ...
 
     def down_bias(self) -> Tensor | None:
-        """Returns the bias of the output, float32 [d]; None in families without one."""
-        ...
+        """Returns the bias of the output, float32 [d], or None."""
 
 
 # ---- an expert runs -------------------------------------------------------------------------------------------------
@@ -127,10 +101,8 @@ class Expert(Protocol):
 def run_expert(
     x: Tensor, expert: Expert, function: formats.NeuronFunction, selector: formats.Selector, threshold: float
 ) -> Tensor:
-    """Returns the output of an expert for tokens, by the formula at the top.
+    """Returns the output of an expert for tokens x float32 [T, d], by the formula at the top: float32 [T, d].
 
-    Args:    x: float32 [T, d].   threshold: t, on `abs(a)`.
-    Returns: float32 [T, d].
     Source:  FloE Eq. 6 and CORM §4.2 for `up` and `gate`; `both` compares h itself.
     """
     y = resting_output(x, expert)
@@ -142,26 +114,26 @@ def run_expert(
 
 
 def resting_output(x: Tensor, expert: Expert) -> Tensor:
-    """Returns the output for tokens x float32 [T, d] of which no neuron runs: the bias or zeros, float32 [T, d]."""
+    """Returns the output for tokens x float32 [T, d] if no neuron runs: the bias or zeros, float32 [T, d]."""
     bias = expert.down_bias()
     return torch.zeros_like(x) if bias is None else bias.repeat(len(x), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What n neurons compute for T tokens, float32 [T, n] each: `up` is factor(u), `gate` is act(g), `h` is h(g, u)."""
+    """The results of n neurons for T tokens, float32 [T, n] each: factor(u), act(g), and h(g, u)."""
 
     up: Tensor
     gate: Tensor
     h: Tensor
 
     def of(self, selector: formats.Selector) -> Tensor:
-        """Returns the activation a of a selector kind, which a threshold is compared with."""
+        """Returns the activation a of a selector kind."""
         return {"up": self.up, "gate": self.gate, "both": self.h, "none": self.h}[selector]
 
 
 def activations(x: Tensor, block: NeuronBlock, function: formats.NeuronFunction) -> Activations:
-    """Returns what a block's neurons compute for tokens x float32 [T, d]; without a gate all three are h."""
+    """Computes a block's neurons for tokens x float32 [T, d]; without a gate all three results are h."""
     neuron = neuron_of(function)
     u = x @ block.up.T
     if block.up_bias is not None:
