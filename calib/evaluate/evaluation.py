@@ -1,8 +1,7 @@
 """Evaluation of a pack on a text: its perplexity, and its KL divergence and agreement compared with its source.
 
-The pack runs as it is stored, layer by layer in bounded memory, so that it may be larger than memory. A killed
-evaluation continues after its last complete layer. The source is either a compact `Reference` of its predictions, or
-the checkpoint itself, which then runs on the same text and is compared over the whole vocabulary.
+The pack runs as it is stored, layer by layer. The source is a compact `Reference`, or the checkpoint itself, which then
+runs on the same text and is compared over the whole vocabulary.
 """
 
 from dataclasses import dataclass
@@ -76,9 +75,8 @@ def evaluate(
 ) -> quality.Quality:
     """Evaluates a pack on a text, without writing `quality.json`. A killed call continues after the last whole layer.
 
-    Args:    reference: to compare with; a checkpoint runs on the same text, and KL is over the whole vocabulary.
-             operations: decode rows and multiply large dense matrices.   folder: for work files, removed at the end;
-             None takes one in the pack's folder.
+    Args:    reference: to compare with.   operations: decode rows and multiply large dense matrices.   folder: for work
+             files, removed at the end; None takes one in the pack's folder.
     Raises:  PlanError if the reference is of another model or text; ConversionError if the folder is in use or cannot
              be written; RunError for sequences longer than the model's positions.
     """
@@ -113,10 +111,7 @@ def evaluate(
 
 
 def check_source(pack: formats.Pack, checkpoint: Checkpoint) -> str:
-    """Returns the digest of the checkpoint.
-
-    Raises:  PlanError if the pack was made from another checkpoint: its tensors or routers differ.
-    """
+    """Returns the digest of the checkpoint; PlanError if tensors or routers differ from the pack's."""
     source = forward.packed_source_digest(pack)
     if forward.source_digest(checkpoint) != source:
         raise formats.PlanError(
@@ -126,10 +121,7 @@ def check_source(pack: formats.Pack, checkpoint: Checkpoint) -> str:
 
 
 def _source_of(pack: formats.Pack, tokens: forward.Tokens, reference: Reference | Checkpoint | None) -> str:
-    """Returns the digest of the source with which a pack is compared, or "" without one.
-
-    Raises:  PlanError if it is not the pack's source.
-    """
+    """Returns the digest of the source of comparison, "" without one; refuses another source than the pack's."""
     if isinstance(reference, Checkpoint):
         return check_source(pack, reference)
     if reference is None:
@@ -140,14 +132,10 @@ def _source_of(pack: formats.Pack, tokens: forward.Tokens, reference: Reference 
 
 
 class _Comparison(Protocol):
-    """The predictions with which a pack's are compared."""
-
     is_exact: bool
     num_outcomes: int
 
-    def noise_floor(self) -> float:
-        """Returns the KL divergence in nats that comes from rounding alone."""
-        ...
+    def noise_floor(self) -> float: ...
 
     def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
         """Returns the source's losses and the pack's distances at some tokens of a sequence, float64 [6, n].
@@ -158,8 +146,6 @@ class _Comparison(Protocol):
 
 
 class _KeptReference:
-    """A compact reference."""
-
     is_exact = False
 
     def __init__(self, reference: Reference, device: torch.device) -> None:
@@ -179,8 +165,6 @@ class _KeptReference:
 
 
 class _Source:
-    """The source itself, run on the same text."""
-
     is_exact = True
 
     def __init__(
@@ -217,7 +201,6 @@ def _stack(*losses: Tensor) -> Tensor:
 def _losses(
     packed: ModelPass, tokens: forward.Tokens, comparison: _Comparison | None, source: str, progress: formats.Progress
 ) -> _BlockLosses:
-    """Computes the losses after all layers are done."""
     cost = packed.prediction_cost() * (2 if comparison is not None and comparison.is_exact else 1)
     progress.begin(cost.stage("predictions"))
     nll, compared = [], []

@@ -1,7 +1,6 @@
 """A pass of a text through all layers of a pack or a checkpoint, as it is stored, and then its predictions.
 
-The pass runs layer by layer in bounded memory and can continue after any layer. On the way it counts the neurons that
-did not run: the sparsity that the thresholds really give (`RealizedSparsity`).
+The pass can continue after any layer. It counts the neurons that did not run (`RealizedSparsity`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,10 +42,9 @@ class ModelPass:
     """A pass of a text's sequences through a model.
 
     `predicted`: int64 [N, n], the sequences; every token but the first of each is predicted from those before it.
-    Args:    store: for the files from which a killed pass continues.   name: of these files.
-             with_twin: whether the first sequence runs once more as the last one, with the last bit of each embedding
-             value changed. Its predictions then differ only by rounding. With an encoder, the embeddings of both stacks
-             are changed.
+    Args:    store: for the files from which a killed pass continues.   name: of these files.   with_twin: whether the
+             first sequence runs once more as the last one, with the last bit of each embedding value changed: its
+             predictions differ only by rounding.
     Raises:  RunError for sequences longer than the model's positions.
     """
 

@@ -1,16 +1,8 @@
-"""The prices of lossy choices for a finished pack: more sparsity, substitution of experts, and rounded inputs.
+"""The prices of lossy choices for a finished pack: the loss that a choice adds on few tokens. The pack does not change.
 
-A price is measured on few tokens, compared with the same pack without the choice: it is the loss that the choice adds.
-The pack itself does not change.
-
-Sparsity: thresholds for each sparsity are found as `measure_thresholds` finds them. Then another text runs through the
-pack with these thresholds, and through the pack with all neurons, whose predictions are the expected ones.
-
-Substitution (`moe-run --substitute`): a text is decoded token by token, with memory for a part of the experts. Nothing
-is prefetched: which prefetched expert arrives in time depends on the disk, and without prefetch every run gives the
-same figures.
-
-Rounded inputs (`moe-run --numerics`): a text runs through the native kernels, exactly and with each mode.
+Sparsity: another text runs through the pack with new thresholds and, for the expected predictions, with all neurons.
+Substitution (`moe-run --substitute`): a text is decoded with memory for a part of the experts, without prefetch, which
+would depend on the disk. Rounded inputs (`moe-run --numerics`): a text runs through the native kernels in each mode.
 """
 
 from collections.abc import Iterator
@@ -72,7 +64,6 @@ class _Rethresholded(model.StreamedPackWeights):
         self._thresholds = thresholds
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
         return float(self._thresholds[layer_idx, expert])
 
 
@@ -210,10 +201,7 @@ def _decoded(
 
 
 def fed_singly(engine: runtime.Engine, ids: list[int], text: list[int] | None = None) -> Iterator[Tensor]:
-    """Yields the logits, float32 [V], after each token, fed one by one from an empty context.
-
-    Args:    text: the encoder's input, if the model has an encoder.
-    """
+    """Yields the logits, float32 [V], after each token, fed one by one; `text` is the encoder's input."""
     engine.decoder.reset()
     if isinstance(engine.decoder, model.EncoderDecoder):
         assert text is not None, "an encoder needs text"
@@ -288,7 +276,6 @@ def measure_numerics(
 
 
 def _mode_loss(divergences: list[float]) -> numerics.ModeLoss:
-    """Returns the loss from each token's KL divergence in nats."""
     found = reference.mean(
         reference.block_sums(np.array(divergences)), reference.block_sums(np.ones(len(divergences))).astype(np.int64)
     )
@@ -296,7 +283,6 @@ def _mode_loss(divergences: list[float]) -> numerics.ModeLoss:
 
 
 def _text_cost(pack: formats.Pack, num_tokens: int) -> sensitivity.Cost:
-    """Returns the cost of the predictions after each token of a text."""
     spec = pack.spec
     layers = sum(sensitivity.half_multiplications(spec, layer, num_tokens) for layer in range(spec.num_hidden_layers))
     experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * sensitivity.expert_multiplications(spec)
@@ -340,8 +326,7 @@ def measure_prices(
 ) -> quality.Prices:
     """Measures the prices of a pack on the first `NUM_TOKENS` of a text, in whole sequences.
 
-    A killed call continues after the last complete layer; decode begins again. `device` is for sparsity: decode runs on
-    the CPU.
+    A killed call continues after the last complete layer; decode begins again, on the CPU.
     """
     judged = first_tokens(tokens, NUM_TOKENS)
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}

@@ -1,22 +1,16 @@
 """The compact reference: the part of a model's predictions on a text from which packs are judged without the model.
 
-Confidence intervals. Means over tokens have 95% half-widths from sums over blocks of consecutive tokens. Neighbouring
-tokens have similar errors, blocks of 128 tokens hardly; therefore the scatter of blocks, not of tokens, says how much a
-mean over other text of this kind may differ.
-
-KL divergences in nats, from the kept part of a prediction p over a large vocabulary to another prediction q:
+Means over tokens have 95% half-widths from sums over blocks of 128 consecutive tokens: neighbouring tokens have similar
+errors, blocks hardly. KL divergences are in nats, from the kept part of a prediction p to another prediction q:
 
     kept of p:  its K likeliest tokens with log p;  log of the tail's mass;  m tokens drawn from the tail, with log p
     bound       KL over K + 1 outcomes, with the tail as one; joined outcomes can only be closer
     estimate    sum over the K likeliest of g(p, q)  +  tail mass of p * mean over drawn tokens of g(p, q) / p
                 g(p, q) = p log(p / q) - p + q,  whose sum over all tokens is KL; without a tail it is exact
 
-No term of g is negative, and g is of second order in the difference. Therefore rounding of log-probabilities and of
-their sums has little effect, and a few drawn tokens are enough for the tail. The estimate of the tail is unbiased.
-
-The file `reference.safetensors` has the kept `Outcomes` of each prediction, the log-probability of the token that
-followed, the tokens and the noise floor. It is made layer by layer, so that the model may be larger than memory, and
-takes 2.3 kB a token. docs/moe-pack.md specifies it.
+No term of g is negative, and g is of second order in the difference, so rounding has little effect and a few drawn
+tokens suffice; the estimate of the tail is unbiased. `reference.safetensors` takes 2.3 kB a token; docs/moe-pack.md
+specifies it.
 """
 
 import math
@@ -84,7 +78,7 @@ def share(num_true: int, number: int) -> Estimate:
 def student_t(degrees: int) -> float:
     """Returns the 97.5% quantile of Student's t to 0.2%: exact for 1 and 2 degrees, else expanded in 1 / degrees.
 
-    Source: Abramowitz and Stegun 26.7.5.
+    Source:  Abramowitz and Stegun 26.7.5.
     """
     if degrees < 3:
         return {1: math.tan(0.475 * math.pi), 2: 0.95 * math.sqrt(2 / (1 - 0.95**2))}[degrees]
@@ -178,7 +172,7 @@ def _kept(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
 
 
 def _without(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Returns log-probabilities in which these tokens have probability 0."""
+    """Gives these tokens probability 0."""
     return log_probs.scatter(1, ids, -torch.inf)
 
 
@@ -273,8 +267,8 @@ def make_reference(
 
     A killed call continues after the last complete layer.
     Args:    replaces: whether a reference of another model or text is replaced, not refused.
-    Raises:  ConversionError if the folder holds another reference, or cannot be written; CheckpointError for weights
-             that are no numbers; RunError for sequences longer than the model's positions.
+    Raises:  ConversionError if the folder contains another reference, or cannot be written; CheckpointError for weights
+             that are not finite; RunError for sequences longer than the model's positions.
     """
     forward.check_length(checkpoint.spec, tokens.sequences.shape[1])
     source = forward.source_digest(checkpoint)
@@ -298,10 +292,7 @@ def make_reference(
 
 
 def check_reference(reference: Reference, tokens: forward.Tokens, source: str, place: str) -> None:
-    """Refuses a reference of another model or another text, by PlanError.
-
-    Args:    source: the digest of the checkpoint that the pack was made from.   place: its name in messages.
-    """
+    """Refuses a reference of another model or text by PlanError; `place` names it in messages."""
     if reference.facts.source != source:
         raise formats.PlanError(
             f"{place}: the reference is of another model; give one of the checkpoint that was packed"
@@ -340,7 +331,6 @@ def seeded(number: int) -> torch.Generator:
 def _predicted(
     source_pass: ModelPass, tokens: forward.Tokens, facts: ReferenceFacts, progress: formats.Progress
 ) -> Reference:
-    """Makes the reference after all layers are done."""
     cost = source_pass.prediction_cost()
     progress.begin(cost.stage("predictions"))
     kept: dict[str, list[forward.Array]] = {name: [] for name in _KEPT}
@@ -362,7 +352,6 @@ def _predicted(
 
 
 def _facts(tokens: forward.Tokens, source: str, spec: formats.ModelSpec) -> ReferenceFacts:
-    """Returns the facts of a reference before it is made."""
     (N, S), (K, m), V = tokens.sequences.shape, num_kept(spec.vocab_size), spec.vocab_size
     start_token = None if spec.encoder is None else spec.encoder.start_token
     return ReferenceFacts(FORMAT, VERSION, source, tokens.name, tokens.sha256, N, S, V, K, m, 0.0, start_token)
@@ -376,10 +365,7 @@ def _stored(reference: Reference) -> Iterator[tuple[str, str, forward.Array]]:
 
 
 def read_reference(path: Path) -> Reference:
-    """Reads a reference, the file or a folder with it, and checks all of it.
-
-    Raises:  PackError if it is missing, damaged or foreign.
-    """
+    """Reads and checks a reference, a file or a folder with it; PackError if it is missing, damaged or foreign."""
     file = path / REFERENCE_FILE if path.is_dir() else path
     place = file.name
     with TensorSidecar(file.parent, place) as sidecar:

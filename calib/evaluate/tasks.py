@@ -1,8 +1,8 @@
 """Multiple-choice tasks, judged by log-likelihood: a model's answer is the choice that is likeliest after the prompt.
 
-A file of tasks has one JSON object a line: `{"prompt": "...", "choices": ["...", "..."], "answer": 0}`. Prompt and
-choice are encoded together; the choice's tokens are those after the prompt's own. Blanks at the end of a prompt belong
-to the choice, because tokenizers join them with the next word. EleutherAI's lm-evaluation-harness has the same rule.
+A file has one JSON object a line: `{"prompt": "...", "choices": ["...", "..."], "answer": 0}`. The choice's tokens are
+those after the prompt's own; blanks at the end of a prompt belong to the choice, as in EleutherAI's
+lm-evaluation-harness.
 """
 
 from collections.abc import Iterator
@@ -64,9 +64,8 @@ class TaskScore:
 
 
 def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
-    """Reads the tasks of a file.
+    """Reads the tasks of a file, with at most `max_tokens` (the model's positions) of prompt and choice together.
 
-    Args:    max_tokens: of prompt and choice together: the model's positions.
     Raises:  RunError for the first wrong line, or if the file has no task.
     """
     place = f"--tasks {path}"
@@ -99,10 +98,7 @@ def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
 
 
 def check_continues(spec: formats.ModelSpec) -> None:
-    """Refuses models that do not continue a prompt.
-
-    Raises:  RunError for models with an encoder.
-    """
+    """Refuses models with an encoder by RunError: they do not continue a prompt."""
     if spec.encoder is not None:
         raise formats.RunError(
             "--tasks: a model with an encoder does not continue a prompt, so that its choices cannot be judged; "

@@ -1,7 +1,7 @@
 """Thresholds measured on a pack itself, layer by layer; earlier layers run as stored, with their new thresholds.
 
-In each layer, first the distribution of abs(a) over an expert's tokens gives the threshold, then the expert's outputs
-are computed with it. The last fifth of the text is held out: it shows which sparsity the thresholds give on other text.
+A threshold is a quantile of abs(a) over an expert's tokens. The last fifth of the text is held out: it shows the
+sparsity on other text.
 """
 
 import shutil
@@ -76,7 +76,7 @@ def measure_thresholds(
     """Measures the thresholds of a pack and rewrites them in place; experts do not change.
 
     A killed call continues after the last complete layer. If the pack has thresholds by the same rule and text, nothing
-    is measured. The open pack keeps its old thresholds; open it again to see the new ones.
+    is measured. The open pack keeps its old thresholds.
     Args:    operations: decode rows and multiply large dense matrices.
     Raises:  PlanError for an impossible rule; ConversionError if the folder is in use or cannot be written.
     """
@@ -127,8 +127,6 @@ def _measured(
 
 
 class _Run(model_pass.ModelPass):
-    """The measurement of one pack on one text."""
-
     _runs_of_expert = 2  # for its threshold and for its outputs
 
     def __init__(
@@ -172,7 +170,7 @@ class _Run(model_pass.ModelPass):
         }
 
     def _thresholds(self, tokens: forward.LayerTokens, layer_idx: int) -> NDArray[np.float32]:
-        """Returns a layer's thresholds by the rule, f32 [E]; an expert without tokens gets its layer's quantile."""
+        """Returns a layer's thresholds, f32 [E]; an expert without tokens gets its layer's quantile."""
         E = self._spec.router.num_experts
         if self._rule.theta is not None:
             return np.full(E, self._rule.theta, np.float32)
@@ -227,5 +225,5 @@ class _Run(model_pass.ModelPass):
 
 
 def _quantile(histogram: forward.Histogram, sparsity: float) -> float:
-    """Returns the threshold that drops this share; 0 for a share of 0, whose quantile is the smallest activation."""
+    """Returns the threshold that drops this share; 0 for a share of 0."""
     return float(histogram.quantiles((sparsity,))[0]) if sparsity else 0.0

@@ -5,19 +5,8 @@
         states.add(...)                      the caller runs the routed experts and adds their outputs
         states.leave(layer, tokens)          hidden states go to a file, from which a killed pass goes on
 
-Between layers, hidden states are in a file (the system caches as much of it as fits). Within a layer, two float32
-values a token and hidden dimension (more with several residual streams, or norms of outputs) are in memory up to a
-limit, and in a mapped file beyond it. The encoder's output stays in a file of its own while decoder layers attend to
-it, and is read one sequence at a time. So do the positions that a layer's indexer chose, while later layers share them
-(`Choices`).
-
-A model of one stack sees all S tokens of a sequence. With an encoder, each stack sees a half:
-
-    encoder   the first n = S // 2 tokens
-    decoder   its start token, then the next n - 1
-
-So every layer sees n tokens of a sequence, and the decoder predicts, from half a text, the n - 1 tokens that follow.
-docs/profile.md specifies this.
+With an encoder, each stack sees n = S // 2 tokens of a sequence: the encoder the first n, the decoder its start token
+and the next n - 1, which it predicts. docs/profile.md specifies this.
 """
 
 import math
@@ -48,8 +37,7 @@ _PARALLEL_BYTES = 64 << 20  # of experts in float32 at once
 def num_workers(spec: formats.ModelSpec) -> int:
     """Returns how many experts of a model run in parallel: one for each of torch's threads, while their weights fit.
 
-    Products of small matrices gain nothing from torch's threads; whole experts in parallel do. Large experts use them:
-    in parallel they would take too much memory.
+    Products of small matrices gain nothing from torch's threads; large experts in parallel would take too much memory.
     """
     expert_bytes = 4 * len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
     return max(1, min(torch.get_num_threads(), _PARALLEL_BYTES // expert_bytes))
@@ -98,8 +86,8 @@ class Sequences:
     def begun(self, embedded: Callable[[Tensor, int], Tensor]) -> Beginning:
         """Returns the beginning of a pass over the sequences, or over several copies of them.
 
-        Args:    embedded: returns the hidden states float32 [n, d] of a sequence from the tokens of a stack, int64
-                 [N, n], and the sequence's number.
+        Args:    embedded: returns hidden states float32 [n, d] from the tokens of a stack, int64 [N, n], and a
+                 sequence's number.
         """
         first, *others = (partial(embedded, ids) for ids in self.stacks)
         return Beginning(first, others[0] if others else None, lambda number: self.ids[number % len(self.ids)])
@@ -163,9 +151,8 @@ class SequenceAttention:
     ) -> Tensor:
         """Returns hidden states float32 [n, d] with a layer's n-grams and attention added.
 
-        Args:    text: the encoder's output float32 [n, d], for a decoder layer after an encoder.   chosen: what a layer
-                 with an indexer writes, and a layer that shares its choice reads.   ids: the tokens int64 [n], for a
-                 layer with n-grams.
+        Args:    text: the encoder's output float32 [n, d], for a decoder layer after an encoder.   chosen: written by a
+                 layer with an indexer, read by layers that share its choice.   ids: the tokens int64 [n], for n-grams.
         """
         spec, mixer = self._spec, self._spec.mixer_of(layer)
         if (ngrams := spec.ngrams_of(layer)) is not None:
@@ -195,12 +182,10 @@ def shared_choosers(spec: formats.ModelSpec, sequence_length: int) -> frozenset[
 
 
 class Choices:
-    """The positions that indexers chose in sequences of S tokens, for the layers that share them.
+    """Keeps the positions that indexers chose in sequences of S tokens, for the layers that share them.
 
     Each layer whose choice is shared has a file of one bit for each token and position; none if an indexer chooses all
-    S positions. `enter` begins such a layer, `write` takes what it chose, `leave` ends it.
-
-    Args:    folder: of the files, which a killed pass left there too.   results: as for `LayerStates`.
+    S positions. `enter` begins such a layer, `write` takes its choices, `leave` ends it.
     """
 
     def __init__(
@@ -305,12 +290,11 @@ class LayerTokens:
 class LayerStates:
     """The hidden states of sequences of S tokens between layers. Owns `folder`.
 
-    Args:    sequence_length: in each stack; the caller has checked it.
-             folder: created if missing; if a killed pass left its hidden states there, the pass goes on at
-             `next_layer`.
-             keeps_all: whether the hidden states before every layer stay on disk, for `inside` and `at`.
-             workers: threads that run sequences; None: as many as `num_workers`.
-             results: of sequences within a layer; shared, if several parts run the same pass over `folder`.
+    Args:    sequence_length: in each stack; the caller has checked it.   folder: created if missing; if a killed pass
+             left its hidden states there, the pass goes on at `next_layer`.   keeps_all: whether the hidden states
+             before every layer stay on disk, for `inside` and `at`.   workers: threads that run sequences; None: as
+             many as `num_workers`.   results: of sequences within a layer; shared, if several parts run the same pass
+             over `folder`.
     """
 
     def __init__(
@@ -403,7 +387,7 @@ class LayerStates:
     ) -> tuple[Tensor, Tensor]:
         """Returns the same as `half`, for hidden states float32 [S, w] and the weights of the layer.
 
-        Args:    text, chosen, ids: as the functions of these names return them; the layer's own choice is written to
+        Args:    text, chosen, ids: as the functions of these names return them; the layer writes its own choice to
                  `chosen`.
         """
         x = self.attended(layer, x, text, weights, chosen, ids)
@@ -418,9 +402,9 @@ class LayerStates:
         return enter_second(x, unrouted, returned, weights, layer), inputs
 
     def after(self, layer: int, half: tuple[Tensor, Tensor], outputs: Tensor | None, weights: model.Weights) -> Tensor:
-        """Returns hidden states after a layer, float32 [n, w], for what `half_of` returned.
+        """Returns hidden states after a layer, float32 [n, w], for the `half` that `half_of` returned.
 
-        Args:    outputs: of routed experts, as in `LayerTokens`; None if they add to `x`, which is returned then.
+        Args:    outputs: of routed experts, as in `LayerTokens`; None if they are in `x`, which is returned then.
         """
         x, inputs = (each.to(self.device) for each in half)
         if outputs is None:
@@ -472,7 +456,7 @@ class LayerStates:
         return weights * self.spec.residual_multiplier if self.spec.residual is None else weights
 
     def leave(self, layer: int, tokens: LayerTokens, more: Iterable[Tensor] = ()) -> None:
-        """Ends layer `layer`: its hidden states replace those before it on disk.
+        """Ends a layer: its hidden states replace those before it on disk.
 
         Args:    more: hidden states float32 [n S, w] of sequences that begin here, after all others.
         Raises:  CheckpointError if they are not all finite.
@@ -539,7 +523,7 @@ class LayerStates:
         return replace(found, positions=None if found.positions is None else found.positions.to(self.device))
 
     def _root_of(self, number: int, num_sequences: int) -> int:
-        """Returns the sequence, among the first `num_sequences`, from which a sequence branched off, or itself."""
+        """Returns the sequence from which a sequence branched off among the first `num_sequences`, or itself."""
         while number >= num_sequences:
             assert self._beginning.origin is not None, "sequences branch off where the caller says from which"
             number = self._beginning.origin(number)
@@ -573,7 +557,7 @@ class LayerStates:
         return 4 * self.sequence_length * self.spec.stream_width
 
     def _resume(self) -> int:
-        """Returns the layer to begin with: after the last whose hidden states are whole on disk, else the first."""
+        """Returns the layer after the last whose hidden states are whole on disk, or 0."""
         found = whole_states(self._folder, "hidden")
         if self._keeps_all:
             found = {layer: path for layer, path in found.items() if all(before in found for before in range(1, layer))}
@@ -593,9 +577,9 @@ class LayerStates:
 def store_states(
     folder: Path, name: str, pieces: Iterable[Tensor], results: shared.Results = shared.ONE_PROCESS
 ) -> tuple[Path, int]:
-    """Writes float32 [n, d] in pieces to a file that is whole or not there; returns its path and the sum of n.
+    """Writes float32 [n, d] in pieces to a file; returns its path and the sum of n.
 
-    The name ends in a number. The checksum that is added to it tells whether the file is whole.
+    The name ends in a number, to which a checksum is added: it tells whether the file is whole.
     """
     crc32 = num_tokens = 0
     unfinished = folder / results.own_name(f"{name.split('-')[0]}.tmp")
@@ -616,7 +600,6 @@ def whole_states(folder: Path, name: str) -> dict[int, Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns whether a file of hidden states has the checksum that its name gives."""
     crc32 = 0
     try:
         with path.open("rb") as file:

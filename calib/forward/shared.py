@@ -1,19 +1,13 @@
 """Results that several processes share, so that a profile can be made in parts on many machines.
 
-A part runs the whole program over the same folder as every other part. Only the dear steps are divided: each result (an
-expert's outputs, a sequence's attention) is computed by one part and is a file that the other parts read.
+Every part runs the whole program over the same folder. Each dear result (an expert's outputs, a sequence's attention)
+is computed by one part, which first makes its own (every N-th), and is a file that the others read. A part that would
+only wait makes a missing result. A result depends on checkpoint, text and options alone, so any number of parts gives
+the same bytes, also if some are killed. No part waits for a lock of another machine.
 
-    for arrays in results.in_order("experts", work, range(E), workers):
-        a part first makes its own results (every N-th), then reads all of them in order; while it would only wait for
-        another part, it makes a result that is missing
-
-A result is a function of the checkpoint, the text and the options. So it does not matter which part makes it, or
-whether two do: any number of parts gives the bytes of one process, also if some parts are killed and never come back.
-No part waits for a lock of another machine, and N may differ between parts, so that machines can be added.
-
-`step` is what parts go through together: a layer of a stage. A step that a part has ended is marked, and the files of
-the step before it are removed. A part that is so late that files are missing gets `PassedError`. It then does what a
-restarted process does: it goes on from the newest hidden states in the folder.
+Parts go through a `step`, a layer of a stage, together. An ended step is marked, and the files of the step before it
+are removed. A part that finds files missing gets `PassedError` and goes on from the newest hidden states, as a
+restarted process does.
 """
 
 import itertools
@@ -214,18 +208,17 @@ _ENDED = ".ended"
 class _Phase:
     """The files of one phase: `PHASE.ITEM` in the folder of its step. The first file of an item stays.
 
-    A file has the result's arrays as numpy writes them, and after them their checksum as another array.
+    A file has the result's arrays as numpy writes them, then their checksum as another array.
     """
 
     def __init__(self, folder: Path, phase: str, own: str) -> None:
         self._folder, self._phase, self._own = folder, phase, own
 
     def has(self, item: int) -> bool:
-        """Returns whether an item's result is there."""
         return self._path(item).exists()
 
     def read(self, item: int) -> Arrays | None:
-        """Reads the result of an item; None if it is not there. Removes a damaged file."""
+        """Returns an item's result, or None if its file is missing or damaged; removes a damaged file."""
         try:
             with self._path(item).open("rb") as file:
                 size, arrays = os.fstat(file.fileno()).st_size, list[Array]()
@@ -241,7 +234,6 @@ class _Phase:
         return tuple(torch.from_numpy(array) for array in arrays[:-1])
 
     def write(self, item: int, result: Arrays) -> None:
-        """Writes the result of an item."""
         arrays = [np.ascontiguousarray(tensor.cpu().numpy()) for tensor in result]
         unfinished = self._folder / f"{self._phase}.{item}{self._own}.tmp"
         with unfinished.open("wb") as file:

@@ -1,11 +1,7 @@
 """Calibration text: the documents that `--data` names, as sequences of tokens.
 
-`open_documents` reads the documents in pieces of bounded size: from our sample, a file, a saved data set or one on the
-hub. A document is a text or a conversation, which the model's chat template writes as text. `open_documents` knows
-nothing of tokens, and reads a source only as far as its pieces are used. The packages datasets and pyarrow (the extra
-`convert`) are imported here, when they are needed, and nowhere else.
-
-`read_tokens` makes sequences of tokens from them, and `num_held_out` says how many of these are held out.
+`open_documents` reads our sample, a file, a saved data set or one on the hub in pieces of bounded size, only as far as
+they are used. datasets and pyarrow (the extra `convert`) are imported here, when they are needed, and nowhere else.
 """
 
 import codecs
@@ -73,9 +69,8 @@ def open_documents(data: str | None, field: str | None, template: runtime.ChatTe
     Args:    data: None for the sample; a .txt (one document), .jsonl or .json (an object a line) or .parquet file; a
              folder that save_to_disk of datasets wrote, or another one it can load; else the name of a data set on the
              hub, read as a stream. `:CONFIG:SPLIT` may follow folder and name, either empty; `train` is the default.
-             field: the field of an object or row that has the text or the messages, the first of `DEFAULT_FIELDS`
-             that is there if None; None for plain text.
-             template: the model's, None if it has none.
+             field: of an object or row, with the text or the messages; None: the first of `DEFAULT_FIELDS`, or plain
+             text.
     Raises:  RunError, here or while pieces are read, if there is no such source, it cannot be read, the field contains
              neither text nor messages, or conversations have no template or fail in it.
     """
@@ -92,7 +87,6 @@ def open_documents(data: str | None, field: str | None, template: runtime.ChatTe
 
 
 def _sample_parts(template: runtime.ChatTemplate | None) -> tuple[tuple[Piece, ...], ...]:
-    """Returns the parts of the sample that `_SAMPLE_TURNS` counts."""
     folder = files("moe_pack.calib.forward").joinpath("sample")
     prose, chat, code, languages = (
         folder.joinpath(name).read_text("utf-8") for name in ("prose.txt", "chat.jsonl", "code.txt", "languages.txt")
@@ -106,10 +100,9 @@ def _sample_parts(template: runtime.ChatTemplate | None) -> tuple[tuple[Piece, .
 
 
 def prose_parts(prose: str) -> tuple[tuple[Piece, ...], ...]:
-    """Returns a text's chapters, each a document, in contiguous parts of about the same length.
+    """Returns a text's chapters, separated by empty lines, in contiguous parts of about the same length.
 
-    Meaning: chapters are separated by empty lines. Each belongs to the eighth of the text in which it begins, so the
-             beginnings of the parts come from all over the text.
+    A chapter belongs to the eighth of the text in which it begins.
     """
     parts: list[list[Piece]] = [[] for _ in range(NUM_PROSE_PARTS)]
     offset = 0
@@ -121,10 +114,7 @@ def prose_parts(prose: str) -> tuple[tuple[Piece, ...], ...]:
 
 
 def _sample_conversation(messages: list[dict[str, object]], template: runtime.ChatTemplate | None) -> "_Document":
-    """Returns a conversation of the sample as text: as the model's template writes it, else with the roles' names.
-
-    Templates that know no system messages or no tools refuse some of them.
-    """
+    """Returns a conversation of the sample as the model's template writes it, else with the roles' names."""
     if template is not None:
         try:
             return _Document(template.render(messages, add_generation_prompt=False, now=_DATE), is_chat=True)
@@ -140,14 +130,12 @@ def _refuse_field(field: str | None, place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """A whole document; `is_chat` as in `Piece`."""
-
     text: str
     is_chat: bool = False
 
 
 def _pieces(blocks: Iterable[str], is_chat: bool = False) -> Iterator[Piece]:
-    """Yields the pieces of one document, which comes in blocks of any size; none if it is white space alone."""
+    """Yields the pieces of a document in blocks of any size; none if it is white space alone."""
     text, begins = "", True
     for block in blocks:
         text += block
@@ -160,7 +148,7 @@ def _pieces(blocks: Iterable[str], is_chat: bool = False) -> Iterator[Piece]:
 
 
 def _piece_end(text: str) -> int:
-    """Returns where a piece ends: after its last line, else before its last blank, with which a word's token begins."""
+    """Returns the end of a piece: after its last line, else before its last blank, with which a word's token begins."""
     line_end = text.rfind("\n", 0, PIECE_CHARS) + 1
     return line_end or max(text.rfind(" ", 0, PIECE_CHARS), 0) or PIECE_CHARS
 
@@ -176,16 +164,10 @@ def _all_pieces(documents: Iterable[_Document]) -> Iterator[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The field of a source that has its documents."""
-
     field: str | None  # its name, None for the first of `DEFAULT_FIELDS` that is there
     template: runtime.ChatTemplate | None  # for conversations
 
     def name(self, names: Iterable[str], place: str) -> str:
-        """Returns the field's name.
-
-        Raises:  RunError if the field is not among these names.
-        """
         names = list(names)
         wanted = DEFAULT_FIELDS if self.field is None else (self.field,)
         found = next((name for name in wanted if name in names), None)
@@ -197,15 +179,10 @@ class _Column:
         return found
 
     def document_of(self, row: dict[str, object], place: str) -> _Document:
-        """Returns the document of an object or row."""
         name = self.name(row, place)
         return self.document(row[name], name, place)
 
     def document(self, value: object, name: str, place: str) -> _Document:
-        """Returns the document that the field `name` has.
-
-        Raises:  RunError if it is neither text nor a conversation that the template takes.
-        """
         place = f"{place}: field {name!r}"
         if isinstance(value, str):
             return _Document(_checked(value, place))
@@ -227,7 +204,7 @@ class _Column:
 
 
 def _message(entry: dict[str, object], number: int, place: str) -> dict[str, object]:
-    """Returns a message as templates read it: `role`, `content` and its other keys, but for those of no value.
+    """Returns a message as templates read it: `role`, `content` and its other keys that have a value.
 
     Tables have all keys in all messages. ShareGPT's messages have `from` and `value`.
     """
@@ -346,7 +323,7 @@ def _parquet_documents(path: Path, column: _Column) -> Iterator[_Document]:
 
 @dataclass(frozen=True, slots=True)
 class _DataSet:
-    """A data set's name or folder, its configuration and split if they are given, and its place for messages."""
+    """A data set's name or folder, and its place for messages."""
 
     name: str
     config: str | None
@@ -383,7 +360,6 @@ def _data_set_documents(data_set: _DataSet, column: _Column) -> Iterator[_Docume
 
 
 def _is_saved(data_set: _DataSet) -> bool:
-    """Returns whether save_to_disk wrote the folder."""
     return any((Path(data_set.name) / marker).exists() for marker in ("state.json", "dataset_dict.json"))
 
 
@@ -407,7 +383,7 @@ def _stream(datasets: Any, data_set: _DataSet) -> Any:
 
 @contextmanager
 def _one_line(place: str, faults: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turns these exceptions into a RunError of one line that begins with `place`."""
+    """Turns these exceptions into a RunError of one line."""
     try:
         yield
     except faults as fault:
@@ -452,13 +428,11 @@ def read_tokens(
 ) -> Tokens:
     """Returns at least `num_tokens` tokens of a source in whole sequences, or all whole sequences if it has fewer.
 
-    Meaning: documents one after the other, each with the tokenizer's special tokens (a beginning), cut every S tokens;
-             the first ceil(num_tokens / S) sequences. The rest is dropped. A conversation has the special tokens that
-             the chat template writes, and no others.
-             The sample's parts give sequences in turn, so that a few tokens come from all its kinds of text and all
-             its books; if the parts have too few whole sequences, the sample is read in order.
-             Documents are tokenised in pieces (`PIECE_CHARS`): where two pieces of a long document meet, a token or
-             two may differ from those of the whole, and tokens that end a text come after the first piece.
+    Meaning: documents one after the other, each with the tokenizer's special tokens (a conversation with its
+             template's), cut every S tokens; the first ceil(num_tokens / S) sequences. The sample's parts give
+             sequences in turn; if they have too few, the sample is read in order. Documents are tokenised in pieces
+             (`PIECE_CHARS`): where two pieces meet, a token or two may differ, and tokens that end a text come after
+             the first piece.
     Args:    source: --data, None for the sample.   field: --field, None for the default.
     Raises:  RunError if the source cannot be read; if all of it is less than a sequence or `MIN_TOKENS`; if the
              tokenizer gives tokens that the model does not have.
@@ -478,7 +452,6 @@ def unseen_tokens(text: runtime.Text, num_tokens: int, sequence_length: int) -> 
     """Returns at least `num_tokens` tokens from the ends of the sample's parts, which short profiles do not read.
 
     Meaning: ceil(num_tokens / S) sequences; the parts give them in turn as for `read_tokens`, each its last one first.
-    Raises:  RunError as `read_tokens`.
     """
     documents = open_documents(None, None, text.chat_template)
     wanted = -(-num_tokens // sequence_length)
@@ -514,7 +487,6 @@ class _CutText:
 
     @classmethod
     def of(cls, documents: Documents, text: runtime.Text, wanted: int | None, sequence_length: int) -> "_CutText":
-        """Cuts as many sequences as wanted, None for all, from the parts in turn."""
         cutters = [_Cutter(_token_ids(part, text), sequence_length) for part in documents.parts]
         sequences = list(islice(_in_turn([cutters[turn] for turn in documents.turns]), wanted))
         num_tokens = len(sequences) * sequence_length + sum(len(cutter.left) for cutter in cutters)
@@ -522,7 +494,7 @@ class _CutText:
 
 
 class _Cutter:
-    """Cuts a stream of tokens into sequences; `left` are the tokens read that are not in one yet."""
+    """Cuts a stream of tokens into sequences; `left` are the remaining tokens."""
 
     def __init__(self, ids: Iterator[NDArray[np.int32]], sequence_length: int) -> None:
         self.left = np.empty(0, np.int32)
@@ -533,7 +505,6 @@ class _Cutter:
         return self
 
     def __next__(self) -> NDArray[np.int32]:
-        """Returns the next whole sequence."""
         while len(self.left) < self._sequence_length:
             self.left = np.concatenate([self.left, next(self._ids)])
         sequence, self.left = np.split(self.left, [self._sequence_length])
@@ -564,10 +535,7 @@ def _token_ids(pieces: Iterable[Piece], text: runtime.Text) -> Iterator[NDArray[
 
 
 def _shortage(documents: Documents, cut: _CutText, num_tokens: int, sequence_length: int) -> str:
-    """Returns the note that a source has fewer tokens than the user asked for.
-
-    Raises:  RunError if it has too little to measure anything.
-    """
+    """Returns the note that a source has fewer tokens than asked for; refuses too few to measure anything."""
     place, least = documents.place, max(sequence_length, MIN_TOKENS)
     if not cut.num_tokens:
         raise RunError(f"{place}: found no text; give a source with text")

@@ -1,14 +1,10 @@
 """llama.cpp's importance files (`imatrix`), written from profiles and read into profiles.
 
-An importance file has an entry for each matrix of a GGUF model. For each expert of the matrix, or for a matrix that is
-no expert's, it has the sum over tokens of the squares of the matrix's inputs, by column, and the number of these
-tokens. A profile has the same of gate, up and down of each expert (`LayerMoments`).
-
-Files in GGUF format are read and written: for the matrix `blk.0.ffn_up_exps.weight` the tensors
-`blk.0.ffn_up_exps.weight.in_sum2` float32 [E, columns] and `blk.0.ffn_up_exps.weight.counts` float32 [E, 1]. The older
-format, usually called `.dat`, is read only. It has one count for all experts, and sums that are scaled to it.
-
-Source: llama.cpp, tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
+An entry has, for each expert of a matrix (or for the matrix, if it is no expert's), the sum over tokens of the squares
+of its inputs, by column, and the number of tokens. Files in GGUF format are read and written: `NAME.in_sum2` float32
+[E, columns] and `NAME.counts` float32 [E, 1]. The older format, usually called `.dat`, is read only; it has one count
+for all experts and sums that are scaled to it.
+Source:  llama.cpp, tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
 """
 
 import hashlib
@@ -72,10 +68,7 @@ _NO_ENTRY = "layers.{i}.attention.kv_b"
 
 
 def dense_tensor(role: str) -> str | None:
-    """Returns what llama.cpp calls a dense matrix of a decoder layer; None for one that it has no entry for.
-
-    Its own files have no entry for the head either, unless it is asked to.
-    """
+    """Returns llama.cpp's name of a dense matrix of a decoder layer; None without an entry, as for the head."""
     stack, _, rest = role.partition(".")
     layer, _, matrix = rest.partition(".")
     usual = f"layers.{{i}}.{matrix}"
@@ -85,8 +78,6 @@ def dense_tensor(role: str) -> str | None:
 
 
 class _ObservedMatrix(matrices.InMemoryMatrix):
-    """A matrix that shows the inputs of its products to `observe`."""
-
     def __init__(self, matrix: RunMatrix, observe: Callable[[Tensor], None]) -> None:
         self._matrix, self._observe = matrix, observe
         self.num_rows, self.num_cols = matrix.num_rows, matrix.num_cols
@@ -103,10 +94,7 @@ class _ObservedMatrix(matrices.InMemoryMatrix):
 
 
 class _ObservedWeights(forward.LayerwiseWeights):
-    """A checkpoint's weights that sum the squares of the inputs of dense matrices. Thread-safe.
-
-    Args:    num_sequences: of the pass, whose sums are added in one order, whatever the threads.
-    """
+    """Sums the squares of the inputs of dense matrices, sequence by sequence in one order. Thread-safe."""
 
     def __init__(self, checkpoint: Checkpoint, num_sequences: int) -> None:
         super().__init__(model.CheckpointWeights(checkpoint))
@@ -121,7 +109,6 @@ class _ObservedWeights(forward.LayerwiseWeights):
         return matrix if name is None else _ObservedMatrix(matrix, partial(self._observe, name))
 
     def entries(self) -> dict[str, Entry]:
-        """Returns the entries of all matrices that were used, sorted by name."""
         for name in self._waiting:
             self._add(name)
         return {
@@ -151,7 +138,7 @@ def dense_entries(
 ) -> dict[str, Entry]:
     """Returns the entries of dense matrices, from a pass of the profile's text through its checkpoint.
 
-    Args:    work: a folder for hidden states; the caller removes it.
+    Args:    work: folder for hidden states; the caller removes it.
     Raises:  PlanError if the profile is of another checkpoint, or the model has an encoder.
     """
     profiles.check_same_source(profile, checkpoint)
@@ -176,7 +163,7 @@ def dense_entries(
 
 
 def _decoder_alone(profile: profiles.Profile) -> formats.ModelSpec:
-    """Returns the model of a profile; raises PlanError if it has an encoder."""
+    """Returns the profile's model; refuses one with an encoder."""
     if profile.spec.encoder is not None:
         raise formats.PlanError(f"{profile.folder}: the model has an encoder; llama.cpp has no experts of such models")
     return profile.spec
@@ -187,10 +174,10 @@ def write_imatrix(
 ) -> list[tuple[int, int]]:
     """Writes an importance file from a profile: all experts, and the entries of dense matrices.
 
-    Returns: the experts, as decoder layer and number, that no token reached. Their sums and counts are 0, which
-             llama-quantize takes as equal importance of all columns.
-    Raises:  PlanError for a model with an encoder, or a profile whose counts are not known; ConversionError if the file
-             cannot be written; PackError if sums are not finite.
+    Returns: layer and number of the experts that no token reached. llama-quantize takes their zeros as equal
+             importance.
+    Raises:  PlanError for a model with an encoder or unknown counts; ConversionError if the file cannot be written;
+             PackError if sums are not finite.
     """
     spec, text = _decoder_alone(profile), profile.facts.text
     if profile.facts.imatrix is not None and not profile.facts.imatrix.has_counts:
@@ -242,7 +229,6 @@ def write_imatrix(
 
 
 def _shapes(spec: formats.ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yields name and [experts, columns] of the entries of a model's experts, in the order of the file."""
     for layer in spec.moe_layers:
         for matrix in spec.expert.matrices:
             yield (
@@ -256,9 +242,8 @@ def _num_inputs(spec: formats.ModelSpec, matrix: formats.Matrix) -> int:
 
 
 def read_imatrix(path: Path) -> Imatrix:
-    """Reads an importance file in GGUF format or in the older one.
-
-    Raises:  PackError if there is no such file, or it is damaged or of another kind.
+    """Reads an importance file in GGUF format or in the older one; PackError if it is missing, damaged or of another
+    kind.
     """
     with formats.RangeReader(path, formats.PackError) as reader:
         if not reader.num_bytes:
@@ -356,10 +341,10 @@ def _read_legacy(path: Path) -> Imatrix:
 
 
 def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -> profiles.Profile:
-    """Writes a profile with what an importance file says of a checkpoint's experts: their moments, and nothing else.
+    """Writes a profile that has only the experts' moments, from an importance file.
 
     Raises:  PlanError if the file lacks an expert matrix or has other shapes or values; ConversionError if the folder
-             holds something else.
+             contains something else.
     """
     spec = checkpoint.spec
     name = ", ".join(imatrix.datasets) or imatrix.path.name
@@ -390,7 +375,6 @@ def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -
 
 
 def _moments(imatrix: Imatrix, spec: formats.ModelSpec, layer: int) -> profiles.LayerMoments:
-    """Returns what the file has of a layer."""
     gate, up, down = (architecture.EXPERT_TENSORS[matrix] for matrix in formats.MATRICES)
     names = {"up": (up, architecture.GATE_UP_EXPERTS, gate), "down": (down,)}  # gate and up have the same inputs
     counts, sums = dict[str, forward.Array](), dict[formats.Matrix, forward.Array]()

@@ -1,18 +1,8 @@
-"""Makes a profile, stage by stage; each layer's result is a file, after which a killed run continues.
-
-    statistics      one pass over all tokens: for each MoE layer a file of statistics, and one of its experts' inputs;
-                    then path statistics from the routes
-    rotation        for each MoE layer whether its experts lose less in rotated coordinates: one file in all
-    sensitivity     one pass over fewer tokens and back: a file for each layer; then copies, which say how far the
-                    estimates are off; with `exact` also a pass with each expert alone at 2 bits, which gives one file
-    predictors      a file for each MoE layer but the first, from the layers' inputs that the first stage kept
+"""Makes a profile, stage by stage: statistics, rotation, sensitivity, predictors; each layer's result is a file.
 
 The same checkpoint, tokens and options give the same profile up to float rounding, whatever the chunks. A run that was
-killed and started again gives the same bytes as a run that was not killed. So do several parts that make it
-together, with the results in `SharedResults`: each runs all stages, and a part that falls behind does what a killed run
-does.
-
-`attach` stores what a profile knows of routes in the folder of a pack of the same model, where the runtime reads it.
+killed and started again gives the same bytes, and so do several parts that share results (`forward.shared`): each runs
+all stages, and one that falls behind does what a killed run does.
 """
 
 import dataclasses
@@ -75,9 +65,8 @@ def make_profile(
 ) -> profiles.Profile:
     """Profiles a checkpoint on some tokens into `folder`, and continues where a killed run stopped.
 
-    Args:    part: which of several processes this is that make the profile together, all in `folder`; None: the only
-             one.
-    Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers.
+    Args:    part: the number of this process among several that make the profile together; None: the only one.
+    Raises:  ConversionError if the folder contains something else; CheckpointError for weights that are not finite.
     """
     forward.check_length(checkpoint.spec, tokens.sequences.shape[1])
     facts = _facts(checkpoint, tokens, options)
@@ -110,8 +99,6 @@ def finished(folder: Path, facts: profiles.ProfileFacts) -> profiles.Profile | N
 
 
 class _Run:
-    """The stages of one profile."""
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -142,10 +129,7 @@ class _Run:
         self._partial = PartialStates(store.work, self._spec, self._shares, self._num_held_out_tokens, results)
 
     def run(self) -> None:
-        """Runs all stages, and finishes the profile.
-
-        A stage is entered again if other parts are so far ahead that they have removed what it reads.
-        """
+        """Runs all stages; enters one again if other parts have removed its input."""
         stages: list[Callable[[], None]] = [self.keep_tokens, self.statistics, self.paths, self.rotation]
         if self._options.sensitivity != "none":
             stages.append(self.sensitivity)
@@ -163,7 +147,7 @@ class _Run:
 
     @contextmanager
     def _stage(self, name: str, cost: Callable[[], commands.Stage]) -> Iterator[None]:
-        """Surrounds a stage, whose cost is measured first."""
+        """Measures the cost of a stage before it runs."""
         with commands.stage_of(self._progress, f"timing {name}"):
             stage = cost()
         self._progress.begin(stage)
@@ -171,7 +155,6 @@ class _Run:
         self._progress.end()
 
     def seal(self) -> None:
-        """Writes the file that makes the folder a profile."""
         paths = sorted(self._store.folder.glob("*.safetensors"))
 
         def work(number: int) -> shared.Arrays:
@@ -187,12 +170,10 @@ class _Run:
         self._store.seal(profiles.facts_bytes(dataclasses.replace(self._facts, files=files)))
 
     def keep_tokens(self) -> None:
-        """Writes the tokens, so that other measurements can use the same text."""
         if not self._store.has(profiles.TOKENS_FILE):
             self._store.write(profiles.TOKENS_FILE, {"tokens": self._ids.numpy().astype(np.uint32)})
 
     def statistics(self) -> None:
-        """Runs the first stage: a file of statistics for each MoE layer."""
         if all(self._store.has(profiles.layer_file("statistics", layer)) for layer in self._spec.moe_layers):
             return
         num_sequences, S = self._given.ids.shape
@@ -218,7 +199,6 @@ class _Run:
             states.close()
 
     def _count_layer(self, states: forward.LayerStates, tokens: forward.LayerTokens, layer: int) -> forward.LayerTokens:
-        """Runs and counts the experts of a layer; returns its tokens, summed."""
         layer_idx = self._spec.moe_layers.index(layer)
         one = costs.expert_multiplications(self._spec)
 
@@ -250,7 +230,6 @@ class _Run:
         return tokens
 
     def paths(self) -> None:
-        """Writes path statistics from the routes of the tokens that are not held out."""
         if self._store.has(profiles.PATHS_FILE):
             return
         routes = np.stack([self._counted(l).routes for l in range(len(self._spec.moe_layers))], axis=1)  # [T, L, k]
@@ -259,7 +238,7 @@ class _Run:
         self._store.write(profiles.PATHS_FILE, statistics.arrays())
 
     def rotation(self) -> None:
-        """Decides which layers are rotated; writes their vectors, if there are any."""
+        """Decides which layers are rotated."""
         if self._store.has(manifests.ROTATION_FILE) or self._options.rotate == "off":
             return
         judges = self._options.rotate == "auto"
@@ -284,7 +263,7 @@ class _Run:
             self._store.replace(manifests.ROTATION_FILE, (manifests.rotation_bytes(vectors),))
 
     def _is_better_rotated(self, layer_idx: int, vectors: manifests.RotationVectors) -> bool:
-        """Judges a layer by its expert with the most tokens; reads what a killed run has judged."""
+        """Judges a layer by its expert with the most tokens, or reads an earlier judgement."""
         name = f"{WORK_FOLDER}/{manifests.ROTATION_FILE}.{layer_idx}"
         if self._store.has(name):
             return (self._store.folder / name).read_bytes() == _ROTATED
@@ -303,7 +282,7 @@ class _Run:
         return is_better
 
     def _keeps_codes(self, layer_idx: int) -> bool:
-        """Returns whether the checkpoint has an expert of a layer in codes of few bits, which plans keep."""
+        """Returns whether the checkpoint has experts of a layer in MXFP4 codes, which plans keep."""
         return any(
             self._checkpoint.expert_source(layer_idx, expert, matrix).codec == "mxfp4"
             for expert in range(self._num_experts)
@@ -318,7 +297,6 @@ class _Run:
         )
 
     def sensitivity(self) -> None:
-        """Runs the second stage: a file of losses for each layer, the last one first, then what copies measured."""
         if self._store.has(profiles.EFFECTS_FILE):
             return
         stage = SensitivityPass(
@@ -357,7 +335,6 @@ class _Run:
         return LayerLosses(**self._read(profiles.layer_file("sensitivity", layer)))
 
     def exact(self) -> None:
-        """Runs EdgeMoE's own measure after the second stage: one file."""
         if self._store.has(profiles.EXACT_FILE):
             return
         stage = ExactPass(
@@ -373,7 +350,7 @@ class _Run:
             stage.states.close()
 
     def predictors(self) -> None:
-        """Runs the last stage: a file for each MoE layer but the first of a stack; none without held-out tokens."""
+        """Runs the last stage; it needs held-out tokens."""
         if not self._shares.num_judged or not self._shares.num_learned:
             return
         paths = offload.PathStatistics.from_arrays(
@@ -416,7 +393,6 @@ class _Run:
         return self._spec.router.num_experts
 
     def _statistics_cost(self, trial: costs.Trial, layers: range) -> costs.Cost:
-        """Returns the cost of the remaining layers; one layer of each kind is timed."""
         router = self._spec.router
         tokens_an_expert = self._given.ids.numel() * router.num_experts_per_tok / router.num_experts
         counted = trial.counted(tokens_an_expert) * router.num_experts
@@ -444,7 +420,6 @@ class _Run:
 
 
 def _facts(checkpoint: Checkpoint, tokens: forward.Tokens, options: ProfileOptions) -> profiles.ProfileFacts:
-    """Returns the facts of a profile before it is made."""
     num_sequences, sequence_length = tokens.sequences.shape
     num_last = forward.num_held_out(num_sequences)
     seen = forward.stack_tokens(checkpoint.spec, sequence_length)
@@ -474,7 +449,7 @@ _KEY_ARRAY_BYTES = 512  # at most, of an array's name, shape and padding in the 
 
 
 def attach(pack: formats.Pack, profile: profiles.Profile) -> offload.Routing:
-    """Writes `routing.safetensors` into a pack's folder, from a profile of the checkpoint from which it was made.
+    """Writes `routing.safetensors` into a pack's folder, from a profile of the pack's checkpoint.
 
     Raises:  PlanError if the profile is of another checkpoint; ConversionError if another process writes in the folder.
     """
@@ -512,10 +487,10 @@ def routing_of(profile: profiles.Profile, most_tokens: int = routing_file.MAX_RO
 
 
 def most_routing_bytes(spec: formats.ModelSpec) -> int:
-    """Returns the most bytes that `routing.safetensors` can have for this model, whatever was profiled.
+    """Returns the most bytes that `routing.safetensors` can have for this model.
 
-    Meaning: routes of all kept tokens, the largest tables and keys up to PATH_BYTES, and for every layer but the first
-             the larger network.
+    Meaning: all kept routes, the largest tables, keys up to PATH_BYTES, and the larger network of every layer but the
+             first.
     """
     L, E, k, d = len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok, spec.hidden_size
     tables = {"popularity": (L, E), "after_one": (max(L - 1, 0), E, E), "after_two": (max(L - 2, 0), E, E)}

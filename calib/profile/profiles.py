@@ -1,9 +1,6 @@
-"""A profile as it is read: a folder of JSON and safetensors files with what calibration measured of a model.
+"""Reads a profile: a folder of JSON and safetensors files, one of each stage for each layer.
 
-`profile.json` lists every other file with its size and SHA-256. Each stage has one file for each layer, so that the
-profile of a large model is read layer by layer. `profiler` writes the folder; docs/profile.md specifies it.
-
-`hottest_first` takes the order of a pack's neurons from a profile.
+`profile.json` lists every other file with its size and SHA-256. docs/profile.md specifies the folder.
 """
 
 import dataclasses
@@ -117,7 +114,7 @@ def _digest(facts: ProfileFacts) -> str:
 
 
 class Profile:
-    """A profile that is open for reading; every file is checked against its digest when it is read.
+    """Opens a profile for reading; every file is checked against its digest when it is read.
 
     Raises:  PackError if the profile is missing, unfinished, damaged or of another version.
     """
@@ -206,9 +203,8 @@ class Profile:
         return self.facts.text.num_kept > 0
 
     def inputs(self, layer_idx: int) -> forward.ExpertInputs:
-        """Opens the inputs of the `layer_idx`-th MoE layer's experts; the caller closes them.
-
-        The file is checked against its digest only the first time.
+        """Opens the inputs of the `layer_idx`-th MoE layer's experts; the caller closes them. The digest is checked
+        once.
         """
         name = layer_file("inputs", self.spec.moe_layers[layer_idx])
         if name not in self._checked:
@@ -343,7 +339,6 @@ class Profile:
         return forward.read_all_arrays(self.folder / name)
 
     def _check(self, name: str) -> None:
-        """Refuses a file that is not listed or whose bytes changed."""
         listed = self._files.get(name)
         if listed is None:
             if self.facts.imatrix is not None:
@@ -372,9 +367,8 @@ def hottest_first(
 ) -> NDArray[np.uint32]:
     """Returns the order of every expert's neurons: `order[l, e, j]` is the source's neuron of row `j`, u32 [L, E, f].
 
-    Neurons that run most often come first, so that fast memory can hold the useful part of an expert.
-    Meaning: by falling share of calibration tokens for which the neuron runs with this selector and the expert's
-             sparsity; equal ones by number.
+    Meaning: by falling share of calibration tokens for which the neuron runs with this selector and sparsity; equal
+             ones by number. Fast memory then holds the useful part of an expert.
     Args:    sparsity: float64 [L, E].
     Raises:  PlanError if the profile is of another checkpoint.
     """

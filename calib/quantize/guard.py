@@ -1,23 +1,18 @@
-"""The guard: what calibration makes of an expert is judged on tokens that it was not made from.
+"""The guard: a calibrated expert is judged on tokens that it was not made from, against a plain rounding.
 
-A calibrated rounding trusts the second moments of the tokens that it was made from. If an expert later gets other
-tokens, with directions that were rare, it can lose more than a plain rounding: the one that minimizes the squared error
-of each row alone, in the same format. So both are compared over the tokens that judge, with inputs x_t, weights s_t and
-the source's activations h_t:
+Calibration can lose on directions that were rare in its tokens. Over the judging tokens, with inputs x_t, weights s_t
+and the source's activations h_t:
 
-- a row of gate or up loses `sum_t s_t ((w - q) . x_t)^2`, and each row is taken from the rounding that loses less;
-- rows of down make up for each other's errors, and for those of gate and up. A block of them, D rounded to Q, loses
-  `sum_t s_t |h_t D - g_t Q|^2`, with the activations g_t of the stored gate and up, and is taken whole.
+- a row of gate or up loses `sum_t s_t ((w - q) . x_t)^2`, and each row is taken from the rounding that loses less; - a
+block of down, D rounded to Q, loses `sum_t s_t |h_t D - g_t Q|^2`, with the activations g_t of the stored gate and up,
+and is taken whole.
 
-The plain rounding takes time and rarely wins. Its errors are independent of the tokens, so its loss can be expected:
-the squared error of a row times the mean of `s_t x_t^2` over columns, or times `s_t g_t^2`. It is made only where the
-calibrated rounding loses more than a share of that. The loss of a single row may turn out as far from its expectation
-as its inputs have few directions; that of a block is within some percent.
+The plain rounding takes time and rarely wins. Its loss can be expected: the squared error of a row times the mean of
+`s_t x_t^2` over columns, or times `s_t g_t^2`. It is made only where the calibrated rounding loses more than a share of
+that; the share allows for the scatter of single rows.
 
-The stored weights are judged with the inputs behind stored layers, if these are known. A step of gate or up towards
-what other inputs miss is judged first: it is made only as far as it helps there.
-
-`GuardedQuantizer.loss` is the error of the expert's outputs on the same tokens, with all matrices as they are stored.
+Stored weights are judged with the inputs behind stored layers, if known. A step of gate or up towards what other inputs
+miss is made only as far as it helps on the judging tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -63,9 +58,8 @@ class ExpertLoss:
 class GuardedQuantizer:
     """An `ExpertQuantizer` whose matrices lose no more than plainly rounded ones on tokens that it was not made from.
 
-    `calibration`: of the tokens that calibrate.
     Args:    formats: of the expert.   tokens: of the expert, which are divided here (`ExpertTokens.divided`), or their
-             moments. Without any that judge, as with moments, nothing is compared.   function: of its neurons.
+             moments. Without judging tokens nothing is compared.   function: of its neurons.
     Raises:  PlanError if a package is missing.
     """
 
@@ -104,10 +98,9 @@ class GuardedQuantizer:
 
     @torch.inference_mode()
     def rows(self, matrix: specs.Matrix, block: model.NeuronBlock, repeats: int = 0) -> Tensor:
-        """Returns the bytes of one matrix of a block: of gate, of up, then of down, which makes up for their errors.
+        """Returns the bytes of one matrix of a block: of gate, of up, then of down; `repeats` as in
+        `ExpertQuantizer.rows`.
 
-        Args:    repeats: of down, how many neurons get a second row; these rows come after all others, for the neurons
-                 `repeated`.
         Raises:  UnrepresentableError as that does.
         """
         part = self._formats.of(matrix)
@@ -205,11 +198,7 @@ class GuardedQuantizer:
 
     @torch.inference_mode()
     def judge(self, block: model.NeuronBlock, encoded: Mapping[specs.Matrix, Tensor]) -> None:
-        """Adds the outputs of a block to those that `loss` compares.
-
-        Args:    encoded: the bytes of all its matrices, those that keep the source's codes too; of down with the
-                 second rows of the neurons `repeated`.
-        """
+        """Adds the outputs of a block, with the `encoded` bytes of all its matrices, to those that `loss` compares."""
         if not self._is_judged:
             return
         x, given, repeated = self._judging.inputs, self._judging.given, self.repeated
@@ -235,7 +224,7 @@ class GuardedQuantizer:
                 self._inherited_outputs += model.activations(given, exact, self._function).h @ exact.down
 
     def loss(self, in_source: Callable[[Tensor], Tensor] = lambda outputs: outputs) -> ExpertLoss | None:
-        """Returns what the expert loses by the blocks that were judged; None if no token judges or outputs are zero.
+        """Returns the expert's loss by the judged blocks; None if no token judges or outputs are zero.
 
         Args:    in_source: returns outputs float32 [T, d] in the source's coordinates.
         """
@@ -265,7 +254,7 @@ class GuardedQuantizer:
 
 
 def _rounded(value: float) -> float:
-    """Returns a value with four digits: more would differ from machine to machine."""
+    """Returns four digits: more would differ from machine to machine."""
     return float(f"{value:.4g}")
 
 

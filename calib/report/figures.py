@@ -1,8 +1,4 @@
-"""The figures of a report: a profile's numbers, arranged as the page draws them.
-
-They are frozen dataclasses of plain values, so that their JSON is the page's input; large arrays are `Packed`.
-`readings` puts the figures into words, and `report.html` draws them.
-"""
+"""The figures of a report as frozen dataclasses, whose JSON is the page's input; large arrays are `Packed`."""
 
 import base64
 from dataclasses import dataclass
@@ -323,15 +319,14 @@ def _layer_prediction(outcomes: LayerPredictors) -> LayerPrediction:
 
 
 def _known(values: forward.Array) -> tuple[float | None, ...]:
-    """Returns the values with None in place of NaN and infinity, which JSON does not have."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     return tuple(value if np.isfinite(value) else None for value in values.tolist())
 
 
 def paths(profile: Profile, counts: LayerCounts) -> Paths:
     """Returns the paths that tokens take, and how well they predict the next experts.
 
-    The prediction is judged on the held-out tokens on which the predictors are judged too: more would take minutes in
-    large models.
+    Judged on the held-out tokens of the predictors: more would take minutes in large models.
     """
     E, k = profile.spec.router.num_experts, profile.spec.router.num_experts_per_tok
     text = profile.facts.text

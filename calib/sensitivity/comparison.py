@@ -1,8 +1,4 @@
-"""The comparison of formats on one expert of a layer: all formats in some layers, a few in the others.
-
-With `full`, all formats are compared in every layer. `fast` compares all of them in the last layer alone; in the other
-layers it compares few formats, and scales the last layer's results by them.
-"""
+"""Compares formats on one expert of a layer; `fast` compares all formats in the last layer alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,10 +21,7 @@ _ANCHORS: tuple[tuple[plans.Quantizer, plans.PartFormat], ...] = tuple(
 
 
 class FormatComparison:
-    """The comparison of formats that need no inputs of experts.
-
-    Args:    stored: returns the losses of a layer that the pass measured before; needed with `fast`.
-    """
+    """The comparison of formats without inputs of experts; `stored` returns an earlier layer's losses, for `fast`."""
 
     def __init__(self, run: Run, level: effects.Level, stored: Callable[[int], effects.LayerLosses]) -> None:
         self._run = run
@@ -36,18 +29,12 @@ class FormatComparison:
         self._stored = stored
 
     def costs(self, trial: costs.Trial, num_tokens: int) -> tuple[costs.Cost, costs.Cost]:
-        """Returns the cost of comparing all formats of a layer, and that of few formats.
-
-        Args:    num_tokens: of an expert, on average.
-        """
+        """Returns the costs of comparing all formats of a layer, and few formats, for an expert of `num_tokens`."""
         few = trial.compared(_ANCHORS)
         return few * (len(errors.compared_formats(self._run.spec.hidden_size)) / len(_ANCHORS)), few
 
     def reference(self, layer_idx: int) -> int | None:
-        """Returns the MoE layer whose comparison is scaled to this one; None if all formats are compared in it.
-
-        Layers are measured from the last to the first.
-        """
+        """Returns the MoE layer whose comparison is scaled to this one; None if all formats are compared in it."""
         last = len(self._run.spec.moe_layers) - 1
         return None if layer_idx == last or self._level == "full" else last
 
@@ -74,10 +61,7 @@ class FormatComparison:
 
 
 class CalibratedComparison(FormatComparison):
-    """The comparison of all formats, with inputs of experts to calibrate on.
-
-    Args:    vectors: of the layers whose experts are measured in rotated coordinates; None if there are none.
-    """
+    """The comparison of all formats, with inputs of experts; `vectors` are of rotated layers."""
 
     def __init__(
         self,
@@ -101,8 +85,8 @@ class CalibratedComparison(FormatComparison):
     def calibrated(self, layer_idx: int, expert: int, tokens: layers.LayerTokens, above: Tensor) -> Tensor:
         """Returns `LayerLosses.calibrated`, judged on other tokens than those it calibrates on.
 
-        An error counts at a token as much as its gradient is large. So it does in the estimates that this multiplies,
-        and a token with a massive hidden state counts next to nothing.
+        An error counts at a token as much as its gradient, so a token with a massive hidden state counts next to
+        nothing.
         """
         run, reference = self._run, self.reference(layer_idx)
         every = errors.calibrated_formats(run.spec.hidden_size)

@@ -17,9 +17,9 @@ _HEAD_TOKENS = 256  # to judge a rounded head on
 
 
 def begin_together(run: Run) -> bool:
-    """Returns whether all copies begin with the text, because each has its own of what later layers share.
+    """Returns whether all copies begin with the text, because each has its own encoder output or chosen positions.
 
-    That is what the encoder read, or which positions a layer chose. Other copies begin with their first layer.
+    Other copies begin with their first layer.
     """
     return run.spec.encoder is not None or run.states.shares_choices
 
@@ -86,7 +86,6 @@ class CopiesPass:
                     yield torch.cat([self._run.states.at(layer, number) for number in range(self._num_copied)])
 
     def _run_experts(self, tokens: layers.LayerTokens, layer: int, progress: commands.Progress) -> None:
-        """Adds the outputs of a layer's experts, which are rounded in one of the copies."""
         run, layer_idx = self._run, self._run.spec.moe_layers.index(layer)
         copy_tokens = self._num_copied * run.states.sequence_length
         (rounded_idx,) = (idx for idx, copy in enumerate(self._copies) if layer_idx in copy.layers)
@@ -128,10 +127,7 @@ def embedding_divergences(run: Run, gradients: tuple[Tensor, ...]) -> Array:
 
 
 def head_divergences(run: Run) -> Array:
-    """Returns the KL divergences with the head at `DENSE_WIDTHS`; 0 if it cannot be rounded.
-
-    A head that is also the embedding is changed as the head only.
-    """
+    """Returns the KL divergences with the head at `DENSE_WIDTHS`; 0 if it cannot be rounded. A tied embedding stays."""
     kls = np.zeros(len(effects.DENSE_WIDTHS), np.float32)
     role = "embed" if run.spec.tied_head else "head"
     if role not in errors.roundable_roles(run.spec, None):

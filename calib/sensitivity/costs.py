@@ -1,7 +1,6 @@
-"""The cost of a stage of calibration, estimated before it begins: multiplications, and seconds on this machine.
+"""Estimates the cost of a stage of calibration before it begins: multiplications, and seconds on this machine.
 
-Multiplications take different times: short rows, quantization and counting have costs of their own. So `Trial` measures
-each kind of work once, on random inputs and the model's own weights, and multiplies by how often it will be done.
+`Trial` measures each kind of work once, on random inputs and the model's own weights.
 """
 
 import time
@@ -45,10 +44,7 @@ class Cost:
         return Cost(round(self.multiplications * number), self.seconds * number, round(self.kept_bytes * number))
 
     def stage(self, name: str, is_most: bool = False) -> commands.Stage:
-        """Returns a stage of this cost, whose note announces it.
-
-        Args:    is_most: whether the stage may end much earlier; no time left is told before work is measured.
-        """
+        """Returns a stage of this cost, whose note announces it; `is_most`: it may end much earlier."""
         estimate = f", {'at most' if is_most else 'about'} {commands.time_text(self.seconds)}" if self.seconds else ""
         kept = f", {commands.size_text(self.kept_bytes)} on disk for experts' inputs" if self.kept_bytes else ""
         note = f"{self.multiplications / 1e9:,.1f} G multiplications{estimate}{kept}"
@@ -67,8 +63,8 @@ def stage_of_phases(name: str, phases: Mapping[str, Cost]) -> commands.Stage:
 def half_multiplications(spec: specs.ModelSpec, layer: int, sequence_length: int) -> int:
     """Returns the multiplications a token of everything but the routed experts in a layer.
 
-    On average a token attends to half of a sequence; in an encoder to all of it, and in the decoder after one to all of
-    the encoder's tokens as well. A mixer corrects, writes and reads its whole state.
+    On average a token attends to half of a sequence, in an encoder to all of it, in a decoder also to the encoder's. A
+    mixer corrects, writes and reads its whole state.
     """
     matrices = [r for r in specs.dense_roles(spec) if r.name.startswith(f"layers.{layer}.") and len(r.shape) == 2]
     matrix_multiplications = sum(role.shape[0] * role.shape[1] for role in matrices)
@@ -86,10 +82,7 @@ def expert_multiplications(spec: specs.ModelSpec) -> int:
 
 
 def prediction_cost(spec: specs.ModelSpec, num_tokens: int) -> Cost:
-    """Returns the most that training one layer's predictors on this many tokens costs.
-
-    Training may end earlier. The networks are nearly all of it; an epoch of each is measured on random tokens.
-    """
+    """Returns the most that training one layer's predictors on this many tokens costs; an epoch of each is timed."""
     d, E, k = spec.hidden_size, spec.router.num_experts, spec.router.num_experts_per_tok
     tried = min(num_tokens, _TRIED_TOKENS)
     x, routes = torch.randn(tried, d), torch.rand(tried, E).argsort(dim=1)[:, :k]
@@ -128,10 +121,7 @@ def layers_cost(trial: "Trial", layers: range, num_sequences: int, experts: Cost
 
 
 class Trial:
-    """The measured cost of each kind of work.
-
-    Args:    states: before their first layer; their first sequence is used.
-    """
+    """The measured cost of each kind of work, on the first sequence of `states`."""
 
     def __init__(self, weights: model.Weights, states: forward.LayerStates) -> None:
         self._weights = weights
@@ -180,10 +170,7 @@ class Trial:
 
     @torch.inference_mode()
     def back(self, num_tokens: float) -> Cost:
-        """Returns the cost of the way back through an expert, for this many tokens.
-
-        Rounding takes the same time for any number of tokens, so this number is tried.
-        """
+        """Returns the cost of the way back through an expert; rounding takes the same time for any number of tokens."""
         number = max(1, round(num_tokens))
         x, weights, expert = self._random(number), torch.ones(number), self._weights.expert(0, 0)
         thresholds = torch.zeros((len(forward.KINDS), len(forward.HOT_SPARSITIES)), device=x.device)
@@ -251,7 +238,7 @@ class Trial:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Returns the median time of some tries after a first one, which reads weights; long work has fewer tries."""
+    """Returns the median time of some tries after a first one; long work has fewer tries."""
     tries: list[float] = []
     while len(tries) <= _MOST_TRIES and sum(tries[1:]) < _ENOUGH_SECONDS:
         began = time.perf_counter()

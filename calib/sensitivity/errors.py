@@ -1,13 +1,9 @@
 """Rounding errors of an expert's weights, in every format that a plan may choose.
 
-`rounding_squares` are those of plain rounding at all widths, for every expert. `format_ratios` compares the other
-formats with it on some rows of one expert, by the second moments of its inputs and gradients (`gradients`).
-`calibrated_ratios` compares those of the calibrated quantizer by an expert's output, because GPTQ's errors are not
-independent. It calibrates on some tokens and judges on others, because GPTQ fits the tokens it knows better than new
-ones. Rows of gate and up are independent of each other, so it judges few of them. Rows of down make up for each other's
-errors, so it judges as many as conversion quantizes together, in some of their columns.
-
-`RoundedDense` and `RoundedExperts` are weights with some matrices rounded as conversion would store them.
+`rounding_squares` measures plain rounding at all widths, for every expert. `format_ratios` compares other formats with
+it on some rows of one expert. `calibrated_ratios` compares calibrated ones by an expert's output: GPTQ's errors are not
+independent. It judges on other tokens, a few rows of gate and up, and as many of down as conversion quantizes together,
+in some columns.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -119,11 +115,10 @@ def mean_square(changes: Tensor, weights: Tensor) -> Tensor:
 
 
 def rounding_squares(rows: Tensor) -> tuple[Tensor, ...]:
-    """Returns the squared errors of plain rounding in each group of 64 columns of rows float32 [n, d].
+    """Returns the squared errors of plain rounding in each group of 64 columns of rows float32 [n, d], by width [n,
+    groups].
 
-    The steps of 8 bits are so fine that errors fall from those of 4 bits as the square of the step.
-
-    Returns: for each of `WIDTHS` float32 [n, groups].
+    Errors of 8 bits follow from those of 4 bits as the square of the step.
     """
     coarse = [_group_squares(plainly_rounded(rows, width) - rows) for width in WIDTHS[:-1]]
     return (*coarse, coarse[-1] * (squared_step(WIDTHS[-1]) / squared_step(WIDTHS[-2])))
@@ -154,9 +149,7 @@ def format_ratios(
 ) -> Tensor:
     """Returns the losses in some formats over those of plain rounding at the same width: float32 [3, formats].
 
-    The rows are gate, up and down; 1 if there is no loss to compare.
-
-    Args:    matrices: rows of gate, up and down, float32 [n, d].   moments: what a squared error of these rows costs,
+    Args:    matrices: rows of gate, up and down, float32 [n, d].   moments: the cost of a squared error of these rows,
              float32 [n, groups] (`ExpertGradients`).
     """
     ratios = torch.ones(len(specs.MATRICES), len(formats))
@@ -314,8 +307,8 @@ def calibrated_anchor(formats: Sequence[plans.PartFormat]) -> plans.PartFormat:
 def measured_formats(formats: Sequence[plans.PartFormat]) -> tuple[plans.PartFormat, ...]:
     """Returns the calibrated formats whose errors are measured; those of the others lie between them.
 
-    Meaning: of each codec the fewest and the most bits, and the anchor's; for a trellis, which gains little from groups
-             shorter than the row, these only with the anchor's bits. Formats that need no inputs are all measured.
+    Meaning: of each codec the fewest and the most bits, and the anchor's; of a trellis shorter groups only with the
+             anchor's bits; all formats that need no inputs.
     """
     anchor = calibrated_anchor(formats)
     bits = {codec: [p.bits for p in formats if p.codec == codec and quantize.needs_inputs(p)] for codec in _CODECS}
@@ -338,19 +331,13 @@ def calibrated_ratios(
     tokens: quantize.ExpertTokens,
     formats: Sequence[plans.PartFormat],
 ) -> Tensor:
-    """Returns the errors of the calibrated quantizer over those of plain rounding at the `base_width`.
+    """Returns the errors of the calibrated quantizer over those of plain rounding at the `base_width`: float32 [3,
+    formats].
 
-    Plain rounding's are the geometric mean of those at 2, 3 and 4 bits, each in proportion to its squared step: at one
-    width alone a few weights may decide them (one expert's up lost 11 times as much at 2 bits as at 3, not 5). A format
-    that needs inputs repeats neurons: in the plain rounding that it is compared with, their rows of down are exact.
-
-    Those of `measured_formats` are measured. Between them the logarithm of a row's error changes evenly with its bits,
-    and so does the gain of a shorter group.
-
-    Returns: float32 [3, formats]. The rows are gate, up and down; 1 if there is no error to compare.
-
-    Args:    x, weights: tokens of the expert to judge on, and their router weights.   tokens: other tokens, to
-             calibrate on.   formats: one, or all.
+    Plain rounding's are the geometric mean of those at 2, 3 and 4 bits in proportion to the squared step: at one width
+    alone a few weights may decide them. If a format needs inputs, the plain rows of down that it repeats are exact.
+    Between `measured_formats` the logarithm of an error changes evenly with its bits.
+    Args:    x, weights: tokens of the expert to judge on, and their router weights.   tokens: others, to calibrate on.
     """
     judged = _Judged.of(expert, function, x)
     calibration = _BlockCalibration(tokens, function)
@@ -373,13 +360,13 @@ _STEPS = WIDTHS[:-1]  # of which a mean is taken: errors of 8 bits are small nex
 
 
 def _step_error(errors: Sequence[Tensor]) -> Tensor:
-    """Returns the error of a step of one bit [3], from those [3] at `_STEPS`; 0 where one is 0."""
+    """Returns the error of a step of one bit [3] from those at `_STEPS`; 0 where one is 0."""
     scaled = [each / squared_step(width) for each, width in zip(errors, _STEPS, strict=True)]
     return torch.stack(scaled).log().mean(dim=0).exp()
 
 
 def _between(part: plans.PartFormat, found: dict[plans.PartFormat, Tensor]) -> Tensor:
-    """Returns the errors [3] of a format from those that were measured."""
+    """Returns the errors [3] of a format from the measured ones."""
     if part in found:
         return found[part]
 
@@ -404,7 +391,6 @@ class _BlockCalibration(quantize.Calibration):
     """The calibration of a single block of neurons, whose down is computed once for all formats."""
 
     def down(self, block: model.NeuronBlock, stored: model.NeuronBlock | None = None) -> quantize.DownRows:
-        """Returns the rows of the first block that it was called with."""
         assert stored is None, "errors of down do not depend on the formats of gate and up"
         if not hasattr(self, "_down"):
             self._down = super().down(block)
@@ -436,12 +422,11 @@ class _Judged:
         )
 
     def matrices(self) -> dict[specs.Matrix, Tensor]:
-        """Returns the rows to round, by matrix."""
         rows: dict[specs.Matrix, Tensor] = {"up": self.few.up, "down": self.narrow.down}
         return rows if self.few.gate is None else {"gate": self.few.gate, **rows}
 
     def plain(self, width: int, repeats: bool, calibration: quantize.Calibration) -> dict[specs.Matrix, Tensor]:
-        """Returns the same rows, plainly rounded; those of down that conversion repeats are exact if `repeats`."""
+        """Returns the rows plainly rounded; those of down that conversion repeats are exact if `repeats`."""
         rounded = {matrix: plainly_rounded(rows, width) for matrix, rows in self.matrices().items()}
         if repeats:
             down = self.narrow.down
@@ -450,7 +435,6 @@ class _Judged:
         return rounded
 
     def rounded(self, part: plans.PartFormat, calibration: quantize.Calibration) -> dict[specs.Matrix, Tensor]:
-        """Returns the same rows, encoded in a format and decoded again."""
         formats = plans.ExpertFormat(None if self.few.gate is None else part, part, part)
         decoded = dict[specs.Matrix, Tensor]()
         for matrix, weights in self.matrices().items():

@@ -1,8 +1,6 @@
 """Experts in the coordinates in which they are stored: the decision, and weights in which errors are measured.
 
-A plan's losses are those of stored rows. The sensitivity stage takes the rows, inputs and gradients of a rotated layer
-in rotated coordinates, in which a row with an outlier loses far less. Activations are the same in both
-coordinates up to rounding, and so are thresholds and sparsity.
+Rows with outliers lose far less in rotated coordinates. Activations, thresholds and sparsity are the same in both.
 """
 
 from dataclasses import replace
@@ -26,10 +24,7 @@ _MOST_EXCESS = 1.05
 
 
 class RotatedExperts(DerivedWeights):
-    """The weights of `source` with experts in the coordinates of these vectors; None: in the source's.
-
-    Args:    device: of the weights.
-    """
+    """The weights of `source` with experts in the coordinates of these vectors, on `device`; None: in the source's."""
 
     def __init__(self, source: model.Weights, vectors: RotationVectors | None, device: torch.device) -> None:
         super().__init__(source)
@@ -71,10 +66,7 @@ def _error(
     judging: quantize.ExpertTokens,
     rotation: quantize.LayerRotation,
 ) -> float:
-    """Returns the squared error of the outputs of quantized neurons, in the source's coordinates.
-
-    Args:    blocks, calibrating, judging: in the source's coordinates.   rotation: the coordinates to quantize in.
-    """
+    """Returns the squared error of the outputs of quantized neurons, in the source's coordinates."""
     num_cols, x = calibrating.inputs.shape[1], judging.inputs
     calibration = quantize.Calibration(replace(calibrating, inputs=rotation.inputs(calibrating.inputs)), function)
     part = errors.calibrated_anchor(errors.calibrated_formats(num_cols))

@@ -1,10 +1,8 @@
 """The sensitivity stage: the cost of each matrix at each width, as the KL divergence of the model's predictions.
 
     forward     some sequences go through the model; the hidden states before each layer stay on disk
-    back        from the last layer to the first, gradients of predictions meet the errors of weights (`WayBack`):
-                a result for each layer
-    copies      some of the sequences go through the model with experts rounded (`CopiesPass`), from which the
-                estimates' scale and the loss of log-likelihood follow (`effects`)
+    back        from the last layer to the first, gradients of predictions meet the errors of weights (`WayBack`)
+    copies      some sequences go through the model with experts rounded (`CopiesPass`), to scale the estimates
 
 Estimated KLs add: errors of different matrices, experts and layers are nearly independent.
 """
@@ -35,13 +33,11 @@ def _nothing_stored(layer: int) -> effects.LayerLosses:
 class SensitivityPass:
     """Runs the stage layer by layer. A killed pass goes on in `folder`.
 
-    Args:    ids: int64 [N, S], all sequences of the profile; the pass uses as many of the first as it needs.
-             thresholds: returns, for a MoE layer index, quantiles of abs(a), float32 [E, kinds, sparsities].
-             kept: the inputs of experts to calibrate on; None if none are kept.
-             folder: for hidden states and gradients.
-             stored: returns the losses of a layer that `back` returned; needed unless formats are compared in all.
-             rotation: of the layers whose experts are measured in rotated coordinates; None if there are none.
-             results: of experts and sequences; shared, if several parts run the pass in `folder`.
+    Args:    ids: int64 [N, S]; the pass uses as many of the first as it needs.   thresholds: returns, for a MoE layer
+             index, quantiles of abs(a), float32 [E, kinds, sparsities].   kept: the inputs of experts, if they are
+             kept.   folder: for hidden states and gradients.   stored: returns the losses of a layer that `back`
+             returned.   rotation: of rotated layers, if there are any.   results: of experts and sequences; shared, if
+             several parts run the pass in `folder`.
     """
 
     def __init__(

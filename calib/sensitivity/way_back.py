@@ -21,7 +21,7 @@ _SHRUNK_TOKENS = 8  # of its layer's average that an expert's own tokens are mix
 
 
 class WayBack:
-    """Takes gradients back from the last layer to the first. Goes on where a killed pass has left them in `folder`.
+    """Takes gradients back from the last layer to the first. A killed pass goes on in `folder`.
 
     Args:    thresholds: returns, for a MoE layer index, quantiles of abs(a), float32 [E, kinds, sparsities].
     """
@@ -111,8 +111,7 @@ class WayBack:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns the gradients with respect to `x` and `inputs` of a layer's tokens, and to its experts' outputs.
 
-        That of `inputs` is through shared and dense experts, None if they are in `x`. The layer's experts run again if
-        their outputs do not simply add to `x`.
+        `inputs` have none if they are in `x`. Experts run again if their outputs do not simply add to `x`.
         """
         run, above = self._run, self.above
         if tokens.outputs is None:
@@ -135,7 +134,7 @@ class WayBack:
         return found[0], found[1], found[2]
 
     def _half_back(self, layer: int, of_x: Tensor, of_inputs: Tensor) -> None:
-        """Takes gradients back through a layer's first half, from those with respect to its `x` and `inputs`."""
+        """Takes gradients back through a layer's first half."""
         run, states, S = self._run, self._run.states, self._run.states.sequence_length
         below = torch.empty_like(self.above)
 
@@ -167,10 +166,7 @@ class WayBack:
     def _experts_back(
         self, layer: int, tokens: layers.LayerTokens, above: Tensor, below: Tensor, progress: commands.Progress
     ) -> tuple[Tensor, ...]:
-        """Adds the experts' gradients to `below`; returns `quantized`, `repeated`, `sparse`, `ratios`, `calibrated`.
-
-        Args:    above: with respect to the weighted sum of their outputs, float32 [T, d].
-        """
+        """Adds the experts' gradients to `below`; returns `quantized`, `repeated`, `sparse`, `ratios`, `calibrated`."""
         run, spec = self._run, self._run.spec
         layer_idx, E = spec.moe_layers.index(layer), spec.router.num_experts
         num_tokens = torch.tensor([len(tokens.of_expert(expert)[0]) for expert in range(E)])
@@ -211,8 +207,8 @@ class WayBack:
     ) -> Callable[[int], shared.Arrays]:
         """Returns the function that takes gradients back through an expert.
 
-        Its result: tokens and ranks; gradients with respect to inputs and router weights; what all widths, repeated
-        neurons and sparsities lose; and of the expert `popular` the moments.
+        Its result: tokens and ranks; gradients with respect to inputs and router weights; losses of all widths,
+        repeated neurons and sparsities; and of the expert `popular` the moments.
         """
         run, function = self._run, self._run.spec.expert_function(layer_idx)
         thresholds = torch.from_numpy(self._thresholds(layer_idx)).to(run.device)
@@ -248,8 +244,8 @@ def dense_losses(
 ) -> Array:
     """Returns `LayerLosses.dense`, measured at the least width; errors fall as the square of the step.
 
-    Args:    above: the gradient after the layer.   below: with respect to `inputs`, through its experts.
-             outputs: as in `LayerTokens`.
+    Args:    above: the gradient after the layer.   below: with respect to `inputs`, through its experts.   outputs: as
+             in `LayerTokens`.
     """
     roles, states, S = errors.roundable_roles(run.spec, layer), run.states, run.states.sequence_length
     number = num_dense_sequences(run, layer)
@@ -285,7 +281,7 @@ def dense_losses(
 
 
 def _shrunk(losses: Tensor, num_tokens: Tensor) -> Tensor:
-    """Returns losses [E, ...] of experts with few tokens [E] drawn to what a token of the layer loses on average."""
+    """Draws losses [E, ...] of experts with few tokens [E] towards the mean loss of a token of the layer."""
     average = losses.sum(dim=0) / num_tokens.sum().clamp(min=1)
     num_tokens = num_tokens.view(-1, *(1,) * (losses.dim() - 1))
     share = num_tokens / (num_tokens + _SHRUNK_TOKENS)

@@ -1,9 +1,7 @@
-"""Partial hidden states of the tokens on which predictors are judged, and the scores that the next routers give them.
+"""Partial hidden states on held-out tokens, and the next routers' scores of them.
 
-While a layer waits for missing experts, the runtime predicts the next layer from the hidden state to which only
-resident experts were added (`moe_pack.runtime.offload.prefetch`, "partial"). A profile knows no budget: it takes the
-more popular half of each layer's experts as resident.
-
+The runtime predicts the next layer from the hidden state to which only resident experts were added ("partial" in
+`runtime.offload.prefetch`). A profile knows no budget: the more popular half of each layer's experts is resident.
 Source:  Importance-Driven Expert Scheduling §5.2.
 """
 
@@ -21,11 +19,10 @@ from moe_pack.runtime import model
 
 
 class PartialStates:
-    """Partial hidden states in files `partial-*` in `folder`, layer by layer: `begin`, `add` for each output, `end`.
+    """Keeps partial hidden states in files `partial-*`, layer by layer: `begin`, `add` for each output, `end`.
 
-    `scores` is called in the next layer. The files stay until the profile is finished, so that a killed pass continues.
-    Args:    num_held_out_tokens: of the pass, from the end; experts are popular by the other tokens.
-             results: of the pass.
+    The files stay until the profile is finished, so that a killed pass continues.
+    Args:    num_held_out_tokens: from the end of the pass; popularity comes from the other tokens.
     """
 
     def __init__(
@@ -127,9 +124,8 @@ class PartialStates:
 
 
 def resident_half(experts: Tensor, num_experts: int) -> forward.Array:
-    """Returns which experts are of the more popular half of a layer, bool [E]; with an odd number, one more than half.
-
-    The lower one of equally popular experts is more popular. The choices are int64 [T, k].
+    """Returns which experts are in the more popular half, rounded up, by choices int64 [T, k]: bool [E]; equal ones by
+    index.
     """
     counts = np.bincount(experts.numpy().ravel(), minlength=num_experts)
     is_resident: forward.Array = np.zeros(num_experts, bool)

@@ -1,17 +1,9 @@
 """Predictors of a MoE layer's experts and neurons: training, and their recall and precision on held-out tokens.
 
-`predict_layer` judges every predictor on the inputs of two successive MoE layers and the routes of all tokens:
-popularity, path statistics (EdgeMoE), the next router on this layer's input (CORM) and on a partial hidden state
-(Importance-Driven Expert Scheduling, whose scores `PartialStates` computes), a learned network (FloE), and for
-neurons the next layer's selector on this layer's input (FloE, CORM). Every figure is on held-out tokens.
-
-`train` trains FloE's network, `moe_pack.runtime.offload.Predictor`, for one MoE layer: one layer of weights (about 32K
-parameters for d = 4096 and E = 8) or two (up to 2M). It is trained in float32 and stored with bfloat16 weights, and all
-scores are those of the stored weights. Loss, width and schedule, which the paper leaves open, were chosen by recall on
-held-out text.
-
-`InputFiles` keeps the inputs of MoE layers in files, because predictors and cosines need two layers at once: all tokens
-of the last layer, and for predictors some sequences of every layer.
+`predict_layer` judges popularity, path statistics (EdgeMoE), the next router on this layer's input (CORM) and on a
+partial hidden state (Importance-Driven Expert Scheduling), a learned network (FloE), and for neurons the next layer's
+selector on this layer's input (FloE, CORM). `train` trains FloE's network in float32; scores are those of its stored
+bfloat16 weights. `InputFiles` keeps the inputs of MoE layers in files.
 """
 
 import math
@@ -67,9 +59,8 @@ def mask_counts(predicted: Tensor, actual: Tensor) -> MaskCounts:
 
 
 def recall_precision(scores: Tensor, actual: Tensor, num_predicted: int) -> tuple[float, float]:
-    """Returns recall and precision of predicting the `num_predicted` experts of each token with the largest scores.
-
-    They are equal if `num_predicted` is k, and 1 without tokens. The lower index of equal scores is predicted.
+    """Returns recall and precision of the `num_predicted` largest scores of each token; 1 without tokens; ties by
+    index.
     """
     # A stable sort keeps the lower index first among equals; topk promises no order.
     best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :num_predicted]
@@ -108,7 +99,7 @@ class MLPShape:
 def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
     """Returns the smaller and the larger predictor for hidden states of size d (FloE §3.3.1: 32K and 2M parameters).
 
-    The larger has the largest multiple of 8 hidden units that 2,000,000 parameters allow, at least 8, at most 512.
+    The larger has the most hidden units that 2,000,000 parameters allow: a multiple of 8 from 8 to 512.
     """
     allowed = (MAX_PARAMETERS - num_experts) // (d + (offload.MAX_PREVIOUS + 1) * num_experts + 1)
     return MLPShape(1, 0), MLPShape(2, max(8, min(MAX_HIDDEN, allowed) // 8 * 8))
@@ -142,18 +133,16 @@ def train(
 ) -> offload.Predictor:
     """Trains a predictor of the experts of one MoE layer.
 
-    Meaning: x is standardised by the mean and scale of its columns. Adam with a cosine schedule lowers the binary cross
-             entropy of the experts' logits, minibatch by minibatch. The last eighth of the tokens validates: the epoch
-             with the best recall of k experts there is kept, of equals the one with the least loss. Epoch 0 is
-             popularity: biases start at each expert's log-odds, the last layer's weights at 0. In the end mean and
-             scale are folded into the first layer. If there are fewer than 8 tokens, all are learned from and validate.
-             The same arguments, machine and number of threads give the same bits; the global random state is not used.
-    Args:    x: float32 [T, d]; may be mapped from a file: only minibatches and blocks of it are copied.
-             previous: int64 [T, P, k'], P 1 or 2, as for `Predictor.scores`.   targets: int64 [T, k].
+    Meaning: x is standardised by column. Adam with a cosine schedule lowers the binary cross entropy of the experts'
+             logits. The last eighth of the tokens validates (all tokens if there are fewer than 8): the epoch with the
+             best recall of k experts is kept, of equals the one with the least loss. Epoch 0 is popularity: biases are
+             each expert's log-odds, the last layer's weights 0. Mean and scale are folded into the first layer. The
+             same arguments, machine and number of threads give the same bits.
+    Args:    x: float32 [T, d]; may be mapped from a file.   previous: int64 [T, P, k'], P 1 or 2.   targets: int64 [T,
+             k].
     Raises:  RunError if there are no tokens, or if x is not finite.
-    Source:  FloE §3.3.1, which leaves loss and training open. On two small Mixtrals with 8192 tokens each, softmax
-             cross entropy over the k chosen experts had 0.015 (one layer) and 0.006 (two) less recall on held-out text
-             than this loss, and keeping the epoch of least loss had 0.0015 less than keeping that of best recall.
+    Source:  FloE §3.3.1, which leaves loss and training open. On two small Mixtrals (8192 tokens each), softmax cross
+             entropy had 0.015 (one layer) and 0.006 (two) less recall, and keeping the epoch of least loss 0.0015 less.
     """
     assert len(x) == len(previous) == len(targets), "as many routes as hidden states"
     if not len(x):
@@ -189,10 +178,10 @@ def standard_of(x: Tensor) -> Standard:
 
 
 def folded(layers: list[Tensor], standard: Standard, num_experts: int) -> offload.Predictor:
-    """Returns the predictor that gives for x what these layers give for `standard.of(x)`, up to bfloat16 weights.
+    """Returns the predictor that gives for x the outputs of `layers` for `standard.of(x)`, up to bfloat16 weights.
 
-    Args:    layers: float32: the first layer's x weights [h, d], route weights [h, P E] and bias [h]; then, with two
-             layers, the second's weights [E, h] and bias [E].
+    Args:    layers: float32: x weights [h, d], route weights [h, P E], bias [h]; then, with two layers, weights [E, h]
+             and bias [E].
     """
     x_weight = (layers[0] / standard.scale).bfloat16()
     # With the rounded weights, so that a large mean cancels fully, and in float64, because it may be large.
@@ -226,8 +215,6 @@ class Adam:
 
 
 class _Trainer:
-    """The training of one predictor: its tokens, their routes, and its layers."""
-
     def __init__(
         self,
         x: Tensor,
@@ -253,7 +240,7 @@ class _Trainer:
         self._rate = 0.002 if shape.num_layers == 2 else 0.01 * min(1.0, 256 / num_inputs)
 
     def train(self) -> offload.Predictor:
-        """Learns until epochs or patience are used up; returns the predictor of the best epoch, as it is stored."""
+        """Returns the predictor of the best epoch."""
         adam = Adam(self._layers)
         best_result, best_epoch, best = self._validate(), 0, _copies(self._layers)
         for epoch in range(1, self._training.max_epochs + 1):
@@ -280,7 +267,6 @@ class _Trainer:
         return [layer.requires_grad_() for layer in layers]
 
     def _learn(self, adam: Adam, epoch: int) -> None:
-        """Learns from every token once, in random order."""
         x, previous, targets = self._learned
         order = torch.randperm(len(x), generator=self._generator)
         batches = torch.split(order, min(self._training.batch_tokens, max(16, len(x) // 32)))
@@ -311,7 +297,6 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _in_blocks(layers: list[Tensor], x: Tensor, previous: Tensor, num_experts: int, standard: Standard) -> Tensor:
-    """Returns `network_logits`, computed in blocks of tokens: float32 [T, E]."""
     blocks = zip(torch.split(x, BLOCK_TOKENS), torch.split(previous, BLOCK_TOKENS), strict=True)
     return torch.cat(
         [
@@ -389,7 +374,7 @@ def predict_layer(
 
     Args:    layer_idx: of the MoE layer, 1 or more.   history: at most two layers before it, then the layer itself.
              paths: not learned from held-out tokens.   thresholds: float32 [E, kinds, sparsities], on abs(a).
-             partial_scores: float32 [T, E] of the tokens to judge on, as `PartialStates.scores` gives them.
+             partial_scores: float32 [T, E] of the judged tokens.
     """
     before, own = history[:-1], history[-1]
     x, learned = before[-1].learned, torch.stack([layer.learned_routes for layer in before], dim=1)  # [T, P, k]
@@ -419,7 +404,7 @@ def predict_layer(
 def judge_by_routes(layer_idx: int, paths: offload.PathStatistics, history: list[Tensor]) -> forward.Array:
     """Returns the recalls of popularity and of path statistics, float32 [2, 3] as in `LayerPredictors.experts`.
 
-    Args:    history: the routes int64 [T, k] of at most two layers before the MoE layer, then of the layer itself.
+    Args:    history: the routes int64 [T, k] of at most two layers before, then of the layer itself.
     """
     *before, own = history
     previous = torch.stack(before, dim=1).numpy()
@@ -427,7 +412,7 @@ def judge_by_routes(layer_idx: int, paths: offload.PathStatistics, history: list
 
 
 def _scores_by_routes(layer_idx: int, paths: offload.PathStatistics, previous: forward.Array) -> tuple[Tensor, Tensor]:
-    """Returns the scores [T, E] of popularity and of path statistics, from the routes [T, P, k] before."""
+    """Returns the scores [T, E] of popularity and of path statistics after the routes [T, P, k]."""
     shares = np.tile(paths.popularity[layer_idx].astype(np.float32), (len(previous), 1))
     likely, _ = paths.predict(layer_idx, previous)
     return torch.from_numpy(shares), torch.from_numpy(likely)
