@@ -32,9 +32,7 @@ if TYPE_CHECKING:
         stack_of,
         stack_tokens,
     )
-    from moe_pack.calib.forward.shared import (
-        in_order,
-    )
+    from moe_pack.calib.forward.shared import in_order
     from moe_pack.calib.forward.store import (
         PROFILE_FILE,
         Array,

@@ -183,8 +183,7 @@ class _Run:
         )
         layers = range(states.next_layer, self._spec.num_hidden_layers)
         with self._stage(
-            "statistics",
-            lambda: self._statistics_cost(costs.Trial(self._weights, states), layers).stage("statistics"),
+            "statistics", lambda: self._statistics_cost(costs.Trial(self._weights, states), layers).stage("statistics")
         ):
             for layer in layers:
                 with self._results.step(f"statistics-{layer:03d}"):

@@ -236,11 +236,7 @@ _BLOCK_ROWS = 32  # rows rounded between two products that carry their errors on
 
 
 def gptq_rows(
-    part: PartFormat,
-    weights: Tensor,
-    hessian: Tensor,
-    share: float = LEAST_DAMPING,
-    repeated: Sequence[int] = (),
+    part: PartFormat, weights: Tensor, hessian: Tensor, share: float = LEAST_DAMPING, repeated: Sequence[int] = ()
 ) -> Tensor:
     """Quantizes rows one after another, by falling diagonal of the Hessian; repeated rows first.
 

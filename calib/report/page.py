@@ -150,10 +150,7 @@ def _groups_text(part: plans.PartFormat) -> str:
 def _sparsity(losses: Losses) -> tuple[Curve, ...]:
     lost = losses.sparse.sum(axis=(0, 1))  # [kinds, sparsities]
     return tuple(
-        Curve(
-            f"select by {kind}",
-            tuple(Point(s, kl, "") for s, kl in zip(losses.sparsities, row, strict=True) if s),
-        )
+        Curve(f"select by {kind}", tuple(Point(s, kl, "") for s, kl in zip(losses.sparsities, row, strict=True) if s))
         for kind, row in zip(losses.kinds, lost.tolist(), strict=True)
     )
 

@@ -35,9 +35,7 @@ class MaskCounts:
     def __add__(self, other: "MaskCounts") -> "MaskCounts":
         """Returns the counts of both blocks together."""
         return MaskCounts(
-            self.num_both + other.num_both,
-            self.num_predicted + other.num_predicted,
-            self.num_actual + other.num_actual,
+            self.num_both + other.num_both, self.num_predicted + other.num_predicted, self.num_actual + other.num_actual
         )
 
     @property

@@ -354,14 +354,8 @@ def test_a_json_line_that_is_unfit_is_refused_by_its_number(tmp_path: Path) -> N
     for number, (line, fault) in enumerate(
         [
             (b'{"text": "\xe9"}', "found 0xe9 at byte 10, expected UTF-8 text; convert the file with iconv"),
-            (
-                b'{"text": "A"',
-                "not valid JSON (Expecting ',' delimiter, column 13); expected one object on each line",
-            ),
-            (
-                b"[",
-                "not valid JSON (Expecting value, column 2); expected one object on each line",
-            ),
+            (b'{"text": "A"', "not valid JSON (Expecting ',' delimiter, column 13); expected one object on each line"),
+            (b"[", "not valid JSON (Expecting value, column 2); expected one object on each line"),
             (b'["A"]', "found ['A'], expected one object on each line"),
             (b'{"body": "A", "n": 1}', f"{NO_FIELD}, found 'body', 'n'; {NAME_IT}"),
             (b"{}", f"{NO_FIELD}, found none; {NAME_IT}"),

@@ -8,13 +8,7 @@ import torch
 from support.cases import case
 from torch import Tensor
 
-from moe_pack.calib.quantize import (
-    Calibration,
-    ExpertLoss,
-    ExpertQuantizer,
-    ExpertTokens,
-    GuardedQuantizer,
-)
+from moe_pack.calib.quantize import Calibration, ExpertLoss, ExpertQuantizer, ExpertTokens, GuardedQuantizer
 from moe_pack.calib.quantize.gptq import damping, square_quantizer
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, PartFormat, part_format, trellis_format
 from moe_pack.formats.pack.codecs import decode_part

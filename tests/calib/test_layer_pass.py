@@ -14,14 +14,7 @@ from torch import Tensor
 from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences, layers
 from moe_pack.calib.forward.layers import Beginning
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import (
-    CheckpointWeights,
-    EncoderDecoder,
-    Weights,
-    embed,
-    head,
-    run_expert,
-)
+from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, Weights, embed, head, run_expert
 
 S, N = 24, 3
 CPU = torch.device("cpu")

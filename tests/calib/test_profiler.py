@@ -13,16 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.families import Tiny, write
 from support.models import Tensors, TinyMixtral
-from support.profiles import (
-    QUICK,
-    SMALLEST,
-    Recorder,
-    StoppedError,
-    StopsBefore,
-    folder_bytes,
-    profiled,
-    random_tokens,
-)
+from support.profiles import QUICK, SMALLEST, Recorder, StoppedError, StopsBefore, folder_bytes, profiled, random_tokens
 
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.calib.statistics import QUANTILE_LEVELS

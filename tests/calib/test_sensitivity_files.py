@@ -29,9 +29,7 @@ class HiddenFiles(Recorder):
 
 
 @pytest.mark.slow
-def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stage(
-    tmp_path: Path,
-) -> None:
+def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stage(tmp_path: Path) -> None:
     """As a run leaves them that is killed after its last file of statistics, before it removes its hidden states."""
     checkpoint, text = Checkpoint(SMALLEST.write(tmp_path / "m")), random_tokens(1, 16, SMALLEST.vocab_size)
     options = ProfileOptions(keeps_inputs=False)

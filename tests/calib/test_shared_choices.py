@@ -16,15 +16,7 @@ from moe_pack.calib.sensitivity.errors import Rounding, plainly_rounded
 from moe_pack.calib.statistics import PartialStates, Shares, measure_layer, partial
 from moe_pack.formats import ROW_GROUP
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import (
-    CheckpointWeights,
-    Decoder,
-    Expert,
-    NeuronBlock,
-    embed,
-    head,
-    router_scores,
-)
+from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, NeuronBlock, embed, head, router_scores
 
 CPU = torch.device("cpu")
 S, N = 21, 4  # no multiple of 8: the last byte of a token's choice has bits to spare

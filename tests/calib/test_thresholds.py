@@ -207,10 +207,7 @@ def test_an_impossible_rule_is_refused(packed: Path) -> None:
     for rule, message in [
         (ThresholdRule(), "--sparsity, --theta: give exactly one of the two"),
         (ThresholdRule(0.5, 0.5), "--sparsity, --theta: give exactly one of the two"),
-        (
-            ThresholdRule(planned=((0.5, 1.0),)),
-            "planned sparsity: found 1.0, expected at least 0 and less than 1",
-        ),
+        (ThresholdRule(planned=((0.5, 1.0),)), "planned sparsity: found 1.0, expected at least 0 and less than 1"),
         (ThresholdRule(sparsity=1.0), "--sparsity: found 1.0, expected a share of at least 0 and less than 1"),
         (ThresholdRule(theta=float("inf")), "--theta: found inf, expected at least 0 and less than 1e30"),
     ]:
