@@ -4,7 +4,6 @@ The pack runs as it is stored, layer by layer. The source is a compact `Referenc
 runs on the same text and is compared over the whole vocabulary.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,53 +14,15 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.calib import forward
+from moe_pack.calib.evaluate import reference as compact
 from moe_pack.calib.evaluate.model_pass import ModelPass
-from moe_pack.calib.evaluate.reference import (
-    Reference,
-    block_sums,
-    check_reference,
-    distances,
-    exponential,
-    kept_outcomes,
-    mean,
-    next_log_probs,
-    noise_floor,
-    num_kept,
-    seeded,
-    whole_divergence,
-)
+from moe_pack.calib.evaluate.reference import Reference
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import model, quality
 
 _WORK_FOLDER = "quality.work"
 
-Sums = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SourceLosses:
-    """Sums over blocks for the figures of `SourceQuality`, float64 [B] each."""
-
-    source: str
-    is_exact: bool
-    num_outcomes: int
-    noise_floor: float
-    nll: Sums  # of the source, in nats
-    kl: Sums
-    kl_bound: Sums
-    agreeing: Sums
-    source_tail: Sums
-    pack_tail: Sums
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _BlockLosses:
-    """Sums over blocks of consecutive predicted tokens."""
-
-    num_tokens: NDArray[np.int64]  # of each block
-    nll: Sums  # float64 [B], in nats
-    sparsity: float | None
-    against: SourceLosses | None
+Sums = NDArray[np.float64]  # over blocks of consecutive predicted tokens, [B]
 
 
 def evaluate(
@@ -95,19 +56,18 @@ def evaluate(
             comparison = _Source(reference, tokens, store, progress, where)
         elif reference is not None:
             comparison = _KeptReference(reference, where)
-        losses = _losses(packed, tokens, comparison, source, progress)
-    num_sequences, S = tokens.sequences.shape
-    return quality.Quality(
-        tokens.name,
-        tokens.sha256,
-        num_sequences,
-        S,
-        int(losses.num_tokens.sum()),
-        pack.manifest.totals.content,
-        losses.sparsity,
-        exponential(mean(losses.nll, losses.num_tokens)),
-        None if losses.against is None else _source_quality(losses, losses.against),
-    )
+        nll, compared = _losses(packed, tokens, comparison, progress)
+        number = compact.block_sums(np.ones(packed.predicted[:, 1:].size)).astype(np.int64)  # tokens of each block
+        return quality.Quality(
+            tokens.name,
+            tokens.sha256,
+            *tokens.sequences.shape,
+            int(number.sum()),
+            pack.manifest.totals.content,
+            packed.sparsity().overall,
+            compact.exponential(compact.mean(nll, number)),
+            None if comparison is None else _source_quality(source, comparison, nll, compared, number),
+        )
 
 
 def check_source(pack: formats.Pack, checkpoint: Checkpoint) -> str:
@@ -127,7 +87,7 @@ def _source_of(pack: formats.Pack, tokens: forward.Tokens, reference: Reference 
     if reference is None:
         return ""
     source = forward.packed_source_digest(pack)
-    check_reference(reference, tokens, source, "--against")
+    compact.check_reference(reference, tokens, source, "--against")
     return source
 
 
@@ -159,7 +119,7 @@ class _KeptReference:
     def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
         expected = self._reference.outcomes(number, rows, self._device)
         nll = -torch.from_numpy(self._reference.next_log_probs[number, rows]).to(self._device)
-        measured = distances(expected, log_probs)
+        measured = compact.distances(expected, log_probs)
         agreeing = log_probs.argmax(dim=1) == expected.ids[:, 0]
         return _stack(nll, measured.estimate, measured.bound, agreeing, expected.log_tail.double().exp(), measured.tail)
 
@@ -175,65 +135,63 @@ class _Source:
         progress: formats.Progress,
         device: torch.device,
     ) -> None:
-        self.num_outcomes, _ = num_kept(checkpoint.spec.vocab_size)
+        self.num_outcomes, _ = compact.num_kept(checkpoint.spec.vocab_size)
         weights = forward.LayerwiseWeights(model.CheckpointWeights(checkpoint, device))
         self._pass = ModelPass(weights, tokens, store, "source", device, with_twin=True)
         self._pass.run("predictions of the source", progress)
 
     def noise_floor(self) -> float:
-        return noise_floor(self._pass)
+        return compact.noise_floor(self._pass)
 
     def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
         expected = self._pass.predictions(number, rows)
-        outcomes = kept_outcomes(expected, seeded(number))
-        measured = distances(outcomes, log_probs)
+        outcomes = compact.kept_outcomes(expected, torch.Generator().manual_seed(number))
+        measured = compact.distances(outcomes, log_probs)
         agreeing = log_probs.argmax(dim=1) == expected.argmax(dim=1)
-        nll, kl = -next_log_probs(expected, sequence, rows), whole_divergence(expected, log_probs)
+        nll, kl = -compact.next_log_probs(expected, sequence, rows), compact.whole_divergence(expected, log_probs)
         return _stack(nll, kl, measured.bound, agreeing, outcomes.log_tail.double().exp(), measured.tail)
 
 
 def _stack(*losses: Tensor) -> Tensor:
-    """Stacks losses in the order of the sums of `SourceLosses`: float64 [6, n]."""
+    """Stacks losses in the order of `_source_quality`: float64 [6, n]."""
     return torch.stack([loss.double() for loss in losses])
 
 
 @torch.inference_mode()
 def _losses(
-    packed: ModelPass, tokens: forward.Tokens, comparison: _Comparison | None, source: str, progress: formats.Progress
-) -> _BlockLosses:
+    packed: ModelPass, tokens: forward.Tokens, comparison: _Comparison | None, progress: formats.Progress
+) -> tuple[Sums, list[Sums]]:
+    """Returns the pack's losses in nats and the results of `compare`, summed over blocks."""
     cost = packed.prediction_cost() * (2 if comparison is not None and comparison.is_exact else 1)
     progress.begin(cost.stage("predictions"))
     nll, compared = [], []
     for number, sequence in enumerate(packed.predicted):
         for rows in packed.pieces():
             log_probs = packed.predictions(number, rows)
-            nll.append(-next_log_probs(log_probs, sequence, rows).double())
+            nll.append(-compact.next_log_probs(log_probs, sequence, rows).double())
             if comparison is not None:
                 compared.append(comparison.compare(number, rows, log_probs, sequence))
         progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
-    against = None
-    if comparison is not None:
-        sums = [block_sums(losses.cpu().numpy()) for losses in torch.cat(compared, dim=1)]
-        against = SourceLosses(source, comparison.is_exact, comparison.num_outcomes, comparison.noise_floor(), *sums)
     progress.end()
-    likelihood_losses = torch.cat(nll).cpu().numpy()
-    num_tokens = block_sums(np.ones(len(likelihood_losses))).astype(np.int64)
-    return _BlockLosses(num_tokens, block_sums(likelihood_losses), packed.sparsity().overall, against)
+    by_kind = torch.cat(compared, dim=1) if compared else ()
+    return compact.block_sums(torch.cat(nll).cpu().numpy()), [compact.block_sums(row.cpu().numpy()) for row in by_kind]
 
 
-def _source_quality(losses: _BlockLosses, against: SourceLosses) -> quality.SourceQuality:
-    number = losses.num_tokens
-    total = int(number.sum())
+def _source_quality(
+    source: str, comparison: _Comparison, nll: Sums, compared: list[Sums], num_tokens: NDArray[np.int64]
+) -> quality.SourceQuality:
+    source_nll, kl, kl_bound, agreeing, source_tail, pack_tail = compared
+    total = int(num_tokens.sum())
     return quality.SourceQuality(
-        source=against.source,
-        is_exact=against.is_exact,
-        num_outcomes=against.num_outcomes,
-        kl=mean(against.kl, number),
-        kl_bound=mean(against.kl_bound, number),
-        noise_floor=against.noise_floor,
-        source_perplexity=exponential(mean(against.nll, number)),
-        perplexity_increase=exponential(mean(losses.nll - against.nll, number), less=1.0),
-        agreement=mean(against.agreeing, number),
-        source_tail=float(against.source_tail.sum()) / total,
-        pack_tail=float(against.pack_tail.sum()) / total,
+        source=source,
+        is_exact=comparison.is_exact,
+        num_outcomes=comparison.num_outcomes,
+        kl=compact.mean(kl, num_tokens),
+        kl_bound=compact.mean(kl_bound, num_tokens),
+        noise_floor=comparison.noise_floor(),
+        source_perplexity=compact.exponential(compact.mean(source_nll, num_tokens)),
+        perplexity_increase=compact.exponential(compact.mean(nll - source_nll, num_tokens), less=1.0),
+        agreement=compact.mean(agreeing, num_tokens),
+        source_tail=float(source_tail.sum()) / total,
+        pack_tail=float(pack_tail.sum()) / total,
     )

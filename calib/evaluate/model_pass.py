@@ -134,16 +134,22 @@ class ModelPass:
 
     def _layer(self, tokens: forward.LayerTokens, layer: int, progress: commands.Progress) -> dict[str, forward.Array]:
         """Runs a layer's routed experts; returns dropped neurons and tokens, int64 [E] each."""
-        layer_idx, one = self._spec.moe_layers.index(layer), sensitivity.expert_multiplications(self._spec)
+        layer_idx = self._spec.moe_layers.index(layer)
         dropped, number = (np.zeros(self._spec.router.num_experts, np.int64) for _ in range(2))
         for expert in range(self._spec.router.num_experts):
-            threshold, place = self._weights.threshold(layer_idx, expert), f"layer {layer} expert {expert}"
-
-            def on_tokens(num_tokens: int, place: str = place) -> None:
-                progress.advance(one * num_tokens, place)
-
-            token_idx, left = forward.run_counted(
-                self._states, tokens, self._weights, (layer_idx, expert), threshold, on_tokens
-            )
+            threshold = self._weights.threshold(layer_idx, expert)
+            token_idx, left = self._counted(tokens, layer_idx, expert, threshold, progress)
             dropped[expert], number[expert] = int(left.sum()), len(token_idx)
         return {"dropped": dropped, "tokens": number}
+
+    def _counted(
+        self, tokens: forward.LayerTokens, layer_idx: int, expert: int, threshold: float, progress: commands.Progress
+    ) -> tuple[Tensor, Tensor]:
+        """Adds an expert's outputs and shows it; returns as `forward.run_counted`."""
+        one = sensitivity.expert_multiplications(self._spec)
+        place, number = f"layer {self._spec.moe_layers[layer_idx]} expert {expert}", (layer_idx, expert)
+
+        def on_tokens(num_tokens: int) -> None:
+            progress.advance(one * num_tokens, place)
+
+        return forward.run_counted(self._states, tokens, self._weights, number, threshold, on_tokens)

@@ -37,9 +37,7 @@ from moe_pack.runtime.quality import Estimate
 
 BLOCK_TOKENS = 128
 _NORMAL = 1.959963984540054  # the 97.5% quantile of the normal distribution
-_MOST_LOG = (
-    700.0  # the largest argument of exp(): beyond it, a perplexity is practically infinite, which JSON cannot say
-)
+_MOST_LOG = 700.0  # the largest argument of exp(): beyond it, a perplexity is infinite in practice, unlike in JSON
 
 
 def block_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -126,8 +124,7 @@ def num_kept(vocab_size: int) -> tuple[int, int]:
 def kept_outcomes(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
     """Returns the kept part of log-probabilities, float32 [n, V]; `generator`, on the CPU, draws from the tail."""
     pieces = [_kept(piece, generator) for piece in torch.split(log_probs, _ROWS_AT_ONCE)]
-    names = ("ids", "log_probs", "log_tail", "drawn_ids", "drawn_log_probs")
-    return Outcomes(*(torch.cat([getattr(piece, name) for piece in pieces]) for name in names))
+    return Outcomes(*(torch.cat([getattr(piece, name) for piece in pieces]) for name in _OUTCOMES))
 
 
 def distances(expected: Outcomes, log_probs: Tensor) -> Distances:
@@ -137,7 +134,7 @@ def distances(expected: Outcomes, log_probs: Tensor) -> Distances:
         rows = slice(start, start + _ROWS_AT_ONCE)
         found, ids = log_probs[rows], expected.ids[rows]
         top = _terms(expected.log_probs[rows], found.gather(1, ids)).sum(dim=1, dtype=torch.float64)
-        log_tail = _without(found, ids).logsumexp(dim=1)
+        log_tail = found.scatter(1, ids, -torch.inf).logsumexp(dim=1)
         tops.append(top)
         tails.append(log_tail.double().exp())
         if found.shape[1] > ids.shape[1]:
@@ -160,7 +157,7 @@ def whole_divergence(expected: Tensor, found: Tensor) -> Tensor:
 def _kept(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
     number, drawn = num_kept(log_probs.shape[1])
     likeliest = log_probs.topk(number, dim=1)
-    others = _without(log_probs, likeliest.indices)
+    others = log_probs.scatter(1, likeliest.indices, -torch.inf)
     drawn_ids = likeliest.indices[:, :0]
     if drawn:
         # softmax scales a tail of little mass up, so that it is not all zeros
@@ -169,11 +166,6 @@ def _kept(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
     return Outcomes(
         likeliest.indices, likeliest.values, others.logsumexp(dim=1), drawn_ids, log_probs.gather(1, drawn_ids)
     )
-
-
-def _without(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Gives these tokens probability 0."""
-    return log_probs.scatter(1, ids, -torch.inf)
 
 
 def _terms(expected: Tensor, found: Tensor) -> Tensor:
@@ -190,14 +182,8 @@ _WORK_FOLDER = "reference.work"
 _MAX_FACTS_BYTES = 1 << 16
 _ROUNDING = 1e-3  # the most by which the log of a probability may be above 0
 # The arrays of a prediction, and the dtypes in the file.
-_KEPT = {
-    "ids": "U32",
-    "log_probs": "F32",
-    "log_tail": "F32",
-    "drawn_ids": "U32",
-    "drawn_log_probs": "F32",
-    "next_log_probs": "F32",
-}
+_OUTCOMES = {"ids": "U32", "log_probs": "F32", "log_tail": "F32", "drawn_ids": "U32", "drawn_log_probs": "F32"}
+_KEPT = {**_OUTCOMES, "next_log_probs": "F32"}
 _NUMPY = {"U32": "<u4", "F32": "<f4"}
 
 
@@ -245,14 +231,9 @@ class Reference:
 
     def outcomes(self, number: int, rows: slice, device: torch.device) -> Outcomes:
         """Returns the outcomes of some predictions of a sequence."""
-        ids, drawn_ids = (
-            torch.from_numpy(array[number, rows].astype(np.int64)) for array in (self.ids, self.drawn_ids)
-        )
-        log_probs, log_tail, drawn = (
-            torch.from_numpy(array[number, rows]).to(device)
-            for array in (self.log_probs, self.log_tail, self.drawn_log_probs)
-        )
-        return Outcomes(ids.to(device), log_probs, log_tail, drawn_ids.to(device), drawn)
+        rows_of = {name: getattr(self, name)[number, rows] for name in _OUTCOMES}
+        rows_of |= {name: rows_of[name].astype(np.int64) for name in ("ids", "drawn_ids")}
+        return Outcomes(**{name: torch.from_numpy(array).to(device) for name, array in rows_of.items()})
 
 
 def make_reference(
@@ -280,9 +261,8 @@ def make_reference(
             raise formats.ConversionError(
                 f"{folder}: this folder has a reference of another model or text; give another one, or remove it"
             )
-    facts = {"source": source, "text": tokens.sha256}
     where = device or torch.device("cpu")
-    with forward.work_store(folder / _WORK_FOLDER, facts) as store:
+    with forward.work_store(folder / _WORK_FOLDER, {"source": source, "text": tokens.sha256}) as store:
         weights = forward.LayerwiseWeights(CheckpointWeights(checkpoint, where))
         source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
         source_pass.run("predictions of the source", progress)
@@ -306,13 +286,8 @@ def check_reference(reference: Reference, tokens: forward.Tokens, source: str, p
 @torch.inference_mode()
 def noise_floor(source_pass: ModelPass) -> float:
     """Returns the mean KL in nats of a pass's twin from its first sequence."""
-    twin = source_pass.num_sequences
-    kl = torch.cat(
-        [
-            whole_divergence(source_pass.predictions(0, rows), source_pass.predictions(twin, rows))
-            for rows in source_pass.pieces()
-        ]
-    )
+    twin, predictions = source_pass.num_sequences, source_pass.predictions
+    kl = torch.cat([whole_divergence(predictions(0, rows), predictions(twin, rows)) for rows in source_pass.pieces()])
     return max(float(kl.mean()), 0.0)  # rounding may make a tiny sum negative
 
 
@@ -320,11 +295,6 @@ def next_log_probs(log_probs: Tensor, sequence: forward.Array, rows: slice) -> T
     """Returns the log-probabilities, float32 [n], of the tokens that follow `rows`, from those of all, [n, V]."""
     following = torch.from_numpy(sequence[rows.start + 1 : rows.stop + 1].astype(np.int64)).to(log_probs.device)
     return log_probs.gather(1, following[:, None])[:, 0]
-
-
-def seeded(number: int) -> torch.Generator:
-    """Returns the random generator of a sequence, which is the same in every run."""
-    return torch.Generator().manual_seed(number)
 
 
 @torch.inference_mode()
@@ -335,7 +305,7 @@ def _predicted(
     progress.begin(cost.stage("predictions"))
     kept: dict[str, list[forward.Array]] = {name: [] for name in _KEPT}
     for number in range(facts.num_sequences):
-        generator = seeded(number)
+        generator = torch.Generator().manual_seed(number)
         for rows in source_pass.pieces():
             log_probs = source_pass.predictions(number, rows)
             outcomes = kept_outcomes(log_probs, generator)

@@ -17,7 +17,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,21 +49,25 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int
         with torch.inference_mode():
             return work(item)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // workers))
+    with torch_threads(max(1, torch.get_num_threads() // workers)), ThreadPoolExecutor(workers, "calib") as pool:
+        remaining = iter(items)
+        started = deque(pool.submit(job, item) for item in itertools.islice(remaining, workers + 1))
+        while started:
+            result = started.popleft().result()
+            started.extend(pool.submit(job, item) for item in itertools.islice(remaining, 1))
+            yield result
+            del result
+
+
+@contextmanager
+def torch_threads(number: int | None = None) -> Iterator[None]:
+    """Gives torch this number of threads; None keeps it. Restores the number at the end."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if number is None else number)
     try:
-        with ThreadPoolExecutor(workers, "calib") as pool:
-            remaining = iter(items)
-            started: deque[Future[Result]] = deque(
-                pool.submit(job, item) for item in itertools.islice(remaining, workers + 1)
-            )
-            while started:
-                result = started.popleft().result()
-                started.extend(pool.submit(job, item) for item in itertools.islice(remaining, 1))
-                yield result
-                del result
+        yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 class PassedError(Exception):

@@ -242,9 +242,7 @@ def _num_inputs(spec: formats.ModelSpec, matrix: formats.Matrix) -> int:
 
 
 def read_imatrix(path: Path) -> Imatrix:
-    """Reads an importance file in GGUF format or in the older one; PackError if it is missing, damaged or of another
-    kind.
-    """
+    """Reads an importance file in either format; PackError if it is missing, damaged or of another kind."""
     with formats.RangeReader(path, formats.PackError) as reader:
         if not reader.num_bytes:
             raise formats.PackError(f"{path}: the file is empty; expected an importance file of llama-imatrix")

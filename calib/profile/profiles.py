@@ -203,9 +203,7 @@ class Profile:
         return self.facts.text.num_kept > 0
 
     def inputs(self, layer_idx: int) -> forward.ExpertInputs:
-        """Opens the inputs of the `layer_idx`-th MoE layer's experts; the caller closes them. The digest is checked
-        once.
-        """
+        """Opens the inputs of the `layer_idx`-th MoE layer's experts, to be closed; checks the digest once."""
         name = layer_file("inputs", self.spec.moe_layers[layer_idx])
         if name not in self._checked:
             self._check(name)

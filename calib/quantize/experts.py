@@ -71,13 +71,13 @@ class ExpertTokens:
         judges[_JUDGED_STEP - 1 : num_own : _JUDGED_STEP] = True
         if int(judges.sum()) < _ENOUGH_JUDGED:
             judges[num_own + _JUDGED_STEP - 1 :: _JUDGED_STEP] = True
-        own = int(judges[:num_own].sum())
-        num_others = int(judges.sum()) - own
-        return self._chosen(~judges, self.num_others - num_others), self._chosen(judges, num_others)
+        num_others = int(judges[num_own:].sum())
 
-    def _chosen(self, chosen: Tensor, num_others: int) -> "ExpertTokens":
-        stored = None if self.stored is None else self.stored[chosen]
-        return ExpertTokens(self.inputs[chosen], self.weights[chosen], num_others, stored)
+        def those(chosen: Tensor, num_others: int) -> "ExpertTokens":
+            stored = None if self.stored is None else self.stored[chosen]
+            return ExpertTokens(self.inputs[chosen], self.weights[chosen], num_others, stored)
+
+        return those(~judges, self.num_others - num_others), those(judges, num_others)
 
 
 def usual_repeats(num_neurons: int) -> int:
@@ -187,7 +187,7 @@ class Calibration:
         for columns in column_runs(d):
             hessian = gptq.weighted_hessian(self._tokens.given[:, order[columns]], self._tokens.weights)
             run = gptq.gptq_factor(hessian, damping(self._tokens.weights, len(hessian)))
-            yield gptq.ColumnRun(columns.start, run.importance, run.factor)
+            yield gptq.ColumnRun(columns, run.importance, run.factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,7 +225,7 @@ class MomentCalibration(Calibration):
         for columns in column_runs(len(squares)):
             own = squares[columns]
             mean, share = float(own.mean()), gptq.damping_of(self._moments.num_tokens, len(own))
-            yield gptq.ColumnRun(columns.start, own + (share * mean if mean > 0 else 1.0), torch.eye(len(own)))
+            yield gptq.ColumnRun(columns, own + (share * mean if mean > 0 else 1.0), torch.eye(len(own)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,10 +252,9 @@ class ExpertQuantizer:
     """
 
     def __init__(self, formats: plans.ExpertFormat, calibration: Calibration, hidden_size: int) -> None:
-        parts: list[tuple[specs.Matrix, plans.PartFormat | None]] = [
-            (matrix, formats.of(matrix)) for matrix in specs.MATRICES
-        ]
-        self._parts = {matrix: part for matrix, part in parts if part is not None and not part.keeps_source}
+        parts = {matrix: formats.of(matrix) for matrix in specs.MATRICES}
+        self._parts = {matrix: part for matrix, part in parts.items() if part is not None and not part.keeps_source}
+        self.matrices = tuple(self._parts)  # that are quantized
         self._calibration = calibration
         self._d = hidden_size
         self.repeated: list[int] = []
@@ -264,11 +263,6 @@ class ExpertQuantizer:
             for matrix, part in self._parts.items()
             if not needs_inputs(part)
         }
-
-    @property
-    def matrices(self) -> tuple[specs.Matrix, ...]:
-        """The matrices that are quantized."""
-        return tuple(self._parts)
 
     def encode(self, block: model.NeuronBlock) -> dict[specs.Matrix, Tensor]:
         """Returns the bytes of consecutive neurons, u8 [n, part_bytes] for each matrix that is quantized.

@@ -72,7 +72,7 @@ def damping_of(num_tokens: float, num_columns: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GptqFactor:
-    """The decomposition of a damped Hessian; the target of column j is `w[j] + sum_{i < j} (w[i] - q[i]) factor[i, j]`."""
+    """A damped Hessian, decomposed: the target of column j is `w[j] + sum_{i < j} (w[i] - q[i]) factor[i, j]`."""
 
     factor: Tensor  # float32 [m, m]: upper triangular with ones on its diagonal
     # float32 [m], above 0: the cost of a squared difference from that target. If all later columns stay unrounded, it
@@ -137,19 +137,14 @@ _MOST_GAIN = 2.0
 class ColumnRun:
     """Consecutive columns of a matrix that correct each other's errors and no others."""
 
-    first: int  # of its columns
+    columns: slice  # its place in a row
     importance: Tensor  # float32 [m], of `GptqFactor`
     factor: Tensor  # float32 [m, m], of `GptqFactor`
 
-    @property
-    def columns(self) -> slice:
-        """The run's place in a row."""
-        return slice(self.first, self.first + len(self.importance))
-
 
 def column_gains(weights: Tensor, rounded: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
-    """Returns the factors that make the outputs of rounded rows as large, on average, as those of the weights: [rows,
-    1].
+    """Returns the factors [rows, 1] that make the outputs of rounded rows as large, on average, as those of the
+    weights.
 
     Meaning: `(w H w) / (w H q)`, H of the runs; 1 for a row of zeros. Codes nearest to their targets shrink a row: `w H
              q` is `q H q`, less than `w H w` by the error. Products of three such matrices shrink three times.
@@ -271,9 +266,7 @@ def gptq_rows(
 
 
 def _row_blocks(num_repeated: int, num_rows: int) -> Iterator[tuple[int, int]]:
-    """Yields (first, end) of rows whose scales are found together: second rows after the errors of first ones are
-    known.
-    """
+    """Yields (first, end) of rows whose scales are found together, second rows apart from first ones."""
     bounds = (0, num_repeated, 2 * num_repeated, num_rows)
     for begin, stop in pairwise(bounds):
         for first in range(begin, stop, _BLOCK_ROWS):

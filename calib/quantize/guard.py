@@ -1,11 +1,9 @@
 """The guard: a calibrated expert is judged on tokens that it was not made from, against a plain rounding.
 
 Calibration can lose on directions that were rare in its tokens. Over the judging tokens, with inputs x_t, weights s_t
-and the source's activations h_t:
-
-- a row of gate or up loses `sum_t s_t ((w - q) . x_t)^2`, and each row is taken from the rounding that loses less; - a
-block of down, D rounded to Q, loses `sum_t s_t |h_t D - g_t Q|^2`, with the activations g_t of the stored gate and up,
-and is taken whole.
+and the source's activations h_t, a row of gate or up loses `sum_t s_t ((w - q) . x_t)^2`, and each row is taken from
+the rounding that loses less. A block of down, D rounded to Q, loses `sum_t s_t |h_t D - g_t Q|^2`, with the activations
+g_t of the stored gate and up, and is taken whole.
 
 The plain rounding takes time and rarely wins. Its loss can be expected: the squared error of a row times the mean of
 `s_t x_t^2` over columns, or times `s_t g_t^2`. It is made only where the calibrated rounding loses more than a share of
@@ -15,6 +13,7 @@ Stored weights are judged with the inputs behind stored layers, if known. A step
 miss is made only as far as it helps on the judging tokens.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -79,6 +78,7 @@ class GuardedQuantizer:
         self._function = function
         self._d = self._judging.inputs.shape[1]
         self._quantizer = experts.ExpertQuantizer(formats, self.calibration, self._d)
+        self.matrices = self._quantizer.matrices
         self._is_judged = bool(self._judging.weights.sum(dtype=torch.float64) > 0)
         self._plain = dict.fromkeys(specs.MATRICES, 0)
         self._stored = dict[specs.Matrix, Tensor]()  # gate and up of the block, as a reader finds them
@@ -87,19 +87,13 @@ class GuardedQuantizer:
         self._inherited_outputs = None if self._judging.stored is None else torch.zeros_like(self._judging.inputs)
 
     @property
-    def matrices(self) -> tuple[specs.Matrix, ...]:
-        """The matrices that are quantized."""
-        return self._quantizer.matrices
-
-    @property
     def repeated(self) -> list[int]:
         """The neurons of the last block of down that have a second row, rising."""
         return self._quantizer.repeated
 
     @torch.inference_mode()
     def rows(self, matrix: specs.Matrix, block: model.NeuronBlock, repeats: int = 0) -> Tensor:
-        """Returns the bytes of one matrix of a block: of gate, of up, then of down; `repeats` as in
-        `ExpertQuantizer.rows`.
+        """Returns the bytes of one matrix of a block: of gate, of up, then of down; `repeats` as in `ExpertQuantizer`.
 
         Raises:  UnrepresentableError as that does.
         """
@@ -138,9 +132,13 @@ class GuardedQuantizer:
         assert part is not None
         quantizer = square_quantizer(part, self._d)
         energy = float((x.square().mean(dim=1) * self._judging.weights).sum())
+
+        def row_losses(errors: Tensor) -> Tensor:
+            return (errors @ x.T).square_() @ self._judging.weights
+
         for piece in _pieces(len(weights)):
             exact = weights[piece]
-            losses = self._row_losses(exact - decode_part(part, self._d, rows[piece]))
+            losses = row_losses(exact - decode_part(part, self._d, rows[piece]))
             try:
                 scales = quantizer.scales(exact)
             except UnrepresentableError:
@@ -149,13 +147,10 @@ class GuardedQuantizer:
             if not len(unsure):
                 continue
             plain, rounded = quantizer.encode(exact[unsure], scales[unsure])
-            better = self._row_losses(exact[unsure] - rounded) < losses[unsure]
+            better = row_losses(exact[unsure] - rounded) < losses[unsure]
             rows[piece.start + unsure[better]] = plain[better]
             self._plain[matrix] += int(better.sum())
         return rows
-
-    def _row_losses(self, errors: Tensor) -> Tensor:
-        return (errors @ self._judging.given.T).square_() @ self._judging.weights
 
     def _better_block(self, block: model.NeuronBlock, stored: model.NeuronBlock, rows: Tensor) -> Tensor:
         part, weights, repeated = self._formats.down, self._judging.weights, self.repeated
@@ -206,7 +201,7 @@ class GuardedQuantizer:
         assert up_part is not None and down_part is not None
         second = decode_part(down_part, self._d, encoded["down"][len(block.up) :]) if repeated else None
         for piece in _pieces(len(block.up)):
-            exact = _cut(block, piece)
+            exact = block.mapped(operator.itemgetter(piece))
             down = decode_part(down_part, self._d, encoded["down"][piece])
             for place, neuron in enumerate(repeated):
                 if second is not None and piece.start <= neuron < piece.stop:
@@ -242,29 +237,13 @@ class GuardedQuantizer:
             given = in_source(self._inherited_outputs).to(torch.float64)
             inherited = float(weights @ (given - outputs).square().sum(dim=1)) / total
         shares = torch.where(squares > 0, lost / squares, torch.zeros_like(lost))
-        return ExpertLoss(
-            _rounded(float(weights @ lost) / total),
-            _rounded(float(shares.median())),
-            len(weights),
-            self._plain["gate"],
-            self._plain["up"],
-            self._plain["down"],
-            _rounded(inherited),
+        # Four digits: more would differ from machine to machine.
+        error, median, inherited = (
+            float(f"{value:.4g}") for value in (float(weights @ lost) / total, float(shares.median()), inherited)
         )
-
-
-def _rounded(value: float) -> float:
-    """Returns four digits: more would differ from machine to machine."""
-    return float(f"{value:.4g}")
+        return ExpertLoss(error, median, len(weights), *self._plain.values(), inherited_error=inherited)
 
 
 def _pieces(num_rows: int) -> Iterator[slice]:
     for first in range(0, num_rows, _PIECE_ROWS):
         yield slice(first, min(first + _PIECE_ROWS, num_rows))
-
-
-def _cut(block: model.NeuronBlock, piece: slice) -> model.NeuronBlock:
-    gate, gate_bias, up_bias = (
-        None if values is None else values[piece] for values in (block.gate, block.gate_bias, block.up_bias)
-    )
-    return model.NeuronBlock(gate, block.up[piece], block.down[piece], gate_bias, up_bias)

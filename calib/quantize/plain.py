@@ -143,9 +143,7 @@ def _neighbours(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def representable_pairs(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Returns scales and zeros [groups, 1] whose zeros float16 can represent; narrow groups far from zero become
-    constant.
-    """
+    """Makes narrow groups far from zero constant, whose zeros [groups, 1] float16 cannot represent."""
     lost = (zero.abs() > min(65504, _ZERO_STEPS * (2**width - 1))) | ~torch.isfinite(zero)
     if not lost.any():
         return scale, zero
@@ -237,8 +235,7 @@ _LEAST_SCALE = 2.0**-14  # below float16's normal range a group counts as consta
 
 
 def affine_pairs(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Returns a scale and a zero for every group of some rows, float32 [rows, groups] each, not yet rounded; scales
-    above 0.
+    """Returns a scale above 0 and a zero for every group of some rows, float32 [rows, groups] each, not yet rounded.
 
     Meaning: of `_NUM_SHARES` ranges about the group's middle, each fitted `_NUM_FITS` times, the one with the least sum
              of importance times squared error.
@@ -250,9 +247,7 @@ def affine_pairs(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor
 
 
 def stored_pairs(codec: codecs.Affine, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scales and zeros [rows, groups] as stored; UnrepresentableError for a row with one that overflows
-    float16.
-    """
+    """Returns scales and zeros [rows, groups] as stored; refuses a row with one that overflows float16."""
     scale, zero = codec.load_scales(*codec.store_scales(scale, zero))
     check_representable(scale, zero)
     return scale, zero

@@ -85,8 +85,7 @@ class LayerRotation:
         """Returns rows [n, d] as they are stored; float32 if they are rotated. The bias of down is a row."""
         if self.vectors is None:
             return weights
-        scale = self.vectors.output if matrix == "down" else self.vectors.input
-        return rotated_weights(weights, scale)
+        return rotated_weights(weights, self.vectors.output if matrix == "down" else self.vectors.input)
 
     def source_rows(self, matrix: formats.Matrix, stored: Tensor) -> Tensor:
         """Returns stored rows of a matrix float32 [n, d] in the source's coordinates: undoes `rows`."""

@@ -6,15 +6,16 @@ independent. It judges on other tokens, a few rows of gate and up, and as many o
 in some columns.
 """
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_pack.calib import forward, quantize
+from moe_pack.calib.forward.shared import torch_threads
 from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.parts import specs
@@ -65,22 +66,10 @@ class Rounding:
         """Returns rounded rows, float32 [rows, columns], on their device; the number of columns is a multiple of 64."""
         part, num_cols = plans.part_format(width, self._group, self._scale_bits), weights.shape[1]
         quantizer = quantize.RowQuantizer(part, num_cols, self._quantizer)
-        with _one_thread() if self._quantizer == "hqq" else nullcontext():
+        # One thread, as in conversion. 448 rows of 128 in groups of 16, two busy cores, November 2026: 29 ms with one
+        # thread, 123 to 366 with two.
+        with torch_threads(1 if self._quantizer == "hqq" else None):
             return decode_part(part, num_cols, quantizer.encode(weights.cpu())).to(weights.device)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Gives torch one thread, as conversion does: on blocks this small, more threads take three times as long.
-
-    448 rows of 128 in groups of 16, two busy cores, November 2026: 29 ms with one thread, 123 to 366 with two.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def add_change(
@@ -115,10 +104,8 @@ def mean_square(changes: Tensor, weights: Tensor) -> Tensor:
 
 
 def rounding_squares(rows: Tensor) -> tuple[Tensor, ...]:
-    """Returns the squared errors of plain rounding in each group of 64 columns of rows float32 [n, d], by width [n,
-    groups].
-
-    Errors of 8 bits follow from those of 4 bits as the square of the step.
+    """Returns the squared errors of plain rounding in each group of 64 columns, [n, groups] by width; 8 bits follow
+    from 4.
     """
     coarse = [_group_squares(plainly_rounded(rows, width) - rows) for width in WIDTHS[:-1]]
     return (*coarse, coarse[-1] * (squared_step(WIDTHS[-1]) / squared_step(WIDTHS[-2])))
@@ -173,19 +160,11 @@ def first_neurons(expert: model.Expert, number: int) -> list[model.NeuronBlock]:
     """Returns at most `number` of an expert's neurons, the first ones, in blocks."""
     blocks: list[model.NeuronBlock] = []
     for block in expert.blocks():
-        blocks.append(cut(block, number))
+        blocks.append(block.mapped(operator.itemgetter(slice(number))))
         number -= len(block.up)
         if number <= 0:
             break
     return blocks
-
-
-def cut(block: model.NeuronBlock, number: int) -> model.NeuronBlock:
-    """Returns at most `number` of a block's neurons, the first ones."""
-    gate, gate_bias, up_bias = (
-        None if values is None else values[:number] for values in (block.gate, block.gate_bias, block.up_bias)
-    )
-    return model.NeuronBlock(gate, block.up[:number], block.down[:number], gate_bias, up_bias)
 
 
 def ratios_of_widths(ratios: forward.Array, num_cols: int) -> forward.Array:
@@ -241,12 +220,9 @@ class _RoundedExpert:
 
     def blocks(self) -> Iterator[model.NeuronBlock]:
         for block in self._expert.blocks():
-            gate, up, down = (
-                None if weights is None else self._rounding(weights, self._width)
-                for weights in (block.gate, block.up, block.down)
-            )
-            assert up is not None and down is not None, "every expert has up and down"
-            yield model.NeuronBlock(gate, up, down, block.gate_bias, block.up_bias)
+            gate = None if block.gate is None else self._rounding(block.gate, self._width)
+            up, down = (self._rounding(rows, self._width) for rows in (block.up, block.down))
+            yield replace(block, gate=gate, up=up, down=down)
 
     def down_bias(self) -> Tensor | None:
         return self._expert.down_bias()
@@ -331,8 +307,7 @@ def calibrated_ratios(
     tokens: quantize.ExpertTokens,
     formats: Sequence[plans.PartFormat],
 ) -> Tensor:
-    """Returns the errors of the calibrated quantizer over those of plain rounding at the `base_width`: float32 [3,
-    formats].
+    """Returns the errors [3, formats] of the calibrated quantizer over those of plain rounding at the `base_width`.
 
     Plain rounding's are the geometric mean of those at 2, 3 and 4 bits in proportion to the squared step: at one width
     alone a few weights may decide them. If a format needs inputs, the plain rows of down that it repeats are exact.
@@ -345,7 +320,7 @@ def calibrated_ratios(
         repeats: _step_error([judged.errors(judged.plain(width, repeats, calibration), weights) for width in _STEPS])
         for repeats in {quantize.needs_inputs(part) for part in formats}
     }
-    with _one_thread():
+    with torch_threads(1):
         found = {part: judged.errors(judged.rounded(part, calibration), weights) for part in measured_formats(formats)}
     return torch.stack(
         [
@@ -412,14 +387,10 @@ class _Judged:
     def of(cls, expert: model.Expert, function: specs.NeuronFunction, x: Tensor) -> "_Judged":
         whole = joined(first_neurons(expert, quantize.BLOCK_NEURONS))
         num_neurons, num_cols = whole.up.shape
-        few = cut(whole, judged_rows(num_cols, num_neurons))
-        columns = judged_columns(num_cols, num_neurons)
-        narrow = model.NeuronBlock(
-            whole.gate, whole.up, whole.down[:, :columns].contiguous(), whole.gate_bias, whole.up_bias
-        )
-        return cls(
-            x, function, few, model.activations(x, few, function), narrow, model.activations(x, narrow, function)
-        )
+        few = whole.mapped(operator.itemgetter(slice(judged_rows(num_cols, num_neurons))))
+        narrow = replace(whole, down=whole.down[:, : judged_columns(num_cols, num_neurons)].contiguous())
+        few_values, narrow_values = (model.activations(x, block, function) for block in (few, narrow))
+        return cls(x, function, few, few_values, narrow, narrow_values)
 
     def matrices(self) -> dict[specs.Matrix, Tensor]:
         rows: dict[specs.Matrix, Tensor] = {"up": self.few.up, "down": self.narrow.down}
@@ -430,7 +401,7 @@ class _Judged:
         rounded = {matrix: plainly_rounded(rows, width) for matrix, rows in self.matrices().items()}
         if repeats:
             down = self.narrow.down
-            exact = calibration.down(on_cpu(self.narrow)).repeated(quantize.usual_repeats(len(down)))
+            exact = calibration.down(self.narrow.mapped(Tensor.cpu)).repeated(quantize.usual_repeats(len(down)))
             rounded["down"][exact] = down[exact]
         return rounded
 
@@ -441,7 +412,7 @@ class _Judged:
             block, num_cols = self.narrow if matrix == "down" else self.few, weights.shape[1]
             quantizer = quantize.ExpertQuantizer(formats, calibration, num_cols)
             repeats = quantize.usual_repeats(len(weights)) if matrix == "down" and quantize.needs_inputs(part) else 0
-            rows = decode_part(part, num_cols, quantizer.rows(matrix, on_cpu(block), repeats=repeats))
+            rows = decode_part(part, num_cols, quantizer.rows(matrix, block.mapped(Tensor.cpu), repeats=repeats))
             if repeats:
                 second = rows[len(weights) :]
                 rows = rows[: len(weights)].index_add(0, torch.tensor(quantizer.repeated), second)
@@ -459,14 +430,6 @@ class _Judged:
                 add_change(matrix, rounded[matrix], block, values, self.x, self.function, change)
                 squares[idx] = mean_square(change[None], weights)[0]
         return squares
-
-
-def on_cpu(block: model.NeuronBlock) -> model.NeuronBlock:
-    """Returns the block in host memory, where calibration tokens and quantizers are."""
-    gate, gate_bias, up_bias = (
-        None if one is None else one.cpu() for one in (block.gate, block.gate_bias, block.up_bias)
-    )
-    return model.NeuronBlock(gate, block.up.cpu(), block.down.cpu(), gate_bias, up_bias)
 
 
 def joined(blocks: list[model.NeuronBlock]) -> model.NeuronBlock:

@@ -124,9 +124,7 @@ class ExactPass:
         return total + trial.predicted(self._num_tokens) * (2 + len(spec.moe_layers) * E)
 
     def _run_expert(self, tokens: forward.LayerTokens, layer_idx: int, expert: int) -> shared.Arrays:
-        """Returns an expert's positions in the copied tokens [n], its change by 2 bits [n, d], and its outputs in
-        chunks.
-        """
+        """Returns an expert's positions in the copied tokens [n], its change by 2 bits [n, d], and its outputs."""
         number = layer_idx, expert
         token_idx, weights = tokens.of_expert(expert)
         original = token_idx < self._num_tokens

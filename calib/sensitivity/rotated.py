@@ -6,6 +6,7 @@ Rows with outliers lose far less in rotated coordinates. Activations, thresholds
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from moe_pack.calib import quantize
 from moe_pack.calib.forward import DerivedWeights
@@ -52,7 +53,7 @@ def is_rotated_better(
     calibrating, judging = (
         quantize.ExpertTokens(tokens.inputs[first::2], tokens.weights[first::2]) for first in range(2)
     )
-    blocks = [errors.on_cpu(block) for block in errors.first_neurons(expert, _JUDGED_NEURONS)]
+    blocks = [block.mapped(Tensor.cpu) for block in errors.first_neurons(expert, _JUDGED_NEURONS)]
     own, rotated = (
         _error(blocks, function, calibrating, judging, coordinates) for coordinates in (quantize.UNROTATED, rotation)
     )

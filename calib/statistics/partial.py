@@ -50,9 +50,8 @@ class PartialStates:
         """Begins with the hidden states after attention and shared experts, before the routed experts of a layer."""
         if not self.is_judged(layer + 1):
             return
-        self._is_resident = resident_half(
-            tokens.experts[: len(tokens.x) - self._num_held_out_tokens], self._num_experts
-        )
+        learned = tokens.experts[: len(tokens.x) - self._num_held_out_tokens]
+        self._is_resident = resident_half(learned, self._spec.router.num_experts)
         _, judged = self._shares.tokens()
         values = tokens.x[judged]
         mapped = np.memmap(self._unfinished, np.float32, "w+", shape=tuple(values.shape))
@@ -106,11 +105,7 @@ class PartialStates:
         """Returns the scores float32 [T, E] of the tokens to judge on; None for a layer that is not judged."""
         if not self.is_judged(layer):
             return None
-        return torch.from_numpy(np.fromfile(self._scores(layer), np.float32)).view(-1, self._num_experts)
-
-    @property
-    def _num_experts(self) -> int:
-        return self._spec.router.num_experts
+        return torch.from_numpy(np.fromfile(self._scores(layer), np.float32)).view(-1, self._spec.router.num_experts)
 
     @property
     def _unfinished(self) -> Path:
@@ -124,9 +119,7 @@ class PartialStates:
 
 
 def resident_half(experts: Tensor, num_experts: int) -> forward.Array:
-    """Returns which experts are in the more popular half, rounded up, by choices int64 [T, k]: bool [E]; equal ones by
-    index.
-    """
+    """Returns which experts are in the more popular half, rounded up, by choices int64 [T, k]; equal ones by index."""
     counts = np.bincount(experts.numpy().ravel(), minlength=num_experts)
     is_resident: forward.Array = np.zeros(num_experts, bool)
     is_resident[np.argsort(-counts, kind="stable")[: (num_experts + 1) // 2]] = True

@@ -57,8 +57,7 @@ def learn_paths(
     popularity = count_tokens(ordered, num_experts).astype("<u4")
     after_one, after_two = (_learn_table(ordered, back, num_experts, count, known) for back in (1, 2))
     keys = [_learn_keys(ordered, l, num_experts, is_whole=known[l] == min(l, PATH_MEMORY)) for l in range(1, L)]
-    tables_bytes = popularity.nbytes + after_one.nbytes + after_two.nbytes
-    starts_bytes = 4 * (L + 1) + 4
+    tables_bytes, starts_bytes = popularity.nbytes + after_one.nbytes + after_two.nbytes, 4 * (L + 1) + 4
     kept = _prune(keys, size_bytes - tables_bytes - starts_bytes, count.itemsize)
     return PathStatistics(
         popularity=popularity,
@@ -95,16 +94,14 @@ def _learn_keys(ordered: NDArray[np.uint16], l: int, num_experts: int, is_whole:
     """Returns the choices of layer `l` after each frequent key, keys ascending; none if a key is not whole."""
     T = len(ordered)
     rows = ordered[:, max(l - PATH_MEMORY, 0) : l].reshape(T, -1)  # [T, p, k] -> [T, p k]
-    _, firsts, key_numbers, seen = np.unique(
-        rows_as_keys(rows), return_index=True, return_inverse=True, return_counts=True
-    )
+    keys = rows_as_keys(rows)
+    _, firsts, key_numbers, seen = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
     often = (seen >= PATH_MIN_SEEN) & is_whole
     numbers = np.cumsum(often) - 1  # of the keys that stay
     of_token = key_numbers.reshape(T)
     stays = often[of_token]
-    cells, counts = np.unique(
-        numbers[of_token[stays], None] * num_experts + ordered[stays, l], return_counts=True
-    )  # [tokens, k] cells of [K, E]
+    of_choices = numbers[of_token[stays], None] * num_experts + ordered[stays, l]  # [tokens, k] cells of [K, E]
+    cells, counts = np.unique(of_choices, return_counts=True)
     key_of, experts = np.divmod(cells, num_experts)
     lengths = np.bincount(key_of, minlength=int(often.sum()))
     return _Keys(rows[firsts[often]], seen[often], lengths, experts, counts)
@@ -116,9 +113,8 @@ def _prune(layers: list[_Keys], free_bytes: int, count_bytes: int) -> list[_Keys
         return []
     seen = np.concatenate([layer.seen for layer in layers])
     # The stored bytes of a key: its experts, count and start, then its successors and their counts.
-    costs = np.concatenate(
-        [2 * layer.keys.shape[1] + count_bytes + 4 + layer.lengths * (2 + count_bytes) for layer in layers]
-    )
+    each = [2 * layer.keys.shape[1] + count_bytes + 4 + layer.lengths * (2 + count_bytes) for layer in layers]
+    costs = np.concatenate(each)
     order = np.argsort(-seen, kind="stable")
     kept = np.zeros(len(seen), bool)
     kept[order[np.cumsum(costs[order]) <= free_bytes]] = True
@@ -177,9 +173,7 @@ def _evaluate_layer(
 def _hits(
     statistics: PathStatistics, ordered: Routes, l: int, num_known: int, num_predicted: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Counts each token's experts among the first 1, ..., n predicted, int64 [T, n], n <= E; with the `BackoffLevel`s
-    u8 [T].
-    """
+    """Counts each token's experts among the first 1, ..., n predicted, int64 [T, n], n <= E; and levels u8 [T]."""
     hits, levels = [], []
     for start in range(0, len(ordered), _CHUNK_TOKENS):
         tokens = ordered[start : start + _CHUNK_TOKENS]
@@ -219,11 +213,6 @@ class PathCoverage:
     # Share of all tokens on the most frequent 1, 5, 10, 20 and 50% of the distinct paths (COVERED_PERCENTS; rounded up
     # to whole paths).
     covered: tuple[float, ...]
-
-    @property
-    def num_paths(self) -> int:
-        """The number of distinct paths."""
-        return len(self.frequencies)
 
 
 def path_coverage(routes: Routes, num_experts: int, first_layers: Collection[int] = (0,)) -> tuple[PathCoverage, ...]:

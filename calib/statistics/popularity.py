@@ -53,12 +53,6 @@ def count_pairs(
     return counts.reshape(num_experts, num_experts).astype(np.uint32)
 
 
-def coactivation(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
-    """Returns how many tokens chose both of two experts of a layer, [L, E, E], or the expert (on the diagonal)."""
-    ordered = as_sets(routes, num_experts)
-    return np.stack([count_pairs(ordered[:, l], ordered[:, l], num_experts) for l in range(ordered.shape[1])])
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Coverage:
     """How many calibration tokens each expert had, [L, E], and the experts (l, e) with too few."""
@@ -83,11 +77,8 @@ def measure_coverage(routes: Routes, num_experts: int) -> Coverage:
     tokens = count_tokens(ordered, num_experts)
     low, high = wilson_interval(tokens, T)
     scarce = (tokens > 0) & (tokens < MIN_TOKENS)
-    return Coverage(T, tokens, tokens / T, low, high, _places(tokens == 0), _places(scarce))
-
-
-def _places(mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    return tuple((int(l), int(e)) for l, e in np.argwhere(mask))
+    unreached, scarce = (tuple((int(l), int(e)) for l, e in np.argwhere(mask)) for mask in (tokens == 0, scarce))
+    return Coverage(T, tokens, tokens / T, low, high, unreached, scarce)
 
 
 def wilson_interval(tokens: NDArray[np.uint32], num_tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -132,7 +123,9 @@ def compare_popularity(calibration: Routes, held_out: Routes, num_experts: int) 
 
 def _compare_layer(learned: NDArray[np.uint32], held_out: NDArray[np.uint32], k: int) -> PopularityTest:
     E, num_choices = len(held_out), int(held_out.sum())
-    chi_square = _chi_square(held_out, k)
+    expected = num_choices / E
+    # With k = E every token chooses every expert: nothing can differ.
+    chi_square = 0.0 if k == E else float(((held_out - expected) ** 2 / expected).sum() * (E - 1) / (E - k))
     q = (learned + 1.0) / (learned.sum() + E)
     quarter = np.argsort(-learned.astype(np.int64), kind="stable")[: -(-E // 4)]
     return PopularityTest(
@@ -144,14 +137,6 @@ def _compare_layer(learned: NDArray[np.uint32], held_out: NDArray[np.uint32], k:
         quarter_uniform=len(quarter) / E,
         spearman=spearman(learned, held_out),
     )
-
-
-def _chi_square(counts: NDArray[np.uint32], k: int) -> float:
-    E = len(counts)
-    if k == E:
-        return 0.0  # every token chooses every expert: nothing can differ
-    expected = counts.sum() / E
-    return float(((counts - expected) ** 2 / expected).sum() * (E - 1) / (E - k))
 
 
 def chi_square_tail(value: float, freedom: int) -> float:
@@ -171,16 +156,15 @@ def chi_square_tail(value: float, freedom: int) -> float:
 
 def spearman(first: NDArray[Any], second: NDArray[Any]) -> float | None:
     """Returns the rank correlation of two lists, equals sharing their mean rank; None if one list is constant."""
-    a, b = (_ranks(values) - (len(values) - 1) / 2 for values in (first, second))  # minus the mean of all ranks
+
+    def centered_ranks(values: NDArray[Any]) -> NDArray[np.float64]:
+        _, value_idx, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks: NDArray[np.float64] = (np.cumsum(counts) - 1 - (counts - 1) / 2)[value_idx]
+        return ranks - (len(values) - 1) / 2
+
+    a, b = centered_ranks(first), centered_ranks(second)
     scale = math.sqrt(float((a * a).sum()) * float((b * b).sum()))
     return float((a * b).sum()) / scale if scale else None
-
-
-def _ranks(values: NDArray[Any]) -> NDArray[np.float64]:
-    _, value_idx, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts) - 1
-    ranks: NDArray[np.float64] = (last - (counts - 1) / 2)[value_idx]
-    return ranks
 
 
 # Levels of the stored quantiles: hundredths, and finer ones at the end.

@@ -57,9 +57,7 @@ def mask_counts(predicted: Tensor, actual: Tensor) -> MaskCounts:
 
 
 def recall_precision(scores: Tensor, actual: Tensor, num_predicted: int) -> tuple[float, float]:
-    """Returns recall and precision of the `num_predicted` largest scores of each token; 1 without tokens; ties by
-    index.
-    """
+    """Returns recall and precision of the `num_predicted` largest scores; 1 without tokens; ties by index."""
     # A stable sort keeps the lower index first among equals; topk promises no order.
     best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :num_predicted]
     nothing = torch.zeros(scores.shape, dtype=torch.bool)
@@ -72,6 +70,7 @@ MAX_HIDDEN = 512  # wider gains nothing: 256, 512, 1024 are within 0.002 of reca
 VALIDATION_SHARE = 8  # one token of so many: the last ones, because neighbours in a text resemble each other
 BLOCK_TOKENS = 1024  # scored at once, to bound memory
 LEAST_SCALE = 1e-3  # of the usual column's scale: a column that varies less is not scaled up to vary as the others
+_NOT_FINITE = "predictor: hidden states are not finite; check that the checkpoint is complete"
 BETAS = (0.9, 0.999)  # Adam's, as published; the next too
 EPSILON = 1e-8
 
@@ -167,7 +166,7 @@ def standard_of(x: Tensor) -> Standard:
     """Returns mean and deviation of the columns of x, float32 [T, d]; almost constant columns get the usual scale."""
     mean = sum((block.double().sum(0) for block in torch.split(x, BLOCK_TOKENS)), torch.zeros(())) / len(x)
     if not torch.isfinite(mean).all():
-        raise _not_finite()
+        raise formats.RunError(_NOT_FINITE)
     squares = ((block.double() - mean).square().sum(0) for block in torch.split(x, BLOCK_TOKENS))
     scale = (sum(squares, torch.zeros(())) / len(x)).sqrt()
     usual = scale.square().mean().sqrt()  # 0 if all columns are constant: then there is nothing to scale
@@ -239,13 +238,13 @@ class _Trainer:
 
     def train(self) -> offload.Predictor:
         """Returns the predictor of the best epoch."""
-        adam = Adam(self._layers)
-        best_result, best_epoch, best = self._validate(), 0, _copies(self._layers)
-        for epoch in range(1, self._training.max_epochs + 1):
-            self._learn(adam, epoch)
+        adam, best_result, best_epoch, best = Adam(self._layers), (-math.inf, -math.inf), 0, self._layers
+        for epoch in range(self._training.max_epochs + 1):
+            if epoch:
+                self._learn(adam, epoch)
             result = self._validate()
             if result > best_result:
-                best_result, best_epoch, best = result, epoch, _copies(self._layers)
+                best_result, best_epoch, best = result, epoch, [layer.detach().clone() for layer in self._layers]
             if epoch - best_epoch >= self._training.patience:
                 break
         return folded(best, self._standard, self._num_experts)
@@ -271,45 +270,28 @@ class _Trainer:
         for number, batch in enumerate(batches):
             done = (epoch - 1 + number / len(batches)) / self._training.max_epochs
             rate = self._rate * (1 + math.cos(math.pi * done)) / 2
-            logits = routing_file.network_logits(
-                self._layers, self._standard.of(x[batch]), routing_file.multi_hot(previous[batch], self._num_experts)
-            )
-            loss = _loss(logits, targets[batch])
+            loss = _loss(self._logits(x[batch], previous[batch]), targets[batch])
             adam.step(torch.autograd.grad(loss, self._layers), rate)
 
     @torch.no_grad()
     def _validate(self) -> tuple[float, float]:
         """Returns recall and negative loss on the validation tokens: larger is better."""
         x, previous, targets = self._validating
-        logits = _in_blocks(self._layers, x, previous, self._num_experts, self._standard)
+        blocks = zip(torch.split(x, BLOCK_TOKENS), torch.split(previous, BLOCK_TOKENS), strict=True)
+        logits = torch.cat([self._logits(*block) for block in blocks])
         loss = float(_loss(logits, targets))
         if not math.isfinite(loss):
-            raise _not_finite()
+            raise formats.RunError(_NOT_FINITE)
         return recall_precision(logits, targets, targets.shape[1])[0], -loss
+
+    def _logits(self, x: Tensor, previous: Tensor) -> Tensor:
+        routes = routing_file.multi_hot(previous, self._num_experts)
+        return routing_file.network_logits(self._layers, self._standard.of(x), routes)
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(
-        logits, routing_file.multi_hot(targets[:, None], logits.shape[1])
-    )
-
-
-def _in_blocks(layers: list[Tensor], x: Tensor, previous: Tensor, num_experts: int, standard: Standard) -> Tensor:
-    blocks = zip(torch.split(x, BLOCK_TOKENS), torch.split(previous, BLOCK_TOKENS), strict=True)
-    return torch.cat(
-        [
-            routing_file.network_logits(layers, standard.of(x), routing_file.multi_hot(routes, num_experts))
-            for x, routes in blocks
-        ]
-    )
-
-
-def _copies(layers: list[Tensor]) -> list[Tensor]:
-    return [layer.detach().clone() for layer in layers]
-
-
-def _not_finite() -> formats.RunError:
-    return formats.RunError("predictor: hidden states are not finite; check that the checkpoint is complete")
+    chosen = routing_file.multi_hot(targets[:, None], logits.shape[1])
+    return functional.binary_cross_entropy_with_logits(logits, chosen)
 
 
 MAX_LEARNED_TOKENS = 8192  # twice as many raised recall by less than a point on the small models
@@ -433,32 +415,20 @@ def _judge_neurons(
     device: torch.device,
 ) -> forward.Array:
     counts = [[MaskCounts() for _ in forward.HOT_SPARSITIES] for _ in forward.KINDS]
+    function = weights.spec.expert_function(layer_idx)
     for expert in range(weights.spec.router.num_experts):
         token_idx = (own.judged_routes == expert).any(dim=1).nonzero().flatten()
         token_idx = token_idx[forward.sample_places(len(token_idx), _NEURON_TOKENS)]
-        if len(token_idx):
-            inputs = [layer.judged[token_idx].to(device) for layer in (before, own)]
-            function = weights.spec.expert_function(layer_idx)
-            _count(weights.expert(layer_idx, expert), function, inputs, thresholds[expert], counts)
+        inputs = [layer.judged[token_idx].to(device) for layer in (before, own)]
+        for block in weights.expert(layer_idx, expert).blocks() if len(token_idx) else ():
+            early, late = (model.activations(x, block, function) for x in inputs)
+            for kind, selector in enumerate(forward.KINDS):
+                predicted, actual = early.of(selector).abs(), late.of(selector).abs()
+                for level, threshold in enumerate(thresholds[expert, kind].tolist()):
+                    counts[kind][level] += mask_counts(predicted >= threshold, actual >= threshold)
     return np.asarray(
         [[(c.recall, c.precision) if c.num_actual else (np.nan, np.nan) for c in row] for row in counts], np.float32
     )
-
-
-def _count(
-    expert: model.Expert,
-    function: formats.NeuronFunction,
-    inputs: list[Tensor],
-    thresholds: forward.Array,
-    counts: list[list[MaskCounts]],
-) -> None:
-    """Adds the counts of one expert: its selector on the inputs of the layer before, and on its own inputs."""
-    for block in expert.blocks():
-        before, own = (model.activations(x, block, function) for x in inputs)
-        for kind, selector in enumerate(forward.KINDS):
-            predicted, actual = before.of(selector).abs(), own.of(selector).abs()
-            for level, threshold in enumerate(thresholds[kind].tolist()):
-                counts[kind][level] += mask_counts(predicted >= threshold, actual >= threshold)
 
 
 _PIECE_TOKENS = 2048  # compared at once
@@ -512,19 +482,17 @@ class InputFiles:
         Returns: mean and deviation of their cosine with those of the layer before; NaN in the first of a stack.
         """
         learned, judged = self.shares.tokens()
-        self._write(self._sample(layer_idx), inputs[learned], inputs[judged])
+        self._write(self._folder / f"inputs-{layer_idx:03d}.bin", inputs[learned], inputs[judged])
         cosine = (math.nan, math.nan) if layer_idx in self._first_layers else self._cosine(layer_idx, inputs)
         self._write(self._whole(layer_idx), inputs)
-        if layer_idx > 1:
-            self._whole(layer_idx - 2).unlink(
-                missing_ok=True
-            )  # the file before this one is needed if this layer is repeated
+        if layer_idx > 1:  # the file before this one is needed if this layer is repeated
+            self._whole(layer_idx - 2).unlink(missing_ok=True)
         return cosine
 
     def read(self, layer_idx: int, routes: Tensor) -> LayerInputs:
         """Maps a layer's inputs for predictors from the file; adds their part of all `routes` int64 [T, k]."""
         # Mapped copy-on-write because torch refuses read-only arrays; nothing writes to it.
-        mapped = np.memmap(self._sample(layer_idx), np.float32, "c")
+        mapped = np.memmap(self._folder / f"inputs-{layer_idx:03d}.bin", np.float32, "c")
         rows = torch.from_numpy(mapped).view(-1, self._hidden_size)
         learned, judged = self.shares.tokens()
         number = learned.stop - learned.start
@@ -540,9 +508,6 @@ class InputFiles:
                 cosines.append(product / lengths.clamp(min=torch.finfo(torch.float32).tiny))
         all_cosines = torch.cat(cosines).to(torch.float64)
         return float(all_cosines.mean()), float(all_cosines.std(correction=0))
-
-    def _sample(self, layer_idx: int) -> Path:
-        return self._folder / f"inputs-{layer_idx:03d}.bin"
 
     def _whole(self, layer_idx: int) -> Path:
         return self._folder / f"inputs-whole-{layer_idx:03d}.bin"

@@ -90,7 +90,7 @@ def test_codes_of_columns_are_those_of_the_recursion_written_out(width: int) -> 
     d, part = 320, part_format(width, 64)  # two blocks of columns and a half
     codec, weights = affine(part, d), random_values(5, d, 0)
     found = gptq_factor(weighted_hessian(random_values(200, d, 1), torch.ones(200)), 0.2)
-    stored = gptq_columns(part, weights, [ColumnRun(0, found.importance, found.factor)])
+    stored = gptq_columns(part, weights, [ColumnRun(slice(0, d), found.importance, found.factor)])
     order = column_order(d)
     codes = unpack_codes(stored[:, : codec.code_bytes], width)[:, order]
     pairs = affine_pairs(weights.view(5, -1, 64), found.importance[order.argsort()].view(-1, 64), width)
@@ -110,7 +110,7 @@ def test_no_row_shrinks_in_the_direction_of_its_inputs() -> None:
                 random_values(9, D, 0),
                 gptq_factor(weighted_hessian(tokens_of().inputs, tokens_of().weights), 0.2),
             )
-            runs, order = [ColumnRun(0, found.importance, found.factor)], column_order(D)
+            runs, order = [ColumnRun(slice(0, D), found.importance, found.factor)], column_order(D)
             rounded = decode_part(part, D, gptq_columns(part, weights, runs))
             torch.testing.assert_close(
                 column_gains(weights[:, order], rounded[:, order], runs), torch.ones(9, 1), atol=2e-3, rtol=0

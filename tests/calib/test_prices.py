@@ -15,7 +15,7 @@ from moe_pack.calib.evaluate.thresholds import find_thresholds, measure_threshol
 from moe_pack.formats import Pack
 from moe_pack.formats.base.commands import Stage
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.model import Decoder, PackWeights
+from moe_pack.runtime.model import TORCH, Decoder, PackWeights
 from moe_pack.runtime.offload import Approximations, divide_budget, expert_pages
 from moe_pack.runtime.quality import Prices
 
@@ -159,7 +159,7 @@ def test_thresholds_are_those_a_pack_is_given_but_it_keeps_its_own(packed: Path,
     folder, rule = shutil.copytree(packed, tmp_path / "packed"), ThresholdRule(sparsity=0.7)
     before = contents(folder)
     with Pack(folder) as opened:
-        found = find_thresholds(opened, CALIBRATION, rule, Recorder(), tmp_path / "work")
+        found, _ = find_thresholds(opened, CALIBRATION, rule, Recorder(), tmp_path / "work", torch.device("cpu"), TORCH)
         assert contents(folder) == before
         measure_thresholds(opened, CALIBRATION, rule, Recorder())
     with Pack(folder) as opened:
