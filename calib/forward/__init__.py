@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         input_bytes,
         input_chunks,
         input_pieces,
-        kept_sequences,
         measure_expert,
         num_kept_sequences,
         run_counted,

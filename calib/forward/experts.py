@@ -5,9 +5,9 @@ expert would be terabytes for a large model. docs/profile.md specifies the file.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -140,7 +140,8 @@ def measure_expert(
             if sample is None:
                 counts.add(start, values)
             else:
-                _copy_magnitudes(values, sample[:, :, start:stop])
+                for selector, magnitudes in zip(KINDS, sample[:, :, start:stop], strict=True):
+                    torch.abs(values.of(selector), out=magnitudes)
             start = stop
         if sample is not None:
             counts.add_sample(sample)
@@ -204,11 +205,6 @@ class _Counts:
         self.histograms[kind].add(magnitudes)
 
 
-def _copy_magnitudes(values: model.Activations, sample: Tensor) -> None:
-    for selector, magnitudes in zip(KINDS, sample, strict=True):
-        torch.abs(values.of(selector), out=magnitudes)
-
-
 def input_chunks(
     tokens: layers.LayerTokens, weights: model.Weights, layer_idx: int, token_idx: Tensor, device: torch.device
 ) -> Iterator[tuple[Tensor, slice]]:
@@ -259,11 +255,6 @@ def num_kept_sequences(spec: formats.ModelSpec, num_learned: int, sequence_lengt
     router = spec.router
     num_tokens = -(-quantize.MAX_OWN_TOKENS * router.num_experts // router.num_experts_per_tok)
     return min(num_learned, -(-num_tokens // sequence_length))
-
-
-def kept_sequences(num_learned: int, num_kept: int) -> Tensor:
-    """Returns the numbers of the sequences that a profile keeps, evenly spread over those not held out: int64 [n]."""
-    return sample_places(num_learned, num_kept)
 
 
 def input_bytes(spec: formats.ModelSpec, num_tokens: int) -> int:
@@ -338,7 +329,7 @@ class KeptInputs:
         return judged, int((judged - self.sequences * S).clamp(0, S).sum())
 
 
-class ExpertInputs:
+class ExpertInputs(AbstractContextManager["ExpertInputs"]):
     """Opens a layer's file of T tokens for several threads; `close` it or use it in a `with`.
 
     Raises:  PackError if the file does not have the tensors that a profile of this model has.
@@ -435,12 +426,7 @@ class ExpertInputs:
         """Closes the file."""
         self._reader.close()
 
-    def __enter__(self) -> "ExpertInputs":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *fault: object) -> None:
         self.close()
 
 

@@ -38,9 +38,8 @@ _INSTALL = "run pip install 'moe-pack[convert]'"
 _SAMPLE_TURNS = (0, 8, 9, 10, 1, 8, 2, 9, 3, 8, 10, 4, 9, 5, 8, 6, 9, 10, 8, 7)
 _NAME_IT = "name the field of the text or the messages with --field"
 _SHARED_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
-_DATE = datetime(
-    2026, 1, 1
-)  # what templates write that ask for the date: the same text gives the same tokens every day
+# For templates that write the date: the same text gives the same tokens every day.
+_DATE = datetime(2026, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,16 +350,16 @@ def _data_set_documents(data_set: _DataSet, column: _Column) -> Iterator[_Docume
     broken = (OSError, ValueError, RuntimeError, LookupError, TypeError)
     faults = (*broken, datasets.exceptions.DatasetsError, ArrowException)
     with _one_line(f"{place} reading it as a data set failed", faults):
-        rows = _load_saved(datasets, data_set) if _is_saved(data_set) else _stream(datasets, data_set)
+        if any((Path(data_set.name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):
+            rows = _load_saved(datasets, data_set)  # save_to_disk wrote the folder
+        else:
+            split = data_set.split or "train"
+            rows = datasets.load_dataset(data_set.name, data_set.config, split=split, streaming=True)
         if rows.column_names is not None:
             name = column.name(rows.column_names, data_set.place)
             rows = rows.select_columns([name])  # others may be costly to decode: pictures, sound
         for number, row in enumerate(rows, 1):
             yield column.document_of(row, f"{data_set.place}: row {number:,}")
-
-
-def _is_saved(data_set: _DataSet) -> bool:
-    return any((Path(data_set.name) / marker).exists() for marker in ("state.json", "dataset_dict.json"))
 
 
 def _load_saved(datasets: Any, data_set: _DataSet) -> Any:
@@ -375,10 +374,6 @@ def _load_saved(datasets: Any, data_set: _DataSet) -> Any:
             f"write {data_set.name}{'::SPLIT' if splits else ''}"
         )
     return saved if split is None else saved[split]
-
-
-def _stream(datasets: Any, data_set: _DataSet) -> Any:
-    return datasets.load_dataset(data_set.name, data_set.config, split=data_set.split or "train", streaming=True)
 
 
 @contextmanager
@@ -444,8 +439,7 @@ def read_tokens(
     if len(cut.sequences) < wanted and len(documents.parts) > 1:
         whole = replace(documents, parts=(chain(*documents.parts),), turns=(0,))
         cut = _CutText.of(whole, text, wanted, sequence_length)
-    notes = () if len(cut.sequences) == wanted else (_shortage(documents, cut, num_tokens, sequence_length),)
-    return _tokens(documents.name, cut.sequences, notes)
+    return _tokens(documents.name, documents, cut, num_tokens, sequence_length)
 
 
 def unseen_tokens(text: runtime.Text, num_tokens: int, sequence_length: int) -> Tokens:
@@ -464,8 +458,7 @@ def unseen_tokens(text: runtime.Text, num_tokens: int, sequence_length: int) -> 
         list(islice(_in_turn([reversed_parts[turn] for turn in documents.turns]), wanted)),
         sum(part.num_tokens for part in parts),
     )
-    notes = () if len(cut.sequences) == wanted else (_shortage(documents, cut, num_tokens, sequence_length),)
-    return _tokens(f"the end of {documents.name}", cut.sequences, notes)
+    return _tokens(f"the end of {documents.name}", documents, cut, num_tokens, sequence_length)
 
 
 def num_held_out(num_sequences: int) -> int:
@@ -473,8 +466,10 @@ def num_held_out(num_sequences: int) -> int:
     return max(num_sequences // HELD_OUT_SHARE, 1) if num_sequences > 1 else 0
 
 
-def _tokens(name: str, rows: list[NDArray[np.int32]], notes: tuple[str, ...]) -> Tokens:
-    sequences = np.stack(rows)  # [N, S]
+def _tokens(name: str, documents: Documents, cut: "_CutText", num_tokens: int, sequence_length: int) -> Tokens:
+    is_short = len(cut.sequences) < -(-num_tokens // sequence_length)
+    notes = (_shortage(documents, cut, num_tokens, sequence_length),) if is_short else ()
+    sequences = np.stack(cut.sequences)  # [N, S]
     return Tokens(name, sequences, hashlib.sha256(sequences.astype("<i4").tobytes()).hexdigest(), notes)
 
 

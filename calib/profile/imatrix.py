@@ -8,7 +8,9 @@ Source:  llama.cpp, tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -229,12 +231,9 @@ def write_imatrix(
 
 
 def _shapes(spec: formats.ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
-    for layer in spec.moe_layers:
-        for matrix in spec.expert.matrices:
-            yield (
-                expert_tensor(layer, architecture.EXPERT_TENSORS[matrix]),
-                (spec.router.num_experts, _num_inputs(spec, matrix)),
-            )
+    for layer, matrix in itertools.product(spec.moe_layers, spec.expert.matrices):
+        name = expert_tensor(layer, architecture.EXPERT_TENSORS[matrix])
+        yield name, (spec.router.num_experts, _num_inputs(spec, matrix))
 
 
 def _num_inputs(spec: formats.ModelSpec, matrix: formats.Matrix) -> int:
@@ -348,27 +347,11 @@ def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -
     name = ", ".join(imatrix.datasets) or imatrix.path.name
     text = profiles.TextFacts(name, "", max(imatrix.num_chunks, 1), imatrix.chunk_tokens or _LEGACY_CHUNK, 0, 0)
     origin = profiles.ImatrixFacts(imatrix.sha256, imatrix.has_counts)
-    facts = profiles.ProfileFacts(
-        profiles.FORMAT,
-        profiles.VERSION,
-        spec,
-        forward.source_digest(checkpoint),
-        text,
-        (),
-        "off",
-        "none",
-        forward.made_with(),
-        (),
-        "",
-        origin,
-    )
-    store = forward.ProfileStore(folder, hashlib.sha256(profiles.facts_bytes(facts)).hexdigest())
-    try:
+    facts = profiles.facts_of(checkpoint, text, "off", "none", origin)
+    with closing(forward.ProfileStore(folder, hashlib.sha256(profiles.facts_bytes(facts)).hexdigest())) as store:
         for layer in spec.moe_layers:
             store.write(profiles.layer_file("moments", layer), _moments(imatrix, spec, layer).arrays())
         store.seal(profiles.facts_bytes(replace(facts, files=tuple(map(listed, sorted(folder.glob("*.safetensors")))))))
-    finally:
-        store.close()
     return profiles.Profile(folder)
 
 

@@ -120,9 +120,9 @@ def _shares(profiles: Sequence[Profile]) -> list[_Share]:
     num_learned = [text.num_sequences - text.num_held_out for text in texts]
     wanted = forward.num_kept_sequences(profiles[0].spec, sum(num_learned), profiles[0].layer_tokens)
     num_kept = min(wanted, sum(text.num_kept for text in texts))
-    places, first, shares = forward.kept_sequences(sum(num_learned), num_kept).numpy(), 0, []
+    places, first, shares = forward.sample_places(sum(num_learned), num_kept).numpy(), 0, []
     for profile, text, number in zip(profiles, texts, num_learned, strict=True):
-        own = forward.kept_sequences(number, text.num_kept).numpy()
+        own = forward.sample_places(number, text.num_kept).numpy()
         wanted_places = places[(places >= first) & (places < first + number)] - first
         chosen = wanted_places
         if not np.isin(chosen, own).all():
@@ -186,7 +186,7 @@ class _Merge:
         if sensitivity != "none":
             store.write(EFFECTS_FILE, self._mean_arrays(lambda profile: profile.effects().arrays()))
         if sensitivity == "exact":
-            store.write(EXACT_FILE, self._mean_arrays(lambda profile: profile.exact()))
+            store.write(EXACT_FILE, self._mean_arrays(Profile.exact))
         files = tuple(profiler.listed(path) for path in sorted(store.folder.glob("*.safetensors")))
         store.seal(facts_bytes(dataclasses.replace(self.facts, files=files)))
         progress.end()
@@ -244,18 +244,14 @@ class _Merge:
         mean = np.average(means, weights=self._weights)
         square = np.average(deviations**2 + means**2, weights=self._weights) - mean**2
         shares = _by_expert([each.hot for each in counted], tokens)
+        summed = ("tokens", "held_out_tokens", "mass", "coactivation", "input_squares", "hidden_squares")
         return statistics.LayerStatistics(
-            tokens=_sum([each.tokens for each in counted]),
-            held_out_tokens=_sum([each.held_out_tokens for each in counted]),
-            mass=_sum([each.mass for each in counted]),
             routes=self._routes(layer_idx),
-            coactivation=_sum([each.coactivation for each in counted]),
             quantiles=mixed_quantiles(np.stack([each.quantiles for each in counted]), quantile_weights),
             hot_thresholds=_by_expert([each.hot_thresholds for each in counted], tokens).astype(np.float32),
             hot=shares.round().astype(np.uint16),
             cosine=np.asarray([mean, np.sqrt(np.maximum(square, 0))], np.float32),
-            input_squares=_sum([each.input_squares for each in counted]),
-            hidden_squares=_sum([each.hidden_squares for each in counted]),
+            **{name: _sum([getattr(each, name) for each in counted]) for name in summed},
         )
 
     def _losses(self, layer: int) -> dict[str, forward.Array]:

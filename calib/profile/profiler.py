@@ -6,42 +6,23 @@ all stages, and one that falls behind does what a killed run does.
 """
 
 import dataclasses
-import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.calib import forward, quantize
+from moe_pack.calib import forward, quantize, sensitivity, statistics
 from moe_pack.calib.forward import shared
 from moe_pack.calib.forward.store import WORK_FOLDER
 from moe_pack.calib.profile import profiles
 from moe_pack.calib.profile.options import ProfileOptions
-from moe_pack.calib.sensitivity import (
-    ExactPass,
-    LayerLosses,
-    SensitivityPass,
-    copies_of,
-    costs,
-    effects_of,
-    is_rotated_better,
-)
-from moe_pack.calib.statistics import (
-    InputFiles,
-    LayerInputs,
-    LayerStatistics,
-    PartialStates,
-    Shares,
-    learn_paths,
-    measure_layer,
-    predict_layer,
-    shapes_for,
-)
+from moe_pack.calib.sensitivity import costs
 from moe_pack.formats.base import commands
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack import manifests
@@ -121,18 +102,21 @@ class _Run:
         self._progress = progress
         self._device = device
         self._given = forward.Sequences.of(self._spec, self._ids)
-        self._shares = Shares.of(len(self._ids), self._given.length, forward.num_held_out(len(self._ids)))
-        self._num_held_out_tokens = forward.num_held_out(len(self._ids)) * self._given.length
-        self._kept = forward.kept_sequences(len(self._ids) - forward.num_held_out(len(self._ids)), facts.text.num_kept)
+        num_held_out = forward.num_held_out(len(self._ids))
+        self._shares = statistics.Shares.of(len(self._ids), self._given.length, num_held_out)
+        self._num_held_out_tokens = num_held_out * self._given.length
+        self._kept = forward.sample_places(len(self._ids) - num_held_out, facts.text.num_kept)
         self._first_layers = first_moe_layers(self._spec)
-        self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares, self._first_layers, results)
-        self._partial = PartialStates(store.work, self._spec, self._shares, self._num_held_out_tokens, results)
+        self._num_experts = self._spec.router.num_experts
+        work, d = store.work, self._spec.hidden_size
+        self._inputs = statistics.InputFiles(work, d, self._shares, self._first_layers, results)
+        self._partial = statistics.PartialStates(work, self._spec, self._shares, self._num_held_out_tokens, results)
 
     def run(self) -> None:
         """Runs all stages; enters one again if other parts have removed its input."""
-        stages: list[Callable[[], None]] = [self.keep_tokens, self.statistics, self.paths, self.rotation]
+        stages: list[Callable[[], None]] = [self.keep_tokens, self.run_statistics, self.paths, self.rotation]
         if self._options.sensitivity != "none":
-            stages.append(self.sensitivity)
+            stages.append(self.run_sensitivity)
         if self._options.sensitivity == "exact":
             stages.append(self.exact)
         stages += [self.predictors, self.seal]
@@ -173,7 +157,7 @@ class _Run:
         if not self._store.has(profiles.TOKENS_FILE):
             self._store.write(profiles.TOKENS_FILE, {"tokens": self._ids.numpy().astype(np.uint32)})
 
-    def statistics(self) -> None:
+    def run_statistics(self) -> None:
         if all(self._store.has(profiles.layer_file("statistics", layer)) for layer in self._spec.moe_layers):
             return
         num_sequences, S = self._given.ids.shape
@@ -200,23 +184,16 @@ class _Run:
     def _count_layer(self, states: forward.LayerStates, tokens: forward.LayerTokens, layer: int) -> forward.LayerTokens:
         layer_idx = self._spec.moe_layers.index(layer)
         one = costs.expert_multiplications(self._spec)
-
-        def on_expert(expert: int, num_tokens: int) -> None:
-            self._progress.advance(one * num_tokens, f"layer {layer} expert {expert}")
-
-        def on_output(expert: int, token_idx: Tensor, router_weights: Tensor, output: Tensor) -> None:
-            self._partial.add(layer, expert, token_idx, router_weights, output)
-
         self._partial.begin(layer, tokens)
-        statistics = measure_layer(
+        measured = statistics.measure_layer(
             states,
             tokens,
             self._weights,
             layer_idx,
             self._inputs.keep(layer_idx, tokens.inputs),
             self._num_held_out_tokens,
-            on_expert,
-            on_output,
+            lambda expert, number: self._progress.advance(one * number, f"layer {layer} expert {expert}"),
+            partial(self._partial.add, layer),
             self._options.chunk_tokens or forward.CHUNK_TOKENS,
             self._results,
         )
@@ -225,7 +202,7 @@ class _Run:
         if len(self._kept):  # written before the statistics, whose file says that the layer is done
             pieces = forward.input_pieces(self._spec, tokens, self._given.length, self._kept)
             self._store.replace(profiles.layer_file("inputs", layer), pieces)
-        self._store.write(profiles.layer_file("statistics", layer), statistics.arrays())
+        self._store.write(profiles.layer_file("statistics", layer), measured.arrays())
         return tokens
 
     def paths(self) -> None:
@@ -233,8 +210,8 @@ class _Run:
             return
         routes = np.stack([self._counted(l).routes for l in range(len(self._spec.moe_layers))], axis=1)  # [T, L, k]
         learned = len(routes) - self._num_held_out_tokens
-        statistics = learn_paths(routes[:learned], self._num_experts, PATH_BYTES, self._first_layers)
-        self._store.write(profiles.PATHS_FILE, statistics.arrays())
+        paths = statistics.learn_paths(routes[:learned], self._num_experts, PATH_BYTES, self._first_layers)
+        self._store.write(profiles.PATHS_FILE, paths.arrays())
 
     def rotation(self) -> None:
         """Decides which layers are rotated."""
@@ -266,12 +243,14 @@ class _Run:
         name = f"{WORK_FOLDER}/{manifests.ROTATION_FILE}.{layer_idx}"
         if self._store.has(name):
             return (self._store.folder / name).read_bytes() == _ROTATED
+        matrices = itertools.product(range(self._num_experts), self._spec.expert.matrices)
+        codecs = (self._checkpoint.expert_source(layer_idx, *matrix).codec for matrix in matrices)
         is_better = False
-        if not self._keeps_codes(layer_idx):
+        if "mxfp4" not in codecs:  # plans keep such codes
             with self._open_inputs(layer_idx) as inputs:
                 expert = int(np.bincount(inputs.experts.ravel(), minlength=self._num_experts).argmax())
                 tokens = inputs.of_expert(expert)
-            is_better = is_rotated_better(
+            is_better = sensitivity.is_rotated_better(
                 self._weights.expert(layer_idx, expert),
                 self._spec.expert_function(layer_idx),
                 tokens,
@@ -280,25 +259,14 @@ class _Run:
         self._store.replace(name, (_ROTATED if is_better else b"",))
         return is_better
 
-    def _keeps_codes(self, layer_idx: int) -> bool:
-        """Returns whether the checkpoint has experts of a layer in MXFP4 codes, which plans keep."""
-        return any(
-            self._checkpoint.expert_source(layer_idx, expert, matrix).codec == "mxfp4"
-            for expert in range(self._num_experts)
-            for matrix in self._spec.expert.matrices
-        )
-
     def _vectors(self) -> manifests.RotationVectors | None:
-        return (
-            manifests.RotationVectors(**self._read(manifests.ROTATION_FILE))
-            if self._store.has(manifests.ROTATION_FILE)
-            else None
-        )
+        name = manifests.ROTATION_FILE
+        return manifests.RotationVectors(**self._read(name)) if self._store.has(name) else None
 
-    def sensitivity(self) -> None:
+    def run_sensitivity(self) -> None:
         if self._store.has(profiles.EFFECTS_FILE):
             return
-        stage = SensitivityPass(
+        stage = sensitivity.SensitivityPass(
             self._weights,
             self._ids,
             "fast" if self._options.sensitivity == "fast" else "full",
@@ -325,20 +293,19 @@ class _Run:
             moe_layers = self._spec.moe_layers
             losses = [self._layer_losses(layer) for layer in moe_layers]
             measured = stage.divergences(losses, self._progress)
-            copies = copies_of(losses, self._spec.hidden_size)
-            effects = effects_of(copies, measured, moe_layers, self._spec.num_hidden_layers)
+            copies = sensitivity.copies_of(losses, self._spec.hidden_size)
+            effects = sensitivity.effects_of(copies, measured, moe_layers, self._spec.num_hidden_layers)
             self._store.write(profiles.EFFECTS_FILE, effects.arrays())
             stage.close()
 
-    def _layer_losses(self, layer: int) -> LayerLosses:
-        return LayerLosses(**self._read(profiles.layer_file("sensitivity", layer)))
+    def _layer_losses(self, layer: int) -> sensitivity.LayerLosses:
+        return sensitivity.LayerLosses(**self._read(profiles.layer_file("sensitivity", layer)))
 
     def exact(self) -> None:
         if self._store.has(profiles.EXACT_FILE):
             return
-        stage = ExactPass(
-            self._weights, self._ids, self._store.work / "exact", self._device, self._vectors(), self._results
-        )
+        folder = self._store.work / "exact"
+        stage = sensitivity.ExactPass(self._weights, self._ids, folder, self._device, self._vectors(), self._results)
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
         with self._stage("experts at 2 bits", lambda: stage.cost(layers).stage("each expert at 2 bits")):
             for layer in layers:
@@ -352,13 +319,9 @@ class _Run:
         """Runs the last stage; it needs held-out tokens."""
         if not self._shares.num_judged or not self._shares.num_learned:
             return
-        paths = offload.PathStatistics.from_arrays(
-            self._read(profiles.PATHS_FILE),
-            profiles.PATHS_FILE,
-            len(self._spec.moe_layers),
-            self._num_experts,
-            self._spec.router.num_experts_per_tok,
-        )
+        shape = len(self._spec.moe_layers), self._num_experts, self._spec.router.num_experts_per_tok
+        arrays = self._read(profiles.PATHS_FILE)
+        paths = offload.PathStatistics.from_arrays(arrays, profiles.PATHS_FILE, *shape)
         left = [
             layer_idx
             for layer_idx, layer in enumerate(self._spec.moe_layers)
@@ -373,11 +336,10 @@ class _Run:
         def work(layer_idx: int) -> shared.Arrays:
             begin = max(first for first in self._first_layers if first <= layer_idx)  # of its stack
             history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
-            thresholds = self._hot_thresholds(layer_idx)
-            layer = self._spec.moe_layers[layer_idx]
-            partial_scores = self._partial.scores(layer)
-            predictors = predict_layer(
-                self._weights, layer_idx, history, paths, thresholds, self._device, partial_scores
+            thresholds, layer = self._hot_thresholds(layer_idx), self._spec.moe_layers[layer_idx]
+            scores = self._partial.scores(layer)
+            predictors = statistics.predict_layer(
+                self._weights, layer_idx, history, paths, thresholds, self._device, scores
             )
             self._store.write(profiles.layer_file("predictors", layer), predictors.arrays())
             return ()
@@ -386,10 +348,6 @@ class _Run:
             for layer_idx, _ in zip(left, self._results.in_order("layers", work, left, 1), strict=True):
                 self._progress.advance(one.multiplications, f"layer {self._spec.moe_layers[layer_idx]}")
         self._progress.end()
-
-    @property
-    def _num_experts(self) -> int:
-        return self._spec.router.num_experts
 
     def _statistics_cost(self, trial: costs.Trial, layers: range) -> costs.Cost:
         router = self._spec.router
@@ -402,9 +360,9 @@ class _Run:
     def _read(self, name: str) -> dict[str, forward.Array]:
         return forward.read_all_arrays(self._store.folder / name)
 
-    def _counted(self, layer_idx: int) -> LayerStatistics:
+    def _counted(self, layer_idx: int) -> statistics.LayerStatistics:
         name = profiles.layer_file("statistics", self._spec.moe_layers[layer_idx])
-        return LayerStatistics.from_arrays(self._read(name), name, self._spec, self._given.ids.numel())
+        return statistics.LayerStatistics.from_arrays(self._read(name), name, self._spec, self._given.ids.numel())
 
     def _open_inputs(self, layer_idx: int) -> forward.ExpertInputs:
         path = self._store.folder / profiles.layer_file("inputs", self._spec.moe_layers[layer_idx])
@@ -413,29 +371,23 @@ class _Run:
     def _hot_thresholds(self, layer_idx: int) -> forward.Array:
         return self._counted(layer_idx).at_sparsities(forward.HOT_SPARSITIES)
 
-    def _layer_inputs(self, layer_idx: int) -> LayerInputs:
+    def _layer_inputs(self, layer_idx: int) -> statistics.LayerInputs:
         routes = torch.from_numpy(self._counted(layer_idx).routes.astype(np.int64))
         return self._inputs.read(layer_idx, routes)
 
 
 def _facts(checkpoint: Checkpoint, tokens: forward.Tokens, options: ProfileOptions) -> profiles.ProfileFacts:
-    num_sequences, sequence_length = tokens.sequences.shape
+    spec, (num_sequences, S) = checkpoint.spec, tokens.sequences.shape
     num_last = forward.num_held_out(num_sequences)
-    seen = forward.stack_tokens(checkpoint.spec, sequence_length)
-    num_kept = (
-        forward.num_kept_sequences(checkpoint.spec, num_sequences - num_last, seen) if options.keeps_inputs else 0
-    )
-    text = profiles.TextFacts(tokens.name, tokens.sha256, num_sequences, sequence_length, num_last, num_kept)
-    source = forward.source_digest(checkpoint)
-    chosen = options.rotate, options.sensitivity
-    return profiles.ProfileFacts(
-        profiles.FORMAT, profiles.VERSION, checkpoint.spec, source, text, (), *chosen, forward.made_with(), (), ""
-    )
+    num_kept = forward.num_kept_sequences(spec, num_sequences - num_last, forward.stack_tokens(spec, S))
+    num_kept *= options.keeps_inputs
+    text = profiles.TextFacts(tokens.name, tokens.sha256, num_sequences, S, num_last, num_kept)
+    return profiles.facts_of(checkpoint, text, options.rotate, options.sensitivity)
 
 
 def identity_of(facts: profiles.ProfileFacts) -> str:
     """Returns a digest of the profile's checkpoint, text and options, without its results."""
-    return hashlib.sha256(formats.canonical(formats.dump(dataclasses.replace(facts, files=(), sha256="")))).hexdigest()
+    return profiles.digest_of(dataclasses.replace(facts, files=()))
 
 
 def listed(path: Path) -> manifests.ContentFile:
@@ -494,7 +446,7 @@ def most_routing_bytes(spec: formats.ModelSpec) -> int:
     L, E, k, d = len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok, spec.hidden_size
     tables = {"popularity": (L, E), "after_one": (max(L - 1, 0), E, E), "after_two": (max(L - 2, 0), E, E)}
     keys = max(0, PATH_BYTES - sum(4 * math.prod(shape) for shape in tables.values()))
-    h = shapes_for(d, E)[1].hidden
+    h = statistics.shapes_for(d, E)[1].hidden
     arrays = [
         ("popularity", "U32", (L, E)),
         ("mass", "F32", (L, E)),

@@ -33,11 +33,11 @@ class CopiesPass:
         self._num_copied = num_copied
         begun = num_copied * (len(copies) if begin_together(run) else 1)
         beginning, S = run.given.first(num_copied).embedded(run.weights), run.states.sequence_length
-        self._states = layers.LayerStates(run.weights, beginning, begun, S, folder, run.device, results=run.results)
+        self.states = layers.LayerStates(run.weights, beginning, begun, S, folder, run.device, results=run.results)
 
     def run(self, progress: commands.Progress) -> None:
         """Takes the copies through all layers that are left."""
-        run, states = self._run, self._states
+        run, states = self._run, self.states
         while states.next_layer < run.spec.num_hidden_layers:
             layer = states.next_layer
             with run.results.step(f"copies-{layer:03d}"):
@@ -55,7 +55,7 @@ class CopiesPass:
 
         def work(number: int) -> shared.Arrays:
             base, next_ids = run.states.at(last, number), run.given.ids[number, 1:]
-            changed = [self._states.at(last, copy * self._num_copied + number) for copy in range(number_copies)]
+            changed = [self.states.at(last, copy * self._num_copied + number) for copy in range(number_copies)]
             pieces = []
             for rows in effects.head_pieces(0, S, run.spec.vocab_size):
                 expected = effects.log_probabilities(base[rows], run.weights, run.device)
@@ -73,10 +73,6 @@ class CopiesPass:
             products = S * (1 + number_copies) * run.spec.hidden_size * run.spec.vocab_size
             progress.advance(products, "predictions", "copies")
         return sums
-
-    def close(self) -> None:
-        """Removes the folder, unless other parts may still read in it."""
-        self._states.close()
 
     def _begun(self, layer: int) -> Iterator[Tensor]:
         """Yields the hidden states of the copies that begin before this layer."""
@@ -103,7 +99,7 @@ class CopiesPass:
             changes = token_idx // copy_tokens == rounded_idx
             num_changed = -(-int(changes.sum()) // experts.CHUNK_TOKENS)
             for chosen, of_these in ((changes, outputs[:num_changed]), (~changes, outputs[num_changed:])):
-                add_outputs(self._states, tokens, token_idx[chosen], weights[chosen], of_these)
+                add_outputs(self.states, tokens, token_idx[chosen], weights[chosen], of_these)
             advance_expert(progress, run.spec, layer, expert, len(token_idx), "copies")
 
 

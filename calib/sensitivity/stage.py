@@ -160,7 +160,7 @@ class SensitivityPass:
         with run.results.step("divergences"):
             sums = copied.diverged(progress)
             (embedding,), (head,) = run.results.in_order("dense", change_dense, range(2), 1)
-        copied.close()
+        copied.states.close()
         num_judged = self.num_copied * (S - 1)  # the last tokens have none after them
         kls, nlls = sums[0] / (self.num_copied * S), sums[1] / max(num_judged, 1)
         return effects.Divergences(

@@ -79,8 +79,7 @@ def test_a_kind_that_profiles_have_not_is_refused(tmp_path: Path) -> None:
     for number, (name, dtype, kind) in enumerate(
         [("a", torch.bool, "BOOL"), ("a", torch.int32, "I32"), ("a", torch.int8, "I8"), ("a", torch.bfloat16, "BF16")]
     ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(name, dtype, kind):
             path = case_folder / "x.safetensors"
             save_file({name: torch.zeros(2, dtype=dtype)}, path)

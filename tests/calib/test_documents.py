@@ -146,8 +146,7 @@ def test_a_line_longer_than_a_piece_is_cut_before_a_blank_or_anywhere(tmp_path: 
             ("é🦊" * PIECE_CHARS, [PIECE_CHARS, PIECE_CHARS]),
         ]
     ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(text, sizes):
             (case_folder / "a.txt").write_text(text, "utf-8")
             for path in (case_folder / "a.txt", lines(case_folder / "a.jsonl", {"text": text})):
@@ -341,8 +340,7 @@ def test_a_text_file_that_is_not_utf_8_is_refused_at_the_byte(tmp_path: Path) ->
             (b"x" * (PIECE_CHARS - 1) + b"\xc3\xff", "0xc3 at byte 262,143"),
         ]
     ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(raw, found):
             (case_folder / "a.txt").write_bytes(raw)
             assert said(case_folder / "a.txt") == (
@@ -387,8 +385,7 @@ def test_a_json_line_that_is_unfit_is_refused_by_its_number(tmp_path: Path) -> N
             ),
         ]
     ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(line, fault):
             path = case_folder / "a.jsonl"
             path.write_bytes(b'{"text": "Fit."}\n\n' + line + b"\n")

@@ -272,8 +272,7 @@ def test_what_a_profile_knows_is_put_beside_a_pack_and_drawn(
 @pytest.mark.slow
 def test_stopped_anywhere_a_profile_ends_in_the_same_bytes(source: Path, profile_folder: Path, tmp_path: Path) -> None:
     for number, stop_at in enumerate(range(2, 30, 10)):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(stop_at):
             with pytest.raises(StoppedError):
                 profiled(source, case_folder / "profile", TOKENS, QUICK, Recorder(stop_at))

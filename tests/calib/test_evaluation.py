@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -48,20 +49,13 @@ def reference(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Referen
 
 
 def reference_of(source: Path, folder: Path, tokens: Tokens) -> Reference:
-    checkpoint = Checkpoint(source)
-    try:
+    with closing(Checkpoint(source)) as checkpoint:
         return make_reference(checkpoint, tokens, folder, Recorder())
-    finally:
-        checkpoint.close()
 
 
 def exact(folder: Path, source: Path, tokens: Tokens = TOKENS) -> Quality:
-    checkpoint = Checkpoint(source)
-    try:
-        with Pack(folder) as opened:
-            return evaluate(opened, tokens, Recorder(), checkpoint)
-    finally:
-        checkpoint.close()
+    with closing(Checkpoint(source)) as checkpoint, Pack(folder) as opened:
+        return evaluate(opened, tokens, Recorder(), checkpoint)
 
 
 def compact(folder: Path, reference: Reference) -> Quality:
@@ -147,8 +141,7 @@ def test_a_pack_without_loss_is_within_the_noise(source: Path, tmp_path: Path) -
 
 def test_stopped_it_goes_on_to_the_same_figures(source: Path, packed: Path, tmp_path: Path) -> None:
     for number, number in enumerate([0, 5, 10, 12, 20, 24]):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(number):
             checkpoint = Checkpoint(source)
             with Pack(packed) as opened:

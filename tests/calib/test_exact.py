@@ -1,6 +1,7 @@
 """Each expert at 2 bits alone: the losses are those of plain decoders over weights so rounded; killed, the same."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,7 @@ def losses(
     source: Path, folder: Path, stops: bool = False
 ) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
     """The whole pass; if it `stops`, started again after every layer."""
-    checkpoint = Checkpoint(source)
-    try:
+    with closing(Checkpoint(source)) as checkpoint:
         stage = ExactPass(LayerwiseWeights(CheckpointWeights(checkpoint)), IDS, folder, torch.device("cpu"))
         for layer in range(2):
             stage.layer(layer)
@@ -61,8 +61,6 @@ def losses(
                 stage = ExactPass(LayerwiseWeights(CheckpointWeights(checkpoint)), IDS, folder, torch.device("cpu"))
                 assert stage.states.next_layer == layer + 1
         return stage.losses()
-    finally:
-        checkpoint.close()
 
 
 def log_probabilities(weights: CheckpointWeights) -> torch.Tensor:

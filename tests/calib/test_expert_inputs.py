@@ -114,8 +114,7 @@ FAULTS: list[tuple[Change, str]] = [
 
 def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     for number, (change, fault) in enumerate(FAULTS):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(change, fault):
             path = kept(made_up(random_routes(3 * S)), case_folder)
             held = load_file(path)

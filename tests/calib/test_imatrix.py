@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,8 @@ def read(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 
 def profile_from(source: Path, file: Path, folder: Path) -> Profile:
-    checkpoint = Checkpoint(source)
-    try:
+    with closing(Checkpoint(source)) as checkpoint:
         return profile_of_imatrix(read_imatrix(file), checkpoint, folder)
-    finally:
-        checkpoint.close()
 
 
 def tensors_of(file: Path) -> Arrays:

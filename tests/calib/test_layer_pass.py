@@ -77,8 +77,7 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("shapes", [ONE_OF_EACH_FAMILY[::4], pytest.param(SHAPES, marks=pytest.mark.slow)], ids=len)
 def test_hidden_states_are_the_decoders(shapes: list[Tiny], tmp_path: Path) -> None:
     for number, tiny in enumerate(shapes):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(tiny):
             checkpoint = Checkpoint(write(tiny, case_folder))
             weights = CheckpointWeights(checkpoint)

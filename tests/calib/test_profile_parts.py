@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def profiled(
     source: Path, folder: Path, options: ProfileOptions, part: Part | None = None, progress: Recorder | None = None
 ) -> Profile:
-    checkpoint = Checkpoint(source)
-    try:
+    with closing(Checkpoint(source)) as checkpoint:
         return make_profile(checkpoint, TOKENS, folder, options, progress or Recorder(), part=part)
-    finally:
-        checkpoint.close()
 
 
 def run_in_turns(source: Path, folder: Path, options: ProfileOptions, num_parts: int, most: int = 9) -> int:

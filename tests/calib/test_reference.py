@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,8 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(source: Path, folder: Path, tokens: Tokens = TOKENS, progress: Recorder | None = None) -> Reference:
-    checkpoint = Checkpoint(source)
-    try:
+    with closing(Checkpoint(source)) as checkpoint:
         return make_reference(checkpoint, tokens, folder, progress or Recorder())
-    finally:
-        checkpoint.close()
 
 
 def plain_log_probs(source: Path) -> torch.Tensor:
@@ -104,8 +102,7 @@ def test_another_text_does_not_take_its_place(source: Path, made: Path) -> None:
 
 def test_stopped_it_goes_on_to_the_same_bytes(source: Path, made: Path, tmp_path: Path) -> None:
     for number, number in enumerate([0, 3, 9, 12]):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(number):
             with pytest.raises(StoppedError):
                 make(source, case_folder, progress=Recorder(stop_at=number))
@@ -214,8 +211,7 @@ def test_what_no_reference_can_be_is_refused(made: Path, tmp_path: Path) -> None
             ),
         ]
     ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(change, message):
             with pytest.raises(PackError) as refusal:
                 read_reference(rewritten(made, case_folder, change))

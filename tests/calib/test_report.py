@@ -242,8 +242,7 @@ def test_arrays_that_cannot_be_drawn_are_refused_by_name(tmp_path: Path) -> None
             ("sparse", "sensitivity-000.safetensors: tensor 'sparse' is F32 [6, 3, 3], expected F32 [6, 3, 4]"),
         ]
     ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(wrong, message):
             with pytest.raises(PackError) as refusal:
                 report_html(Broken(wrong=wrong).write(case_folder / "profile"))

@@ -108,8 +108,7 @@ def spec_of(tiny: Tiny, folder: Path) -> ModelSpec:
 @pytest.mark.slow
 def test_in_every_family_only_matrices_a_plan_may_quantize_are_rounded(tmp_path: Path) -> None:
     for number, tiny in enumerate([tiny for tiny in TINY if not (tiny.fused or tiny.four)]):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(tiny):
             spec = spec_of(tiny, case_folder)
             by_name = {role.name: role for role in dense_roles(spec)}

@@ -128,8 +128,7 @@ def test_each_expert_is_told_of_with_its_tokens(weights: LayerwiseWeights, tmp_p
 
 def test_weights_that_are_no_numbers_are_refused_by_expert(tmp_path: Path) -> None:
     for number, (value, matrix) in enumerate(product([math.nan, math.inf], ["w1", "w3"])):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(value, matrix):
 
             def spoil(tensors: Tensors, matrix: str = matrix, value: float = value) -> None:
@@ -226,8 +225,7 @@ FAULTS: list[tuple[dict[str, Array | None], str]] = [
 
 def test_damaged_arrays_are_refused_by_name(weights: LayerwiseWeights, tmp_path: Path) -> None:
     for number, (changes, fault) in enumerate(FAULTS):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(changes, fault):
             arrays = damaged(measured(weights, made_up(), case_folder), **changes)
             with pytest.raises(PackError) as refused:

@@ -155,8 +155,7 @@ def test_a_line_that_is_wrong_is_named(text: Text, tmp_path: Path) -> None:
             ),
         ]
     ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(line, message):
             path = case_folder / "tasks.jsonl"
             path.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")

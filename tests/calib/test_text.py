@@ -65,8 +65,7 @@ def test_the_smallest_sizes_work(text: Text, tmp_path: Path) -> None:
     for number, (num_tokens, length, shape) in enumerate(
         [(1, 1, (1, 1)), (3, 1, (3, 1)), (1, 7, (1, 7)), (8, 7, (2, 7))]
     ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(num_tokens, length, shape):
             tokens = read_tokens(of_two_tokens(case_folder, 10), None, text, num_tokens, length)
             letter = text.encode("a")[1]

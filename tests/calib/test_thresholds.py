@@ -86,8 +86,7 @@ def by_hand(folder: Path, selector: Selector, sparsity: float) -> Worked:
 
 def test_thresholds_are_quantiles_of_each_layer_after_those_before_it(tmp_path: Path) -> None:
     for number, (selector, sparsity) in enumerate(product(["up", "gate", "both", "none"], [0.5, 0.9])):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(selector, sparsity):
             folder = case_folder / "packed"
             pack(SHAPE.write(case_folder / "source"), folder, selector=selector)
