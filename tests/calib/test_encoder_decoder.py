@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from support.answers import start_token, their_answer
 from support.cases import case
 from support.families import Tiny, original, write
+from support.held_experts import RoundedExperts
 from support.models import pack
 from support.profiles import QUICK, Recorder, StoppedError, folder_bytes, profiled, random_tokens
 from support.sparsities import realized_sparsity
@@ -25,10 +26,10 @@ from moe_pack.calib.profile import ProfileOptions, attach, losses_of
 from moe_pack.calib.report import report_html
 from moe_pack.calib.sensitivity import ExactPass, LayerLosses, SensitivityPass, copies_of
 from moe_pack.calib.sensitivity.effects import Copy, Divergences
-from moe_pack.calib.sensitivity.errors import RoundedDense, Rounder, Rounding, plainly_rounded
+from moe_pack.calib.sensitivity.errors import RoundedDense, Rounding, plainly_rounded
 from moe_pack.formats import ROW_GROUP, Pack
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, Expert, NeuronBlock, PackWeights, Weights
+from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, PackWeights, Weights
 from moe_pack.runtime.offload import Routing
 from moe_pack.runtime.offload.prefetch import make_prediction
 
@@ -283,31 +284,6 @@ def test_stopped_anywhere_a_profile_ends_in_the_same_bytes(source: Path, profile
 # --- sensitivity
 
 
-class Rounded(CheckpointWeights):
-    """Experts of some layers with some of their matrices rounded."""
-
-    def __init__(self, checkpoint: Checkpoint, width_of: Callable[[int, int, str], int], rounding: Rounder) -> None:
-        super().__init__(checkpoint)
-        self._width_of = width_of
-        self._rounding = rounding
-
-    def expert(self, layer_idx: int, expert: int) -> Expert:
-        (block,) = super().expert(layer_idx, expert).blocks()
-        matrices = []
-        for name, weights in (("up", block.up), ("down", block.down)):
-            width = self._width_of(layer_idx, expert, name)
-            matrices.append(weights if width == 16 else self._rounding(weights, width))
-
-        class Held:
-            def down_bias(self) -> None:
-                """It has none."""
-
-            def blocks(self) -> Iterator[NeuronBlock]:
-                yield NeuronBlock(None, *matrices)
-
-        return Held()
-
-
 @dataclass(frozen=True)
 class Ran:
     """A sensitivity pass over all sequences."""
@@ -371,7 +347,7 @@ def test_copies_of_experts_diverge_as_the_whole_model_does(checkpoint: Checkpoin
         def width_of(l: int, e: int, name: str, copy: Copy = copy) -> int:
             return copy.width if l in copy.layers else 16
 
-        rounded = log_probs(Rounded(checkpoint, width_of, plainly_rounded))
+        rounded = log_probs(RoundedExperts(checkpoint, width_of, plainly_rounded))
         first = slice(0, number * per_sequence)
         assert ran.measured.kls[idx] == pytest.approx(kl(expected[first], rounded[first]), rel=2e-3, abs=1e-6)
         assert ran.measured.kls[idx] > 1e-5, "there is something to compare"
@@ -411,7 +387,9 @@ def test_each_expert_at_2_bits_alone_costs_what_the_whole_model_loses(checkpoint
     expected = log_probs(CheckpointWeights(checkpoint))
 
     def loss(low: tuple[int, int] | None) -> float:
-        return kl(expected, log_probs(Rounded(checkpoint, lambda l, e, name: 2 if (l, e) == low else 4, rounding)))
+        return kl(
+            expected, log_probs(RoundedExperts(checkpoint, lambda l, e, name: 2 if (l, e) == low else 4, rounding))
+        )
 
     assert found["base"].tolist() == pytest.approx([loss(None)], rel=1e-3)
     wanted = [[loss((l, e)) for e in range(E)] for l in range(len(MOE_LAYERS))]

@@ -1,12 +1,12 @@
 """Each expert at 2 bits alone: the losses are those of plain decoders over weights so rounded; killed, the same."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.held_experts import RoundedExperts
 from support.models import TinyMixtral
 
 from moe_pack.calib.forward import LayerwiseWeights
@@ -14,34 +14,11 @@ from moe_pack.calib.sensitivity import ExactPass
 from moe_pack.calib.sensitivity.errors import Rounding
 from moe_pack.formats import ROW_GROUP
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, NeuronBlock
+from moe_pack.runtime.model import CheckpointWeights, Decoder
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=3)
 IDS = torch.randint(SHAPE.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
 ROUNDING = Rounding("absmax", ROW_GROUP)
-
-
-class Rounded(CheckpointWeights):
-    """All experts at 4 bits, but one at 2."""
-
-    def __init__(self, checkpoint: Checkpoint, low: tuple[int, int] | None) -> None:
-        super().__init__(checkpoint)
-        self._low = low
-
-    def expert(self, layer_idx: int, expert: int) -> Expert:
-        (block,) = super().expert(layer_idx, expert).blocks()
-        assert block.gate is not None
-        width = 2 if (layer_idx, expert) == self._low else 4
-        rounded = NeuronBlock(*(ROUNDING(weights, width) for weights in (block.gate, block.up, block.down)))
-
-        class Held:
-            def down_bias(self) -> None:
-                """It has none."""
-
-            def blocks(self) -> Iterator[NeuronBlock]:
-                yield rounded
-
-        return Held()
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +50,7 @@ def test_losses_are_divergences_of_models_rounded_so(source: Path, tmp_path: Pat
     original = log_probabilities(CheckpointWeights(checkpoint))
 
     def kl(low: tuple[int, int] | None) -> float:
-        rounded = log_probabilities(Rounded(checkpoint, low))
+        rounded = log_probabilities(RoundedExperts(checkpoint, lambda l, e, name: 2 if (l, e) == low else 4, ROUNDING))
         return float((original.exp() * (original - rounded)).sum(1).mean())
 
     # Sums of float32 products in another order; the divergences are of 0.01 and more.

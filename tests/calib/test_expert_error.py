@@ -1,7 +1,5 @@
 """Rounding errors of an expert's rows, and the formats in which they are compared."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 
 import pytest
@@ -28,34 +26,12 @@ from moe_pack.runtime.model import NeuronBlock
 TOLERANCE = 1e-5
 
 
-@dataclass(frozen=True)
-class Held:
-    """An expert held in float32, given out in blocks of `step` neurons."""
-
-    gate: Tensor | None
-    up: Tensor
-    down: Tensor
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    step: int = 1000
-
-    def down_bias(self) -> None:
-        """It has none."""
-
-    def blocks(self) -> Iterator[NeuronBlock]:
-        for i in range(0, len(self.up), self.step):
-            held = (self.gate, self.up, self.down, self.gate_bias, self.up_bias)
-            gate, up, down, gate_bias, up_bias = (None if one is None else one[i : i + self.step] for one in held)
-            assert up is not None and down is not None, "every expert has these"
-            yield NeuronBlock(gate, up, down, gate_bias, up_bias)
-
-
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def an_expert(f: int = 70, d: int = 64, biases: bool = False, matrices: int = 3) -> Held:
-    return Held(
+def an_expert(f: int = 70, d: int = 64, biases: bool = False, matrices: int = 3) -> NeuronBlock:
+    return NeuronBlock(
         gate=random(f, d, seed=1) * 0.1 if matrices == 3 else None,
         up=random(f, d, seed=2) * 0.1,
         down=random(f, d, seed=3) * 0.1,
@@ -130,13 +106,13 @@ def test_formats_are_those_that_a_row_can_hold() -> None:
     assert named[3] == []
 
 
-def moments_of(expert: Held, seed: int = 8) -> list[Tensor | None]:
+def moments_of(expert: NeuronBlock, seed: int = 8) -> list[Tensor | None]:
     """Made up, of all neurons: what a squared error costs, by groups of 64."""
     of_row = random(len(expert.up), expert.up.shape[1] // 64, seed=seed).abs()
     return [None if expert.gate is None else of_row, of_row * 2, of_row * 3]
 
 
-def ratios_of(expert: Held) -> Tensor:
+def ratios_of(expert: NeuronBlock) -> Tensor:
     formats = compared_formats(expert.up.shape[1])
     return format_ratios((expert.gate, expert.up, expert.down), moments_of(expert), formats)
 
@@ -166,7 +142,7 @@ def test_a_matrix_an_expert_does_not_have_has_ratios_of_one() -> None:
 def test_weights_that_every_width_holds_have_ratios_of_one() -> None:
     """0 and a multiple of 3, 7, 15 and 255, which plain rounding stores without error."""
     row = torch.tensor([0.0, 1785 / 1024]).repeat(32)
-    assert (ratios_of(Held(row.repeat(7, 1), row.repeat(7, 1), row.repeat(7, 1))) == 1).all()
+    assert (ratios_of(NeuronBlock(row.repeat(7, 1), row.repeat(7, 1), row.repeat(7, 1))) == 1).all()
 
 
 def test_hqq_is_better_where_an_outlier_spoils_plain_rounding() -> None:

@@ -1,6 +1,5 @@
 """One expert over its tokens: counts and outputs against brute force, the same whatever the chunks."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.cases import case as named_case
+from support.held_experts import HeldExpert
 from torch import Tensor
 
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, ExpertActivity, measure_expert, sample_places
@@ -18,29 +18,6 @@ RESOLUTION = 1 / 1024  # of a histogram, relative
 D = 8
 CHUNKS = (1, 7, 4096)
 LEVELS = tuple(number / 20 for number in range(21))
-
-
-@dataclass(frozen=True)
-class HeldExpert:
-    """An expert whose neurons come in blocks of a given size."""
-
-    whole: NeuronBlock
-    block_neurons: int = 5
-
-    def down_bias(self) -> None:
-        """It has none."""
-
-    def blocks(self) -> Iterator[NeuronBlock]:
-        held = self.whole
-        for start in range(0, len(held.up), self.block_neurons):
-            rows = slice(start, start + self.block_neurons)
-            yield NeuronBlock(
-                gate=None if held.gate is None else held.gate[rows],
-                up=held.up[rows],
-                down=held.down[rows],
-                gate_bias=None if held.gate_bias is None else held.gate_bias[rows],
-                up_bias=None if held.up_bias is None else held.up_bias[rows],
-            )
 
 
 @dataclass(frozen=True)
@@ -60,7 +37,7 @@ class Case:
 
         block = NeuronBlock(whole(self.f, D) / 4, whole(self.f, D), whole(self.f, D))
         token_idx = torch.randperm(2 * self.num_tokens + 3, generator=generator)[: self.num_tokens].sort().values
-        return HeldExpert(block), whole(2 * self.num_tokens + 3, D), token_idx
+        return HeldExpert(block, step=5), whole(2 * self.num_tokens + 3, D), token_idx
 
 
 CASES = [Case(1, 7), Case(50, 7), Case(50, 1), Case(HOT_SAMPLE_TOKENS, 12), Case(HOT_SAMPLE_TOKENS + 45, 12)]
@@ -188,7 +165,7 @@ def test_an_expert_without_a_gate_has_one_activation_for_all_kinds() -> None:
 def test_biases_shift_activations() -> None:
     expert, inputs, token_idx = Case(50, 7).draw()
     bias = torch.arange(7, dtype=torch.float32)
-    shifted = HeldExpert(replace(expert.whole, up_bias=bias, gate_bias=-bias))
+    shifted = HeldExpert(replace(expert.whole, up_bias=bias, gate_bias=-bias), step=5)
     found, _ = measured(shifted, inputs, token_idx, 7)
     ups = (inputs[token_idx] @ expert.whole.up.T + bias).abs()
     assert torch.equal(found.hot[0, 3], (ups >= float(found.hot_thresholds[0, 3])).sum(dim=0))

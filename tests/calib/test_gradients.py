@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.cases import case
 from support.families import Tiny, write
+from support.held_experts import HeldExpert
 from torch import Tensor
 
 from moe_pack.calib.forward import KINDS, LayerStates, LayerTokens, LayerwiseWeights
@@ -35,34 +36,15 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """An expert in float32, given out in blocks of `step` neurons."""
-
-    whole: NeuronBlock
-    bias: Tensor | None = None
-    step: int = 1000
-
-    def down_bias(self) -> Tensor | None:
-        """Returns its bias."""
-        return self.bias
-
-    def blocks(self) -> Iterator[NeuronBlock]:
-        """Yields its neurons."""
-        w = self.whole
-        for first in range(0, len(w.up), self.step):
-            rows = slice(first, first + self.step)
-            gate, gate_bias, up_bias = (None if one is None else one[rows] for one in (w.gate, w.gate_bias, w.up_bias))
-            yield NeuronBlock(gate, w.up[rows], w.down[rows], gate_bias, up_bias)
-
-
-def an_expert(f: int = 70, d: int = 128, biases: bool = False, gate: bool = True, step: int = 1000) -> Blocks:
+def an_expert(f: int = 70, d: int = 128, biases: bool = False, gate: bool = True, step: int = 1000) -> HeldExpert:
     rows = [random(f, d, seed=seed) * 0.1 for seed in (1, 2, 3)]
     of_neurons = (random(f, seed=4) if gate else None, random(f, seed=5)) if biases else (None, None)
-    return Blocks(NeuronBlock(rows[0] if gate else None, *rows[1:], *of_neurons), random(d) if biases else None, step)
+    return HeldExpert(
+        NeuronBlock(rows[0] if gate else None, *rows[1:], *of_neurons), random(d) if biases else None, step
+    )
 
 
-EXPERTS: dict[str, tuple[Blocks, NeuronFunction]] = {
+EXPERTS: dict[str, tuple[HeldExpert, NeuronFunction]] = {
     "silu": (an_expert(), "silu"),
     "in blocks": (an_expert(step=13), "silu"),
     "biases, clamped": (an_expert(biases=True), "clamped_swiglu"),
