@@ -1,4 +1,4 @@
-"""What calibrated rounding costs by format: against the expert run whole, and what is measured of a model's."""
+"""The cost of calibrated rounding by format: against the expert run whole, and against a model's measurement."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def held(has_gate: bool = True, num_neurons: int = F) -> HeldExpert:
 
 
 def plain_error(square: Callable[[Tensor], float], rows: Tensor, width: int, exact: Sequence[int] = ()) -> float:
-    """What plain rounding loses: the geometric mean of 2, 3 and 4 bits, by the square of the step."""
+    """The geometric mean of plain rounding at 2, 3 and 4 bits, by the square of the step."""
     logarithms = []
     for each in (2, 3, 4):
         rounded = plainly_rounded(rows, each)
@@ -155,7 +155,6 @@ def test_half_of_the_formats_are_measured_and_one_alone_is_as_among_all() -> Non
 
 
 def test_large_experts_are_judged_on_some_rows_and_down_on_some_columns() -> None:
-    """Mixtral's, DeepSeek-V3's, and small ones, which are judged whole."""
     assert (judged_rows(4096, 14336), judged_columns(4096, 14336)) == (32, 128)
     assert (judged_rows(7168, 2048), judged_columns(7168, 2048)) == (32, 128)
     assert (judged_rows(256, 768), judged_columns(256, 768)) == (128, 128)
@@ -224,10 +223,7 @@ def test_a_profile_with_inputs_estimates_calibrated_formats_and_one_without_what
 
 @pytest.mark.slow
 def test_formats_are_judged_on_tokens_before_those_they_are_calibrated_on(source: Path, profile: Profile) -> None:
-    """All of 8 sequences of 24 tokens are kept: the first 96 tokens are judged on, the others calibrated on.
-
-    Of the last layer, in which all formats are compared. A judged token counts as much as its gradient is large.
-    """
+    """The first 96 tokens of 8 sequences of 24 judge, the others calibrate. Tokens count as much as their gradients."""
     experts = profile.statistics(1).routes
     popular = int(np.bincount(experts.ravel()).argmax())
     with profile.inputs(1) as opened:
@@ -244,7 +240,7 @@ def test_formats_are_judged_on_tokens_before_those_they_are_calibrated_on(source
 
 
 def gradient_sizes(source: Path) -> Tensor:
-    """The root mean square of torch's gradient of the predictions by the last layer's output: [96], of 4 sequences."""
+    """The root mean square of torch's gradient by the last layer's output: [96], of 4 sequences."""
     model, sizes = original(source), list[Tensor]()
     for number, ids in enumerate(torch.from_numpy(np.asarray(TOKENS.sequences[:4], np.int64))):
         embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_()

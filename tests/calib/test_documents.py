@@ -1,4 +1,4 @@
-"""Where `--data` leads: each kind of source, how long documents are cut, and what is said of each that is unfit."""
+"""Each kind of source of `--data`, the cuts of long documents, and the messages about unfit ones."""
 
 import json
 import os
@@ -44,7 +44,6 @@ def no_hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def pieces(data: object, field: str | None = None, template: ChatTemplate | None = None) -> list[Piece]:
-    """Every piece of a source that has one part."""
     documents = open_documents(str(data), field, template)
     (part,) = documents.parts
     assert documents.turns == (0,)
@@ -66,7 +65,6 @@ def conversations(data: object, field: str | None = None) -> list[str]:
 
 
 def said(data: object, field: str | None = None, template: ChatTemplate | None = TEMPLATE) -> str:
-    """The one line that says what is wrong with a source."""
     with pytest.raises(RunError) as caught:
         pieces(data, field, template)
     assert "\n" not in str(caught.value)
@@ -214,7 +212,7 @@ def test_a_conversation_of_the_sample_that_a_template_refuses_is_plain_text() ->
 
 
 def test_the_samples_conversations_are_questions_and_answers() -> None:
-    """What most templates demand: an optional system message, then user and assistant in turn; and no empty message."""
+    """Most templates demand an optional system message, then user and assistant in turn; and no empty message."""
     for line in sample_file("chat.jsonl").splitlines():
         messages = json.loads(line)["messages"]
         with case(messages[0]["content"]):

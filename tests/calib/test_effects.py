@@ -1,4 +1,4 @@
-"""What copies say of estimates, worked by hand from made-up losses and divergences."""
+"""Growth of estimates by copies, worked by hand from made-up losses and divergences."""
 
 from dataclasses import replace
 

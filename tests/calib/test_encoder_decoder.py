@@ -70,7 +70,7 @@ def checkpoint(source: Path) -> Iterator[Checkpoint]:
 
 
 def halves() -> list[tuple[list[int], list[int]]]:
-    """What encoder and decoder are given of each sequence, by the rule in docs/profile.md."""
+    """The tokens of encoder and decoder of each sequence, by the rule in docs/profile.md."""
     return [([*row[:HALF]], [0, *row[HALF : 2 * HALF - 1]]) for row in TOKENS.sequences.tolist()]
 
 
@@ -151,7 +151,7 @@ def test_what_was_read_stays_beside_the_hidden_states_and_damaged_all_begins_ane
 
 @dataclass(frozen=True)
 class Seen:
-    """What a MoE layer of transformers saw: inputs [T, d], routes and weights [T], and which tokens an expert ran for.
+    """The inputs [T, d], routes and weights [T] of a MoE layer of transformers, and the tokens that an expert ran for.
 
     `a[e]` float32 [n, f]: activations of those.
     """
@@ -286,8 +286,6 @@ def test_stopped_anywhere_a_profile_ends_in_the_same_bytes(source: Path, profile
 
 @dataclass(frozen=True)
 class Ran:
-    """A sensitivity pass over all sequences."""
-
     losses: list[LayerLosses]
     measured: Divergences
 
@@ -336,7 +334,7 @@ def test_an_embedding_costs_about_what_the_whole_model_diverges_in_both_stacks(
 
 
 def test_copies_of_experts_diverge_as_the_whole_model_does(checkpoint: Checkpoint, ran: Ran) -> None:
-    """Of the first half of the sequences, with all experts of some layers rounded, in either stack."""
+    """The first half of the sequences, with all experts of some layers rounded, in either stack."""
     number = -(-len(TOKENS.sequences) // 2)
     expected = log_probs(CheckpointWeights(checkpoint))
     per_sequence = len(expected) // len(TOKENS.sequences)

@@ -245,7 +245,6 @@ def make(source: Path, folder: Path, tokens: Tokens = FEW_TOKENS, progress: Reco
 
 
 def plain_log_probs(source: Path) -> torch.Tensor:
-    """Predictions of a plain decoder, float32 [N, S - 1, V]."""
     checkpoint, found = Checkpoint(source), []
     decoder = Decoder(CheckpointWeights(checkpoint), FEW_TOKENS.sequences.shape[1])
     for sequence in FEW_TOKENS.sequences:

@@ -46,7 +46,7 @@ CASES = [Case(1, 7), Case(50, 7), Case(50, 1), Case(HOT_SAMPLE_TOKENS, 12), Case
 def measured(
     expert: HeldExpert, inputs: Tensor, token_idx: Tensor, chunk_tokens: int = 4096
 ) -> tuple[ExpertActivity, Tensor]:
-    """What was counted, and the outputs float32 [n, d]; each must be given once."""
+    """The counts, and the outputs float32 [n, d]; each must be given once."""
     output = torch.full((len(token_idx), D), torch.nan)
 
     def add(places: Tensor, y: Tensor) -> None:

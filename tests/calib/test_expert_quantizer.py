@@ -306,7 +306,7 @@ def test_tokens_of_little_weight_count_as_few() -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tensor, Tensor]]:
-    """What an expert of the demo model was given, and its `h`, some 1,500 tokens each."""
+    """The inputs of an expert of the demo model and its `h`, some 1,500 tokens each."""
     checkpoint = Checkpoint(DEMO_MODEL)
     tokens = read_tokens(None, None, Text(FolderFiles(DEMO_MODEL)), 8192, 512)
     profile = make_profile(checkpoint, tokens, tmp_path_factory.mktemp("demo") / "profile", QUICK, Recorder())

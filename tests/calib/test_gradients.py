@@ -105,7 +105,7 @@ def test_what_rounding_costs_is_the_sum_over_neurons_and_columns() -> None:
 
 
 def test_of_repeated_neurons_down_loses_nothing() -> None:
-    """Of 300 neurons two: those that lose most at the width."""
+    """Two of 300 neurons: those that lose most at the width."""
     expert = an_expert(f=300, step=70)
     with torch.inference_mode():
         found = expert_gradients(expert, "silu", X, ROUTER, ABOVE, THRESHOLDS)
@@ -225,7 +225,7 @@ def test_a_routers_gradient_is_that_of_finite_differences(opened: Opened) -> Non
 
 
 def test_the_mean_square_along_prediction_gradients_is_twice_the_divergence(opened: Opened) -> None:
-    """Of one token, many times: 4,000 squares of normal values have a deviation of 2.2%."""
+    """One token, many times: 4,000 squares of normal values have a deviation of 2.2%."""
     weights, d = opened.weights, opened.weights.spec.stream_width
     x = opened.hidden[:1]
     with torch.inference_mode():

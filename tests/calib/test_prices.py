@@ -1,4 +1,4 @@
-"""What more sparsity and substitution cost a pack, against plain decoders and engines, and that nothing is changed."""
+"""The cost of more sparsity and substitution of a pack, against plain decoders and engines; nothing is changed."""
 
 import shutil
 from pathlib import Path

@@ -46,7 +46,6 @@ def refusal(folder: Path, read: Callable[[Profile], object] = lambda profile: No
 
 
 def opened(profile: Profile, layer_idx: int) -> ExpertTokens:
-    """What the first expert is calibrated on, of inputs read and closed."""
     with profile.inputs(layer_idx) as inputs:
         return inputs.of_expert(0)
 

@@ -69,7 +69,7 @@ class Snapshots(Recorder):
 def snapshots(
     source: Path, folder: Path, to: Path, options: ProfileOptions, steps: tuple[str, ...]
 ) -> tuple[list[Path], dict[str, bytes]]:
-    """What a run would leave killed before any of these steps; and what it leaves when it is not killed."""
+    """The folders of runs killed before any of these steps, and of one that is not killed."""
     progress = Snapshots(folder, to)
 
     def watched(step: Callable[..., None]) -> Callable[..., None]:

@@ -40,7 +40,6 @@ from moe_pack.runtime.quality import (
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """Three layers of six experts; read only."""
     return HandMade().write(tmp_path_factory.mktemp("report") / "profile")
 
 
@@ -398,7 +397,6 @@ def test_dense_prices_are_those_of_layers_embedding_and_head(profile: Profile) -
 
 
 def measured(prices: Prices | None) -> MeasuredPack:
-    """What might have been measured of a pack with thresholds."""
     one = Estimate(1.0, 0.1)
     against = SourceQuality("", True, 256, Estimate(0.02, 0.003), one, 0.0, one, one, one, 0.0, 0.0)
     quality = Quality("text", "", 1, 512, 511, 1000, 0.81, one, against, prices)

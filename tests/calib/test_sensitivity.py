@@ -197,7 +197,7 @@ References = dict[str, Reference]
 
 @FAMILIES
 def test_the_way_back_through_the_whole_model_is_torchs(name: str, passes: Passes, references: References) -> None:
-    """What the embedding costs is the square of its change along the gradient that has passed through all layers."""
+    """The embedding costs the square of its change along the gradient that has passed through all layers."""
     reference, found = references[name], passes[name].measured.embedding
     table = reference.model.get_input_embeddings().weight.detach()
     for width, kl in zip((8, 4), found.tolist(), strict=True):

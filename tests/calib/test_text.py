@@ -138,7 +138,7 @@ def test_sequences_of_the_sample_come_from_its_parts_in_turn(text: Text, parts: 
 
 
 def test_a_part_of_the_sample_that_runs_out_leaves_its_turn_to_others(text: Text, parts: list[list[int]]) -> None:
-    """Of sequences of 5,000 tokens, the sixth part of prose has none, others one or two, code four or more."""
+    """The sixth part of prose has no sequence of 5,000 tokens, others one or two, code four or more."""
     length = 5000
     left = [rows(part, length) for part in parts]
     assert [len(part) for part in left[:8]].count(0) >= 1 and len(left[9]) > len(left[10]) > 1
