@@ -97,8 +97,8 @@ class _Comparison(Protocol):
 
     def noise_floor(self) -> float: ...
 
-    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
-        """Returns the source's losses and the pack's distances at some tokens of a sequence, float64 [6, n].
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> tuple[Tensor, ...]:
+        """Returns the six `compared` of `_source_quality` at some tokens of a sequence, [n] each.
 
         Args:    number: of the sequence.   log_probs: the pack's predictions, float32 [n, V].
         """
@@ -116,12 +116,12 @@ class _KeptReference:
     def noise_floor(self) -> float:
         return self._reference.facts.noise_floor
 
-    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> tuple[Tensor, ...]:
         expected = self._reference.outcomes(number, rows, self._device)
         nll = -torch.from_numpy(self._reference.next_log_probs[number, rows]).to(self._device)
         measured = compact.distances(expected, log_probs)
         agreeing = log_probs.argmax(dim=1) == expected.ids[:, 0]
-        return _stack(nll, measured.estimate, measured.bound, agreeing, expected.log_tail.double().exp(), measured.tail)
+        return nll, measured.estimate, measured.bound, agreeing, expected.log_tail.double().exp(), measured.tail
 
 
 class _Source:
@@ -143,18 +143,13 @@ class _Source:
     def noise_floor(self) -> float:
         return compact.noise_floor(self._pass)
 
-    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> tuple[Tensor, ...]:
         expected = self._pass.predictions(number, rows)
         outcomes = compact.kept_outcomes(expected, torch.Generator().manual_seed(number))
         measured = compact.distances(outcomes, log_probs)
         agreeing = log_probs.argmax(dim=1) == expected.argmax(dim=1)
         nll, kl = -compact.next_log_probs(expected, sequence, rows), compact.whole_divergence(expected, log_probs)
-        return _stack(nll, kl, measured.bound, agreeing, outcomes.log_tail.double().exp(), measured.tail)
-
-
-def _stack(*losses: Tensor) -> Tensor:
-    """Stacks losses in the order of `_source_quality`: float64 [6, n]."""
-    return torch.stack([loss.double() for loss in losses])
+        return nll, kl, measured.bound, agreeing, outcomes.log_tail.double().exp(), measured.tail
 
 
 @torch.inference_mode()
@@ -170,7 +165,8 @@ def _losses(
             log_probs = packed.predictions(number, rows)
             nll.append(-compact.next_log_probs(log_probs, sequence, rows).double())
             if comparison is not None:
-                compared.append(comparison.compare(number, rows, log_probs, sequence))
+                found = comparison.compare(number, rows, log_probs, sequence)
+                compared.append(torch.stack([each.double() for each in found]))
         progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
     progress.end()
     by_kind = torch.cat(compared, dim=1) if compared else ()

@@ -92,14 +92,15 @@ class ModelPass:
                 sensitivity.half_multiplications(spec, layer, self.sequence_length) * len(tokens.x), f"layer {layer}"
             )
             if layer in spec.moe_layers:
-                self._store.write(self._file(layer), self._layer(tokens, layer, progress))
+                self._store.write(f"{self._name}-{layer:03d}.safetensors", self._layer(tokens, layer, progress))
             states.leave(layer, tokens)
             del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         progress.end()
 
     def counts(self) -> list[dict[str, forward.Array]]:
         """Reads what was counted of each MoE layer, after all layers are done."""
-        return [forward.read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
+        names = (f"{self._name}-{layer:03d}.safetensors" for layer in self._spec.moe_layers)
+        return [forward.read_all_arrays(self._store.folder / name) for name in names]
 
     def sparsity(self) -> RealizedSparsity:
         """Returns the share of neurons that did not run, with a twin's tokens, after all layers are done."""
@@ -128,9 +129,6 @@ class ModelPass:
         tokens_an_expert = number * self.sequence_length * router.num_experts_per_tok / router.num_experts
         experts = trial.plain(tokens_an_expert) * (self._runs_of_expert * router.num_experts)
         return sensitivity.layers_cost(trial, layers, number, experts)
-
-    def _file(self, layer: int) -> str:
-        return f"{self._name}-{layer:03d}.safetensors"
 
     def _layer(self, tokens: forward.LayerTokens, layer: int, progress: commands.Progress) -> dict[str, forward.Array]:
         """Runs a layer's routed experts; returns dropped neurons and tokens, int64 [E] each."""

@@ -312,6 +312,7 @@ class LayerStates:
         self.spec = weights.spec
         self.num_sequences = self._num_first = num_sequences
         self.sequence_length = sequence_length
+        self._sequence_bytes = 4 * sequence_length * weights.spec.stream_width
         self._weights = weights
         self._beginning = beginning
         self._folder = folder
@@ -511,11 +512,6 @@ class LayerStates:
         num_read = self._text_path.stat().st_size // self._sequence_bytes
         return self._read_hidden(self._text_path, self._root_of(number, num_read))
 
-    @property
-    def shares_choices(self) -> bool:
-        """Whether some layers attend to positions, not to all, that an earlier layer chose in each sequence."""
-        return bool(shared_choosers(self.spec, self.sequence_length))
-
     def chosen(self, layer: int, number: int) -> caches.Chosen:
         """Returns the positions to attend to: those that an earlier layer chose, if the layer shares them, or all."""
         num_read = self._choices.num_read(layer)
@@ -551,10 +547,6 @@ class LayerStates:
         """Removes the folder, unless other parts may still read in it."""
         if not self._results.is_shared:
             shutil.rmtree(self._folder)
-
-    @property
-    def _sequence_bytes(self) -> int:
-        return 4 * self.sequence_length * self.spec.stream_width
 
     def _resume(self) -> int:
         """Returns the layer after the last whose hidden states are whole on disk, or 0."""

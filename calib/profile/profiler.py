@@ -284,11 +284,11 @@ class _Run:
                 with self._results.step(f"forward-{stage.states.next_layer:03d}"):
                     stage.forward(self._progress)
                 give_back_freed()
-            while stage.next_back >= 0:
-                with self._results.step(f"back-{stage.next_back:03d}"):
-                    layer_losses = stage.back(self._progress)
-                    self._store.write(profiles.layer_file("sensitivity", stage.next_back), layer_losses.arrays())
-                    stage.leave_back()
+            while (layer := stage.way_back.next_layer) >= 0:
+                with self._results.step(f"back-{layer:03d}"):
+                    layer_losses = stage.way_back.measure(self._progress)
+                    self._store.write(profiles.layer_file("sensitivity", layer), layer_losses.arrays())
+                    stage.way_back.leave()
                 give_back_freed()
             moe_layers = self._spec.moe_layers
             losses = [self._layer_losses(layer) for layer in moe_layers]
@@ -428,12 +428,16 @@ def routing_of(profile: profiles.Profile, most_tokens: int = routing_file.MAX_RO
             judged = profile.predictors(layer_idx)
             recalls[layer_idx], best[layer_idx] = judged.experts, judged.best[0]
 
-    def network(layer_idx: int) -> offload.Predictor:
-        return profile.predictors(layer_idx).network
-
     joined: forward.Array = np.stack(routes, axis=1)  # [T, k] of each layer -> [T, L, k]
     return offload.Routing(
-        np.stack(popularity), np.stack(mass), profile.paths(), recalls, best, joined, length, network
+        np.stack(popularity),
+        np.stack(mass),
+        profile.paths(),
+        recalls,
+        best,
+        joined,
+        length,
+        lambda layer_idx: profile.predictors(layer_idx).network,
     )
 
 

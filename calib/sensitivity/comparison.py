@@ -46,7 +46,7 @@ class FormatComparison:
         matrices = block.gate, block.up, block.down
         if reference is None:
             return errors.format_ratios(matrices, moments, every)
-        table = torch.from_numpy(self._stored_losses(reference).ratios)
+        table = torch.from_numpy(self._stored(self._run.spec.moe_layers[reference]).ratios)
         found = errors.format_ratios(matrices, moments, _ANCHORS)
         of_width = torch.tensor([errors.WIDTHS.index(part.width) for _, part in every])
         base = table[:, [every.index(anchor) for anchor in _ANCHORS]]
@@ -55,9 +55,6 @@ class FormatComparison:
     def calibrated(self, layer_idx: int, expert: int, tokens: layers.LayerTokens, above: Tensor) -> Tensor:
         """Returns `LayerLosses.calibrated`: nothing, [0], without inputs."""
         return torch.zeros(0)
-
-    def _stored_losses(self, layer_idx: int) -> effects.LayerLosses:
-        return self._stored(self._run.spec.moe_layers[layer_idx])
 
 
 class CalibratedComparison(FormatComparison):
@@ -107,6 +104,6 @@ class CalibratedComparison(FormatComparison):
         found = errors.calibrated_ratios(model_expert, function, x, weights, calibration, formats).cpu()
         if reference is None:
             return found
-        table = torch.from_numpy(self._stored_losses(reference).calibrated)
+        table = torch.from_numpy(self._stored(run.spec.moe_layers[reference]).calibrated)
         scale = found / table[:, every.index(anchor), None]
         return table * torch.where(torch.tensor([quantize.needs_inputs(part) for part in every]), scale, 1.0)

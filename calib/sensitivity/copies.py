@@ -21,7 +21,7 @@ def begin_together(run: Run) -> bool:
 
     Other copies begin with their first layer.
     """
-    return run.spec.encoder is not None or run.states.shares_choices
+    return run.spec.encoder is not None or bool(layers.shared_choosers(run.spec, run.states.sequence_length))
 
 
 class CopiesPass:

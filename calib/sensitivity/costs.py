@@ -126,6 +126,7 @@ class Trial:
     def __init__(self, weights: model.Weights, states: forward.LayerStates) -> None:
         self._weights = weights
         self.spec = weights.spec
+        self._function = weights.spec.expert_function(0)
         self._states = states
 
     @torch.inference_mode()
@@ -140,23 +141,26 @@ class Trial:
     @torch.inference_mode()
     def counted(self, num_tokens: float) -> Cost:
         """Returns the cost of running an expert and counting its activations, for this many tokens."""
-        number, f = self._tried(num_tokens), self.spec.expert.intermediate_size
-        x, idx = self._random(number), torch.arange(number)
+        f = self.spec.expert.intermediate_size
 
-        def work() -> None:
-            forward.measure_expert(
-                self._weights.expert(0, 0), self._function, x, idx, f, lambda places, output: None, device=x.device
+        def work(x: Tensor) -> object:
+            expert, idx = self._weights.expert(0, 0), torch.arange(len(x))
+            return forward.measure_expert(
+                expert, self._function, x, idx, f, lambda places, output: None, device=x.device
             )
 
-        return self._cost(num_tokens, _seconds(work) * num_tokens / number)
+        return self._of_expert(num_tokens, work)
 
     @torch.inference_mode()
     def plain(self, num_tokens: float) -> Cost:
         """Returns the cost of running an expert, for this many tokens."""
-        number = self._tried(num_tokens)
-        x, expert = self._random(number), self._weights.expert(0, 0)
-        seconds = _seconds(lambda: model.run_expert(x, expert, self._function, "none", 0.0))
-        return self._cost(num_tokens, seconds * num_tokens / number)
+        expert = self._weights.expert(0, 0)
+        return self._of_expert(num_tokens, lambda x: model.run_expert(x, expert, self._function, "none", 0.0))
+
+    def _of_expert(self, num_tokens: float, work: Callable[[Tensor], object]) -> Cost:
+        x = self._random(max(1, min(round(num_tokens), _TRIED_TOKENS)))
+        seconds = _seconds(lambda: work(x)) * num_tokens / len(x)
+        return Cost(round(expert_multiplications(self.spec) * num_tokens), seconds)
 
     @torch.inference_mode()
     def half_back(self, layer: int) -> Cost:
@@ -222,19 +226,9 @@ class Trial:
         seconds = _seconds(lambda: gradients.prediction_gradient(x, weights, generator)) * num_tokens / len(x)
         return Cost(2 * num_tokens * self.spec.hidden_size * self.spec.vocab_size, seconds)
 
-    @property
-    def _function(self) -> specs.NeuronFunction:
-        return self.spec.expert_function(0)
-
     def _random(self, num_tokens: int, width: int | None = None) -> Tensor:
         width = self.spec.hidden_size if width is None else width
         return torch.randn(num_tokens, width, device=self._states.device)
-
-    def _tried(self, num_tokens: float) -> int:
-        return max(1, min(round(num_tokens), _TRIED_TOKENS))
-
-    def _cost(self, num_tokens: float, seconds: float) -> Cost:
-        return Cost(round(expert_multiplications(self.spec) * num_tokens), seconds)
 
 
 def _seconds(work: Callable[[], object]) -> float:

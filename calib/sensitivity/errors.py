@@ -151,11 +151,6 @@ def format_ratios(
     return ratios
 
 
-def _ratio(errors: Tensor, base: Tensor) -> Tensor:
-    """Returns `errors / base`, 1 where `base` is 0."""
-    return torch.where(base > 0, errors / base.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
-
-
 def first_neurons(expert: model.Expert, number: int) -> list[model.NeuronBlock]:
     """Returns at most `number` of an expert's neurons, the first ones, in blocks."""
     blocks: list[model.NeuronBlock] = []
@@ -322,13 +317,9 @@ def calibrated_ratios(
     }
     with torch_threads(1):
         found = {part: judged.errors(judged.rounded(part, calibration), weights) for part in measured_formats(formats)}
-    return torch.stack(
-        [
-            _ratio(_between(part, found), base[quantize.needs_inputs(part)] * squared_step(base_width(part)))
-            for part in formats
-        ],
-        dim=1,
-    )
+    measured = torch.stack([_between(part, found) for part in formats], dim=1)
+    plain = torch.stack([base[quantize.needs_inputs(part)] * squared_step(base_width(part)) for part in formats], dim=1)
+    return torch.where(plain > 0, measured / plain.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
 
 
 _STEPS = WIDTHS[:-1]  # of which a mean is taken: errors of 8 bits are small next to float32's

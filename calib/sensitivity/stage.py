@@ -76,11 +76,6 @@ class SensitivityPass:
             self._comparison = comparison.CalibratedComparison(run, level, stored, kept, rotation)
         self.way_back = way_back.WayBack(run, folder, thresholds, self._comparison)
 
-    @property
-    def next_back(self) -> int:
-        """The next layer on the way back; -1 after the first."""
-        return self.way_back.next_layer
-
     def cost(self) -> dict[str, costs.Cost]:
         """Returns the estimated cost of what is left of the pass, by phase."""
         spec, run = self._run.spec, self._run
@@ -103,7 +98,7 @@ class SensitivityPass:
             kind, is_moe = costs.kind_of(spec, layer), layer in spec.moe_layers
             if layer >= self.states.next_layer:
                 forward += halves[kind] * self.num_sequences + plain * (choices * is_moe)
-            if layer <= self.next_back:
+            if layer <= self.way_back.next_layer:
                 tried = way_back.num_dense_sequences(run, layer) * (len(errors.roundable_roles(spec, layer)) + 1)
                 on_way_back += halves[kind] * (self.num_sequences + tried)
                 on_way_back += halves_back[kind] * self.num_sequences
@@ -133,15 +128,6 @@ class SensitivityPass:
         if layer in self._run.spec.moe_layers:
             self._run.run_experts(tokens, layer, progress, "forward")
         states.leave(layer, tokens)
-
-    @torch.inference_mode()
-    def back(self, progress: commands.Progress = commands.NO_PROGRESS) -> effects.LayerLosses:
-        """Takes gradients back through layer `next_back` and measures it; after it comes `leave_back`."""
-        return self.way_back.measure(progress)
-
-    def leave_back(self) -> None:
-        """Ends the layer that was measured last; the caller has stored the result of `back`."""
-        self.way_back.leave()
 
     @torch.inference_mode()
     def divergences(

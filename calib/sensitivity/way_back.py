@@ -57,7 +57,8 @@ class WayBack:
         """The gradients of each stack after the next layer; at the end, with respect to the embeddings."""
         return (self.above, self._other)[: len(self._run.given.stacks)]
 
-    def measure(self, progress: commands.Progress) -> effects.LayerLosses:
+    @torch.inference_mode()
+    def measure(self, progress: commands.Progress = commands.NO_PROGRESS) -> effects.LayerLosses:
         """Takes gradients back through the next layer and measures it; after it comes `leave`."""
         run, states, layer = self._run, self._run.states, self.next_layer
         if not self.is_begun:

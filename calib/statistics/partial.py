@@ -79,7 +79,7 @@ class PartialStates:
                 for x, inputs, outputs in zip(*pieces, strict=True):
                     x.copy_(states.after(layer, (x, inputs), outputs, weights).cpu())
             self._x = self._added = self._inputs = torch.empty(0)  # the mapping ends before its file gets its name
-            self._results.publish(self._unfinished, self._states(layer))
+            self._results.publish(self._unfinished, self._folder / f"partial-states-{layer:03d}.bin")
 
     @torch.inference_mode()
     def run(self, layer: int, states: forward.LayerStates, weights: forward.LayerwiseWeights) -> None:
@@ -87,7 +87,8 @@ class PartialStates:
         if not self.is_judged(layer):
             return
         S, d = self._shares.sequence_length, self._spec.stream_width
-        mapped = torch.from_numpy(np.memmap(self._states(layer - 1), np.float32, "c")).view(-1, S, d)
+        path = self._folder / f"partial-states-{layer - 1:03d}.bin"
+        mapped = torch.from_numpy(np.memmap(path, np.float32, "c")).view(-1, S, d)
         first = self._shares.num_sequences - self._shares.num_judged
 
         def scores_of(number: int) -> tuple[Tensor]:
@@ -110,9 +111,6 @@ class PartialStates:
     @property
     def _unfinished(self) -> Path:
         return self._folder / self._results.own_name("partial.tmp")
-
-    def _states(self, layer: int) -> Path:
-        return self._folder / f"partial-states-{layer:03d}.bin"
 
     def _scores(self, layer: int) -> Path:
         return self._folder / f"partial-scores-{layer:03d}.bin"

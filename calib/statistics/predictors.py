@@ -245,7 +245,7 @@ class _Trainer:
             result = self._validate()
             if result > best_result:
                 best_result, best_epoch, best = result, epoch, [layer.detach().clone() for layer in self._layers]
-            if epoch - best_epoch >= self._training.patience:
+            if epoch and epoch - best_epoch >= self._training.patience:
                 break
         return folded(best, self._standard, self._num_experts)
 

@@ -307,9 +307,9 @@ def run_pass(checkpoint: Checkpoint, folder: Path, restarts: bool = False) -> Ra
         running.forward()
     for layer in reversed(range(L)):
         running = stage() if restarts else running
-        assert running.next_back == layer
-        losses[layer] = running.back()
-        running.leave_back()
+        assert running.way_back.next_layer == layer
+        losses[layer] = running.way_back.measure()
+        running.way_back.leave()
     running = stage() if restarts else running
     measured = running.divergences([losses[layer] for layer in checkpoint.spec.moe_layers])
     running.close()

@@ -114,12 +114,12 @@ def run_pass(source: Path, level: Level, folder: Path, restarts: bool = False, i
         running.forward(recorder)
         running = stage() if restarts else running
     for layer in reversed(range(spec.num_hidden_layers)):
-        assert running.next_back == layer
+        assert running.way_back.next_layer == layer
         if restarts:
-            running.back()
+            running.way_back.measure()
             running = stage()
-        losses[layer] = running.back(recorder)
-        running.leave_back()
+        losses[layer] = running.way_back.measure(recorder)
+        running.way_back.leave()
         running = stage() if restarts else running
     measured = running.divergences([losses[layer] for layer in spec.moe_layers], recorder)
     running.close()
