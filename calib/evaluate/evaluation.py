@@ -98,10 +98,7 @@ class _Comparison(Protocol):
     def noise_floor(self) -> float: ...
 
     def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> tuple[Tensor, ...]:
-        """Returns the six `compared` of `_source_quality` at some tokens of a sequence, [n] each.
-
-        Args:    number: of the sequence.   log_probs: the pack's predictions, float32 [n, V].
-        """
+        """Returns the six `compared` of `_source_quality`, [n] each, for the pack's predictions float32 [n, V]."""
         ...
 
 
@@ -156,7 +153,6 @@ class _Source:
 def _losses(
     packed: ModelPass, tokens: forward.Tokens, comparison: _Comparison | None, progress: formats.Progress
 ) -> tuple[Sums, list[Sums]]:
-    """Returns the pack's losses in nats and the results of `compare`, summed over blocks."""
     cost = packed.prediction_cost() * (2 if comparison is not None and comparison.is_exact else 1)
     progress.begin(cost.stage("predictions"))
     nll, compared = [], []

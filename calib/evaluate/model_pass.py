@@ -1,7 +1,4 @@
-"""A pass of a text through all layers of a pack or a checkpoint, as it is stored, and then its predictions.
-
-The pass can continue after any layer. It counts the neurons that did not run (`RealizedSparsity`).
-"""
+"""A pass of a text through all layers of a model as it is stored, resumable after any layer, and its predictions."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -131,7 +128,7 @@ class ModelPass:
         return sensitivity.layers_cost(trial, layers, number, experts)
 
     def _layer(self, tokens: forward.LayerTokens, layer: int, progress: commands.Progress) -> dict[str, forward.Array]:
-        """Runs a layer's routed experts; returns dropped neurons and tokens, int64 [E] each."""
+        """Runs a layer's experts; returns dropped neurons and tokens, int64 [E] each."""
         layer_idx = self._spec.moe_layers.index(layer)
         dropped, number = (np.zeros(self._spec.router.num_experts, np.int64) for _ in range(2))
         for expert in range(self._spec.router.num_experts):
@@ -143,7 +140,6 @@ class ModelPass:
     def _counted(
         self, tokens: forward.LayerTokens, layer_idx: int, expert: int, threshold: float, progress: commands.Progress
     ) -> tuple[Tensor, Tensor]:
-        """Adds an expert's outputs and shows it; returns as `forward.run_counted`."""
         one = sensitivity.expert_multiplications(self._spec)
         place, number = f"layer {self._spec.moe_layers[layer_idx]} expert {expert}", (layer_idx, expert)
 

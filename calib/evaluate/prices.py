@@ -36,10 +36,7 @@ def sparsity_prices(
     where: torch.device,
     operations: model.Operations,
 ) -> tuple[quality.SparsityPrice, ...]:
-    """Measures the price of each of `SPARSITIES`. A killed call continues after the last complete layer.
-
-    Args:    tokens: to judge on.   calibration: to find thresholds on.   folder: for work files; the caller removes it.
-    """
+    """Measures the prices of `SPARSITIES` on `tokens`, with thresholds by `calibration`; the caller removes `folder`."""
     every = [np.zeros(pack.thresholds.shape, np.float32)]
     for sparsity in sensitivity.SPARSITIES:
         work = folder / f"thresholds-{sparsity:g}"
@@ -55,8 +52,6 @@ def sparsity_prices(
 
 
 class _Rethresholded(model.StreamedPackWeights):
-    """A pack's weights with other thresholds, float32 [L, E]."""
-
     def __init__(
         self, pack: formats.Pack, thresholds: NDArray[np.float32], device: torch.device, operations: model.Operations
     ) -> None:
@@ -255,20 +250,17 @@ def measure_numerics(
 
 
 def _mean(values: NDArray[np.float64]) -> quality.Estimate:
-    """Returns the mean of values of tokens, with the half-width by the scatter of blocks."""
     numbers = reference.block_sums(np.ones(len(values))).astype(np.int64)
     return reference.mean(reference.block_sums(values), numbers)
 
 
 def _multiplications(spec: formats.ModelSpec, num_tokens: int) -> int:
-    """Returns the multiplications for the prediction after one token of a text."""
     layers = sum(sensitivity.half_multiplications(spec, layer, num_tokens) for layer in range(spec.num_hidden_layers))
     experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * sensitivity.expert_multiplications(spec)
     return layers + experts + spec.vocab_size * spec.hidden_size
 
 
 def _hidden(decoder: model.Decoder, kernels: cpu.Kernels, ids: list[int], mode: numerics.NumericsMode) -> Tensor:
-    """Returns the hidden states of a text with a mode, float32 [S, d]."""
     kernels.take_digits(numerics.DIGITS[mode])
     decoder.reset()
     return decoder.hidden_states(ids)
@@ -302,10 +294,7 @@ def measure_prices(
     device: torch.device | None = None,
     operations: model.Operations = model.TORCH,
 ) -> quality.Prices:
-    """Measures the prices of a pack on the first `NUM_TOKENS` of a text, in whole sequences.
-
-    A killed call continues after the last complete layer; decode begins again, on the CPU.
-    """
+    """Measures the prices of a pack on the first `NUM_TOKENS` of a text; killed, all but decoding continues."""
     judged = first_tokens(tokens, NUM_TOKENS)
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}
     with forward.work_store(pack.folder / _WORK_FOLDER, facts) as store:

@@ -74,10 +74,7 @@ def share(num_true: int, number: int) -> Estimate:
 
 
 def student_t(degrees: int) -> float:
-    """Returns the 97.5% quantile of Student's t to 0.2%: exact for 1 and 2 degrees, else expanded in 1 / degrees.
-
-    Source:  Abramowitz and Stegun 26.7.5.
-    """
+    """Returns the 97.5% quantile of Student's t to 0.2% (Abramowitz and Stegun 26.7.5; exact for 1 and 2 degrees)."""
     if degrees < 3:
         return {1: math.tan(0.475 * math.pi), 2: 0.95 * math.sqrt(2 / (1 - 0.95**2))}[degrees]
     z = _NORMAL

@@ -64,10 +64,7 @@ class TaskScore:
 
 
 def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
-    """Reads the tasks of a file, with at most `max_tokens` (the model's positions) of prompt and choice together.
-
-    Raises:  RunError for the first wrong line, or if the file has no task.
-    """
+    """Reads tasks of at most `max_tokens` of prompt and choice; RunError for the first wrong line or without tasks."""
     place = f"--tasks {path}"
     choices: list[tuple[Choice, list[int]]] = []
     answers: list[int] = []
@@ -114,10 +111,7 @@ def task_score(
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> TaskScore:
-    """Measures how many tasks a model answers correctly. A killed call continues after the last complete layer.
-
-    Args:    folder: for work files, removed at the end.   operations: for a pack, on the CPU.
-    """
+    """Measures how many tasks a model answers correctly; a killed call continues. `folder` is removed at the end."""
     check_continues(model.spec)
     where = device or torch.device("cpu")
     if isinstance(model, formats.Pack):
@@ -160,7 +154,6 @@ def _log_likelihoods(model_pass: ModelPass, tasks: TaskTokens, progress: formats
 
 
 def _lines(path: Path, place: str) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that are not empty, with their numbers, from 1."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):

@@ -134,7 +134,6 @@ class _Run(model_pass.ModelPass):
         self._num_learned_tokens = (self.num_sequences - self._num_held_out) * self.sequence_length
 
     def summary(self) -> MeasuredThresholds:
-        """Returns the content of the sidecar."""
         layers, f = self.counts(), self._spec.expert.intermediate_size
         learned, held_out = (
             model_pass.realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in layers], f)

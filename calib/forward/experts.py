@@ -54,10 +54,7 @@ class Histogram:
         return int(self.counts[_INFINITY:].sum()) == 0
 
     def quantiles(self, levels: Sequence[float]) -> NDArray[np.float32]:
-        """Returns the least magnitude that each share of the values does not exceed, float32 [levels] (FloE Eq. 6).
-
-        Within a bin it is interpolated by rank; without values it is 0.
-        """
+        """Returns the least magnitudes that these shares of values do not exceed, interpolated in a bin (FloE Eq. 6)."""
         by_exponent = self.counts.numpy().reshape(-1, 1 << _MANTISSA_BITS)
         used = np.flatnonzero(by_exponent.sum(axis=1))  # some twenty of 256: the bins of the others are skipped
         if not len(used):
@@ -319,10 +316,7 @@ class KeptInputs:
     open: Callable[[int], "ExpertInputs"]  # opens the file of a MoE layer; the caller closes it
 
     def split(self, num_judged: int) -> tuple[int, int]:
-        """Returns the number of tokens to judge on, at most `num_judged`, and the first token of a file after these.
-
-        At least half of the tokens in the files is left to calibrate on.
-        """
+        """Returns the number of tokens to judge on, at most half, and the first token of a file after these."""
         S = self.sequence_length
         middle, place = divmod(len(self.sequences) * S // 2, S)
         judged = min(num_judged, int(self.sequences[middle]) * S + place)
@@ -330,10 +324,7 @@ class KeptInputs:
 
 
 class ExpertInputs(AbstractContextManager["ExpertInputs"]):
-    """Opens a layer's file of T tokens for several threads; `close` it or use it in a `with`.
-
-    Raises:  PackError if the file does not have the tensors that a profile of this model has.
-    """
+    """Opens a layer's file for several threads; PackError without the tensors of a profile of this model."""
 
     def __init__(self, path: Path, spec: formats.ModelSpec, num_tokens: int) -> None:
         entries = {
@@ -414,9 +405,8 @@ class ExpertInputs(AbstractContextManager["ExpertInputs"]):
         return quantize.ExpertTokens(self.rows(token_idx), weights, len(others), given)
 
     def _shares(self, first_token: int) -> Tensor:
-        """Returns the inverse of each squared norm, float32 [T], relative to the median from `first_token` on.
-
-        Norms count as at least a thousandth of the median.
+        """Returns the inverse squared norms [T], relative to the median from `first_token` on, of at least 1/1000 of
+        it.
         """
         norms = torch.from_numpy(self.norms)
         median = norms[first_token:].median() if first_token < len(norms) else torch.ones(())

@@ -35,10 +35,7 @@ _PARALLEL_BYTES = 64 << 20  # of experts in float32 at once
 
 
 def num_workers(spec: formats.ModelSpec) -> int:
-    """Returns how many experts of a model run in parallel: one for each of torch's threads, while their weights fit.
-
-    Products of small matrices gain nothing from torch's threads; large experts in parallel would take too much memory.
-    """
+    """Returns how many experts run in parallel: one for each of torch's threads while their weights fit in memory."""
     expert_bytes = 4 * len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
     return max(1, min(torch.get_num_threads(), _PARALLEL_BYTES // expert_bytes))
 
@@ -84,10 +81,8 @@ class Sequences:
         return self.ids.shape[1]
 
     def begun(self, embedded: Callable[[Tensor, int], Tensor]) -> Beginning:
-        """Returns the beginning of a pass over the sequences, or over several copies of them.
-
-        Args:    embedded: returns hidden states float32 [n, d] from the tokens of a stack, int64 [N, n], and a
-                 sequence's number.
+        """Returns the beginning of a pass over the sequences, or over copies, by hidden states of a stack's tokens [N,
+        n].
         """
         first, *others = (partial(embedded, ids) for ids in self.stacks)
         return Beginning(first, others[0] if others else None, lambda number: self.ids[number % len(self.ids)])
@@ -386,11 +381,7 @@ class LayerStates:
         chosen: caches.Chosen | None = None,
         ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the same as `half`, for hidden states float32 [S, w] and the weights of the layer.
-
-        Args:    text, chosen, ids: as the functions of these names return them; the layer writes its own choice to
-                 `chosen`.
-        """
+        """Returns the same as `half`, for hidden states float32 [S, w]; a layer writes its own choice to `chosen`."""
         x = self.attended(layer, x, text, weights, chosen, ids)
         if not self.spec.has_second(layer):
             return x, torch.zeros_like(x)
@@ -403,10 +394,7 @@ class LayerStates:
         return enter_second(x, unrouted, returned, weights, layer), inputs
 
     def after(self, layer: int, half: tuple[Tensor, Tensor], outputs: Tensor | None, weights: model.Weights) -> Tensor:
-        """Returns hidden states after a layer, float32 [n, w], for the `half` that `half_of` returned.
-
-        Args:    outputs: of routed experts, as in `LayerTokens`; None if they are in `x`, which is returned then.
-        """
+        """Returns hidden states after a layer, float32 [n, w], from the `half` of `half_of` and the experts' `outputs`."""
         x, inputs = (each.to(self.device) for each in half)
         if outputs is None:
             return x
@@ -457,10 +445,8 @@ class LayerStates:
         return weights * self.spec.residual_multiplier if self.spec.residual is None else weights
 
     def leave(self, layer: int, tokens: LayerTokens, more: Iterable[Tensor] = ()) -> None:
-        """Ends a layer: its hidden states replace those before it on disk.
-
-        Args:    more: hidden states float32 [n S, w] of sequences that begin here, after all others.
-        Raises:  CheckpointError if they are not all finite.
+        """Ends a layer: its hidden states, and `more` that begin here, replace those before it; refuses NaN and
+        infinity.
         """
         tokens = self.summed(layer, tokens)
         # A sum in float64 is finite if and only if all terms are. Summed in pieces: torch converts a piece as a whole.
@@ -532,9 +518,8 @@ class LayerStates:
         return torch.from_numpy(raw).view(self.sequence_length, -1)
 
     def allocate(self, name: str, num_tokens: int, mapped: bool, width: int | None = None) -> Tensor:
-        """Returns an uninitialized float32 [num_tokens, width], in a mapped file of this name or in memory.
-
-        The next call with the same name takes the file's name away, not the memory of an earlier result.
+        """Returns an uninitialized float32 [num_tokens, width], in memory or in a mapped file, which later calls
+        unlink.
         """
         shape = (num_tokens, self.spec.hidden_size if width is None else width)
         if not mapped:
@@ -569,10 +554,7 @@ class LayerStates:
 def store_states(
     folder: Path, name: str, pieces: Iterable[Tensor], results: shared.Results = shared.ONE_PROCESS
 ) -> tuple[Path, int]:
-    """Writes float32 [n, d] in pieces to a file; returns its path and the sum of n.
-
-    The name ends in a number, to which a checksum is added: it tells whether the file is whole.
-    """
+    """Writes float32 [n, d] in pieces to a file with a checksum in its name; returns its path and the sum of n."""
     crc32 = num_tokens = 0
     unfinished = folder / results.own_name(f"{name.split('-')[0]}.tmp")
     with unfinished.open("wb") as file:

@@ -37,9 +37,8 @@ Work = Callable[[int], Arrays]
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Yields the result of `work` for each item, in their order, while `workers` threads compute the next ones.
-
-    At most one finished result waits. Work runs in inference mode. One worker is a plain loop.
+    """Yields the result of `work` for each item, in their order; at most one finished result waits. One worker is a
+    loop.
     """
     if workers == 1:
         yield from map(work, items)
@@ -80,10 +79,7 @@ class Results:
     is_shared = False
 
     def in_order(self, phase: str, work: Work, items: Sequence[int], workers: int) -> Iterator[Arrays]:
-        """Yields the result of `work` for each item, in their order.
-
-        Args:    phase: names the kind of result; different in each call within a step.   workers: as for `in_order`.
-        """
+        """Yields the result of `work` for each item, in their order; `phase` names the kind of result within a step."""
         return in_order(work, items, workers)
 
     @contextmanager
@@ -168,9 +164,8 @@ class SharedResults(Results):
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Surrounds a step; at its end removes the files of the steps before.
-
-        Raises:  PassedError if other parts have ended it and files are missing.
+        """Surrounds a step, and removes the files of earlier ones; PassedError if others have ended it and removed
+        files.
         """
         self._step = name
         if name in self._passed:  # and yet it must be done: what the others left of it was damaged
@@ -210,10 +205,7 @@ _ENDED = ".ended"
 
 
 class _Phase:
-    """The files of one phase: `PHASE.ITEM` in the folder of its step. The first file of an item stays.
-
-    A file has the result's arrays as numpy writes them, then their checksum as another array.
-    """
+    """The files `PHASE.ITEM` of a step: numpy's arrays, then their checksum. The first file of an item stays."""
 
     def __init__(self, folder: Path, phase: str, own: str) -> None:
         self._folder, self._phase, self._own = folder, phase, own

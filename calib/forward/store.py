@@ -48,10 +48,7 @@ def write_arrays(arrays: Mapping[str, Array]) -> bytes:
 
 
 def read_all_arrays(path: Path) -> dict[str, Array]:
-    """Reads all arrays of a safetensors file.
-
-    Raises:  PackError if the file is missing or damaged, or has an array of a dtype that profiles do not use.
-    """
+    """Reads the arrays of a safetensors file; PackError if it is damaged or has a dtype that profiles do not use."""
     arrays = {}
     entries = safetensors.read_header(path, formats.PackError)
     with formats.RangeReader(path, formats.PackError) as reader:
@@ -99,10 +96,7 @@ class ArrayRule:
 
 
 def check_arrays(arrays: Mapping[str, Array], expected: Mapping[str, ArrayRule], place: str) -> None:
-    """Checks that the arrays have exactly the expected names, dtypes and shapes, and possible values.
-
-    Raises:  PackError naming the first array that differs.
-    """
+    """Refuses, by PackError, the first array without the expected name, dtype, shape or values."""
     for name in [*expected, *arrays]:
         if name not in expected:
             raise formats.PackError(f"{place}: unknown tensor {errors.shortened(name)}")
@@ -264,10 +258,7 @@ _PACKAGES = ("hqq", "moe-pack", "numpy", "torch")
 
 
 def source_digest(checkpoint: Checkpoint) -> str:
-    """Returns the SHA-256 of a checkpoint's account of files and tensors, then the bytes of its routers by layer.
-
-    All weights would take as long as the statistics. A model that was trained further has other routers.
-    """
+    """Returns the SHA-256 of a checkpoint's account, then its routers' bytes: training changes routers too."""
     digest = hashlib.sha256(manifests.account_bytes(*checkpoint.account()))
     for layer in checkpoint.spec.moe_layers:
         source = checkpoint.dense_source(f"layers.{layer}.router")

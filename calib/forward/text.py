@@ -99,10 +99,7 @@ def _sample_parts(template: runtime.ChatTemplate | None) -> tuple[tuple[Piece, .
 
 
 def prose_parts(prose: str) -> tuple[tuple[Piece, ...], ...]:
-    """Returns a text's chapters, separated by empty lines, in contiguous parts of about the same length.
-
-    A chapter belongs to the eighth of the text in which it begins.
-    """
+    """Returns a text's chapters, between empty lines, by the eighth of the text in which they begin."""
     parts: list[list[Piece]] = [[] for _ in range(NUM_PROSE_PARTS)]
     offset = 0
     for chapter in prose.split("\n\n"):
@@ -203,10 +200,7 @@ class _Column:
 
 
 def _message(entry: dict[str, object], number: int, place: str) -> dict[str, object]:
-    """Returns a message as templates read it: `role`, `content` and its other keys that have a value.
-
-    Tables have all keys in all messages. ShareGPT's messages have `from` and `value`.
-    """
+    """Returns a message as templates read it, without empty keys; ShareGPT's has `from` and `value`."""
     found = {key: value for key, value in entry.items() if value is not None}
     if "role" not in found and "from" in found:
         role = found.pop("from")
@@ -322,8 +316,6 @@ def _parquet_documents(path: Path, column: _Column) -> Iterator[_Document]:
 
 @dataclass(frozen=True, slots=True)
 class _DataSet:
-    """A data set's name or folder, and its place for messages."""
-
     name: str
     config: str | None
     split: str | None
@@ -378,7 +370,6 @@ def _load_saved(datasets: Any, data_set: _DataSet) -> Any:
 
 @contextmanager
 def _one_line(place: str, faults: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turns these exceptions into a RunError of one line."""
     try:
         yield
     except faults as fault:
@@ -443,10 +434,7 @@ def read_tokens(
 
 
 def unseen_tokens(text: runtime.Text, num_tokens: int, sequence_length: int) -> Tokens:
-    """Returns at least `num_tokens` tokens from the ends of the sample's parts, which short profiles do not read.
-
-    Meaning: ceil(num_tokens / S) sequences; the parts give them in turn as for `read_tokens`, each its last one first.
-    """
+    """Returns tokens from the ends of the sample's parts, last sequences first, which short profiles do not read."""
     documents = open_documents(None, None, text.chat_template)
     wanted = -(-num_tokens // sequence_length)
     parts = [

@@ -138,11 +138,7 @@ class _ObservedWeights(forward.LayerwiseWeights):
 def dense_entries(
     profile: profiles.Profile, checkpoint: Checkpoint, work: Path, progress: formats.Progress = formats.NO_PROGRESS
 ) -> dict[str, Entry]:
-    """Returns the entries of dense matrices, from a pass of the profile's text through its checkpoint.
-
-    Args:    work: folder for hidden states; the caller removes it.
-    Raises:  PlanError if the profile is of another checkpoint, or the model has an encoder.
-    """
+    """Returns the entries of dense matrices, from the profile's text; the caller removes `work`. Raises PlanError."""
     profiles.check_same_source(profile, checkpoint)
     spec = _decoder_alone(profile)
     given = forward.Sequences.of(spec, torch.from_numpy(profile.tokens().sequences.astype(np.int64)))
@@ -338,11 +334,7 @@ def _read_legacy(path: Path) -> Imatrix:
 
 
 def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -> profiles.Profile:
-    """Writes a profile that has only the experts' moments, from an importance file.
-
-    Raises:  PlanError if the file lacks an expert matrix or has other shapes or values; ConversionError if the folder
-             contains something else.
-    """
+    """Writes a profile of an importance file: only experts' moments. PlanError if entries are missing or wrong."""
     spec = checkpoint.spec
     name = ", ".join(imatrix.datasets) or imatrix.path.name
     text = profiles.TextFacts(name, "", max(imatrix.num_chunks, 1), imatrix.chunk_tokens or _LEGACY_CHUNK, 0, 0)

@@ -58,11 +58,7 @@ class Losses:
         return (plans.BF16,), np.zeros_like(self.quantized[..., -1:])
 
     def sparsity_at(self, theta: float, selector: specs.Selector) -> Floats:
-        """Returns the share of each expert's neurons that do not run with the threshold `theta`: [L, E], less than 1.
-
-        Meaning: interpolates between the levels of the quantiles of abs(a).
-        Raises:  PlanError if the quantiles are not known.
-        """
+        """Returns the share [L, E] of neurons below the threshold `theta`; PlanError if the quantiles are not known."""
         if self.quantiles is None:
             raise errors.PlanError(
                 f"theta {theta:g}: without a profile it is not known which share of neurons it drops; give --profile"

@@ -129,10 +129,7 @@ def trellis_tables(width: int) -> cpu.TrellisTables:
 
 @torch.no_grad()
 def plain_search(rows: cpu.TrellisRows, width: int, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `search_trellis` in torch: the twin of the native kernel, and its substitute.
-
-    Returns: codes u8 [R, num_kept], values float32 [R, 2 num_kept], and the states after these steps, u8 [R].
-    """
+    """Computes `search_trellis` in torch: codes u8 [R, num_kept], values float32 [R, 2 num_kept], states u8 [R]."""
     pieces = list[tuple[Tensor, Tensor, Tensor]]()
     for first in range(0, max(1, len(rows.weights)), _PIECE_ROWS):
         piece = slice(first, first + _PIECE_ROWS)

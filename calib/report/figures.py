@@ -306,10 +306,7 @@ def _known(values: forward.Array) -> tuple[float | None, ...]:
 
 
 def paths(profile: Profile, counts: LayerCounts) -> Paths:
-    """Returns the paths that tokens take, and how well they predict the next experts.
-
-    Judged on the held-out tokens of the predictors: more would take minutes in large models.
-    """
+    """Returns the paths of tokens, and their predictions on the tokens that judge predictors: all take minutes."""
     E, k = profile.spec.router.num_experts, profile.spec.router.num_experts_per_tok
     text = profile.facts.text
     first = specs.first_moe_layers(profile.spec)

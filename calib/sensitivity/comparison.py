@@ -80,11 +80,7 @@ class CalibratedComparison(FormatComparison):
         return compared + one * len(errors.measured_formats(every)), few + one
 
     def calibrated(self, layer_idx: int, expert: int, tokens: layers.LayerTokens, above: Tensor) -> Tensor:
-        """Returns `LayerLosses.calibrated`, judged on other tokens than those it calibrates on.
-
-        An error counts at a token as much as its gradient, so a token with a massive hidden state counts next to
-        nothing.
-        """
+        """Returns `LayerLosses.calibrated`, judged on other tokens; an error counts as much as a token's gradient."""
         run, reference = self._run, self.reference(layer_idx)
         every = errors.calibrated_formats(run.spec.hidden_size)
         num_judged, first_kept = self._kept.split(run.num_tokens)

@@ -17,10 +17,7 @@ _HEAD_TOKENS = 256  # to judge a rounded head on
 
 
 def begin_together(run: Run) -> bool:
-    """Returns whether all copies begin with the text, because each has its own encoder output or chosen positions.
-
-    Other copies begin with their first layer.
-    """
+    """Returns whether all copies begin with the text: each has its own encoder output or chosen positions."""
     return run.spec.encoder is not None or bool(layers.shared_choosers(run.spec, run.states.sequence_length))
 
 
@@ -104,10 +101,7 @@ class CopiesPass:
 
 
 def embedding_divergences(run: Run, gradients: tuple[Tensor, ...]) -> Array:
-    """Returns the KL divergences of the embedding at `DENSE_WIDTHS`, to second order; 0 if it cannot be rounded.
-
-    Args:    gradients: float32 [T, d], with respect to the embeddings of each stack.
-    """
+    """Returns the KL divergences of the embedding at `DENSE_WIDTHS`, to second order, by gradients float32 [T, d]."""
     kls = np.zeros(len(effects.DENSE_WIDTHS), np.float32)
     if "embed" not in errors.roundable_roles(run.spec, None):
         return kls

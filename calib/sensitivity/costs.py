@@ -1,7 +1,4 @@
-"""Estimates the cost of a stage of calibration before it begins: multiplications, and seconds on this machine.
-
-`Trial` measures each kind of work once, on random inputs and the model's own weights.
-"""
+"""Estimates the cost of a stage of calibration before it begins: multiplications, and seconds on this machine."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -61,11 +58,7 @@ def stage_of_phases(name: str, phases: Mapping[str, Cost]) -> commands.Stage:
 
 
 def half_multiplications(spec: specs.ModelSpec, layer: int, sequence_length: int) -> int:
-    """Returns the multiplications a token of everything but the routed experts in a layer.
-
-    On average a token attends to half of a sequence, in an encoder to all of it, in a decoder also to the encoder's. A
-    mixer corrects, writes and reads its whole state.
-    """
+    """Returns the multiplications a token of everything but the routed experts in a layer."""
     matrices = [r for r in specs.dense_roles(spec) if r.name.startswith(f"layers.{layer}.") and len(r.shape) == 2]
     matrix_multiplications = sum(role.shape[0] * role.shape[1] for role in matrices)
     if (mixer := spec.mixer_of(layer)) is not None:

@@ -45,9 +45,8 @@ def divergence(original: Tensor, changed: Tensor) -> float:
 
 
 def likelihood_lost(original: Tensor, changed: Tensor, next_ids: Tensor) -> float:
-    """Returns the log-likelihood that the true next tokens lose under the changed predictions: nats, summed.
-
-    Args:    original, changed: log-probabilities float32 [T, V].   next_ids: int64 [n], n <= T.
+    """Returns the log-likelihood of the true next tokens, int64 [n], that changed predictions [T, V] lose: nats,
+    summed.
     """
     places = torch.arange(len(next_ids), device=original.device), next_ids.to(original.device)
     return float((original[places] - changed[places]).to(torch.float64).sum())
@@ -121,10 +120,7 @@ class Divergences:
 
 
 def effects_of(copies: Sequence[Copy], measured: Divergences, moe_layers: Sequence[int], num_layers: int) -> "Effects":
-    """Returns the factors of estimates from the divergences of copies.
-
-    Growth is that of the copy in the middle of its layers, and changes evenly between the copies' middles.
-    """
+    """Returns the factors of estimates from copies; growth changes evenly between the middles of their layers."""
     growth = [
         min(max(float(kl) / copy.estimated, 1 / MOST_GROWTH), MOST_GROWTH) if copy.estimated > 0 else 1.0
         for copy, kl in zip(copies, measured.kls, strict=True)

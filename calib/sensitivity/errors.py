@@ -31,10 +31,7 @@ COMPARED_NEURONS = 64  # of an expert, to compare formats on: ratios differ more
 
 
 def quantized_formats(num_cols: int) -> tuple[plans.PartFormat, ...]:
-    """Returns the affine formats for rows of `num_cols` weights: by width, group (the whole row last), bits of scales.
-
-    A row of one group has no formats with byte scales, which would save nothing.
-    """
+    """Returns the affine formats for rows of `num_cols` weights: by width, group (the row last), bits of scales."""
     every = (
         plans.part_format(width, group, scale_bits)
         for width in WIDTHS
@@ -104,9 +101,7 @@ def mean_square(changes: Tensor, weights: Tensor) -> Tensor:
 
 
 def rounding_squares(rows: Tensor) -> tuple[Tensor, ...]:
-    """Returns the squared errors of plain rounding in each group of 64 columns, [n, groups] by width; 8 bits follow
-    from 4.
-    """
+    """Returns the squared errors of plain rounding by width, [n, groups] each; those of 8 bits follow from 4."""
     coarse = [_group_squares(plainly_rounded(rows, width) - rows) for width in WIDTHS[:-1]]
     return (*coarse, coarse[-1] * (squared_step(WIDTHS[-1]) / squared_step(WIDTHS[-2])))
 
@@ -354,8 +349,6 @@ def _between(part: plans.PartFormat, found: dict[plans.PartFormat, Tensor]) -> T
 
 
 class _BlockCalibration(quantize.Calibration):
-    """The calibration of a single block of neurons, whose down is computed once for all formats."""
-
     def down(self, block: model.NeuronBlock, stored: model.NeuronBlock | None = None) -> quantize.DownRows:
         assert stored is None, "errors of down do not depend on the formats of gate and up"
         if not hasattr(self, "_down"):

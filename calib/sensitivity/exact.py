@@ -26,10 +26,7 @@ _TRIED_TOKENS = 512
 
 
 class ExactPass:
-    """Carries the original, the model at 4 bits and a copy for each expert through the layers; goes on in `folder`.
-
-    Args:    ids: int64 [N, S]; the first of these sequences are used.   rotation: of rotated layers, if there are any.
-    """
+    """Carries the original, the model at 4 bits and a copy for each expert through the layers, of the first `ids`."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""Experts in the coordinates in which they are stored: the decision, and weights in which errors are measured.
-
-Rows with outliers lose far less in rotated coordinates. Activations, thresholds and sparsity are the same in both.
-"""
+"""Experts in the coordinates in which they are stored, where rows with outliers lose far less."""
 
 from dataclasses import replace
 
@@ -46,10 +43,7 @@ def is_rotated_better(
     tokens: quantize.ExpertTokens,
     rotation: quantize.LayerRotation,
 ) -> bool:
-    """Returns whether a calibrated expert loses less in rotated coordinates than in its own, or at most 5% more.
-
-    Meaning: the first neurons are quantized both ways to a trellis of 2 bits on every second token; the others judge.
-    """
+    """Returns whether an expert, calibrated to 2 bits on half of its tokens, loses less rotated, or at most 5% more."""
     calibrating, judging = (
         quantize.ExpertTokens(tokens.inputs[first::2], tokens.weights[first::2]) for first in range(2)
     )

@@ -21,10 +21,7 @@ _SHRUNK_TOKENS = 8  # of its layer's average that an expert's own tokens are mix
 
 
 class WayBack:
-    """Takes gradients back from the last layer to the first. A killed pass goes on in `folder`.
-
-    Args:    thresholds: returns, for a MoE layer index, quantiles of abs(a), float32 [E, kinds, sparsities].
-    """
+    """Takes gradients back from the last layer to the first; `thresholds` are [E, kinds, sparsities] by MoE layer."""
 
     def __init__(
         self, run: Run, folder: Path, thresholds: Callable[[int], Array], comparison: FormatComparison
@@ -110,10 +107,7 @@ class WayBack:
     def _end_back(
         self, layer: int, tokens: layers.LayerTokens, progress: commands.Progress
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Returns the gradients with respect to `x` and `inputs` of a layer's tokens, and to its experts' outputs.
-
-        `inputs` have none if they are in `x`. Experts run again if their outputs do not simply add to `x`.
-        """
+        """Returns the gradients by `x`, `inputs` (None if they are in `x`) and the outputs of a layer's experts."""
         run, above = self._run, self.above
         if tokens.outputs is None:
             return above, None, above * run.spec.residual_multiplier
@@ -135,7 +129,6 @@ class WayBack:
         return found[0], found[1], found[2]
 
     def _half_back(self, layer: int, of_x: Tensor, of_inputs: Tensor) -> None:
-        """Takes gradients back through a layer's first half."""
         run, states, S = self._run, self._run.states, self._run.states.sequence_length
         below = torch.empty_like(self.above)
 
@@ -243,11 +236,7 @@ def num_dense_sequences(run: Run, layer: int) -> int:
 def dense_losses(
     run: Run, layer: int, above: Tensor, below: Tensor, outputs: Tensor | None, progress: commands.Progress
 ) -> Array:
-    """Returns `LayerLosses.dense`, measured at the least width; errors fall as the square of the step.
-
-    Args:    above: the gradient after the layer.   below: with respect to `inputs`, through its experts.   outputs: as
-             in `LayerTokens`.
-    """
+    """Returns `LayerLosses.dense` by the gradients after the layer and, through its experts, of `inputs`."""
     roles, states, S = errors.roundable_roles(run.spec, layer), run.states, run.states.sequence_length
     number = num_dense_sequences(run, layer)
     losses = np.zeros((len(roles), len(effects.DENSE_WIDTHS)), np.float32)

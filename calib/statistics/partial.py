@@ -19,11 +19,7 @@ from moe_pack.runtime import model
 
 
 class PartialStates:
-    """Keeps partial hidden states in files `partial-*`, layer by layer: `begin`, `add` for each output, `end`.
-
-    The files stay until the profile is finished, so that a killed pass continues.
-    Args:    num_held_out_tokens: from the end of the pass; popularity comes from the other tokens.
-    """
+    """Keeps partial hidden states in files `partial-*`, layer by layer: `begin`, `add` for each output, `end`."""
 
     def __init__(
         self,

@@ -143,10 +143,7 @@ class LayerRecall:
 def evaluate(
     statistics: PathStatistics, routes: Routes, num_predicted: int, first_layers: Collection[int] = (0,)
 ) -> tuple[LayerRecall, ...]:
-    """Returns the recall of predicting `num_predicted` experts, for each MoE layer.
-
-    Args:    routes: [T, L, k], of held-out text.   first_layers: those that begin a stack.
-    """
+    """Returns the recall of `num_predicted` experts in each MoE layer, on routes [T, L, k] of held-out text."""
     assert num_predicted >= 1, "nothing predicted recalls nothing"
     ordered = as_sets(routes, statistics.popularity.shape[1])
     known = _num_known(ordered.shape[1], first_layers)

@@ -43,10 +43,7 @@ def count_tokens(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
 def count_pairs(
     earlier: Routes, later: Routes, num_experts: int, runs: NDArray[np.bool_] | None = None
 ) -> NDArray[np.uint32]:
-    """Returns `count[e', e]`: the tokens that chose `e'` among `earlier` [T, k] and `e` among `later` [T, k].
-
-    Args:    runs: [T, k], the choices of both that count; None: all.
-    """
+    """Returns `count[e', e]`: tokens that chose e' of `earlier` [T, k] and e of `later`, where `runs` [T, k] is true."""
     cells = earlier[:, :, None].astype(np.int64) * num_experts + later[:, None, :]  # [T, k, k]
     counted = cells.ravel() if runs is None else cells[runs[:, :, None] & runs[:, None, :]]
     counts = np.bincount(counted, minlength=num_experts**2)
@@ -68,10 +65,7 @@ class Coverage:
 
 
 def measure_coverage(routes: Routes, num_experts: int) -> Coverage:
-    """Returns the coverage of every expert by the tokens of `routes` [T, L, k].
-
-    Source:  Wilson's interval (JASA 22, 1927). It takes tokens as independent, so it is a little too narrow.
-    """
+    """Returns the coverage of every expert by routes [T, L, k], with Wilson's interval (JASA 22, 1927)."""
     ordered = as_sets(routes, num_experts)
     T = len(ordered)
     tokens = count_tokens(ordered, num_experts)
@@ -82,10 +76,7 @@ def measure_coverage(routes: Routes, num_experts: int) -> Coverage:
 
 
 def wilson_interval(tokens: NDArray[np.uint32], num_tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns the bounds of the 95% interval of the shares `tokens` / `num_tokens`.
-
-    Meaning: (p + z²/2T ± z sqrt(p(1-p)/T + z²/4T²)) / (1 + z²/T), with p = tokens / T.
-    """
+    """Returns (p + z²/2T ± z sqrt(p(1-p)/T + z²/4T²)) / (1 + z²/T), with p = tokens / T: 95% intervals of shares."""
     share, z2 = tokens / num_tokens, WILSON_Z**2 / num_tokens
     half = np.sqrt(share * (1 - share) * z2 + z2**2 / 4)
     # Summed in this order the ends of counts 0 and T are 0 and 1 exactly: sqrt undoes the square.
@@ -199,11 +190,7 @@ class LayerStatistics(forward.NamedArrays):
     def from_arrays(
         cls, arrays: dict[str, forward.Array], place: str, spec: formats.ModelSpec, num_tokens: int
     ) -> "LayerStatistics":
-        """Checks the arrays of a layer's file.
-
-        Raises:  PackError if an array is missing, unknown, or of another dtype, shape or range, or if a token's route
-                 does not name k different experts.
-        """
+        """Checks the arrays of a layer's file; PackError for the first fault."""
         E, f, k = spec.router.num_experts, spec.expert.intermediate_size, spec.router.num_experts_per_tok
         rules = {
             "tokens": store.ArrayRule("U32", (E,), most=num_tokens),
@@ -237,10 +224,7 @@ class LayerStatistics(forward.NamedArrays):
         return np.ascontiguousarray(self.quantiles[:, :, [QUANTILE_LEVELS.index(level) for level in sparsities]])
 
     def hot_share(self, kind_idx: int, sparsity: float) -> forward.Array:
-        """Returns the share of an expert's tokens for which each neuron runs at `sparsity`: f32 [E, f].
-
-        Meaning: interpolates between levels, scales beyond the last. Without tokens all neurons have the same share.
-        """
+        """Returns the share f32 [E, f] of an expert's tokens for which a neuron runs, interpolated between levels."""
         levels = np.asarray(forward.HOT_SPARSITIES)
         shares = self.hot[:, kind_idx].astype(np.float64) / _HOT_UNIT  # [E, levels, f], exact at the levels
         above = int(np.searchsorted(levels, sparsity))

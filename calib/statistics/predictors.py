@@ -94,10 +94,7 @@ class MLPShape:
 
 
 def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
-    """Returns the smaller and the larger predictor for hidden states of size d (FloE §3.3.1: 32K and 2M parameters).
-
-    The larger has the most hidden units that 2,000,000 parameters allow: a multiple of 8 from 8 to 512.
-    """
+    """Returns the predictors of one layer and of two, of at most 2,000,000 parameters (FloE §3.3.1)."""
     allowed = (MAX_PARAMETERS - num_experts) // (d + (offload.MAX_PREVIOUS + 1) * num_experts + 1)
     return MLPShape(1, 0), MLPShape(2, max(8, min(MAX_HIDDEN, allowed) // 8 * 8))
 
@@ -237,7 +234,6 @@ class _Trainer:
         self._rate = 0.002 if shape.num_layers == 2 else 0.01 * min(1.0, 256 / num_inputs)
 
     def train(self) -> offload.Predictor:
-        """Returns the predictor of the best epoch."""
         adam, best_result, best_epoch, best = Adam(self._layers), (-math.inf, -math.inf), 0, self._layers
         for epoch in range(self._training.max_epochs + 1):
             if epoch:
@@ -382,10 +378,7 @@ def predict_layer(
 
 
 def judge_by_routes(layer_idx: int, paths: offload.PathStatistics, history: list[Tensor]) -> forward.Array:
-    """Returns the recalls of popularity and of path statistics, float32 [2, 3] as in `LayerPredictors.experts`.
-
-    Args:    history: the routes int64 [T, k] of at most two layers before, then of the layer itself.
-    """
+    """Returns the recalls [2, 3] of popularity and path statistics, by routes [T, k] of two layers before and own."""
     *before, own = history
     previous = torch.stack(before, dim=1).numpy()
     return np.asarray([_recalls(scores, own) for scores in _scores_by_routes(layer_idx, paths, previous)], np.float32)
@@ -456,11 +449,7 @@ class Shares:
 
 
 class InputFiles:
-    """The files `inputs-*` in `folder`, with float32 rows of `hidden_size`.
-
-    Args:    first_layers: the MoE layers that begin a stack, whose tokens are different from those of the layer before.
-             results: of the pass.
-    """
+    """The files `inputs-*` in `folder`, with float32 rows of `hidden_size`; `first_layers` begin a stack."""
 
     def __init__(
         self,
@@ -477,9 +466,8 @@ class InputFiles:
         self._hidden_size = hidden_size
 
     def keep(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
-        """Writes a MoE layer's inputs float32 [T, d].
-
-        Returns: mean and deviation of their cosine with those of the layer before; NaN in the first of a stack.
+        """Writes a layer's inputs [T, d]; returns mean and deviation of the cosine with the layer before, NaN for the
+        first.
         """
         learned, judged = self.shares.tokens()
         self._write(self._folder / f"inputs-{layer_idx:03d}.bin", inputs[learned], inputs[judged])
