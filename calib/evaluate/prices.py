@@ -36,7 +36,7 @@ def sparsity_prices(
     where: torch.device,
     operations: model.Operations,
 ) -> tuple[quality.SparsityPrice, ...]:
-    """Measures the prices of `SPARSITIES` on `tokens`, with thresholds by `calibration`; the caller removes `folder`."""
+    """Measures the prices of `SPARSITIES` on `tokens`; thresholds are by `calibration`, work is in `folder`."""
     every = [np.zeros(pack.thresholds.shape, np.float32)]
     for sparsity in sensitivity.SPARSITIES:
         work = folder / f"thresholds-{sparsity:g}"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         sample_places,
     )
     from moe_pack.calib.forward.layers import (
+        Context,
         LayerStates,
         LayerTokens,
         Sequences,

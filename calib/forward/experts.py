@@ -54,7 +54,7 @@ class Histogram:
         return int(self.counts[_INFINITY:].sum()) == 0
 
     def quantiles(self, levels: Sequence[float]) -> NDArray[np.float32]:
-        """Returns the least magnitudes that these shares of values do not exceed, interpolated in a bin (FloE Eq. 6)."""
+        """Returns the least magnitudes that these shares of values do not exceed, interpolated in bins (FloE Eq. 6)."""
         by_exponent = self.counts.numpy().reshape(-1, 1 << _MANTISSA_BITS)
         used = np.flatnonzero(by_exponent.sum(axis=1))  # some twenty of 256: the bins of the others are skipped
         if not len(used):
@@ -104,6 +104,40 @@ class ExpertActivity:
         thresholds, hot, input_squares, hidden_squares, *others = tensors[2 * num_kinds :]
         return cls(histograms, thresholds.numpy(), hot, input_squares, hidden_squares), others
 
+    @classmethod
+    def empty(cls, num_inputs: int, num_neurons: int) -> "ExpertActivity":
+        """Returns the activity without tokens."""
+        shape = len(KINDS), len(HOT_SPARSITIES)
+        squares = (torch.zeros(number, dtype=torch.float64) for number in (num_inputs, num_neurons))
+        hot = torch.zeros((*shape, num_neurons), dtype=torch.int64)
+        return cls(tuple(Histogram() for _ in KINDS), np.zeros(shape, np.float32), hot, *squares)
+
+    def add_sample(self, magnitudes: Tensor) -> None:
+        """Takes thresholds from abs(a) of all neurons, float32 [kinds, n, f], and counts it; overwrites it."""
+        for kind, values in enumerate(magnitudes):
+            histogram = Histogram()
+            histogram.add(values.clone())
+            self.hot_thresholds[kind] = histogram.quantiles(HOT_SPARSITIES)
+            self._count(kind, 0, values)
+
+    def add(self, start: int, values: model.Activations) -> None:
+        """Counts the activations of some neurons, from number `start` on."""
+        magnitudes = torch.empty_like(values.h)  # [n, neurons], one for all kinds: new pages take longer than abs
+        for kind, selector in enumerate(KINDS):
+            torch.abs(values.of(selector), out=magnitudes)
+            self._count(kind, start, magnitudes)
+
+    def _count(self, kind: int, start: int, magnitudes: Tensor) -> None:
+        """Counts abs(a) of one kind, float32 [n, neurons]; overwrites it."""
+        reached = torch.empty_like(magnitudes)
+        ones, counts = reached.new_ones((1, len(reached))), []
+        for threshold in self.hot_thresholds[kind].tolist():
+            # As a product: sums of booleans down a column take many times as long. Exact below 2^24 tokens.
+            torch.ge(magnitudes, threshold, out=reached)
+            counts.append(ones @ reached)
+        self.hot[kind, :, start : start + reached.shape[1]] += torch.cat(counts).to("cpu", torch.int64)
+        self.histograms[kind].add(magnitudes)
+
 
 def measure_expert(
     expert: model.Expert,
@@ -120,10 +154,10 @@ def measure_expert(
     Args:    inputs: float32 [T, d], of the layer.   token_idx: int64 [n], rising: the expert's tokens among them.
              add: takes positions in `token_idx`, int64 [m], and the expert's output there, float32 [m, d].
     """
-    counts = _Counts(inputs.shape[1], num_neurons)
+    counts = ExpertActivity.empty(inputs.shape[1], num_neurons)
     for number, places in enumerate(_chunks(len(token_idx), chunk_tokens)):
         x = inputs[token_idx[places]].to(device)
-        counts.input_squares += sums_of_squares(x)
+        counts.input_squares.add_(sums_of_squares(x))
         y = resting_output(x, expert)
         # Thresholds come from all neurons' activations on the sample; then these are counted. The sample is one
         # allocation: many small ones between the blocks of weights would fragment memory.
@@ -143,7 +177,7 @@ def measure_expert(
         if sample is not None:
             counts.add_sample(sample)
         add(places, y)
-    return ExpertActivity(counts.histograms, counts.thresholds, counts.hot, counts.input_squares, counts.hidden_squares)
+    return counts
 
 
 def sums_of_squares(values: Tensor) -> Tensor:
@@ -166,40 +200,6 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[Tensor]:
         yield sample
     for start in range(0, len(rest), chunk_tokens):
         yield rest[start : start + chunk_tokens]
-
-
-class _Counts:
-    def __init__(self, num_inputs: int, num_neurons: int) -> None:
-        self.input_squares = torch.zeros(num_inputs, dtype=torch.float64)
-        self.hidden_squares = torch.zeros(num_neurons, dtype=torch.float64)
-        self.histograms = tuple(Histogram() for _ in KINDS)
-        self.thresholds = np.zeros((len(KINDS), len(HOT_SPARSITIES)), np.float32)
-        self.hot = torch.zeros((len(KINDS), len(HOT_SPARSITIES), num_neurons), dtype=torch.int64)
-
-    def add_sample(self, magnitudes: Tensor) -> None:
-        """Takes thresholds from abs(a) of all neurons, float32 [kinds, n, f], and counts it; overwrites it."""
-        for kind, values in enumerate(magnitudes):
-            histogram = Histogram()
-            histogram.add(values.clone())
-            self.thresholds[kind] = histogram.quantiles(HOT_SPARSITIES)
-            self._count(kind, 0, values)
-
-    def add(self, start: int, values: model.Activations) -> None:
-        magnitudes = torch.empty_like(values.h)  # [n, neurons], one for all kinds: new pages take longer than abs
-        for kind, selector in enumerate(KINDS):
-            torch.abs(values.of(selector), out=magnitudes)
-            self._count(kind, start, magnitudes)
-
-    def _count(self, kind: int, start: int, magnitudes: Tensor) -> None:
-        """Counts abs(a) of one kind, float32 [n, neurons]; overwrites it."""
-        reached = torch.empty_like(magnitudes)
-        ones, counts = reached.new_ones((1, len(reached))), []
-        for threshold in self.thresholds[kind].tolist():
-            # As a product: sums of booleans down a column take many times as long. Exact below 2^24 tokens.
-            torch.ge(magnitudes, threshold, out=reached)
-            counts.append(ones @ reached)
-        self.hot[kind, :, start : start + reached.shape[1]] += torch.cat(counts).to("cpu", torch.int64)
-        self.histograms[kind].add(magnitudes)
 
 
 def input_chunks(

@@ -13,7 +13,7 @@ import math
 import shutil
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -120,6 +120,16 @@ def check_length(spec: formats.ModelSpec, sequence_length: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """The inputs of a layer's attention in a sequence of n tokens next to hidden states."""
+
+    text: Tensor | None = None  # float32 [n, d]: the encoder's output, for a decoder layer after an encoder
+    # Positions to attend to: a layer with an indexer writes them, layers that share its choice read them.
+    chosen: caches.Chosen = field(default_factory=caches.Chosen)
+    ids: Tensor | None = None  # int64 [n]: the tokens, for n-grams
+
+
 class SequenceAttention:
     """The attention of layers for whole sequences of one length, each from an empty context."""
 
@@ -135,21 +145,9 @@ class SequenceAttention:
                 relative.position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False)
             )
 
-    def added(
-        self,
-        x: Tensor,
-        weights: model.Weights,
-        layer: int,
-        text: Tensor | None,
-        chosen: caches.Chosen,
-        ids: Tensor | None,
-    ) -> Tensor:
-        """Returns hidden states float32 [n, d] with a layer's n-grams and attention added.
-
-        Args:    text: the encoder's output float32 [n, d], for a decoder layer after an encoder.   chosen: written by a
-                 layer with an indexer, read by layers that share its choice.   ids: the tokens int64 [n], for n-grams.
-        """
-        spec, mixer = self._spec, self._spec.mixer_of(layer)
+    def added(self, x: Tensor, weights: model.Weights, layer: int, context: Context) -> Tensor:
+        """Returns hidden states float32 [n, d] with a layer's n-grams and attention added."""
+        spec, mixer, ids, text = self._spec, self._spec.mixer_of(layer), context.ids, context.text
         if (ngrams := spec.ngrams_of(layer)) is not None:
             assert ids is not None, f"layer {layer} needs the tokens"
             rows = mixers.NgramRows(ngrams, weights.ngram_table, ids, len(ids), (layer,))
@@ -160,7 +158,7 @@ class SequenceAttention:
             return model.add_attention(x, weights, layer, caches.LayerState.empty(mixer, self._device), self._angles[0])
         cache = caches.KVCache.of_layer(spec, layer, self._sequence_length, self._device)
         if spec.encoder is None:
-            cache = replace(cache, chosen=chosen)
+            cache = replace(cache, chosen=context.chosen)
             return model.add_attention(x, weights, layer, cache, self._angles[spec.attention_kind(layer)])
         x = encoder_decoder.add_own_attention(x, weights, layer, cache, self._biases[stack_of(spec, layer)])
         if text is None:
@@ -350,11 +348,10 @@ class LayerStates:
         )
 
         def run_sequence(number: int) -> tuple[Tensor, ...]:
-            chosen = self.chosen(layer, number)
-            before, text, ids = self.at(layer, number), self.text(layer, number), self.ids(number)
-            x, inputs = self.half_of(layer, before, text, self._weights, chosen, ids)
-            routes = model.route_tokens(inputs, self._weights, layer, ids) if k else ()
-            return x.cpu(), inputs.cpu(), self._choices.bits(chosen), *(each.cpu() for each in routes)
+            context = self.context(layer, number)
+            x, inputs = self.half_of(layer, self.at(layer, number), self._weights, context)
+            routes = model.route_tokens(inputs, self._weights, layer, context.ids) if k else ()
+            return x.cpu(), inputs.cpu(), self._choices.bits(context.chosen), *(each.cpu() for each in routes)
 
         halves = self._results.in_order("halves", run_sequence, range(num_sequences), self._num_workers)
         for number, (x, inputs, bits, *routes) in enumerate(halves):
@@ -369,20 +366,15 @@ class LayerStates:
 
     def half(self, layer: int, number: int, weights: model.Weights) -> tuple[Tensor, Tensor]:
         """Returns a sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, w] and [S, d]."""
-        x, text, chosen = self.at(layer, number), self.text(layer, number), self.chosen(layer, number)
-        return self.half_of(layer, x, text, weights, chosen, self.ids(number))
+        return self.half_of(layer, self.at(layer, number), weights, self.context(layer, number))
 
-    def half_of(
-        self,
-        layer: int,
-        x: Tensor,
-        text: Tensor | None,
-        weights: model.Weights,
-        chosen: caches.Chosen | None = None,
-        ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the same as `half`, for hidden states float32 [S, w]; a layer writes its own choice to `chosen`."""
-        x = self.attended(layer, x, text, weights, chosen, ids)
+    def context(self, layer: int, number: int) -> Context:
+        """Returns the other inputs of a layer's attention in a sequence."""
+        return Context(self.text(layer, number), self.chosen(layer, number), self.ids(number))
+
+    def half_of(self, layer: int, x: Tensor, weights: model.Weights, context: Context) -> tuple[Tensor, Tensor]:
+        """Returns the same as `half`, for hidden states float32 [S, w]."""
+        x = self.attended(layer, x, weights, context)
         if not self.spec.has_second(layer):
             return x, torch.zeros_like(x)
         inputs = model.mlp_input(x, weights, layer)
@@ -394,7 +386,7 @@ class LayerStates:
         return enter_second(x, unrouted, returned, weights, layer), inputs
 
     def after(self, layer: int, half: tuple[Tensor, Tensor], outputs: Tensor | None, weights: model.Weights) -> Tensor:
-        """Returns hidden states after a layer, float32 [n, w], from the `half` of `half_of` and the experts' `outputs`."""
+        """Returns hidden states after a layer, float32 [n, w], from its `half` and its experts' `outputs`."""
         x, inputs = (each.to(self.device) for each in half)
         if outputs is None:
             return x
@@ -421,19 +413,11 @@ class LayerStates:
             tokens.x[rows] = x
         return replace(tokens, outputs=None)
 
-    def attended(
-        self,
-        layer: int,
-        x: Tensor,
-        text: Tensor | None,
-        weights: model.Weights,
-        chosen: caches.Chosen | None = None,
-        ids: Tensor | None = None,
-    ) -> Tensor:
-        """Returns a sequence's hidden states float32 [S, w] with a layer's attention added; arguments as `half_of`."""
-        if text is not None:
-            text = norm(text.to(self.device), weights, "encoder_norm")
-        return self._attention.added(x.to(self.device), weights, layer, text, chosen or caches.Chosen(), ids)
+    def attended(self, layer: int, x: Tensor, weights: model.Weights, context: Context) -> Tensor:
+        """Returns a sequence's hidden states float32 [S, w] with a layer's attention added."""
+        if context.text is not None:
+            context = replace(context, text=norm(context.text.to(self.device), weights, "encoder_norm"))
+        return self._attention.added(x.to(self.device), weights, layer, context)
 
     def add(self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
         """Adds an expert's output float32 [n, d], weighted, to the hidden states of its tokens, or to `outputs`."""

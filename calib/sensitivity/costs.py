@@ -126,9 +126,8 @@ class Trial:
     def half(self, layer: int) -> Cost:
         """Returns the cost of one sequence in a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
-        text = x if forward.stack_of(self.spec, layer) else None  # the time does not depend on the encoder's output
-        ids = self._states.ids(0)
-        seconds = _seconds(lambda: self._states.half_of(layer, x, text, self._weights, None, ids))
+        context = self._context(layer, x)
+        seconds = _seconds(lambda: self._states.half_of(layer, x, self._weights, context))
         return Cost(half_multiplications(self.spec, layer, S) * S, seconds)
 
     @torch.inference_mode()
@@ -159,10 +158,9 @@ class Trial:
     def half_back(self, layer: int) -> Cost:
         """Returns the cost of one sequence on the way back through a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
-        text = x if forward.stack_of(self.spec, layer) else None  # the time does not depend on the encoder's output
+        context = self._context(layer, x)
         above, weights = (x, x[:, : self.spec.hidden_size]), gradients.Tracked(self._weights)
-        ids = self._states.ids(0)
-        seconds = _seconds(lambda: gradients.half_gradient(self._states, layer, x, text, weights, above, None, ids))
+        seconds = _seconds(lambda: gradients.half_gradient(self._states, layer, x, weights, above, context))
         return Cost(2 * half_multiplications(self.spec, layer, S) * S, seconds)
 
     @torch.inference_mode()
@@ -218,6 +216,10 @@ class Trial:
         generator = torch.Generator().manual_seed(0)
         seconds = _seconds(lambda: gradients.prediction_gradient(x, weights, generator)) * num_tokens / len(x)
         return Cost(2 * num_tokens * self.spec.hidden_size * self.spec.vocab_size, seconds)
+
+    def _context(self, layer: int, x: Tensor) -> forward.Context:
+        # The time does not depend on the encoder's output.
+        return forward.Context(x if forward.stack_of(self.spec, layer) else None, ids=self._states.ids(0))
 
     def _random(self, num_tokens: int, width: int | None = None) -> Tensor:
         width = self.spec.hidden_size if width is None else width

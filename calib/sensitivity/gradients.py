@@ -17,19 +17,18 @@ Source:  the factored Fisher information of predictions, as in K-FAC (arXiv 1503
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.calib.forward import KINDS, DerivedWeights, LayerStates, LayerTokens
+from moe_pack.calib.forward import KINDS, Context, DerivedWeights, LayerStates, LayerTokens
 from moe_pack.calib.quantize import usual_repeats
 from moe_pack.calib.sensitivity import errors
 from moe_pack.runtime import model
 from moe_pack.runtime.model import layers, matrices
-from moe_pack.runtime.model.caches import Chosen
 from moe_pack.runtime.model.operations import row_blocks
 
 SPARSE_TOKENS = 256  # of an expert, to measure sparsity on
@@ -108,21 +107,18 @@ def half_gradient(
     states: LayerStates,
     layer: int,
     hidden: Tensor,
-    text: Tensor | None,
     weights: Tracked,
     above: tuple[Tensor, Tensor],
-    chosen: Chosen | None = None,
-    ids: Tensor | None = None,
+    context: Context,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient before a layer's first half, and that of the encoder's output, float32 [S, d] each.
 
-    Args:    hidden, text, chosen, ids: of a sequence, as for `LayerStates.half_of`.   above: the gradients with respect
-             to `x` and `inputs` of `LayerTokens`.
+    Args:    hidden, context: of a sequence.   above: the gradients with respect to `x` and `inputs` of `LayerTokens`.
     """
     with torch.inference_mode(mode=False), torch.enable_grad():
         hidden = hidden.to(states.device).clone().requires_grad_()
-        text = None if text is None else text.to(states.device).clone().requires_grad_()
-        outputs = states.half_of(layer, hidden, text, weights, chosen, ids)
+        text = None if context.text is None else context.text.to(states.device).clone().requires_grad_()
+        outputs = states.half_of(layer, hidden, weights, replace(context, text=text))
         sources = [hidden] if text is None else [hidden, text]
         # A layer without a second half has no inputs of one to go back through.
         pairs = [(out, each) for out, each in zip(outputs, above, strict=True) if out.requires_grad]

@@ -138,11 +138,9 @@ class WayBack:
                 states,
                 layer,
                 states.at(layer, number),
-                states.text(layer, number),
                 self._tracked,
                 (of_x[rows], of_inputs[rows]),
-                states.chosen(layer, number),
-                states.ids(number),
+                states.context(layer, number),
             )
             return tuple(each.cpu() for each in (gradient, of_text) if each is not None)
 

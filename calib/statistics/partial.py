@@ -89,8 +89,7 @@ class PartialStates:
 
         def scores_of(number: int) -> tuple[Tensor]:
             place = first + number
-            text, chosen = states.text(layer, place), states.chosen(layer, place)
-            x = states.attended(layer, mapped[number], text, weights, chosen, states.ids(place))
+            x = states.attended(layer, mapped[number], weights, states.context(layer, place))
             return (model.router_scores(model.mlp_input(x, weights, layer), weights, layer).cpu(),)
 
         numbers = range(self._shares.num_judged)

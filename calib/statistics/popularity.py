@@ -43,7 +43,7 @@ def count_tokens(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
 def count_pairs(
     earlier: Routes, later: Routes, num_experts: int, runs: NDArray[np.bool_] | None = None
 ) -> NDArray[np.uint32]:
-    """Returns `count[e', e]`: tokens that chose e' of `earlier` [T, k] and e of `later`, where `runs` [T, k] is true."""
+    """Returns `count[e', e]`: tokens that chose e' of `earlier` [T, k] and e of `later`; only where `runs` is true."""
     cells = earlier[:, :, None].astype(np.int64) * num_experts + later[:, None, :]  # [T, k, k]
     counted = cells.ravel() if runs is None else cells[runs[:, :, None] & runs[:, None, :]]
     counts = np.bincount(counted, minlength=num_experts**2)

@@ -11,7 +11,7 @@ from support.families import Tiny, write
 from support.held_experts import HeldExpert
 from torch import Tensor
 
-from moe_pack.calib.forward import KINDS, LayerStates, LayerTokens, LayerwiseWeights
+from moe_pack.calib.forward import KINDS, Context, LayerStates, LayerTokens, LayerwiseWeights
 from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.sensitivity import WIDTHS
 from moe_pack.calib.sensitivity.errors import plainly_rounded
@@ -197,11 +197,11 @@ def test_a_half_layers_gradient_is_that_of_finite_differences(opened: Opened) ->
     for layer in {0, spec.num_hidden_layers - 1}:
         with case(layer), torch.inference_mode():
             above = random(S, spec.stream_width, seed=3), random(S, spec.hidden_size, seed=4)
-            gradient, of_text = half_gradient(states, layer, x, None, Tracked(opened.weights), above)
+            gradient, of_text = half_gradient(states, layer, x, Tracked(opened.weights), above, Context())
             assert of_text is None
             for seed in range(3):
                 step = random(S, spec.stream_width, seed=seed) * 1e-3 * x.std()
-                outputs = [states.half_of(layer, x + sign * step, None, opened.weights) for sign in (1, -1)]
+                outputs = [states.half_of(layer, x + sign * step, opened.weights, Context()) for sign in (1, -1)]
                 moved = sum(
                     float(((one - other) * g).double().sum()) for one, other, g in zip(*outputs, above, strict=True)
                 )
@@ -243,14 +243,14 @@ def test_of_a_decoder_the_encoders_output_has_a_gradient_too(tmp_path: Path) -> 
     states = LayerStates(weights, Beginning(lambda number: x, lambda number: x), 1, S, tmp_path / "states", CPU)
     layer = checkpoint.spec.num_hidden_layers - 1
     with torch.inference_mode():
-        found = half_gradient(states, layer, x, text, Tracked(weights), above)
+        found = half_gradient(states, layer, x, Tracked(weights), above, Context(text))
         for place, gradient in enumerate(found):
             assert gradient is not None
             step = random(S, d, seed=5) * 1e-3
             moved = 0.0
             for sign in (1, -1):
                 given = [value + sign * step if place == idx else value for idx, value in enumerate((x, text))]
-                outputs = states.half_of(layer, given[0], given[1], weights)
+                outputs = states.half_of(layer, given[0], weights, Context(given[1]))
                 moved += sign * sum(float((one * g).double().sum()) for one, g in zip(outputs, above, strict=True))
             size = float(gradient.norm() * step.norm())
             assert float((2 * gradient * step).sum()) == pytest.approx(moved, abs=5e-3 * size)
