@@ -81,7 +81,8 @@ def open_documents(data: str | None, field: str | None, template: runtime.ChatTe
     path, place = Path(data), f"--data {data}"
     column = _Column(field, template)
     if path.is_dir() or not (path.exists() or path.suffix in _FILE_READERS):
-        return Documents(data, place, (_all_pieces(_data_set_documents(_data_set(data, place), column)),))
+        documents = _data_set_documents(place, *_data_set(data, place), column)
+        return Documents(data, place, (_all_pieces(documents),))
     return Documents(data, place, (_file_reader(path, place)(path, column),))
 
 
@@ -314,25 +315,20 @@ def _parquet_documents(path: Path, column: _Column) -> Iterator[_Document]:
             yield column.document(value, name, f"{path}: row {number:,}")
 
 
-@dataclass(frozen=True, slots=True)
-class _DataSet:
-    name: str
-    config: str | None
-    split: str | None
-    place: str
-
-
-def _data_set(data: str, place: str) -> _DataSet:
+def _data_set(data: str, place: str) -> tuple[str, str | None, str | None]:
+    """Returns a data set's name or folder, and its configuration and split if they are given."""
     if Path(data).is_dir():
-        return _DataSet(data, None, None, place)
+        return data, None, None
     name, config, split, *more = *data.split(":"), "", ""
     if any(more) or not (Path(name).is_dir() or _NAME.fullmatch(name)):
         raise RunError(f"{place}: no such file or folder, nor a data set's name (NAME, NAME:CONFIG, NAME:CONFIG:SPLIT)")
-    return _DataSet(name, config or None, split or None, place)
+    return name, config or None, split or None
 
 
-def _data_set_documents(data_set: _DataSet, column: _Column) -> Iterator[_Document]:
-    place = f"{data_set.place}:" if Path(data_set.name).is_dir() else f"{data_set.place}: no such file or folder;"
+def _data_set_documents(
+    source: str, name: str, config: str | None, split: str | None, column: _Column
+) -> Iterator[_Document]:
+    place = f"{source}:" if Path(name).is_dir() else f"{source}: no such file or folder;"
     try:
         import datasets
         from pyarrow import ArrowException
@@ -342,28 +338,26 @@ def _data_set_documents(data_set: _DataSet, column: _Column) -> Iterator[_Docume
     broken = (OSError, ValueError, RuntimeError, LookupError, TypeError)
     faults = (*broken, datasets.exceptions.DatasetsError, ArrowException)
     with _one_line(f"{place} reading it as a data set failed", faults):
-        if any((Path(data_set.name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):
-            rows = _load_saved(datasets, data_set)  # save_to_disk wrote the folder
+        if any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):
+            rows = _load_saved(datasets.load_from_disk(name), name, config, split, source)  # by save_to_disk
         else:
-            split = data_set.split or "train"
-            rows = datasets.load_dataset(data_set.name, data_set.config, split=split, streaming=True)
+            rows = datasets.load_dataset(name, config, split=split or "train", streaming=True)
         if rows.column_names is not None:
-            name = column.name(rows.column_names, data_set.place)
-            rows = rows.select_columns([name])  # others may be costly to decode: pictures, sound
+            # Others may be costly to decode: pictures, sound.
+            rows = rows.select_columns([column.name(rows.column_names, source)])
         for number, row in enumerate(rows, 1):
-            yield column.document_of(row, f"{data_set.place}: row {number:,}")
+            yield column.document_of(row, f"{source}: row {number:,}")
 
 
-def _load_saved(datasets: Any, data_set: _DataSet) -> Any:
-    saved = datasets.load_from_disk(data_set.name)
-    splits = list(saved) if isinstance(saved, datasets.DatasetDict) else []
-    split = data_set.split or ("train" if splits else None)
-    if data_set.config is not None:
-        raise RunError(f"{data_set.place}: a saved data set has no configurations; write {data_set.name}::SPLIT")
+def _load_saved(saved: Any, name: str, config: str | None, split: str | None, place: str) -> Any:
+    splits = list(saved) if isinstance(saved, dict) else []
+    split = split or ("train" if splits else None)
+    if config is not None:
+        raise RunError(f"{place}: a saved data set has no configurations; write {name}::SPLIT")
     if split is not None and split not in splits:
         raise RunError(
-            f"{data_set.place}: has no split {split!r}, found {', '.join(map(repr, splits)) or 'no splits'}; "
-            f"write {data_set.name}{'::SPLIT' if splits else ''}"
+            f"{place}: has no split {split!r}, found {', '.join(map(repr, splits)) or 'no splits'}; "
+            f"write {name}{'::SPLIT' if splits else ''}"
         )
     return saved if split is None else saved[split]
 

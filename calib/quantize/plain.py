@@ -5,7 +5,6 @@ hqq's scales lose more at 2 and 3 bits.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +63,7 @@ class RowQuantizer:
             )
         else:
             self._codec = codecs.affine(part, num_cols)
-            self._solve = _SOLVERS[quantizer]()
+            self._solve = _hqq_solver() if quantizer == "hqq" else _nearest if quantizer == "nearest" else _absmax
         self._refined = quantizer == "hqq" and part.width == _REFINED_WIDTH and part.scale_bits == 16
 
     def encode(self, weights: Tensor) -> Tensor:
@@ -153,10 +152,15 @@ def representable_pairs(groups: Tensor, scale: Tensor, zero: Tensor, width: int)
 
 def _hqq_solver() -> Solver:
     """hqq's with its default settings (hqq 0.2.8, core/quantize.py, along rows)."""
-    quantize = _hqq().quantize
+    try:
+        from hqq.core.quantize import Quantizer as HqqQuantizer
+    except ModuleNotFoundError as fault:
+        raise formats.PlanError(
+            "--quantizer hqq: the package hqq is not installed; run pip install 'moe-pack[convert]', or use nearest"
+        ) from fault
 
     def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        _, pairs = quantize(
+        _, pairs = HqqQuantizer.quantize(
             groups, nbits=width, axis=1, group_size=groups.shape[1], optimize=True, bitpack=False, device="cpu"
         )
         return pairs["scale"], pairs["zero"]
@@ -164,45 +168,20 @@ def _hqq_solver() -> Solver:
     return solve
 
 
-def _nearest_solver() -> Solver:
+def _nearest(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Maps a group's lowest and highest weight to the lowest and highest code."""
-
-    def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
-        scale = (high - low) / (2**width - 1)
-        scale = torch.where(scale < 2.0**-14, torch.ones_like(scale), scale)  # below float16's normal range: constant
-        return scale, -low / scale
-
-    return solve
+    low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
+    scale = (high - low) / (2**width - 1)
+    scale = torch.where(scale < 2.0**-14, torch.ones_like(scale), scale)  # below float16's normal range: constant
+    return scale, -low / scale
 
 
-def _absmax_solver() -> Solver:
-    """The middle code as zero and a scale by the largest magnitude (EdgeMoE §III-B)."""
-
-    def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        middle = 2 ** (width - 1)
-        scale = groups.abs().amax(dim=1, keepdim=True) / (middle - 1)
-        scale = scale.clamp(min=2.0**-24)  # float16's smallest: a group of zeros keeps its middle codes
-        return scale, torch.full_like(scale, middle)
-
-    return solve
-
-
-_SOLVERS: dict[formats.Quantizer, Callable[[], Solver]] = {
-    "hqq": _hqq_solver,
-    "nearest": _nearest_solver,
-    "absmax": _absmax_solver,
-}
-
-
-def _hqq() -> Any:
-    try:
-        from hqq.core.quantize import Quantizer as HqqQuantizer
-    except ModuleNotFoundError as fault:
-        raise formats.PlanError(
-            "--quantizer hqq: the package hqq is not installed; run pip install 'moe-pack[convert]', or use nearest"
-        ) from fault
-    return HqqQuantizer
+def _absmax(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Takes the middle code as zero and a scale by the largest magnitude (EdgeMoE §III-B)."""
+    middle = 2 ** (width - 1)
+    scale = groups.abs().amax(dim=1, keepdim=True) / (middle - 1)
+    scale = scale.clamp(min=2.0**-24)  # float16's smallest: a group of zeros keeps its middle codes
+    return scale, torch.full_like(scale, middle)
 
 
 def check_finite(
