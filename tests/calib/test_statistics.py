@@ -4,6 +4,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -149,17 +150,13 @@ def test_weights_that_are_no_numbers_are_refused_by_expert(tmp_path: Path) -> No
         (case_folder := tmp_path / str(number)).mkdir()
         with case(value, matrix):
 
-            def spoil(tensors: Tensors, matrix: str = matrix, value: float = value) -> None:
+            def spoil(tensors: Tensors) -> None:
                 tensors[f"model.layers.0.block_sparse_moe.experts.2.{matrix}.weight"][1, 3] = value
 
-            checkpoint = Checkpoint(MODEL.write(case_folder / "source", spoil))
-            with pytest.raises(CheckpointError) as refused:
+            fault = "^layer 0 expert 2: activations are not finite; check that the checkpoint is complete$"
+            source = MODEL.write(case_folder / "source", spoil)
+            with closing(Checkpoint(source)) as checkpoint, pytest.raises(CheckpointError, match=fault):
                 measured(LayerwiseWeights(CheckpointWeights(checkpoint)), made_up(), case_folder)
-            assert (
-                str(refused.value)
-                == "layer 0 expert 2: activations are not finite; check that the checkpoint is complete"
-            )
-            checkpoint.close()
 
 
 def test_large_weights_and_bad_ones_no_token_meets_are_not_refused(tmp_path: Path) -> None:
@@ -167,10 +164,9 @@ def test_large_weights_and_bad_ones_no_token_meets_are_not_refused(tmp_path: Pat
         tensors["model.layers.0.block_sparse_moe.experts.2.w3.weight"][1, 3] = 1e30
         tensors["model.layers.0.block_sparse_moe.experts.1.w3.weight"][1, 3] = math.nan
 
-    checkpoint = Checkpoint(MODEL.write(tmp_path / "source", spoil))
-    found = measured(LayerwiseWeights(CheckpointWeights(checkpoint)), made_up(), tmp_path)
+    with closing(Checkpoint(MODEL.write(tmp_path / "source", spoil))) as checkpoint:
+        found = measured(LayerwiseWeights(CheckpointWeights(checkpoint)), made_up(), tmp_path)
     assert np.isfinite(found.quantiles).all()
-    checkpoint.close()
 
 
 def shared() -> LayerStatistics:
@@ -201,21 +197,12 @@ def test_between_levels_heat_is_interpolated_and_beyond_scaled() -> None:
             found = shared().hot_share(1, sparsity)
             assert found.dtype == np.float32
             assert found[0] == pytest.approx(expected, abs=1e-5)  # stored in 65,535ths
-
-
-def test_neurons_of_an_expert_without_tokens_are_all_as_hot() -> None:
-    for sparsity in [0.0, 0.3, 0.5, 0.75, 0.95]:
-        with case(sparsity):
-            assert len(set(shared().hot_share(1, sparsity)[1].tolist())) == 1
+            assert len(set(found[1].tolist())) == 1, "without tokens all neurons are as hot"
 
 
 def test_quantiles_are_taken_out_by_level() -> None:
     found = shared().at_sparsities((0.5, 0.0, 0.995, 1.0))
     assert found[1, 2].tolist() == [5 * 103 + place for place in (50, 0, 100, 102)]
-
-
-def damaged(statistics: LayerStatistics, **changes: Array | None) -> dict[str, Array]:
-    return {name: array for name, array in (statistics.arrays() | changes).items() if array is not None}
 
 
 FAULTS: list[tuple[dict[str, Array | None], str]] = [
@@ -242,26 +229,18 @@ FAULTS: list[tuple[dict[str, Array | None], str]] = [
 
 
 def test_damaged_arrays_are_refused_by_name(weights: LayerwiseWeights, tmp_path: Path) -> None:
-    for number, (changes, fault) in enumerate(FAULTS):
-        (case_folder := tmp_path / str(number)).mkdir()
+    found = measured(weights, made_up(), tmp_path)
+    for changes, fault in FAULTS:
         with case(changes, fault):
-            arrays = damaged(measured(weights, made_up(), case_folder), **changes)
+            arrays = {name: array for name, array in (found.arrays() | changes).items() if array is not None}
             with pytest.raises(PackError) as refused:
                 LayerStatistics.from_arrays(arrays, "x.safetensors", weights.spec, S)
             assert str(refused.value) == f"x.safetensors: {fault}"
-
-
-def test_undamaged_arrays_come_back(weights: LayerwiseWeights, tmp_path: Path) -> None:
-    found = measured(weights, made_up(), tmp_path)
     again = LayerStatistics.from_arrays(found.arrays(), "x.safetensors", weights.spec, S)
     assert all(np.array_equal(array, again.arrays()[name]) for name, array in found.arrays().items())
-
-
-def test_statistics_of_another_model_are_refused(weights: LayerwiseWeights, tmp_path: Path) -> None:
-    arrays = measured(weights, made_up(), tmp_path).arrays()
     other: ModelSpec = replace(weights.spec, router=replace(weights.spec.router, num_experts=5))
     with pytest.raises(PackError, match=r"^x.safetensors: tensor 'tokens' is U32 \[4\], expected U32 \[5\]$"):
-        LayerStatistics.from_arrays(arrays, "x.safetensors", other, S)
+        LayerStatistics.from_arrays(found.arrays(), "x.safetensors", other, S)
 
 
 def draw(T: int, L: int, k: int, num_experts: int, drawn_from: int, seed: int = 0) -> Routes:
