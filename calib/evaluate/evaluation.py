@@ -58,10 +58,12 @@ def evaluate(
             comparison = _KeptReference(reference, where)
         nll, compared = _losses(packed, tokens, comparison, progress)
         number = compact.block_sums(np.ones(packed.predicted[:, 1:].size)).astype(np.int64)  # tokens of each block
+        num_sequences, S = tokens.sequences.shape
         return quality.Quality(
             tokens.name,
             tokens.sha256,
-            *tokens.sequences.shape,
+            num_sequences,
+            S,
             int(number.sum()),
             pack.manifest.totals.content,
             packed.sparsity().overall,
@@ -165,8 +167,8 @@ def _losses(
                 compared.append(torch.stack([each.double() for each in found]))
         progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
     progress.end()
-    by_kind = torch.cat(compared, dim=1) if compared else ()
-    return compact.block_sums(torch.cat(nll).cpu().numpy()), [compact.block_sums(row.cpu().numpy()) for row in by_kind]
+    sums = [compact.block_sums(row.cpu().numpy()) for row in torch.cat(compared, dim=1)] if compared else []
+    return compact.block_sums(torch.cat(nll).cpu().numpy()), sums
 
 
 def _source_quality(

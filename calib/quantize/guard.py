@@ -241,7 +241,8 @@ class GuardedQuantizer:
         error, median, inherited = (
             float(f"{value:.4g}") for value in (float(weights @ lost) / total, float(shares.median()), inherited)
         )
-        return ExpertLoss(error, median, len(weights), *self._plain.values(), inherited_error=inherited)
+        gate, up, down = self._plain.values()
+        return ExpertLoss(error, median, len(weights), gate, up, down, inherited)
 
 
 def _pieces(num_rows: int) -> Iterator[slice]:

@@ -70,8 +70,8 @@ def measure_coverage(routes: Routes, num_experts: int) -> Coverage:
     T = len(ordered)
     tokens = count_tokens(ordered, num_experts)
     low, high = wilson_interval(tokens, T)
-    scarce = (tokens > 0) & (tokens < MIN_TOKENS)
-    unreached, scarce = (tuple((int(l), int(e)) for l, e in np.argwhere(mask)) for mask in (tokens == 0, scarce))
+    masks = tokens == 0, (tokens > 0) & (tokens < MIN_TOKENS)
+    unreached, scarce = (tuple((int(l), int(e)) for l, e in np.argwhere(mask)) for mask in masks)
     return Coverage(T, tokens, tokens / T, low, high, unreached, scarce)
 
 
@@ -151,7 +151,8 @@ def spearman(first: NDArray[Any], second: NDArray[Any]) -> float | None:
     def centered_ranks(values: NDArray[Any]) -> NDArray[np.float64]:
         _, value_idx, counts = np.unique(values, return_inverse=True, return_counts=True)
         ranks: NDArray[np.float64] = (np.cumsum(counts) - 1 - (counts - 1) / 2)[value_idx]
-        return ranks - (len(values) - 1) / 2
+        ranks -= (len(values) - 1) / 2
+        return ranks
 
     a, b = centered_ranks(first), centered_ranks(second)
     scale = math.sqrt(float((a * a).sum()) * float((b * b).sum()))
