@@ -405,8 +405,8 @@ class ExpertInputs(AbstractContextManager["ExpertInputs"]):
         return quantize.ExpertTokens(self.rows(token_idx), weights, len(others), given)
 
     def _shares(self, first_token: int) -> Tensor:
-        """Returns the inverse squared norms [T], relative to the median from `first_token` on, of at least 1/1000 of
-        it.
+        """Returns the inverse squared norms [T], relative to the median from `first_token` on; a norm is at least
+        0.001.
         """
         norms = torch.from_numpy(self.norms)
         median = norms[first_token:].median() if first_token < len(norms) else torch.ones(())

@@ -81,7 +81,7 @@ class Sequences:
         return self.ids.shape[1]
 
     def begun(self, embedded: Callable[[Tensor, int], Tensor]) -> Beginning:
-        """Returns the beginning of a pass over the sequences, or over copies, by hidden states of a stack's tokens [N,
+        """Returns the beginning of a pass over the sequences, or copies; `embedded` takes a stack's tokens int64 [N,
         n].
         """
         first, *others = (partial(embedded, ids) for ids in self.stacks)
@@ -429,8 +429,8 @@ class LayerStates:
         return weights * self.spec.residual_multiplier if self.spec.residual is None else weights
 
     def leave(self, layer: int, tokens: LayerTokens, more: Iterable[Tensor] = ()) -> None:
-        """Ends a layer: its hidden states, and `more` that begin here, replace those before it; refuses NaN and
-        infinity.
+        """Ends a layer: its hidden states, and `more` that begin here, replace those before it; refuses non-finite
+        ones.
         """
         tokens = self.summed(layer, tokens)
         # A sum in float64 is finite if and only if all terms are. Summed in pieces: torch converts a piece as a whole.
@@ -502,9 +502,7 @@ class LayerStates:
         return torch.from_numpy(raw).view(self.sequence_length, -1)
 
     def allocate(self, name: str, num_tokens: int, mapped: bool, width: int | None = None) -> Tensor:
-        """Returns an uninitialized float32 [num_tokens, width], in memory or in a mapped file, which later calls
-        unlink.
-        """
+        """Returns an uninitialized float32 [num_tokens, width], in memory or in a mapped file without a name later on."""
         shape = (num_tokens, self.spec.hidden_size if width is None else width)
         if not mapped:
             return torch.empty(shape)

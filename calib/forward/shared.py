@@ -37,9 +37,7 @@ Work = Callable[[int], Arrays]
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Yields the result of `work` for each item, in their order; at most one finished result waits. One worker is a
-    loop.
-    """
+    """Yields the result of `work` for each item, in their order; at most one finished result waits."""
     if workers == 1:
         yield from map(work, items)
         return
@@ -62,7 +60,8 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int
 def torch_threads(number: int | None = None) -> Iterator[None]:
     """Gives torch this number of threads; None keeps it. Restores the number at the end."""
     before = torch.get_num_threads()
-    torch.set_num_threads(before if number is None else number)
+    if number is not None:
+        torch.set_num_threads(number)
     try:
         yield
     finally:
@@ -164,9 +163,7 @@ class SharedResults(Results):
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Surrounds a step, and removes the files of earlier ones; PassedError if others have ended it and removed
-        files.
-        """
+        """Surrounds a step, and removes the files of earlier ones; PassedError if others have ended and removed it."""
         self._step = name
         if name in self._passed:  # and yet it must be done: what the others left of it was damaged
             self._mark.unlink(missing_ok=True)

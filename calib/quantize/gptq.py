@@ -143,8 +143,7 @@ class ColumnRun:
 
 
 def column_gains(weights: Tensor, rounded: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
-    """Returns the factors [rows, 1] that make the outputs of rounded rows as large, on average, as those of the
-    weights.
+    """Returns the factors [rows, 1] by which the outputs of rounded rows become as large as those of the weights.
 
     Meaning: `(w H w) / (w H q)`, H of the runs; 1 for a row of zeros. Codes nearest to their targets shrink a row: `w H
              q` is `q H q`, less than `w H w` by the error. Products of three such matrices shrink three times.

@@ -45,9 +45,7 @@ def divergence(original: Tensor, changed: Tensor) -> float:
 
 
 def likelihood_lost(original: Tensor, changed: Tensor, next_ids: Tensor) -> float:
-    """Returns the log-likelihood of the true next tokens, int64 [n], that changed predictions [T, V] lose: nats,
-    summed.
-    """
+    """Returns the log-likelihood of the true next tokens that changed predictions [T, V] lose: nats, summed."""
     places = torch.arange(len(next_ids), device=original.device), next_ids.to(original.device)
     return float((original[places] - changed[places]).to(torch.float64).sum())
 

@@ -8,6 +8,7 @@ in some columns.
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -65,7 +66,7 @@ class Rounding:
         quantizer = quantize.RowQuantizer(part, num_cols, self._quantizer)
         # One thread, as in conversion. 448 rows of 128 in groups of 16, two busy cores, November 2026: 29 ms with one
         # thread, 123 to 366 with two.
-        with torch_threads(1 if self._quantizer == "hqq" else None):
+        with torch_threads(1) if self._quantizer == "hqq" else nullcontext():
             return decode_part(part, num_cols, quantizer.encode(weights.cpu())).to(weights.device)
 
 

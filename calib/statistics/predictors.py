@@ -466,9 +466,7 @@ class InputFiles:
         self._hidden_size = hidden_size
 
     def keep(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
-        """Writes a layer's inputs [T, d]; returns mean and deviation of the cosine with the layer before, NaN for the
-        first.
-        """
+        """Writes a layer's inputs [T, d]; returns mean and deviation of the cosine with the layer before, or NaN."""
         learned, judged = self.shares.tokens()
         self._write(self._folder / f"inputs-{layer_idx:03d}.bin", inputs[learned], inputs[judged])
         cosine = (math.nan, math.nan) if layer_idx in self._first_layers else self._cosine(layer_idx, inputs)
