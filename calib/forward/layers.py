@@ -502,7 +502,7 @@ class LayerStates:
         return torch.from_numpy(raw).view(self.sequence_length, -1)
 
     def allocate(self, name: str, num_tokens: int, mapped: bool, width: int | None = None) -> Tensor:
-        """Returns an uninitialized float32 [num_tokens, width], in memory or in a mapped file without a name later on."""
+        """Returns an uninitialized float32 [num_tokens, width], in memory or in a mapped file of this name."""
         shape = (num_tokens, self.spec.hidden_size if width is None else width)
         if not mapped:
             return torch.empty(shape)
