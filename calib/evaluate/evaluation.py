@@ -1,11 +1,9 @@
 """Evaluation of a pack on a text: its perplexity, and its KL divergence and agreement compared with its source.
 
-The pack runs as it is stored, layer by layer in bounded memory, so that it may be larger than memory. A killed
-evaluation continues after its last complete layer. The source is either a compact `Reference` of its predictions, or
-the checkpoint itself, which then runs on the same text and is compared over the whole vocabulary.
+The pack runs as it is stored, layer by layer. The source is a compact `Reference`, or the checkpoint itself, which then
+runs on the same text and is compared over the whole vocabulary.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,53 +14,15 @@ from torch import Tensor
 
 from moe_pack import formats
 from moe_pack.calib import forward
+from moe_pack.calib.evaluate import reference as compact
 from moe_pack.calib.evaluate.model_pass import ModelPass
-from moe_pack.calib.evaluate.reference import (
-    Reference,
-    block_sums,
-    check_reference,
-    distances,
-    exponential,
-    kept_outcomes,
-    mean,
-    next_log_probs,
-    noise_floor,
-    num_kept,
-    seeded,
-    whole_divergence,
-)
+from moe_pack.calib.evaluate.reference import Reference
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import model, quality
 
 _WORK_FOLDER = "quality.work"
 
-Sums = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SourceLosses:
-    """Sums over blocks for the figures of `SourceQuality`, float64 [B] each."""
-
-    source: str
-    is_exact: bool
-    num_outcomes: int
-    noise_floor: float
-    nll: Sums  # of the source, in nats
-    kl: Sums
-    kl_bound: Sums
-    agreeing: Sums
-    source_tail: Sums
-    pack_tail: Sums
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _BlockLosses:
-    """Sums over blocks of consecutive predicted tokens."""
-
-    num_tokens: NDArray[np.int64]  # of each block
-    nll: Sums  # float64 [B], in nats
-    sparsity: float | None
-    against: SourceLosses | None
+Sums = NDArray[np.float64]  # over blocks of consecutive predicted tokens, [B]
 
 
 def evaluate(
@@ -76,9 +36,8 @@ def evaluate(
 ) -> quality.Quality:
     """Evaluates a pack on a text, without writing `quality.json`. A killed call continues after the last whole layer.
 
-    Args:    reference: to compare with; a checkpoint runs on the same text, and KL is over the whole vocabulary.
-             operations: decode rows and multiply large dense matrices.   folder: for work files, removed at the end;
-             None takes one in the pack's folder.
+    Args:    reference: to compare with.   operations: decode rows and multiply large dense matrices.   folder: for work
+             files, removed at the end; None takes one in the pack's folder.
     Raises:  PlanError if the reference is of another model or text; ConversionError if the folder is in use or cannot
              be written; RunError for sequences longer than the model's positions.
     """
@@ -97,26 +56,24 @@ def evaluate(
             comparison = _Source(reference, tokens, store, progress, where)
         elif reference is not None:
             comparison = _KeptReference(reference, where)
-        losses = _losses(packed, tokens, comparison, source, progress)
-    num_sequences, S = tokens.sequences.shape
-    return quality.Quality(
-        tokens.name,
-        tokens.sha256,
-        num_sequences,
-        S,
-        int(losses.num_tokens.sum()),
-        pack.manifest.totals.content,
-        losses.sparsity,
-        exponential(mean(losses.nll, losses.num_tokens)),
-        None if losses.against is None else _source_quality(losses, losses.against),
-    )
+        nll, compared = _losses(packed, tokens, comparison, progress)
+        number = compact.block_sums(np.ones(packed.predicted[:, 1:].size)).astype(np.int64)  # tokens of each block
+        num_sequences, S = tokens.sequences.shape
+        return quality.Quality(
+            tokens.name,
+            tokens.sha256,
+            num_sequences,
+            S,
+            int(number.sum()),
+            pack.manifest.totals.content,
+            packed.sparsity().overall,
+            compact.exponential(compact.mean(nll, number)),
+            None if comparison is None else _source_quality(source, comparison, nll, compared, number),
+        )
 
 
 def check_source(pack: formats.Pack, checkpoint: Checkpoint) -> str:
-    """Returns the digest of the checkpoint.
-
-    Raises:  PlanError if the pack was made from another checkpoint: its tensors or routers differ.
-    """
+    """Returns the digest of the checkpoint; PlanError if tensors or routers differ from the pack's."""
     source = forward.packed_source_digest(pack)
     if forward.source_digest(checkpoint) != source:
         raise formats.PlanError(
@@ -126,40 +83,28 @@ def check_source(pack: formats.Pack, checkpoint: Checkpoint) -> str:
 
 
 def _source_of(pack: formats.Pack, tokens: forward.Tokens, reference: Reference | Checkpoint | None) -> str:
-    """Returns the digest of the source with which a pack is compared, or "" without one.
-
-    Raises:  PlanError if it is not the pack's source.
-    """
+    """Returns the digest of the source of comparison, "" without one; refuses another source than the pack's."""
     if isinstance(reference, Checkpoint):
         return check_source(pack, reference)
     if reference is None:
         return ""
     source = forward.packed_source_digest(pack)
-    check_reference(reference, tokens, source, "--against")
+    compact.check_reference(reference, tokens, source, "--against")
     return source
 
 
 class _Comparison(Protocol):
-    """The predictions with which a pack's are compared."""
-
     is_exact: bool
     num_outcomes: int
 
-    def noise_floor(self) -> float:
-        """Returns the KL divergence in nats that comes from rounding alone."""
-        ...
+    def noise_floor(self) -> float: ...
 
-    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
-        """Returns the source's losses and the pack's distances at some tokens of a sequence, float64 [6, n].
-
-        Args:    number: of the sequence.   log_probs: the pack's predictions, float32 [n, V].
-        """
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> tuple[Tensor, ...]:
+        """Returns the six `compared` of `_source_quality`, [n] each, for the pack's predictions float32 [n, V]."""
         ...
 
 
 class _KeptReference:
-    """A compact reference."""
-
     is_exact = False
 
     def __init__(self, reference: Reference, device: torch.device) -> None:
@@ -170,17 +115,15 @@ class _KeptReference:
     def noise_floor(self) -> float:
         return self._reference.facts.noise_floor
 
-    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> tuple[Tensor, ...]:
         expected = self._reference.outcomes(number, rows, self._device)
         nll = -torch.from_numpy(self._reference.next_log_probs[number, rows]).to(self._device)
-        measured = distances(expected, log_probs)
+        measured = compact.distances(expected, log_probs)
         agreeing = log_probs.argmax(dim=1) == expected.ids[:, 0]
-        return _stack(nll, measured.estimate, measured.bound, agreeing, expected.log_tail.double().exp(), measured.tail)
+        return nll, measured.estimate, measured.bound, agreeing, expected.log_tail.double().exp(), measured.tail
 
 
 class _Source:
-    """The source itself, run on the same text."""
-
     is_exact = True
 
     def __init__(
@@ -191,66 +134,58 @@ class _Source:
         progress: formats.Progress,
         device: torch.device,
     ) -> None:
-        self.num_outcomes, _ = num_kept(checkpoint.spec.vocab_size)
+        self.num_outcomes, _ = compact.num_kept(checkpoint.spec.vocab_size)
         weights = forward.LayerwiseWeights(model.CheckpointWeights(checkpoint, device))
         self._pass = ModelPass(weights, tokens, store, "source", device, with_twin=True)
         self._pass.run("predictions of the source", progress)
 
     def noise_floor(self) -> float:
-        return noise_floor(self._pass)
+        return compact.noise_floor(self._pass)
 
-    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> Tensor:
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: forward.Array) -> tuple[Tensor, ...]:
         expected = self._pass.predictions(number, rows)
-        outcomes = kept_outcomes(expected, seeded(number))
-        measured = distances(outcomes, log_probs)
+        outcomes = compact.kept_outcomes(expected, torch.Generator().manual_seed(number))
+        measured = compact.distances(outcomes, log_probs)
         agreeing = log_probs.argmax(dim=1) == expected.argmax(dim=1)
-        nll, kl = -next_log_probs(expected, sequence, rows), whole_divergence(expected, log_probs)
-        return _stack(nll, kl, measured.bound, agreeing, outcomes.log_tail.double().exp(), measured.tail)
-
-
-def _stack(*losses: Tensor) -> Tensor:
-    """Stacks losses in the order of the sums of `SourceLosses`: float64 [6, n]."""
-    return torch.stack([loss.double() for loss in losses])
+        nll, kl = -compact.next_log_probs(expected, sequence, rows), compact.whole_divergence(expected, log_probs)
+        return nll, kl, measured.bound, agreeing, outcomes.log_tail.double().exp(), measured.tail
 
 
 @torch.inference_mode()
 def _losses(
-    packed: ModelPass, tokens: forward.Tokens, comparison: _Comparison | None, source: str, progress: formats.Progress
-) -> _BlockLosses:
-    """Computes the losses after all layers are done."""
+    packed: ModelPass, tokens: forward.Tokens, comparison: _Comparison | None, progress: formats.Progress
+) -> tuple[Sums, list[Sums]]:
     cost = packed.prediction_cost() * (2 if comparison is not None and comparison.is_exact else 1)
     progress.begin(cost.stage("predictions"))
     nll, compared = [], []
     for number, sequence in enumerate(packed.predicted):
         for rows in packed.pieces():
             log_probs = packed.predictions(number, rows)
-            nll.append(-next_log_probs(log_probs, sequence, rows).double())
+            nll.append(-compact.next_log_probs(log_probs, sequence, rows).double())
             if comparison is not None:
-                compared.append(comparison.compare(number, rows, log_probs, sequence))
+                found = comparison.compare(number, rows, log_probs, sequence)
+                compared.append(torch.stack([each.double() for each in found]))
         progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
-    against = None
-    if comparison is not None:
-        sums = [block_sums(losses.cpu().numpy()) for losses in torch.cat(compared, dim=1)]
-        against = SourceLosses(source, comparison.is_exact, comparison.num_outcomes, comparison.noise_floor(), *sums)
     progress.end()
-    likelihood_losses = torch.cat(nll).cpu().numpy()
-    num_tokens = block_sums(np.ones(len(likelihood_losses))).astype(np.int64)
-    return _BlockLosses(num_tokens, block_sums(likelihood_losses), packed.sparsity().overall, against)
+    sums = [compact.block_sums(row.cpu().numpy()) for row in torch.cat(compared, dim=1)] if compared else []
+    return compact.block_sums(torch.cat(nll).cpu().numpy()), sums
 
 
-def _source_quality(losses: _BlockLosses, against: SourceLosses) -> quality.SourceQuality:
-    number = losses.num_tokens
-    total = int(number.sum())
+def _source_quality(
+    source: str, comparison: _Comparison, nll: Sums, compared: list[Sums], num_tokens: NDArray[np.int64]
+) -> quality.SourceQuality:
+    source_nll, kl, kl_bound, agreeing, source_tail, pack_tail = compared
+    total = int(num_tokens.sum())
     return quality.SourceQuality(
-        source=against.source,
-        is_exact=against.is_exact,
-        num_outcomes=against.num_outcomes,
-        kl=mean(against.kl, number),
-        kl_bound=mean(against.kl_bound, number),
-        noise_floor=against.noise_floor,
-        source_perplexity=exponential(mean(against.nll, number)),
-        perplexity_increase=exponential(mean(losses.nll - against.nll, number), less=1.0),
-        agreement=mean(against.agreeing, number),
-        source_tail=float(against.source_tail.sum()) / total,
-        pack_tail=float(against.pack_tail.sum()) / total,
+        source=source,
+        is_exact=comparison.is_exact,
+        num_outcomes=comparison.num_outcomes,
+        kl=compact.mean(kl, num_tokens),
+        kl_bound=compact.mean(kl_bound, num_tokens),
+        noise_floor=comparison.noise_floor(),
+        source_perplexity=compact.exponential(compact.mean(source_nll, num_tokens)),
+        perplexity_increase=compact.exponential(compact.mean(nll - source_nll, num_tokens), less=1.0),
+        agreement=compact.mean(agreeing, num_tokens),
+        source_tail=float(source_tail.sum()) / total,
+        pack_tail=float(pack_tail.sum()) / total,
     )

@@ -1,8 +1,4 @@
-"""A pass of a text through all layers of a pack or a checkpoint, as it is stored, and then its predictions.
-
-The pass runs layer by layer in bounded memory and can continue after any layer. On the way it counts the neurons that
-did not run: the sparsity that the thresholds really give (`RealizedSparsity`).
-"""
+"""A pass of a text through all layers of a model as it is stored, resumable after any layer, and its predictions."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -43,10 +39,9 @@ class ModelPass:
     """A pass of a text's sequences through a model.
 
     `predicted`: int64 [N, n], the sequences; every token but the first of each is predicted from those before it.
-    Args:    store: for the files from which a killed pass continues.   name: of these files.
-             with_twin: whether the first sequence runs once more as the last one, with the last bit of each embedding
-             value changed. Its predictions then differ only by rounding. With an encoder, the embeddings of both stacks
-             are changed.
+    Args:    store: for the files from which a killed pass continues.   name: of these files.   with_twin: whether the
+             first sequence runs once more as the last one, with the last bit of each embedding value changed: its
+             predictions differ only by rounding.
     Raises:  RunError for sequences longer than the model's positions.
     """
 
@@ -94,14 +89,15 @@ class ModelPass:
                 sensitivity.half_multiplications(spec, layer, self.sequence_length) * len(tokens.x), f"layer {layer}"
             )
             if layer in spec.moe_layers:
-                self._store.write(self._file(layer), self._layer(tokens, layer, progress))
+                self._store.write(f"{self._name}-{layer:03d}.safetensors", self._layer(tokens, layer, progress))
             states.leave(layer, tokens)
             del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         progress.end()
 
     def counts(self) -> list[dict[str, forward.Array]]:
         """Reads what was counted of each MoE layer, after all layers are done."""
-        return [forward.read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
+        names = (f"{self._name}-{layer:03d}.safetensors" for layer in self._spec.moe_layers)
+        return [forward.read_all_arrays(self._store.folder / name) for name in names]
 
     def sparsity(self) -> RealizedSparsity:
         """Returns the share of neurons that did not run, with a twin's tokens, after all layers are done."""
@@ -131,21 +127,23 @@ class ModelPass:
         experts = trial.plain(tokens_an_expert) * (self._runs_of_expert * router.num_experts)
         return sensitivity.layers_cost(trial, layers, number, experts)
 
-    def _file(self, layer: int) -> str:
-        return f"{self._name}-{layer:03d}.safetensors"
-
     def _layer(self, tokens: forward.LayerTokens, layer: int, progress: commands.Progress) -> dict[str, forward.Array]:
-        """Runs a layer's routed experts; returns dropped neurons and tokens, int64 [E] each."""
-        layer_idx, one = self._spec.moe_layers.index(layer), sensitivity.expert_multiplications(self._spec)
+        """Runs a layer's experts; returns dropped neurons and tokens, int64 [E] each."""
+        layer_idx = self._spec.moe_layers.index(layer)
         dropped, number = (np.zeros(self._spec.router.num_experts, np.int64) for _ in range(2))
         for expert in range(self._spec.router.num_experts):
-            threshold, place = self._weights.threshold(layer_idx, expert), f"layer {layer} expert {expert}"
-
-            def on_tokens(num_tokens: int, place: str = place) -> None:
-                progress.advance(one * num_tokens, place)
-
-            token_idx, left = forward.run_counted(
-                self._states, tokens, self._weights, (layer_idx, expert), threshold, on_tokens
-            )
+            threshold = self._weights.threshold(layer_idx, expert)
+            token_idx, left = self._counted(tokens, layer_idx, expert, threshold, progress)
             dropped[expert], number[expert] = int(left.sum()), len(token_idx)
         return {"dropped": dropped, "tokens": number}
+
+    def _counted(
+        self, tokens: forward.LayerTokens, layer_idx: int, expert: int, threshold: float, progress: commands.Progress
+    ) -> tuple[Tensor, Tensor]:
+        one = sensitivity.expert_multiplications(self._spec)
+        place, number = f"layer {self._spec.moe_layers[layer_idx]} expert {expert}", (layer_idx, expert)
+
+        def on_tokens(num_tokens: int) -> None:
+            progress.advance(one * num_tokens, place)
+
+        return forward.run_counted(self._states, tokens, self._weights, number, threshold, on_tokens)

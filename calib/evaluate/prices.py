@@ -1,20 +1,12 @@
-"""The prices of lossy choices for a finished pack: more sparsity, substitution of experts, and rounded inputs.
+"""The prices of lossy choices for a finished pack: the loss that a choice adds on few tokens. The pack does not change.
 
-A price is measured on few tokens, compared with the same pack without the choice: it is the loss that the choice adds.
-The pack itself does not change.
-
-Sparsity: thresholds for each sparsity are found as `measure_thresholds` finds them. Then another text runs through the
-pack with these thresholds, and through the pack with all neurons, whose predictions are the expected ones.
-
-Substitution (`moe-run --substitute`): a text is decoded token by token, with memory for a part of the experts. Nothing
-is prefetched: which prefetched expert arrives in time depends on the disk, and without prefetch every run gives the
-same figures.
-
-Rounded inputs (`moe-run --numerics`): a text runs through the native kernels, exactly and with each mode.
+Sparsity: another text runs through the pack with new thresholds and, for the expected predictions, with all neurons.
+Substitution (`moe-run --substitute`): a text is decoded with memory for a part of the experts, without prefetch, which
+would depend on the disk. Rounded inputs (`moe-run --numerics`): a text runs through the native kernels in each mode.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -29,6 +21,7 @@ from moe_pack.calib import forward, sensitivity
 from moe_pack.calib.evaluate import reference
 from moe_pack.calib.evaluate.model_pass import ModelPass
 from moe_pack.calib.evaluate.thresholds import ThresholdRule, find_thresholds
+from moe_pack.calib.forward.shared import torch_threads
 from moe_pack.runtime import cpu, model, offload, quality
 from moe_pack.runtime.engine import numerics
 from moe_pack.runtime.offload.budgets import page_sizes
@@ -40,18 +33,14 @@ def sparsity_prices(
     calibration: forward.Tokens,
     progress: formats.Progress,
     folder: Path,
-    device: torch.device | None = None,
-    operations: model.Operations = model.TORCH,
+    where: torch.device,
+    operations: model.Operations,
 ) -> tuple[quality.SparsityPrice, ...]:
-    """Measures the price of each of `SPARSITIES`. A killed call continues after the last complete layer.
-
-    Args:    tokens: to judge on.   calibration: to find thresholds on.   folder: for work files; the caller removes it.
-    """
-    where = device or torch.device("cpu")
+    """Measures the prices of `SPARSITIES` on `tokens`; thresholds are by `calibration`, work is in `folder`."""
     every = [np.zeros(pack.thresholds.shape, np.float32)]
     for sparsity in sensitivity.SPARSITIES:
         work = folder / f"thresholds-{sparsity:g}"
-        every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), progress, work, where, operations))
+        every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), progress, work, where, operations)[0])
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": tokens.sha256}
     with forward.work_store(folder / "passes", facts, removes=False) as store:
         passes = []
@@ -63,8 +52,6 @@ def sparsity_prices(
 
 
 class _Rethresholded(model.StreamedPackWeights):
-    """A pack's weights with other thresholds, float32 [L, E]."""
-
     def __init__(
         self, pack: formats.Pack, thresholds: NDArray[np.float32], device: torch.device, operations: model.Operations
     ) -> None:
@@ -72,7 +59,6 @@ class _Rethresholded(model.StreamedPackWeights):
         self._thresholds = thresholds
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """Returns the expert's threshold on `abs(a)`."""
         return float(self._thresholds[layer_idx, expert])
 
 
@@ -103,9 +89,8 @@ def _judged(
 
 def estimates(losses: Tensor) -> tuple[quality.Estimate, quality.Estimate]:
     """Returns KL and the growth of perplexity, from each token's KL and loss of log-likelihood, float64 [2, n]."""
-    kl, lost = (reference.block_sums(row) for row in losses.cpu().numpy())
-    number = reference.block_sums(np.ones(losses.shape[1])).astype(np.int64)
-    return reference.mean(kl, number), reference.exponential(reference.mean(lost, number), less=1.0)
+    kl, lost = map(_mean, losses.cpu().numpy())
+    return kl, reference.exponential(lost, less=1.0)
 
 
 ALPHAS = (0.1, 0.3, 0.5)
@@ -123,15 +108,14 @@ def substitution(
     Args:    folder: for the predictions without substitution: 4 bytes for each token and entry of the vocabulary.
     Raises:  RunError if the machine has too little memory; PackError if the pack is damaged.
     """
-    given = _given(pack, tokens)
+    given = forward.Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
     N, S = given.ids.shape  # sequences, their length
-    free = runtime.available_bytes()
     budget = budget_with_room(pack, ROOM, S)
-    if free is not None:
+    if (free := runtime.available_bytes()) is not None:
         budget = min(budget, int(_SHARE_OF_MEMORY * free))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "predictions.f32"
-    with _same_threads():
+    with torch_threads():  # an engine changes their number
         expected = np.memmap(path, np.float32, "w+", shape=(N, S - 1, pack.spec.vocab_size))
         with _engine(pack, budget, None, S) as engine:
             for number, log_probs in _decoded(engine, given, progress, "decoding"):
@@ -142,10 +126,6 @@ def substitution(
         prices = tuple(_price(pack, given, expected, alpha, budget, progress) for alpha in ALPHAS)
     path.unlink()
     return quality.Substitution(POLICY, room, fetched, prices)
-
-
-def _given(pack: formats.Pack, tokens: forward.Tokens) -> forward.Sequences:
-    return forward.Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
 
 
 def _price(
@@ -165,9 +145,9 @@ def _price(
 
 
 def _engine(pack: formats.Pack, budget: int, alpha: float | None, context_tokens: int) -> runtime.Engine:
-    approximations = offload.Approximations(substitute=alpha)
+    own = offload.Approximations(substitute=alpha)
     options = runtime.EngineOptions(
-        device="cpu", budget_bytes=budget, policy=POLICY, prefetches=False, approximations=approximations
+        device="cpu", budget_bytes=budget, policy=POLICY, prefetches=False, approximations=own
     )
     return runtime.Engine(pack, options, context_tokens)
 
@@ -195,9 +175,7 @@ def _decoded(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields each sequence's number and the log-probabilities after all tokens but the last, float32 [S - 1, V]."""
     spec, (N, S) = engine.decoder.spec, given.ids.shape
-    layers = sum(sensitivity.half_multiplications(spec, layer, S) for layer in range(spec.num_hidden_layers))
-    experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * sensitivity.expert_multiplications(spec)
-    one = layers + experts + spec.vocab_size * spec.hidden_size
+    one = _multiplications(spec, S)
     progress.begin(sensitivity.Cost(one * N * (S - 1)).stage(stage))
     for number, stacks in enumerate(zip(*given.stacks, strict=True)):
         log_probs = torch.empty((S - 1, spec.vocab_size))
@@ -210,10 +188,7 @@ def _decoded(
 
 
 def fed_singly(engine: runtime.Engine, ids: list[int], text: list[int] | None = None) -> Iterator[Tensor]:
-    """Yields the logits, float32 [V], after each token, fed one by one from an empty context.
-
-    Args:    text: the encoder's input, if the model has an encoder.
-    """
+    """Yields the logits, float32 [V], after each token, fed one by one; `text` is the encoder's input."""
     engine.decoder.reset()
     if isinstance(engine.decoder, model.EncoderDecoder):
         assert text is not None, "an encoder needs text"
@@ -226,27 +201,14 @@ def budget_with_room(pack: formats.Pack, share: float, context_tokens: int) -> i
     """Returns the smallest budget for this share of experts, each as large as the largest; at least for one expert."""
     page_bytes, head_bytes = page_sizes(pack.layout)
     pages, predictors = offload.expert_pages(pack.layout, page_bytes), offload.routing_bytes(pack.folder)
-    wanted = int(pages.max()) * max(round(share * pages.size), 1)
-    wanted = min(wanted, int(pages.sum()))
+    wanted = min(int(pages.max()) * max(round(share * pages.size), 1), int(pages.sum()))
     least = pack.layout.dense_file.num_bytes + wanted * (page_bytes + head_bytes)
     # The search goes up page by page, because a larger budget also gives forward passes more workspace.
     while True:
-        try:
+        with suppress(formats.RunError):  # less than the dense part needs
             if offload.divide_budget(pack.layout, least, context_tokens, predictors).num_pages >= wanted:
                 return least
-        except formats.RunError:
-            pass  # less than the dense part needs
         least += page_bytes + head_bytes
-
-
-@contextmanager
-def _same_threads() -> Iterator[None]:
-    """Restores torch's number of threads, which an engine changes."""
-    number = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(number)
 
 
 NUMERICS_TOKENS = 1024  # on which rounded inputs are judged
@@ -262,7 +224,7 @@ def measure_numerics(
     sequences = first_tokens(tokens, NUMERICS_TOKENS).sequences[:, :_NUMERICS_LENGTH]
     S = sequences.shape[1]
     with (
-        _same_threads(),
+        torch_threads(),
         runtime.Engine(pack, runtime.EngineOptions(device="cpu", numerics="exact", read="map"), S) as engine,
     ):
         assert isinstance(engine.operations, model.NativeOperations) and isinstance(engine.decoder, model.Decoder), (
@@ -272,39 +234,33 @@ def measure_numerics(
         losses: dict[numerics.NumericsMode, list[float]] = {"fast": [], "fastest": []}
         if not kernels.take_digits(numerics.DIGITS["fast"]):
             return None
-        cost = _text_cost(pack, S)
-        progress.begin((cost * (3 * len(sequences))).stage("rounded inputs"))
+        one = S * _multiplications(pack.spec, S)
+        progress.begin(sensitivity.Cost(one * 3 * len(sequences)).stage("rounded inputs"))
         for number, ids in enumerate(sequences.tolist()):
             expected = _hidden(engine.decoder, kernels, ids, "exact")
-            progress.advance(cost.multiplications, f"sequence {number}")
+            progress.advance(one, f"sequence {number}")
             for mode, divergences in losses.items():
                 found = _hidden(engine.decoder, kernels, ids, mode)
                 divergences += _divergences(engine.decoder, kernels, expected, found, mode)
-                progress.advance(cost.multiplications, f"sequence {number}")
+                progress.advance(one, f"sequence {number}")
         progress.end()
-        return numerics.NumericsLoss(
-            tokens.name, sequences.size, kernels.instruction_set, *map(_mode_loss, losses.values())
-        )
+        fast, fastest = (_mean(np.array(divergences)) for divergences in losses.values())
+        of_modes = (numerics.ModeLoss(each.value, each.half_width) for each in (fast, fastest))
+        return numerics.NumericsLoss(tokens.name, sequences.size, kernels.instruction_set, *of_modes)
 
 
-def _mode_loss(divergences: list[float]) -> numerics.ModeLoss:
-    """Returns the loss from each token's KL divergence in nats."""
-    found = reference.mean(
-        reference.block_sums(np.array(divergences)), reference.block_sums(np.ones(len(divergences))).astype(np.int64)
-    )
-    return numerics.ModeLoss(found.value, found.half_width)
+def _mean(values: NDArray[np.float64]) -> quality.Estimate:
+    numbers = reference.block_sums(np.ones(len(values))).astype(np.int64)
+    return reference.mean(reference.block_sums(values), numbers)
 
 
-def _text_cost(pack: formats.Pack, num_tokens: int) -> sensitivity.Cost:
-    """Returns the cost of the predictions after each token of a text."""
-    spec = pack.spec
+def _multiplications(spec: formats.ModelSpec, num_tokens: int) -> int:
     layers = sum(sensitivity.half_multiplications(spec, layer, num_tokens) for layer in range(spec.num_hidden_layers))
     experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * sensitivity.expert_multiplications(spec)
-    return sensitivity.Cost(num_tokens * (layers + experts + spec.vocab_size * spec.hidden_size))
+    return layers + experts + spec.vocab_size * spec.hidden_size
 
 
 def _hidden(decoder: model.Decoder, kernels: cpu.Kernels, ids: list[int], mode: numerics.NumericsMode) -> Tensor:
-    """Returns the hidden states of a text with a mode, float32 [S, d]."""
     kernels.take_digits(numerics.DIGITS[mode])
     decoder.reset()
     return decoder.hidden_states(ids)
@@ -338,15 +294,12 @@ def measure_prices(
     device: torch.device | None = None,
     operations: model.Operations = model.TORCH,
 ) -> quality.Prices:
-    """Measures the prices of a pack on the first `NUM_TOKENS` of a text, in whole sequences.
-
-    A killed call continues after the last complete layer; decode begins again. `device` is for sparsity: decode runs on
-    the CPU.
-    """
+    """Measures the prices of a pack on the first `NUM_TOKENS` of a text; killed, all but decoding continues."""
     judged = first_tokens(tokens, NUM_TOKENS)
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}
     with forward.work_store(pack.folder / _WORK_FOLDER, facts) as store:
-        sparsity = sparsity_prices(pack, judged, calibration, progress, store.work, device, operations)
+        where = device or torch.device("cpu")
+        sparsity = sparsity_prices(pack, judged, calibration, progress, store.work, where, operations)
         replaced = substitution(pack, judged, progress, store.work)
     N, S = judged.sequences.shape
     return quality.Prices(N * (forward.stack_tokens(pack.spec, S) - 1), calibration.name, sparsity, replaced)

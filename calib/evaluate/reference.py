@@ -1,22 +1,16 @@
 """The compact reference: the part of a model's predictions on a text from which packs are judged without the model.
 
-Confidence intervals. Means over tokens have 95% half-widths from sums over blocks of consecutive tokens. Neighbouring
-tokens have similar errors, blocks of 128 tokens hardly; therefore the scatter of blocks, not of tokens, says how much a
-mean over other text of this kind may differ.
-
-KL divergences in nats, from the kept part of a prediction p over a large vocabulary to another prediction q:
+Means over tokens have 95% half-widths from sums over blocks of 128 consecutive tokens: neighbouring tokens have similar
+errors, blocks hardly. KL divergences are in nats, from the kept part of a prediction p to another prediction q:
 
     kept of p:  its K likeliest tokens with log p;  log of the tail's mass;  m tokens drawn from the tail, with log p
     bound       KL over K + 1 outcomes, with the tail as one; joined outcomes can only be closer
     estimate    sum over the K likeliest of g(p, q)  +  tail mass of p * mean over drawn tokens of g(p, q) / p
                 g(p, q) = p log(p / q) - p + q,  whose sum over all tokens is KL; without a tail it is exact
 
-No term of g is negative, and g is of second order in the difference. Therefore rounding of log-probabilities and of
-their sums has little effect, and a few drawn tokens are enough for the tail. The estimate of the tail is unbiased.
-
-The file `reference.safetensors` has the kept `Outcomes` of each prediction, the log-probability of the token that
-followed, the tokens and the noise floor. It is made layer by layer, so that the model may be larger than memory, and
-takes 2.3 kB a token. docs/moe-pack.md specifies it.
+No term of g is negative, and g is of second order in the difference, so rounding has little effect and a few drawn
+tokens suffice; the estimate of the tail is unbiased. `reference.safetensors` takes 2.3 kB a token; docs/moe-pack.md
+specifies it.
 """
 
 import math
@@ -43,9 +37,7 @@ from moe_pack.runtime.quality import Estimate
 
 BLOCK_TOKENS = 128
 _NORMAL = 1.959963984540054  # the 97.5% quantile of the normal distribution
-_MOST_LOG = (
-    700.0  # the largest argument of exp(): beyond it, a perplexity is practically infinite, which JSON cannot say
-)
+_MOST_LOG = 700.0  # the largest argument of exp(): beyond it, a perplexity is infinite in practice, unlike in JSON
 
 
 def block_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -82,10 +74,7 @@ def share(num_true: int, number: int) -> Estimate:
 
 
 def student_t(degrees: int) -> float:
-    """Returns the 97.5% quantile of Student's t to 0.2%: exact for 1 and 2 degrees, else expanded in 1 / degrees.
-
-    Source: Abramowitz and Stegun 26.7.5.
-    """
+    """Returns the 97.5% quantile of Student's t to 0.2% (Abramowitz and Stegun 26.7.5; exact for 1 and 2 degrees)."""
     if degrees < 3:
         return {1: math.tan(0.475 * math.pi), 2: 0.95 * math.sqrt(2 / (1 - 0.95**2))}[degrees]
     z = _NORMAL
@@ -132,8 +121,7 @@ def num_kept(vocab_size: int) -> tuple[int, int]:
 def kept_outcomes(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
     """Returns the kept part of log-probabilities, float32 [n, V]; `generator`, on the CPU, draws from the tail."""
     pieces = [_kept(piece, generator) for piece in torch.split(log_probs, _ROWS_AT_ONCE)]
-    names = ("ids", "log_probs", "log_tail", "drawn_ids", "drawn_log_probs")
-    return Outcomes(*(torch.cat([getattr(piece, name) for piece in pieces]) for name in names))
+    return Outcomes(*(torch.cat([getattr(piece, name) for piece in pieces]) for name in _OUTCOMES))
 
 
 def distances(expected: Outcomes, log_probs: Tensor) -> Distances:
@@ -143,7 +131,7 @@ def distances(expected: Outcomes, log_probs: Tensor) -> Distances:
         rows = slice(start, start + _ROWS_AT_ONCE)
         found, ids = log_probs[rows], expected.ids[rows]
         top = _terms(expected.log_probs[rows], found.gather(1, ids)).sum(dim=1, dtype=torch.float64)
-        log_tail = _without(found, ids).logsumexp(dim=1)
+        log_tail = found.scatter(1, ids, -torch.inf).logsumexp(dim=1)
         tops.append(top)
         tails.append(log_tail.double().exp())
         if found.shape[1] > ids.shape[1]:
@@ -166,7 +154,7 @@ def whole_divergence(expected: Tensor, found: Tensor) -> Tensor:
 def _kept(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
     number, drawn = num_kept(log_probs.shape[1])
     likeliest = log_probs.topk(number, dim=1)
-    others = _without(log_probs, likeliest.indices)
+    others = log_probs.scatter(1, likeliest.indices, -torch.inf)
     drawn_ids = likeliest.indices[:, :0]
     if drawn:
         # softmax scales a tail of little mass up, so that it is not all zeros
@@ -175,11 +163,6 @@ def _kept(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
     return Outcomes(
         likeliest.indices, likeliest.values, others.logsumexp(dim=1), drawn_ids, log_probs.gather(1, drawn_ids)
     )
-
-
-def _without(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Returns log-probabilities in which these tokens have probability 0."""
-    return log_probs.scatter(1, ids, -torch.inf)
 
 
 def _terms(expected: Tensor, found: Tensor) -> Tensor:
@@ -196,14 +179,8 @@ _WORK_FOLDER = "reference.work"
 _MAX_FACTS_BYTES = 1 << 16
 _ROUNDING = 1e-3  # the most by which the log of a probability may be above 0
 # The arrays of a prediction, and the dtypes in the file.
-_KEPT = {
-    "ids": "U32",
-    "log_probs": "F32",
-    "log_tail": "F32",
-    "drawn_ids": "U32",
-    "drawn_log_probs": "F32",
-    "next_log_probs": "F32",
-}
+_OUTCOMES = {"ids": "U32", "log_probs": "F32", "log_tail": "F32", "drawn_ids": "U32", "drawn_log_probs": "F32"}
+_KEPT = {**_OUTCOMES, "next_log_probs": "F32"}
 _NUMPY = {"U32": "<u4", "F32": "<f4"}
 
 
@@ -251,14 +228,9 @@ class Reference:
 
     def outcomes(self, number: int, rows: slice, device: torch.device) -> Outcomes:
         """Returns the outcomes of some predictions of a sequence."""
-        ids, drawn_ids = (
-            torch.from_numpy(array[number, rows].astype(np.int64)) for array in (self.ids, self.drawn_ids)
-        )
-        log_probs, log_tail, drawn = (
-            torch.from_numpy(array[number, rows]).to(device)
-            for array in (self.log_probs, self.log_tail, self.drawn_log_probs)
-        )
-        return Outcomes(ids.to(device), log_probs, log_tail, drawn_ids.to(device), drawn)
+        rows_of = {name: getattr(self, name)[number, rows] for name in _OUTCOMES}
+        rows_of |= {name: rows_of[name].astype(np.int64) for name in ("ids", "drawn_ids")}
+        return Outcomes(**{name: torch.from_numpy(array).to(device) for name, array in rows_of.items()})
 
 
 def make_reference(
@@ -273,8 +245,8 @@ def make_reference(
 
     A killed call continues after the last complete layer.
     Args:    replaces: whether a reference of another model or text is replaced, not refused.
-    Raises:  ConversionError if the folder holds another reference, or cannot be written; CheckpointError for weights
-             that are no numbers; RunError for sequences longer than the model's positions.
+    Raises:  ConversionError if the folder contains another reference, or cannot be written; CheckpointError for weights
+             that are not finite; RunError for sequences longer than the model's positions.
     """
     forward.check_length(checkpoint.spec, tokens.sequences.shape[1])
     source = forward.source_digest(checkpoint)
@@ -286,9 +258,8 @@ def make_reference(
             raise formats.ConversionError(
                 f"{folder}: this folder has a reference of another model or text; give another one, or remove it"
             )
-    facts = {"source": source, "text": tokens.sha256}
     where = device or torch.device("cpu")
-    with forward.work_store(folder / _WORK_FOLDER, facts) as store:
+    with forward.work_store(folder / _WORK_FOLDER, {"source": source, "text": tokens.sha256}) as store:
         weights = forward.LayerwiseWeights(CheckpointWeights(checkpoint, where))
         source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
         source_pass.run("predictions of the source", progress)
@@ -298,10 +269,7 @@ def make_reference(
 
 
 def check_reference(reference: Reference, tokens: forward.Tokens, source: str, place: str) -> None:
-    """Refuses a reference of another model or another text, by PlanError.
-
-    Args:    source: the digest of the checkpoint that the pack was made from.   place: its name in messages.
-    """
+    """Refuses a reference of another model or text by PlanError; `place` names it in messages."""
     if reference.facts.source != source:
         raise formats.PlanError(
             f"{place}: the reference is of another model; give one of the checkpoint that was packed"
@@ -315,13 +283,8 @@ def check_reference(reference: Reference, tokens: forward.Tokens, source: str, p
 @torch.inference_mode()
 def noise_floor(source_pass: ModelPass) -> float:
     """Returns the mean KL in nats of a pass's twin from its first sequence."""
-    twin = source_pass.num_sequences
-    kl = torch.cat(
-        [
-            whole_divergence(source_pass.predictions(0, rows), source_pass.predictions(twin, rows))
-            for rows in source_pass.pieces()
-        ]
-    )
+    twin, predictions = source_pass.num_sequences, source_pass.predictions
+    kl = torch.cat([whole_divergence(predictions(0, rows), predictions(twin, rows)) for rows in source_pass.pieces()])
     return max(float(kl.mean()), 0.0)  # rounding may make a tiny sum negative
 
 
@@ -331,21 +294,15 @@ def next_log_probs(log_probs: Tensor, sequence: forward.Array, rows: slice) -> T
     return log_probs.gather(1, following[:, None])[:, 0]
 
 
-def seeded(number: int) -> torch.Generator:
-    """Returns the random generator of a sequence, which is the same in every run."""
-    return torch.Generator().manual_seed(number)
-
-
 @torch.inference_mode()
 def _predicted(
     source_pass: ModelPass, tokens: forward.Tokens, facts: ReferenceFacts, progress: formats.Progress
 ) -> Reference:
-    """Makes the reference after all layers are done."""
     cost = source_pass.prediction_cost()
     progress.begin(cost.stage("predictions"))
     kept: dict[str, list[forward.Array]] = {name: [] for name in _KEPT}
     for number in range(facts.num_sequences):
-        generator = seeded(number)
+        generator = torch.Generator().manual_seed(number)
         for rows in source_pass.pieces():
             log_probs = source_pass.predictions(number, rows)
             outcomes = kept_outcomes(log_probs, generator)
@@ -362,7 +319,6 @@ def _predicted(
 
 
 def _facts(tokens: forward.Tokens, source: str, spec: formats.ModelSpec) -> ReferenceFacts:
-    """Returns the facts of a reference before it is made."""
     (N, S), (K, m), V = tokens.sequences.shape, num_kept(spec.vocab_size), spec.vocab_size
     start_token = None if spec.encoder is None else spec.encoder.start_token
     return ReferenceFacts(FORMAT, VERSION, source, tokens.name, tokens.sha256, N, S, V, K, m, 0.0, start_token)
@@ -376,10 +332,7 @@ def _stored(reference: Reference) -> Iterator[tuple[str, str, forward.Array]]:
 
 
 def read_reference(path: Path) -> Reference:
-    """Reads a reference, the file or a folder with it, and checks all of it.
-
-    Raises:  PackError if it is missing, damaged or foreign.
-    """
+    """Reads and checks a reference, a file or a folder with it; PackError if it is missing, damaged or foreign."""
     file = path / REFERENCE_FILE if path.is_dir() else path
     place = file.name
     with TensorSidecar(file.parent, place) as sidecar:

@@ -1,8 +1,8 @@
 """Multiple-choice tasks, judged by log-likelihood: a model's answer is the choice that is likeliest after the prompt.
 
-A file of tasks has one JSON object a line: `{"prompt": "...", "choices": ["...", "..."], "answer": 0}`. Prompt and
-choice are encoded together; the choice's tokens are those after the prompt's own. Blanks at the end of a prompt belong
-to the choice, because tokenizers join them with the next word. EleutherAI's lm-evaluation-harness has the same rule.
+A file has one JSON object a line: `{"prompt": "...", "choices": ["...", "..."], "answer": 0}`. The choice's tokens are
+those after the prompt's own; blanks at the end of a prompt belong to the choice, as in EleutherAI's
+lm-evaluation-harness.
 """
 
 from collections.abc import Iterator
@@ -64,11 +64,7 @@ class TaskScore:
 
 
 def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
-    """Reads the tasks of a file.
-
-    Args:    max_tokens: of prompt and choice together: the model's positions.
-    Raises:  RunError for the first wrong line, or if the file has no task.
-    """
+    """Reads tasks of at most `max_tokens` of prompt and choice; RunError for the first wrong line or without tasks."""
     place = f"--tasks {path}"
     choices: list[tuple[Choice, list[int]]] = []
     answers: list[int] = []
@@ -99,10 +95,7 @@ def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
 
 
 def check_continues(spec: formats.ModelSpec) -> None:
-    """Refuses models that do not continue a prompt.
-
-    Raises:  RunError for models with an encoder.
-    """
+    """Refuses models with an encoder by RunError: they do not continue a prompt."""
     if spec.encoder is not None:
         raise formats.RunError(
             "--tasks: a model with an encoder does not continue a prompt, so that its choices cannot be judged; "
@@ -118,61 +111,49 @@ def task_score(
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> TaskScore:
-    """Measures how many tasks a model answers correctly. A killed call continues after the last complete layer.
-
-    Args:    folder: for work files, removed at the end.   operations: for a pack, on the CPU.
-    """
+    """Measures how many tasks a model answers correctly; a killed call continues. `folder` is removed at the end."""
     check_continues(model.spec)
     where = device or torch.device("cpu")
-    root = model.manifest.root if isinstance(model, formats.Pack) else forward.source_digest(model)
-    facts = {"model": root, "tasks": tasks.tokens.sha256}
-    with forward.work_store(folder, facts) as store:
-        weights = (
-            StreamedPackWeights(model, where, operations)
-            if isinstance(model, formats.Pack)
-            else CheckpointWeights(model, where)
-        )
-        model_pass = ModelPass(forward.LayerwiseWeights(weights), tasks.tokens, store, "tasks", where)
-        model_pass.run(f"tasks by the {'pack' if isinstance(model, formats.Pack) else 'source'}", progress)
-        sums = _log_likelihoods(model_pass, tasks, progress)
-    return score(tasks, sums)
+    if isinstance(model, formats.Pack):
+        root, name = model.manifest.root, "pack"
+        weights = forward.LayerwiseWeights(StreamedPackWeights(model, where, operations))
+    else:
+        root, name = forward.source_digest(model), "source"
+        weights = forward.LayerwiseWeights(CheckpointWeights(model, where))
+    with forward.work_store(folder, {"model": root, "tasks": tasks.tokens.sha256}) as store:
+        model_pass = ModelPass(weights, tasks.tokens, store, "tasks", where)
+        model_pass.run(f"tasks by the {name}", progress)
+        return score(tasks, _log_likelihoods(model_pass, tasks, progress))
 
 
 def score(tasks: TaskTokens, log_likelihoods: list[float]) -> TaskScore:
     """Scores the log-likelihoods of all choices; of equally likely choices the first is the answer."""
     normalized = [value / choice.num_bytes for value, choice in zip(log_likelihoods, tasks.choices, strict=True)]
     number = len(tasks.answers)
-    return TaskScore(
-        number, *(reference.share(_num_right(tasks, values), number) for values in (log_likelihoods, normalized))
-    )
-
-
-def _num_right(tasks: TaskTokens, values: list[float]) -> int:
-    by_task: list[list[float]] = [[] for _ in tasks.answers]
-    for choice, value in zip(tasks.choices, values, strict=True):
-        by_task[choice.task_idx].append(value)
-    return sum(row.index(max(row)) == answer for row, answer in zip(by_task, tasks.answers, strict=True))
+    shares = []
+    for values in (log_likelihoods, normalized):
+        by_task: list[list[float]] = [[] for _ in tasks.answers]
+        for choice, value in zip(tasks.choices, values, strict=True):
+            by_task[choice.task_idx].append(value)
+        num_right = sum(row.index(max(row)) == answer for row, answer in zip(by_task, tasks.answers, strict=True))
+        shares.append(reference.share(num_right, number))
+    return TaskScore(number, *shares)
 
 
 @torch.inference_mode()
 def _log_likelihoods(model_pass: ModelPass, tasks: TaskTokens, progress: formats.Progress) -> list[float]:
-    progress.begin((Cost(len(tasks.choices))).stage("choices"))
-    sums = []
+    progress.begin(Cost(len(tasks.choices)).stage("choices"))
+    sums = [0.0] * len(tasks.choices)
     for number, choice in enumerate(tasks.choices):
-        total = 0.0
         for rows in model_pass.pieces(choice.start - 1, choice.stop - 1):
-            log_probs = reference.next_log_probs(
-                model_pass.predictions(number, rows), tasks.tokens.sequences[number], rows
-            )
-            total += float(log_probs.double().sum())
-        sums.append(total)
+            log_probs, ids = model_pass.predictions(number, rows), tasks.tokens.sequences[number]
+            sums[number] += float(reference.next_log_probs(log_probs, ids, rows).double().sum())
         progress.advance(1, f"choice {number}")
     progress.end()
     return sums
 
 
 def _lines(path: Path, place: str) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that are not empty, with their numbers, from 1."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):

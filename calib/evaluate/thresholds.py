@@ -1,7 +1,7 @@
 """Thresholds measured on a pack itself, layer by layer; earlier layers run as stored, with their new thresholds.
 
-In each layer, first the distribution of abs(a) over an expert's tokens gives the threshold, then the expert's outputs
-are computed with it. The last fifth of the text is held out: it shows which sparsity the thresholds give on other text.
+A threshold is a quantile of abs(a) over an expert's tokens. The last fifth of the text is held out: it shows the
+sparsity on other text.
 """
 
 import shutil
@@ -76,20 +76,19 @@ def measure_thresholds(
     """Measures the thresholds of a pack and rewrites them in place; experts do not change.
 
     A killed call continues after the last complete layer. If the pack has thresholds by the same rule and text, nothing
-    is measured. The open pack keeps its old thresholds; open it again to see the new ones.
+    is measured. The open pack keeps its old thresholds.
     Args:    operations: decode rows and multiply large dense matrices.
     Raises:  PlanError for an impossible rule; ConversionError if the folder is in use or cannot be written.
     """
-    fault = rule.fault()
-    if fault:
+    if fault := rule.fault():
         raise formats.PlanError(fault)
     assert rule.planned is None or list(map(len, rule.planned)) == list(map(len, pack.index.experts)), "of this model"
     forward.check_length(pack.spec, tokens.sequences.shape[1])
     known = sidecar.read_sidecar(pack.folder, SIDECAR, MeasuredThresholds, pack.manifest.root)
     if known is not None and (known.rule, known.text_sha256) == (rule, tokens.sha256):
         return known
-    folder = pack.folder / _WORK_FOLDER
-    thresholds, measured = _measured(pack, tokens, rule, progress, folder, device, operations)
+    folder, where = pack.folder / _WORK_FOLDER, device or torch.device("cpu")
+    thresholds, measured = find_thresholds(pack, tokens, rule, progress, folder, where, operations)
     root = rewrite_thresholds(pack.folder, thresholds)
     sidecar.write_sidecar(pack.folder, SIDECAR, measured, root)
     shutil.rmtree(folder)
@@ -102,33 +101,18 @@ def find_thresholds(
     rule: ThresholdRule,
     progress: formats.Progress,
     folder: Path,
-    device: torch.device | None = None,
-    operations: model.Operations = model.TORCH,
-) -> NDArray[np.float32]:
-    """Returns the thresholds [L, E] that `measure_thresholds` would give a pack; the caller removes `folder`."""
-    return _measured(pack, tokens, rule, progress, folder, device, operations)[0]
-
-
-def _measured(
-    pack: formats.Pack,
-    tokens: forward.Tokens,
-    rule: ThresholdRule,
-    progress: formats.Progress,
-    folder: Path,
-    device: torch.device | None,
+    device: torch.device,
     operations: model.Operations,
 ) -> tuple[NDArray[np.float32], MeasuredThresholds]:
-    """Returns thresholds [L, E] and the sparsity that they give."""
+    """Returns the thresholds [L, E] of a pack and the sparsity that they give; the caller removes `folder`."""
     facts = {"conversion": pack.manifest.conversion, "rule": formats.dump(rule), "text": tokens.sha256}
     with forward.work_store(folder, facts, removes=False) as store:
-        run = _Run(pack, tokens, rule, store, progress, device or torch.device("cpu"), operations)
+        run = _Run(pack, tokens, rule, store, progress, device, operations)
         run.run("thresholds", progress)
         return np.stack([layer["thresholds"] for layer in run.counts()]), run.summary()
 
 
 class _Run(model_pass.ModelPass):
-    """The measurement of one pack on one text."""
-
     _runs_of_expert = 2  # for its threshold and for its outputs
 
     def __init__(
@@ -150,7 +134,6 @@ class _Run(model_pass.ModelPass):
         self._num_learned_tokens = (self.num_sequences - self._num_held_out) * self.sequence_length
 
     def summary(self) -> MeasuredThresholds:
-        """Returns the content of the sidecar."""
         layers, f = self.counts(), self._spec.expert.intermediate_size
         learned, held_out = (
             model_pass.realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in layers], f)
@@ -172,16 +155,13 @@ class _Run(model_pass.ModelPass):
         }
 
     def _thresholds(self, tokens: forward.LayerTokens, layer_idx: int) -> NDArray[np.float32]:
-        """Returns a layer's thresholds by the rule, f32 [E]; an expert without tokens gets its layer's quantile."""
+        """Returns a layer's thresholds, f32 [E]; an expert without tokens gets its layer's quantile."""
         E = self._spec.router.num_experts
         if self._rule.theta is not None:
             return np.full(E, self._rule.theta, np.float32)
         sparsities = self._rule.sparsities(layer_idx, E)
-        thresholds, pooled = np.zeros(E, np.float32), forward.Histogram()
-        unreached = []
-        if not any(sparsities):
-            return thresholds
-        for expert, sparsity in enumerate(sparsities):
+        thresholds, pooled, unreached = np.zeros(E, np.float32), forward.Histogram(), list[int]()
+        for expert, sparsity in enumerate(sparsities if any(sparsities) else ()):
             token_idx, _ = tokens.of_expert(expert)
             histogram = self._histogram(tokens, layer_idx, expert, token_idx[token_idx < self._num_learned_tokens])
             pooled.counts += histogram.counts
@@ -195,37 +175,24 @@ class _Run(model_pass.ModelPass):
     def _histogram(
         self, tokens: forward.LayerTokens, layer_idx: int, expert: int, token_idx: Tensor
     ) -> forward.Histogram:
-        histogram = forward.Histogram()
+        histogram, one = forward.Histogram(), sensitivity.expert_multiplications(self._spec)
         for x, _ in forward.input_chunks(tokens, self._weights, layer_idx, token_idx, self._device):
             for block in self._weights.expert(layer_idx, expert).blocks():
                 values = model.activations(x, block, self._spec.expert_function(layer_idx))
                 histogram.add(values.of(self._weights.selector).abs())
-            self._progress.advance(
-                sensitivity.expert_multiplications(self._spec) * len(x), self._place(layer_idx, expert)
-            )
+            self._progress.advance(one * len(x), f"layer {self._spec.moe_layers[layer_idx]} expert {expert}")
         return histogram
 
     def _run_expert(
         self, tokens: forward.LayerTokens, layer_idx: int, expert: int, threshold: float
     ) -> tuple[list[int], list[int]]:
         """Adds an expert's outputs; returns dropped neurons and tokens, each for learned and held-out tokens."""
-        one, place = sensitivity.expert_multiplications(self._spec), self._place(layer_idx, expert)
-        token_idx, left = forward.run_counted(
-            self._states,
-            tokens,
-            self._weights,
-            (layer_idx, expert),
-            threshold,
-            lambda num_tokens: self._progress.advance(one * num_tokens, place),
-        )
+        token_idx, left = self._counted(tokens, layer_idx, expert, threshold, self._progress)
         held_out = token_idx >= self._num_learned_tokens
         parts = (~held_out, held_out)
         return [int(left[part].sum()) for part in parts], [int(part.sum()) for part in parts]
 
-    def _place(self, layer_idx: int, expert: int) -> str:
-        return f"layer {self._spec.moe_layers[layer_idx]} expert {expert}"
-
 
 def _quantile(histogram: forward.Histogram, sparsity: float) -> float:
-    """Returns the threshold that drops this share; 0 for a share of 0, whose quantile is the smallest activation."""
+    """Returns the threshold that drops this share; 0 for a share of 0."""
     return float(histogram.quantiles((sparsity,))[0]) if sparsity else 0.0

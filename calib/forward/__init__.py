@@ -17,13 +17,13 @@ if TYPE_CHECKING:
         input_bytes,
         input_chunks,
         input_pieces,
-        kept_sequences,
         measure_expert,
         num_kept_sequences,
         run_counted,
         sample_places,
     )
     from moe_pack.calib.forward.layers import (
+        Context,
         LayerStates,
         LayerTokens,
         Sequences,
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
         stack_of,
         stack_tokens,
     )
-    from moe_pack.calib.forward.shared import (
-        in_order,
-    )
+    from moe_pack.calib.forward.shared import in_order
     from moe_pack.calib.forward.store import (
         PROFILE_FILE,
         Array,

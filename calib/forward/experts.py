@@ -1,22 +1,13 @@
-"""Experts over the tokens of a layer: what they are given, what they output, and which neurons decide it.
+"""Experts over the tokens of a layer: their inputs, their outputs, and the activations of their neurons.
 
-`Histogram` counts magnitudes in bins of 0.1%: it gives quantiles of more values than memory can contain, in any order.
-A bin is all float32 numbers that share the exponent and the first `_MANTISSA_BITS` bits of the mantissa. Counts add, so
-batches of any size give the same histogram, and a quantile is known to one part in 1,024.
-
-`measure_expert` runs an expert on its tokens and counts the activations of its neurons. Tokens go through in chunks and
-neurons in blocks, which bounds memory; but for the rounding of matrix products the sums do not depend on the chunks.
-`run_counted` runs an expert with a threshold and counts the neurons that did not run.
-
-`ExpertInputs` reads the inputs of a layer's experts on some of the text, which a profile keeps for calibrated
-quantization. Hessians of every expert would be terabytes for a large model. The tokens they are computed from are one
-file a layer, from which an expert's own are read when its turn comes. docs/profile.md specifies the file.
+`ExpertInputs` reads the inputs that a profile keeps for calibrated quantization, one file a layer: Hessians of every
+expert would be terabytes for a large model. docs/profile.md specifies the file.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -39,7 +30,11 @@ _INFINITY = 0x7F800000 >> _SHIFT  # the bin of infinity; NaNs are in the bins af
 
 
 class Histogram:
-    """Counts of magnitudes by bin, int64 [NUM_BINS]."""
+    """Counts magnitudes by bin, int64 [NUM_BINS]; counts of any batches add up.
+
+    A bin is the float32 numbers that share the exponent and the first `_MANTISSA_BITS` bits of the mantissa, so a
+    quantile of more values than memory can contain is known to one part in 1,024.
+    """
 
     def __init__(self, counts: Tensor | None = None) -> None:
         self.counts = torch.zeros(NUM_BINS, dtype=torch.int64) if counts is None else counts
@@ -59,10 +54,7 @@ class Histogram:
         return int(self.counts[_INFINITY:].sum()) == 0
 
     def quantiles(self, levels: Sequence[float]) -> NDArray[np.float32]:
-        """Returns, for each level, the least magnitude that this share of the values does not exceed: float32 [levels].
-
-        Within a bin it is interpolated by rank; without values it is 0 (FloE Eq. 6).
-        """
+        """Returns the least magnitudes that these shares of values do not exceed, interpolated in bins (FloE Eq. 6)."""
         by_exponent = self.counts.numpy().reshape(-1, 1 << _MANTISSA_BITS)
         used = np.flatnonzero(by_exponent.sum(axis=1))  # some twenty of 256: the bins of the others are skipped
         if not len(used):
@@ -112,6 +104,40 @@ class ExpertActivity:
         thresholds, hot, input_squares, hidden_squares, *others = tensors[2 * num_kinds :]
         return cls(histograms, thresholds.numpy(), hot, input_squares, hidden_squares), others
 
+    @classmethod
+    def empty(cls, num_inputs: int, num_neurons: int) -> "ExpertActivity":
+        """Returns the activity without tokens."""
+        shape = len(KINDS), len(HOT_SPARSITIES)
+        squares = (torch.zeros(number, dtype=torch.float64) for number in (num_inputs, num_neurons))
+        hot = torch.zeros((*shape, num_neurons), dtype=torch.int64)
+        return cls(tuple(Histogram() for _ in KINDS), np.zeros(shape, np.float32), hot, *squares)
+
+    def add_sample(self, magnitudes: Tensor) -> None:
+        """Takes thresholds from abs(a) of all neurons, float32 [kinds, n, f], and counts it; overwrites it."""
+        for kind, values in enumerate(magnitudes):
+            histogram = Histogram()
+            histogram.add(values.clone())
+            self.hot_thresholds[kind] = histogram.quantiles(HOT_SPARSITIES)
+            self._count(kind, 0, values)
+
+    def add(self, start: int, values: model.Activations) -> None:
+        """Counts the activations of some neurons, from number `start` on."""
+        magnitudes = torch.empty_like(values.h)  # [n, neurons], one for all kinds: new pages take longer than abs
+        for kind, selector in enumerate(KINDS):
+            torch.abs(values.of(selector), out=magnitudes)
+            self._count(kind, start, magnitudes)
+
+    def _count(self, kind: int, start: int, magnitudes: Tensor) -> None:
+        """Counts abs(a) of one kind, float32 [n, neurons]; overwrites it."""
+        reached = torch.empty_like(magnitudes)
+        ones, counts = reached.new_ones((1, len(reached))), []
+        for threshold in self.hot_thresholds[kind].tolist():
+            # As a product: sums of booleans down a column take many times as long. Exact below 2^24 tokens.
+            torch.ge(magnitudes, threshold, out=reached)
+            counts.append(ones @ reached)
+        self.hot[kind, :, start : start + reached.shape[1]] += torch.cat(counts).to("cpu", torch.int64)
+        self.histograms[kind].add(magnitudes)
+
 
 def measure_expert(
     expert: model.Expert,
@@ -123,16 +149,15 @@ def measure_expert(
     chunk_tokens: int = CHUNK_TOKENS,
     device: torch.device | None = None,
 ) -> ExpertActivity:
-    """Runs an expert with all its neurons on its tokens and counts their activations.
+    """Runs an expert with all its neurons on its tokens, in chunks, and counts their activations.
 
     Args:    inputs: float32 [T, d], of the layer.   token_idx: int64 [n], rising: the expert's tokens among them.
              add: takes positions in `token_idx`, int64 [m], and the expert's output there, float32 [m, d].
-             device: where to compute; where the inputs are by default.
     """
-    counts = _Counts(inputs.shape[1], num_neurons)
+    counts = ExpertActivity.empty(inputs.shape[1], num_neurons)
     for number, places in enumerate(_chunks(len(token_idx), chunk_tokens)):
         x = inputs[token_idx[places]].to(device)
-        counts.input_squares += sums_of_squares(x)
+        counts.input_squares.add_(sums_of_squares(x))
         y = resting_output(x, expert)
         # Thresholds come from all neurons' activations on the sample; then these are counted. The sample is one
         # allocation: many small ones between the blocks of weights would fragment memory.
@@ -146,12 +171,13 @@ def measure_expert(
             if sample is None:
                 counts.add(start, values)
             else:
-                _copy_magnitudes(values, sample[:, :, start:stop])
+                for selector, magnitudes in zip(KINDS, sample[:, :, start:stop], strict=True):
+                    torch.abs(values.of(selector), out=magnitudes)
             start = stop
         if sample is not None:
             counts.add_sample(sample)
         add(places, y)
-    return ExpertActivity(counts.histograms, counts.thresholds, counts.hot, counts.input_squares, counts.hidden_squares)
+    return counts
 
 
 def sums_of_squares(values: Tensor) -> Tensor:
@@ -167,56 +193,13 @@ def sample_places(num_places: int, num_wanted: int) -> Tensor:
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[Tensor]:
-    """Yields all positions below `num_tokens` once: first the sample for hotness, then the others in order."""
+    """Yields all positions once: first the sample for hotness, then the others in order."""
     sample = sample_places(num_tokens, HOT_SAMPLE_TOKENS)
     rest = torch.ones(num_tokens, dtype=torch.bool).index_fill_(0, sample, False).nonzero().flatten()
     if num_tokens:
         yield sample
     for start in range(0, len(rest), chunk_tokens):
         yield rest[start : start + chunk_tokens]
-
-
-class _Counts:
-    """The counts over all tokens of an expert."""
-
-    def __init__(self, num_inputs: int, num_neurons: int) -> None:
-        self.input_squares = torch.zeros(num_inputs, dtype=torch.float64)
-        self.hidden_squares = torch.zeros(num_neurons, dtype=torch.float64)
-        self.histograms = tuple(Histogram() for _ in KINDS)
-        self.thresholds = np.zeros((len(KINDS), len(HOT_SPARSITIES)), np.float32)
-        self.hot = torch.zeros((len(KINDS), len(HOT_SPARSITIES), num_neurons), dtype=torch.int64)
-
-    def add_sample(self, magnitudes: Tensor) -> None:
-        """Takes thresholds from abs(a) of all neurons, float32 [kinds, n, f], and counts it; overwrites it."""
-        for kind, values in enumerate(magnitudes):
-            histogram = Histogram()
-            histogram.add(values.clone())
-            self.thresholds[kind] = histogram.quantiles(HOT_SPARSITIES)
-            self._count(kind, 0, values)
-
-    def add(self, start: int, values: model.Activations) -> None:
-        """Counts the activations of some neurons, from number `start` on."""
-        magnitudes = torch.empty_like(values.h)  # [n, neurons], one for all kinds: new pages take longer than abs
-        for kind, selector in enumerate(KINDS):
-            torch.abs(values.of(selector), out=magnitudes)
-            self._count(kind, start, magnitudes)
-
-    def _count(self, kind: int, start: int, magnitudes: Tensor) -> None:
-        """Counts abs(a) of one kind, float32 [n, neurons] from `start` on; overwrites it."""
-        reached = torch.empty_like(magnitudes)
-        ones, counts = reached.new_ones((1, len(reached))), []
-        for threshold in self.thresholds[kind].tolist():
-            # As a product: sums of booleans down a column take many times as long. Exact below 2^24 tokens.
-            torch.ge(magnitudes, threshold, out=reached)
-            counts.append(ones @ reached)
-        self.hot[kind, :, start : start + reached.shape[1]] += torch.cat(counts).to("cpu", torch.int64)
-        self.histograms[kind].add(magnitudes)
-
-
-def _copy_magnitudes(values: model.Activations, sample: Tensor) -> None:
-    """Writes abs(a) of some neurons to `sample`, float32 [kinds, n, neurons]."""
-    for selector, magnitudes in zip(KINDS, sample, strict=True):
-        torch.abs(values.of(selector), out=magnitudes)
 
 
 def input_chunks(
@@ -236,7 +219,7 @@ def run_counted(
     threshold: float,
     on_tokens: Callable[[int], None],
 ) -> tuple[Tensor, Tensor]:
-    """Adds an expert's outputs, weighted, to the hidden states of its tokens, by the reference semantics.
+    """Adds an expert's weighted outputs to the hidden states of its tokens, by the reference semantics.
 
     Args:    number: MoE layer index and expert.   on_tokens: takes the number of tokens of each chunk when it is done.
     Returns: its tokens, rising int64 [n], and how many of its neurons did not run for each, int64 [n].
@@ -269,11 +252,6 @@ def num_kept_sequences(spec: formats.ModelSpec, num_learned: int, sequence_lengt
     router = spec.router
     num_tokens = -(-quantize.MAX_OWN_TOKENS * router.num_experts // router.num_experts_per_tok)
     return min(num_learned, -(-num_tokens // sequence_length))
-
-
-def kept_sequences(num_learned: int, num_kept: int) -> Tensor:
-    """Returns the numbers of the sequences that a profile keeps, evenly spread over those not held out: int64 [n]."""
-    return sample_places(num_learned, num_kept)
 
 
 def input_bytes(spec: formats.ModelSpec, num_tokens: int) -> int:
@@ -317,7 +295,6 @@ def _file_pieces(
     weights: Iterable[store.Array],
     norms: Iterable[store.Array],
 ) -> Iterator[bytes]:
-    """Yields a layer's file in pieces; each tensor's rows are given in pieces too."""
     raw: dict[str, Iterable[bytes]] = {
         "inputs": (piece.to(torch.bfloat16).view(torch.int16).numpy().tobytes() for piece in inputs),
         "experts": (piece.astype("<u2").tobytes() for piece in experts),
@@ -339,24 +316,15 @@ class KeptInputs:
     open: Callable[[int], "ExpertInputs"]  # opens the file of a MoE layer; the caller closes it
 
     def split(self, num_judged: int) -> tuple[int, int]:
-        """Returns how many of the first `num_judged` tokens to judge on, and the first token of a file after these.
-
-        At least half of the tokens in the files is left to calibrate on.
-        """
+        """Returns the number of tokens to judge on, at most half, and the first token of a file after these."""
         S = self.sequence_length
         middle, place = divmod(len(self.sequences) * S // 2, S)
         judged = min(num_judged, int(self.sequences[middle]) * S + place)
         return judged, int((judged - self.sequences * S).clamp(0, S).sum())
 
 
-class ExpertInputs:
-    """A layer's file of T tokens, open for reading by several threads; `close` it or use it in a `with`.
-
-    `experts` u16 [T, k]: the experts of every token, best first.   `weights` f32 [T, k]: their router weights; 0 for an
-    expert that was beyond its capacity and did not run.   `norms` f32 [T]: the root mean square of the hidden state
-    after the layer.
-    Raises:  PackError if the file does not have the tensors that a profile of this model has.
-    """
+class ExpertInputs(AbstractContextManager["ExpertInputs"]):
+    """Opens a layer's file for several threads; PackError without the tensors of a profile of this model."""
 
     def __init__(self, path: Path, spec: formats.ModelSpec, num_tokens: int) -> None:
         entries = {
@@ -397,10 +365,7 @@ class ExpertInputs:
             raise
 
     def rows(self, token_idx: Tensor) -> Tensor:
-        """Reads the inputs of these tokens, int64 [n], from the file: float32 [n, d].
-
-        Raises:  PackError if some are not finite.
-        """
+        """Reads the inputs of tokens int64 [n]: float32 [n, d]; PackError if some are not finite."""
         out = torch.empty((len(token_idx), self._hidden_size), dtype=torch.bfloat16)
         num_bytes = 2 * self._hidden_size
         for row, token in zip(out.view(torch.int16).numpy().view(np.uint8), token_idx.tolist(), strict=True):
@@ -414,15 +379,13 @@ class ExpertInputs:
     def of_expert(self, expert: int, first_token: int = 0, stored: Tensor | None = None) -> quantize.ExpertTokens:
         """Reads the tokens that an expert is calibrated on, from `first_token` on: its own and a few of its layer.
 
-        Meaning: at most `MAX_OWN_TOKENS` of the tokens it runs for, evenly spread, each with the square of its router
-                 weight over the norm of its hidden state after the layer. An error of the expert's output enters the
-                 layer's with the router weight, and the next layer's norm divides it. So tokens with massive hidden
-                 states, as the first of a sequence often has, count little. At most
-                 `MAX_OTHER_TOKENS` of the layer's other tokens, evenly spread; together they count as `OTHERS_COUNT`
-                 average tokens of its own. They draw an expert of few tokens towards its layer. An expert that no
-                 token reached has them alone, and each counts 1.
-        Args:    stored: the layer's inputs behind stored layers, float32 [T, d], if they are known. They are rounded
-                 like those in the file.
+        Meaning: at most `MAX_OWN_TOKENS` of its own tokens, evenly spread. Each counts as the square of router weight
+                 over the norm of the hidden state after the layer, because the next layer's norm divides its error:
+                 massive hidden states count little. At most `MAX_OTHER_TOKENS` of the layer's other tokens together
+                 count as `OTHERS_COUNT` average tokens of its own; they draw an expert of few tokens towards its layer.
+                 Without own tokens each counts 1.
+        Args:    stored: the layer's inputs behind stored layers, float32 [T, d], if known; rounded like those in the
+                 file.
         """
         runs = (self.experts == expert) & (self.weights != 0)  # [T, k]
         runs[:first_token] = False
@@ -442,9 +405,8 @@ class ExpertInputs:
         return quantize.ExpertTokens(self.rows(token_idx), weights, len(others), given)
 
     def _shares(self, first_token: int) -> Tensor:
-        """Returns how much a squared error counts at each token, float32 [T]: the inverse of its squared norm.
-
-        Relative to the median from `first_token` on; a hidden state of zeros counts as one that is a thousandth of it.
+        """Returns the inverse squared norms [T], relative to the median from `first_token` on; a norm is at least
+        0.001.
         """
         norms = torch.from_numpy(self.norms)
         median = norms[first_token:].median() if first_token < len(norms) else torch.ones(())
@@ -454,17 +416,11 @@ class ExpertInputs:
         """Closes the file."""
         self._reader.close()
 
-    def __enter__(self) -> "ExpertInputs":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *fault: object) -> None:
         self.close()
 
 
 def _tensors(spec: formats.ModelSpec, num_tokens: int) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Returns name, dtype and shape of the tensors in a layer's file of this many tokens."""
     k = spec.router.num_experts_per_tok
     return (
         ("experts", "U16", (num_tokens, k)),

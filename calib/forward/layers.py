@@ -5,26 +5,15 @@
         states.add(...)                      the caller runs the routed experts and adds their outputs
         states.leave(layer, tokens)          hidden states go to a file, from which a killed pass goes on
 
-Between layers, hidden states are in a file (the system caches as much of it as fits). Within a layer, two float32
-values a token and hidden dimension (more with several residual streams, or norms of outputs) are in memory up to a
-limit, and in a mapped file beyond it. The encoder's output stays in a file of its own while decoder layers attend to
-it, and is read one sequence at a time. So do the positions that a layer's indexer chose, while later layers share them
-(`Choices`).
-
-A model of one stack sees all S tokens of a sequence. With an encoder, each stack sees a half:
-
-    encoder   the first n = S // 2 tokens
-    decoder   its start token, then the next n - 1
-
-So every layer sees n tokens of a sequence, and the decoder predicts, from half a text, the n - 1 tokens that follow.
-docs/profile.md specifies this.
+With an encoder, each stack sees n = S // 2 tokens of a sequence: the encoder the first n, the decoder its start token
+and the next n - 1, which it predicts. docs/profile.md specifies this.
 """
 
 import math
 import shutil
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -46,11 +35,7 @@ _PARALLEL_BYTES = 64 << 20  # of experts in float32 at once
 
 
 def num_workers(spec: formats.ModelSpec) -> int:
-    """Returns how many experts of a model run in parallel: one for each of torch's threads, while their weights fit.
-
-    Products of small matrices gain nothing from torch's threads; whole experts in parallel do. Large experts use them:
-    in parallel they would take too much memory.
-    """
+    """Returns how many experts run in parallel: one for each of torch's threads while their weights fit in memory."""
     expert_bytes = 4 * len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
     return max(1, min(torch.get_num_threads(), _PARALLEL_BYTES // expert_bytes))
 
@@ -96,10 +81,8 @@ class Sequences:
         return self.ids.shape[1]
 
     def begun(self, embedded: Callable[[Tensor, int], Tensor]) -> Beginning:
-        """Returns the beginning of a pass over the sequences, or over several copies of them.
-
-        Args:    embedded: returns the hidden states float32 [n, d] of a sequence from the tokens of a stack, int64
-                 [N, n], and the sequence's number.
+        """Returns the beginning of a pass over the sequences, or copies; `embedded` takes a stack's tokens int64 [N,
+        n].
         """
         first, *others = (partial(embedded, ids) for ids in self.stacks)
         return Beginning(first, others[0] if others else None, lambda number: self.ids[number % len(self.ids)])
@@ -137,6 +120,16 @@ def check_length(spec: formats.ModelSpec, sequence_length: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """The inputs of a layer's attention in a sequence of n tokens next to hidden states."""
+
+    text: Tensor | None = None  # float32 [n, d]: the encoder's output, for a decoder layer after an encoder
+    # Positions to attend to: a layer with an indexer writes them, layers that share its choice read them.
+    chosen: caches.Chosen = field(default_factory=caches.Chosen)
+    ids: Tensor | None = None  # int64 [n]: the tokens, for n-grams
+
+
 class SequenceAttention:
     """The attention of layers for whole sequences of one length, each from an empty context."""
 
@@ -152,22 +145,9 @@ class SequenceAttention:
                 relative.position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False)
             )
 
-    def added(
-        self,
-        x: Tensor,
-        weights: model.Weights,
-        layer: int,
-        text: Tensor | None,
-        chosen: caches.Chosen,
-        ids: Tensor | None,
-    ) -> Tensor:
-        """Returns hidden states float32 [n, d] with a layer's n-grams and attention added.
-
-        Args:    text: the encoder's output float32 [n, d], for a decoder layer after an encoder.   chosen: what a layer
-                 with an indexer writes, and a layer that shares its choice reads.   ids: the tokens int64 [n], for a
-                 layer with n-grams.
-        """
-        spec, mixer = self._spec, self._spec.mixer_of(layer)
+    def added(self, x: Tensor, weights: model.Weights, layer: int, context: Context) -> Tensor:
+        """Returns hidden states float32 [n, d] with a layer's n-grams and attention added."""
+        spec, mixer, ids, text = self._spec, self._spec.mixer_of(layer), context.ids, context.text
         if (ngrams := spec.ngrams_of(layer)) is not None:
             assert ids is not None, f"layer {layer} needs the tokens"
             rows = compute.NgramRows(ngrams, weights.ngram_table, ids, len(ids), (layer,))
@@ -180,7 +160,7 @@ class SequenceAttention:
             )
         cache = kv_cache.KVCache.of_layer(spec, layer, self._sequence_length, self._device)
         if spec.encoder is None:
-            cache = replace(cache, chosen=chosen)
+            cache = replace(cache, chosen=context.chosen)
             return model.add_attention(x, weights, layer, cache, self._angles[spec.attention_kind(layer)])
         x = encoder_decoder.add_own_attention(x, weights, layer, cache, self._biases[stack_of(spec, layer)])
         if text is None:
@@ -197,12 +177,10 @@ def shared_choosers(spec: formats.ModelSpec, sequence_length: int) -> frozenset[
 
 
 class Choices:
-    """The positions that indexers chose in sequences of S tokens, for the layers that share them.
+    """Keeps the positions that indexers chose in sequences of S tokens, for the layers that share them.
 
     Each layer whose choice is shared has a file of one bit for each token and position; none if an indexer chooses all
-    S positions. `enter` begins such a layer, `write` takes what it chose, `leave` ends it.
-
-    Args:    folder: of the files, which a killed pass left there too.   results: as for `LayerStates`.
+    S positions. `enter` begins such a layer, `write` takes its choices, `leave` ends it.
     """
 
     def __init__(
@@ -307,12 +285,11 @@ class LayerTokens:
 class LayerStates:
     """The hidden states of sequences of S tokens between layers. Owns `folder`.
 
-    Args:    sequence_length: in each stack; the caller has checked it.
-             folder: created if missing; if a killed pass left its hidden states there, the pass goes on at
-             `next_layer`.
-             keeps_all: whether the hidden states before every layer stay on disk, for `inside` and `at`.
-             workers: threads that run sequences; None: as many as `num_workers`.
-             results: of sequences within a layer; shared, if several parts run the same pass over `folder`.
+    Args:    sequence_length: in each stack; the caller has checked it.   folder: created if missing; if a killed pass
+             left its hidden states there, the pass goes on at `next_layer`.   keeps_all: whether the hidden states
+             before every layer stay on disk, for `inside` and `at`.   workers: threads that run sequences; None: as
+             many as `num_workers`.   results: of sequences within a layer; shared, if several parts run the same pass
+             over `folder`.
     """
 
     def __init__(
@@ -330,6 +307,7 @@ class LayerStates:
         self.spec = weights.spec
         self.num_sequences = self._num_first = num_sequences
         self.sequence_length = sequence_length
+        self._sequence_bytes = 4 * sequence_length * weights.spec.stream_width
         self._weights = weights
         self._beginning = beginning
         self._folder = folder
@@ -372,11 +350,10 @@ class LayerStates:
         )
 
         def run_sequence(number: int) -> tuple[Tensor, ...]:
-            chosen = self.chosen(layer, number)
-            before, text, ids = self.at(layer, number), self.text(layer, number), self.ids(number)
-            x, inputs = self.half_of(layer, before, text, self._weights, chosen, ids)
-            routes = model.route_tokens(inputs, self._weights, layer, ids) if k else ()
-            return x.cpu(), inputs.cpu(), self._choices.bits(chosen), *(each.cpu() for each in routes)
+            context = self.context(layer, number)
+            x, inputs = self.half_of(layer, self.at(layer, number), self._weights, context)
+            routes = model.route_tokens(inputs, self._weights, layer, context.ids) if k else ()
+            return x.cpu(), inputs.cpu(), self._choices.bits(context.chosen), *(each.cpu() for each in routes)
 
         halves = self._results.in_order("halves", run_sequence, range(num_sequences), self._num_workers)
         for number, (x, inputs, bits, *routes) in enumerate(halves):
@@ -391,24 +368,15 @@ class LayerStates:
 
     def half(self, layer: int, number: int, weights: model.Weights) -> tuple[Tensor, Tensor]:
         """Returns a sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, w] and [S, d]."""
-        x, text, chosen = self.at(layer, number), self.text(layer, number), self.chosen(layer, number)
-        return self.half_of(layer, x, text, weights, chosen, self.ids(number))
+        return self.half_of(layer, self.at(layer, number), weights, self.context(layer, number))
 
-    def half_of(
-        self,
-        layer: int,
-        x: Tensor,
-        text: Tensor | None,
-        weights: model.Weights,
-        chosen: caches.Chosen | None = None,
-        ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the same as `half`, for hidden states float32 [S, w] and the weights of the layer.
+    def context(self, layer: int, number: int) -> Context:
+        """Returns the other inputs of a layer's attention in a sequence."""
+        return Context(self.text(layer, number), self.chosen(layer, number), self.ids(number))
 
-        Args:    text, chosen, ids: as the functions of these names return them; the layer's own choice is written to
-                 `chosen`.
-        """
-        x = self.attended(layer, x, text, weights, chosen, ids)
+    def half_of(self, layer: int, x: Tensor, weights: model.Weights, context: Context) -> tuple[Tensor, Tensor]:
+        """Returns the same as `half`, for hidden states float32 [S, w]."""
+        x = self.attended(layer, x, weights, context)
         if not self.spec.has_second(layer):
             return x, torch.zeros_like(x)
         inputs = model.mlp_input(x, weights, layer)
@@ -420,10 +388,7 @@ class LayerStates:
         return enter_second(x, unrouted, returned, weights, layer), inputs
 
     def after(self, layer: int, half: tuple[Tensor, Tensor], outputs: Tensor | None, weights: model.Weights) -> Tensor:
-        """Returns hidden states after a layer, float32 [n, w], for what `half_of` returned.
-
-        Args:    outputs: of routed experts, as in `LayerTokens`; None if they add to `x`, which is returned then.
-        """
+        """Returns hidden states after a layer, float32 [n, w], from its `half` and its experts' `outputs`."""
         x, inputs = (each.to(self.device) for each in half)
         if outputs is None:
             return x
@@ -450,19 +415,11 @@ class LayerStates:
             tokens.x[rows] = x
         return replace(tokens, outputs=None)
 
-    def attended(
-        self,
-        layer: int,
-        x: Tensor,
-        text: Tensor | None,
-        weights: model.Weights,
-        chosen: caches.Chosen | None = None,
-        ids: Tensor | None = None,
-    ) -> Tensor:
-        """Returns a sequence's hidden states float32 [S, w] with a layer's attention added; arguments as `half_of`."""
-        if text is not None:
-            text = norm(text.to(self.device), weights, "encoder_norm")
-        return self._attention.added(x.to(self.device), weights, layer, text, chosen or caches.Chosen(), ids)
+    def attended(self, layer: int, x: Tensor, weights: model.Weights, context: Context) -> Tensor:
+        """Returns a sequence's hidden states float32 [S, w] with a layer's attention added."""
+        if context.text is not None:
+            context = replace(context, text=norm(context.text.to(self.device), weights, "encoder_norm"))
+        return self._attention.added(x.to(self.device), weights, layer, context)
 
     def add(self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
         """Adds an expert's output float32 [n, d], weighted, to the hidden states of its tokens, or to `outputs`."""
@@ -474,10 +431,8 @@ class LayerStates:
         return weights * self.spec.residual_multiplier if self.spec.residual is None else weights
 
     def leave(self, layer: int, tokens: LayerTokens, more: Iterable[Tensor] = ()) -> None:
-        """Ends layer `layer`: its hidden states replace those before it on disk.
-
-        Args:    more: hidden states float32 [n S, w] of sequences that begin here, after all others.
-        Raises:  CheckpointError if they are not all finite.
+        """Ends a layer: its hidden states, and `more` that begin here, replace those before it; refuses non-finite
+        ones.
         """
         tokens = self.summed(layer, tokens)
         # A sum in float64 is finite if and only if all terms are. Summed in pieces: torch converts a piece as a whole.
@@ -529,11 +484,6 @@ class LayerStates:
         num_read = self._text_path.stat().st_size // self._sequence_bytes
         return self._read_hidden(self._text_path, self._root_of(number, num_read))
 
-    @property
-    def shares_choices(self) -> bool:
-        """Whether some layers attend to positions, not to all, that an earlier layer chose in each sequence."""
-        return bool(shared_choosers(self.spec, self.sequence_length))
-
     def chosen(self, layer: int, number: int) -> caches.Chosen:
         """Returns the positions to attend to: those that an earlier layer chose, if the layer shares them, or all."""
         num_read = self._choices.num_read(layer)
@@ -541,7 +491,7 @@ class LayerStates:
         return replace(found, positions=None if found.positions is None else found.positions.to(self.device))
 
     def _root_of(self, number: int, num_sequences: int) -> int:
-        """Returns the sequence, among the first `num_sequences`, from which a sequence branched off, or itself."""
+        """Returns the sequence from which a sequence branched off among the first `num_sequences`, or itself."""
         while number >= num_sequences:
             assert self._beginning.origin is not None, "sequences branch off where the caller says from which"
             number = self._beginning.origin(number)
@@ -554,10 +504,7 @@ class LayerStates:
         return torch.from_numpy(raw).view(self.sequence_length, -1)
 
     def allocate(self, name: str, num_tokens: int, mapped: bool, width: int | None = None) -> Tensor:
-        """Returns an uninitialized float32 [num_tokens, width], in a mapped file of this name or in memory.
-
-        The next call with the same name takes the file's name away, not the memory of an earlier result.
-        """
+        """Returns an uninitialized float32 [num_tokens, width], in memory or in a mapped file of this name."""
         shape = (num_tokens, self.spec.hidden_size if width is None else width)
         if not mapped:
             return torch.empty(shape)
@@ -570,12 +517,8 @@ class LayerStates:
         if not self._results.is_shared:
             shutil.rmtree(self._folder)
 
-    @property
-    def _sequence_bytes(self) -> int:
-        return 4 * self.sequence_length * self.spec.stream_width
-
     def _resume(self) -> int:
-        """Returns the layer to begin with: after the last whose hidden states are whole on disk, else the first."""
+        """Returns the layer after the last whose hidden states are whole on disk, or 0."""
         found = whole_states(self._folder, "hidden")
         if self._keeps_all:
             found = {layer: path for layer, path in found.items() if all(before in found for before in range(1, layer))}
@@ -595,10 +538,7 @@ class LayerStates:
 def store_states(
     folder: Path, name: str, pieces: Iterable[Tensor], results: shared.Results = shared.ONE_PROCESS
 ) -> tuple[Path, int]:
-    """Writes float32 [n, d] in pieces to a file that is whole or not there; returns its path and the sum of n.
-
-    The name ends in a number. The checksum that is added to it tells whether the file is whole.
-    """
+    """Writes float32 [n, d] in pieces to a file with a checksum in its name; returns its path and the sum of n."""
     crc32 = num_tokens = 0
     unfinished = folder / results.own_name(f"{name.split('-')[0]}.tmp")
     with unfinished.open("wb") as file:
@@ -618,7 +558,6 @@ def whole_states(folder: Path, name: str) -> dict[int, Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns whether a file of hidden states has the checksum that its name gives."""
     crc32 = 0
     try:
         with path.open("rb") as file:

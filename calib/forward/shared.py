@@ -1,19 +1,13 @@
 """Results that several processes share, so that a profile can be made in parts on many machines.
 
-A part runs the whole program over the same folder as every other part. Only the dear steps are divided: each result (an
-expert's outputs, a sequence's attention) is computed by one part and is a file that the other parts read.
+Every part runs the whole program over the same folder. Each dear result (an expert's outputs, a sequence's attention)
+is computed by one part, which first makes its own (every N-th), and is a file that the others read. A part that would
+only wait makes a missing result. A result depends on checkpoint, text and options alone, so any number of parts gives
+the same bytes, also if some are killed. No part waits for a lock of another machine.
 
-    for arrays in results.in_order("experts", work, range(E), workers):
-        a part first makes its own results (every N-th), then reads all of them in order; while it would only wait for
-        another part, it makes a result that is missing
-
-A result is a function of the checkpoint, the text and the options. So it does not matter which part makes it, or
-whether two do: any number of parts gives the bytes of one process, also if some parts are killed and never come back.
-No part waits for a lock of another machine, and N may differ between parts, so that machines can be added.
-
-`step` is what parts go through together: a layer of a stage. A step that a part has ended is marked, and the files of
-the step before it are removed. A part that is so late that files are missing gets `PassedError`. It then does what a
-restarted process does: it goes on from the newest hidden states in the folder.
+Parts go through a `step`, a layer of a stage, together. An ended step is marked, and the files of the step before it
+are removed. A part that finds files missing gets `PassedError` and goes on from the newest hidden states, as a
+restarted process does.
 """
 
 import itertools
@@ -23,7 +17,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,10 +37,7 @@ Work = Callable[[int], Arrays]
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Yields the result of `work` for each item, in their order, while `workers` threads compute the next ones.
-
-    At most one finished result waits. Work runs in inference mode. One worker is a plain loop.
-    """
+    """Yields the result of `work` for each item, in their order; at most one finished result waits."""
     if workers == 1:
         yield from map(work, items)
         return
@@ -55,21 +46,26 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int
         with torch.inference_mode():
             return work(item)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // workers))
+    with torch_threads(max(1, torch.get_num_threads() // workers)), ThreadPoolExecutor(workers, "calib") as pool:
+        remaining = iter(items)
+        started = deque(pool.submit(job, item) for item in itertools.islice(remaining, workers + 1))
+        while started:
+            result = started.popleft().result()
+            started.extend(pool.submit(job, item) for item in itertools.islice(remaining, 1))
+            yield result
+            del result
+
+
+@contextmanager
+def torch_threads(number: int | None = None) -> Iterator[None]:
+    """Gives torch this number of threads; None keeps it. Restores the number at the end."""
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
     try:
-        with ThreadPoolExecutor(workers, "calib") as pool:
-            remaining = iter(items)
-            started: deque[Future[Result]] = deque(
-                pool.submit(job, item) for item in itertools.islice(remaining, workers + 1)
-            )
-            while started:
-                result = started.popleft().result()
-                started.extend(pool.submit(job, item) for item in itertools.islice(remaining, 1))
-                yield result
-                del result
+        yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 class PassedError(Exception):
@@ -82,10 +78,7 @@ class Results:
     is_shared = False
 
     def in_order(self, phase: str, work: Work, items: Sequence[int], workers: int) -> Iterator[Arrays]:
-        """Yields the result of `work` for each item, in their order.
-
-        Args:    phase: names the kind of result; different in each call within a step.   workers: as for `in_order`.
-        """
+        """Yields the result of `work` for each item, in their order; `phase` names the kind of result within a step."""
         return in_order(work, items, workers)
 
     @contextmanager
@@ -170,10 +163,7 @@ class SharedResults(Results):
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Surrounds a step; at its end removes the files of the steps before.
-
-        Raises:  PassedError if other parts have ended it and files are missing.
-        """
+        """Surrounds a step, and removes the files of earlier ones; PassedError if others have ended and removed it."""
         self._step = name
         if name in self._passed:  # and yet it must be done: what the others left of it was damaged
             self._mark.unlink(missing_ok=True)
@@ -212,20 +202,16 @@ _ENDED = ".ended"
 
 
 class _Phase:
-    """The files of one phase: `PHASE.ITEM` in the folder of its step. The first file of an item stays.
-
-    A file has the result's arrays as numpy writes them, and after them their checksum as another array.
-    """
+    """The files `PHASE.ITEM` of a step: numpy's arrays, then their checksum. The first file of an item stays."""
 
     def __init__(self, folder: Path, phase: str, own: str) -> None:
         self._folder, self._phase, self._own = folder, phase, own
 
     def has(self, item: int) -> bool:
-        """Returns whether an item's result is there."""
         return self._path(item).exists()
 
     def read(self, item: int) -> Arrays | None:
-        """Reads the result of an item; None if it is not there. Removes a damaged file."""
+        """Returns an item's result, or None if its file is missing or damaged; removes a damaged file."""
         try:
             with self._path(item).open("rb") as file:
                 size, arrays = os.fstat(file.fileno()).st_size, list[Array]()
@@ -241,7 +227,6 @@ class _Phase:
         return tuple(torch.from_numpy(array) for array in arrays[:-1])
 
     def write(self, item: int, result: Arrays) -> None:
-        """Writes the result of an item."""
         arrays = [np.ascontiguousarray(tensor.cpu().numpy()) for tensor in result]
         unfinished = self._folder / f"{self._phase}.{item}{self._own}.tmp"
         with unfinished.open("wb") as file:

@@ -1,13 +1,7 @@
-"""The folder of a profile while it is written: arrays as safetensors files, one after another, and what made them.
+"""The folder of a profile while it is written: arrays as safetensors files, one after another, and their origin.
 
-`write_arrays` and `read_all_arrays` are the body of a profile: named little-endian arrays. `check_arrays` accepts a
-file only with the names, dtypes and shapes that its reader expects, and with values that a measurement can give.
-
-`ProfileStore` writes the folder. Each file is written under a temporary name and renamed, so a killed run goes on with
-the files it has. The small JSON file that makes the folder a profile comes last. The folder is locked from `open` to
-`close`: one process at a time writes in it, or several parts of one profile, each under a number of its own.
-
-`source_digest` identifies a checkpoint, also among others of its shape; `made_with` lists the packages that took part.
+Each file is written under a temporary name and renamed, so a killed run goes on with the files it has. The small JSON
+file that makes the folder a profile comes last.
 """
 
 import hashlib
@@ -54,10 +48,7 @@ def write_arrays(arrays: Mapping[str, Array]) -> bytes:
 
 
 def read_all_arrays(path: Path) -> dict[str, Array]:
-    """Reads all arrays of a safetensors file.
-
-    Raises:  PackError if the file is missing or damaged, or has an array of a dtype that profiles do not use.
-    """
+    """Reads the arrays of a safetensors file; PackError if it is damaged or has a dtype that profiles do not use."""
     arrays = {}
     entries = safetensors.read_header(path, formats.PackError)
     with formats.RangeReader(path, formats.PackError) as reader:
@@ -105,10 +96,7 @@ class ArrayRule:
 
 
 def check_arrays(arrays: Mapping[str, Array], expected: Mapping[str, ArrayRule], place: str) -> None:
-    """Checks that the arrays have exactly the expected names, dtypes and shapes, and possible values.
-
-    Raises:  PackError naming the first array that differs.
-    """
+    """Refuses, by PackError, the first array without the expected name, dtype, shape or values."""
     for name in [*expected, *arrays]:
         if name not in expected:
             raise formats.PackError(f"{place}: unknown tensor {errors.shortened(name)}")
@@ -130,11 +118,11 @@ def tidy(folder: Path) -> None:
 
 
 class ProfileStore:
-    """The writer of a profile folder. Owns the folder's lock; `close` it.
+    """Writes a profile folder under its lock; `close` it.
 
-    Args:    identity: digest of everything that decides the profile.
-             replaces_other: remove an unfinished profile of another identity instead of refusing it.
-             part: which of several writers this is, all of which write the same files; None: the only one.
+    Args:    identity: digest of everything that decides the profile.   replaces_other: remove an unfinished profile of
+             another identity instead of refusing it.   part: the number of this writer among several that write the
+             same files; None: the only one.
     Raises:  ConversionError if the folder contains something else, or another process is writing there.
     """
 
@@ -174,10 +162,7 @@ class ProfileStore:
         self.replace(name, (write_arrays(arrays),))
 
     def replace(self, name: str, pieces: Iterable[bytes]) -> None:
-        """Writes a file of these pieces under a temporary name, then renames it.
-
-        A part leaves a file that is there as it is: another part has written the same bytes.
-        """
+        """Writes a file of these pieces under a temporary name, then renames it; a part keeps another part's file."""
         unfinished = self.folder / f"{name}.tmp"
         if self._part is not None:
             if self.has(name):
@@ -211,7 +196,7 @@ class ProfileStore:
         self._lock.close()
 
     def _lock_part(self, part: Part) -> None:
-        """Refuses a second process that makes this part. Their files would have the same temporary names."""
+        """Refuses a second process of this part: their files would have the same temporary names."""
         self._part_fd = os.open(self.work / f"part{part.suffix}.lock", os.O_RDWR | base.WRITE_FLAGS)
         try:
             base.lock_file(self._part_fd)
@@ -232,7 +217,7 @@ class ProfileStore:
         path.unlink()
 
     def _claim(self, identity: bytes) -> None:
-        """Marks the folder as this identity's, or finds the mark of an earlier run of it."""
+        """Marks the folder as this identity's, or finds the mark of an earlier run."""
         path = self.folder / _IDENTITY_FILE
         if not path.exists():
             own = {f"{_IDENTITY_FILE}.tmp"} if self._part is None else {WORK_FOLDER, _IDENTITY_FILE}
@@ -251,10 +236,7 @@ class ProfileStore:
 
 @contextmanager
 def work_store(folder: Path, facts: Mapping[str, object], removes: bool = True) -> Iterator[ProfileStore]:
-    """Opens a folder for work files; a killed call with the same facts goes on in it.
-
-    Args:    removes: whether the folder is removed when the work is done.
-    """
+    """Opens a folder for work files, which a killed call with the same facts continues; `removes` it at the end."""
     store = ProfileStore(folder, hashlib.sha256(formats.canonical(facts)).hexdigest(), replaces_other=True)
     try:
         yield store
@@ -276,10 +258,7 @@ _PACKAGES = ("hqq", "moe-pack", "numpy", "torch")
 
 
 def source_digest(checkpoint: Checkpoint) -> str:
-    """Returns the SHA-256 of a checkpoint's account of files and tensors, then the bytes of its routers by layer.
-
-    All weights would take as long as the statistics. A model that was trained further has other routers.
-    """
+    """Returns the SHA-256 of a checkpoint's account, then its routers' bytes: training changes routers too."""
     digest = hashlib.sha256(manifests.account_bytes(*checkpoint.account()))
     for layer in checkpoint.spec.moe_layers:
         source = checkpoint.dense_source(f"layers.{layer}.router")

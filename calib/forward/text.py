@@ -1,11 +1,7 @@
 """Calibration text: the documents that `--data` names, as sequences of tokens.
 
-`open_documents` reads the documents in pieces of bounded size: from our sample, a file, a saved data set or one on the
-hub. A document is a text or a conversation, which the model's chat template writes as text. `open_documents` knows
-nothing of tokens, and reads a source only as far as its pieces are used. The packages datasets and pyarrow (the extra
-`convert`) are imported here, when they are needed, and nowhere else.
-
-`read_tokens` makes sequences of tokens from them, and `num_held_out` says how many of these are held out.
+`open_documents` reads our sample, a file, a saved data set or one on the hub in pieces of bounded size, only as far as
+they are used. datasets and pyarrow (the extra `convert`) are imported here, when they are needed, and nowhere else.
 """
 
 import codecs
@@ -42,9 +38,8 @@ _INSTALL = "run pip install 'moe-pack[convert]'"
 _SAMPLE_TURNS = (0, 8, 9, 10, 1, 8, 2, 9, 3, 8, 10, 4, 9, 5, 8, 6, 9, 10, 8, 7)
 _NAME_IT = "name the field of the text or the messages with --field"
 _SHARED_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
-_DATE = datetime(
-    2026, 1, 1
-)  # what templates write that ask for the date: the same text gives the same tokens every day
+# For templates that write the date: the same text gives the same tokens every day.
+_DATE = datetime(2026, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +68,8 @@ def open_documents(data: str | None, field: str | None, template: runtime.ChatTe
     Args:    data: None for the sample; a .txt (one document), .jsonl or .json (an object a line) or .parquet file; a
              folder that save_to_disk of datasets wrote, or another one it can load; else the name of a data set on the
              hub, read as a stream. `:CONFIG:SPLIT` may follow folder and name, either empty; `train` is the default.
-             field: the field of an object or row that has the text or the messages, the first of `DEFAULT_FIELDS`
-             that is there if None; None for plain text.
-             template: the model's, None if it has none.
+             field: of an object or row, with the text or the messages; None: the first of `DEFAULT_FIELDS`, or plain
+             text.
     Raises:  RunError, here or while pieces are read, if there is no such source, it cannot be read, the field contains
              neither text nor messages, or conversations have no template or fail in it.
     """
@@ -87,12 +81,12 @@ def open_documents(data: str | None, field: str | None, template: runtime.ChatTe
     path, place = Path(data), f"--data {data}"
     column = _Column(field, template)
     if path.is_dir() or not (path.exists() or path.suffix in _FILE_READERS):
-        return Documents(data, place, (_all_pieces(_data_set_documents(_data_set(data, place), column)),))
+        documents = _data_set_documents(place, *_data_set(data, place), column)
+        return Documents(data, place, (_all_pieces(documents),))
     return Documents(data, place, (_file_reader(path, place)(path, column),))
 
 
 def _sample_parts(template: runtime.ChatTemplate | None) -> tuple[tuple[Piece, ...], ...]:
-    """Returns the parts of the sample that `_SAMPLE_TURNS` counts."""
     folder = files("moe_pack.calib.forward").joinpath("sample")
     prose, chat, code, languages = (
         folder.joinpath(name).read_text("utf-8") for name in ("prose.txt", "chat.jsonl", "code.txt", "languages.txt")
@@ -106,11 +100,7 @@ def _sample_parts(template: runtime.ChatTemplate | None) -> tuple[tuple[Piece, .
 
 
 def prose_parts(prose: str) -> tuple[tuple[Piece, ...], ...]:
-    """Returns a text's chapters, each a document, in contiguous parts of about the same length.
-
-    Meaning: chapters are separated by empty lines. Each belongs to the eighth of the text in which it begins, so the
-             beginnings of the parts come from all over the text.
-    """
+    """Returns a text's chapters, between empty lines, by the eighth of the text in which they begin."""
     parts: list[list[Piece]] = [[] for _ in range(NUM_PROSE_PARTS)]
     offset = 0
     for chapter in prose.split("\n\n"):
@@ -121,10 +111,7 @@ def prose_parts(prose: str) -> tuple[tuple[Piece, ...], ...]:
 
 
 def _sample_conversation(messages: list[dict[str, object]], template: runtime.ChatTemplate | None) -> "_Document":
-    """Returns a conversation of the sample as text: as the model's template writes it, else with the roles' names.
-
-    Templates that know no system messages or no tools refuse some of them.
-    """
+    """Returns a conversation of the sample as the model's template writes it, else with the roles' names."""
     if template is not None:
         try:
             return _Document(template.render(messages, add_generation_prompt=False, now=_DATE), is_chat=True)
@@ -140,14 +127,12 @@ def _refuse_field(field: str | None, place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """A whole document; `is_chat` as in `Piece`."""
-
     text: str
     is_chat: bool = False
 
 
 def _pieces(blocks: Iterable[str], is_chat: bool = False) -> Iterator[Piece]:
-    """Yields the pieces of one document, which comes in blocks of any size; none if it is white space alone."""
+    """Yields the pieces of a document in blocks of any size; none if it is white space alone."""
     text, begins = "", True
     for block in blocks:
         text += block
@@ -160,7 +145,7 @@ def _pieces(blocks: Iterable[str], is_chat: bool = False) -> Iterator[Piece]:
 
 
 def _piece_end(text: str) -> int:
-    """Returns where a piece ends: after its last line, else before its last blank, with which a word's token begins."""
+    """Returns the end of a piece: after its last line, else before its last blank, with which a word's token begins."""
     line_end = text.rfind("\n", 0, PIECE_CHARS) + 1
     return line_end or max(text.rfind(" ", 0, PIECE_CHARS), 0) or PIECE_CHARS
 
@@ -176,16 +161,10 @@ def _all_pieces(documents: Iterable[_Document]) -> Iterator[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """The field of a source that has its documents."""
-
     field: str | None  # its name, None for the first of `DEFAULT_FIELDS` that is there
     template: runtime.ChatTemplate | None  # for conversations
 
     def name(self, names: Iterable[str], place: str) -> str:
-        """Returns the field's name.
-
-        Raises:  RunError if the field is not among these names.
-        """
         names = list(names)
         wanted = DEFAULT_FIELDS if self.field is None else (self.field,)
         found = next((name for name in wanted if name in names), None)
@@ -197,15 +176,10 @@ class _Column:
         return found
 
     def document_of(self, row: dict[str, object], place: str) -> _Document:
-        """Returns the document of an object or row."""
         name = self.name(row, place)
         return self.document(row[name], name, place)
 
     def document(self, value: object, name: str, place: str) -> _Document:
-        """Returns the document that the field `name` has.
-
-        Raises:  RunError if it is neither text nor a conversation that the template takes.
-        """
         place = f"{place}: field {name!r}"
         if isinstance(value, str):
             return _Document(_checked(value, place))
@@ -227,10 +201,7 @@ class _Column:
 
 
 def _message(entry: dict[str, object], number: int, place: str) -> dict[str, object]:
-    """Returns a message as templates read it: `role`, `content` and its other keys, but for those of no value.
-
-    Tables have all keys in all messages. ShareGPT's messages have `from` and `value`.
-    """
+    """Returns a message as templates read it, without empty keys; ShareGPT's has `from` and `value`."""
     found = {key: value for key, value in entry.items() if value is not None}
     if "role" not in found and "from" in found:
         role = found.pop("from")
@@ -344,27 +315,20 @@ def _parquet_documents(path: Path, column: _Column) -> Iterator[_Document]:
             yield column.document(value, name, f"{path}: row {number:,}")
 
 
-@dataclass(frozen=True, slots=True)
-class _DataSet:
-    """A data set's name or folder, its configuration and split if they are given, and its place for messages."""
-
-    name: str
-    config: str | None
-    split: str | None
-    place: str
-
-
-def _data_set(data: str, place: str) -> _DataSet:
+def _data_set(data: str, place: str) -> tuple[str, str | None, str | None]:
+    """Returns a data set's name or folder, and its configuration and split if they are given."""
     if Path(data).is_dir():
-        return _DataSet(data, None, None, place)
+        return data, None, None
     name, config, split, *more = *data.split(":"), "", ""
     if any(more) or not (Path(name).is_dir() or _NAME.fullmatch(name)):
         raise RunError(f"{place}: no such file or folder, nor a data set's name (NAME, NAME:CONFIG, NAME:CONFIG:SPLIT)")
-    return _DataSet(name, config or None, split or None, place)
+    return name, config or None, split or None
 
 
-def _data_set_documents(data_set: _DataSet, column: _Column) -> Iterator[_Document]:
-    place = f"{data_set.place}:" if Path(data_set.name).is_dir() else f"{data_set.place}: no such file or folder;"
+def _data_set_documents(
+    source: str, name: str, config: str | None, split: str | None, column: _Column
+) -> Iterator[_Document]:
+    place = f"{source}:" if Path(name).is_dir() else f"{source}: no such file or folder;"
     try:
         import datasets
         from pyarrow import ArrowException
@@ -374,40 +338,32 @@ def _data_set_documents(data_set: _DataSet, column: _Column) -> Iterator[_Docume
     broken = (OSError, ValueError, RuntimeError, LookupError, TypeError)
     faults = (*broken, datasets.exceptions.DatasetsError, ArrowException)
     with _one_line(f"{place} reading it as a data set failed", faults):
-        rows = _load_saved(datasets, data_set) if _is_saved(data_set) else _stream(datasets, data_set)
+        if any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):
+            rows = _load_saved(datasets.load_from_disk(name), name, config, split, source)  # by save_to_disk
+        else:
+            rows = datasets.load_dataset(name, config, split=split or "train", streaming=True)
         if rows.column_names is not None:
-            name = column.name(rows.column_names, data_set.place)
-            rows = rows.select_columns([name])  # others may be costly to decode: pictures, sound
+            # Others may be costly to decode: pictures, sound.
+            rows = rows.select_columns([column.name(rows.column_names, source)])
         for number, row in enumerate(rows, 1):
-            yield column.document_of(row, f"{data_set.place}: row {number:,}")
+            yield column.document_of(row, f"{source}: row {number:,}")
 
 
-def _is_saved(data_set: _DataSet) -> bool:
-    """Returns whether save_to_disk wrote the folder."""
-    return any((Path(data_set.name) / marker).exists() for marker in ("state.json", "dataset_dict.json"))
-
-
-def _load_saved(datasets: Any, data_set: _DataSet) -> Any:
-    saved = datasets.load_from_disk(data_set.name)
-    splits = list(saved) if isinstance(saved, datasets.DatasetDict) else []
-    split = data_set.split or ("train" if splits else None)
-    if data_set.config is not None:
-        raise RunError(f"{data_set.place}: a saved data set has no configurations; write {data_set.name}::SPLIT")
+def _load_saved(saved: Any, name: str, config: str | None, split: str | None, place: str) -> Any:
+    splits = list(saved) if isinstance(saved, dict) else []
+    split = split or ("train" if splits else None)
+    if config is not None:
+        raise RunError(f"{place}: a saved data set has no configurations; write {name}::SPLIT")
     if split is not None and split not in splits:
         raise RunError(
-            f"{data_set.place}: has no split {split!r}, found {', '.join(map(repr, splits)) or 'no splits'}; "
-            f"write {data_set.name}{'::SPLIT' if splits else ''}"
+            f"{place}: has no split {split!r}, found {', '.join(map(repr, splits)) or 'no splits'}; "
+            f"write {name}{'::SPLIT' if splits else ''}"
         )
     return saved if split is None else saved[split]
 
 
-def _stream(datasets: Any, data_set: _DataSet) -> Any:
-    return datasets.load_dataset(data_set.name, data_set.config, split=data_set.split or "train", streaming=True)
-
-
 @contextmanager
 def _one_line(place: str, faults: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turns these exceptions into a RunError of one line that begins with `place`."""
     try:
         yield
     except faults as fault:
@@ -452,13 +408,11 @@ def read_tokens(
 ) -> Tokens:
     """Returns at least `num_tokens` tokens of a source in whole sequences, or all whole sequences if it has fewer.
 
-    Meaning: documents one after the other, each with the tokenizer's special tokens (a beginning), cut every S tokens;
-             the first ceil(num_tokens / S) sequences. The rest is dropped. A conversation has the special tokens that
-             the chat template writes, and no others.
-             The sample's parts give sequences in turn, so that a few tokens come from all its kinds of text and all
-             its books; if the parts have too few whole sequences, the sample is read in order.
-             Documents are tokenised in pieces (`PIECE_CHARS`): where two pieces of a long document meet, a token or
-             two may differ from those of the whole, and tokens that end a text come after the first piece.
+    Meaning: documents one after the other, each with the tokenizer's special tokens (a conversation with its
+             template's), cut every S tokens; the first ceil(num_tokens / S) sequences. The sample's parts give
+             sequences in turn; if they have too few, the sample is read in order. Documents are tokenised in pieces
+             (`PIECE_CHARS`): where two pieces meet, a token or two may differ, and tokens that end a text come after
+             the first piece.
     Args:    source: --data, None for the sample.   field: --field, None for the default.
     Raises:  RunError if the source cannot be read; if all of it is less than a sequence or `MIN_TOKENS`; if the
              tokenizer gives tokens that the model does not have.
@@ -470,16 +424,11 @@ def read_tokens(
     if len(cut.sequences) < wanted and len(documents.parts) > 1:
         whole = replace(documents, parts=(chain(*documents.parts),), turns=(0,))
         cut = _CutText.of(whole, text, wanted, sequence_length)
-    notes = () if len(cut.sequences) == wanted else (_shortage(documents, cut, num_tokens, sequence_length),)
-    return _tokens(documents.name, cut.sequences, notes)
+    return _tokens(documents.name, documents, cut, num_tokens, sequence_length)
 
 
 def unseen_tokens(text: runtime.Text, num_tokens: int, sequence_length: int) -> Tokens:
-    """Returns at least `num_tokens` tokens from the ends of the sample's parts, which short profiles do not read.
-
-    Meaning: ceil(num_tokens / S) sequences; the parts give them in turn as for `read_tokens`, each its last one first.
-    Raises:  RunError as `read_tokens`.
-    """
+    """Returns tokens from the ends of the sample's parts, last sequences first, which short profiles do not read."""
     documents = open_documents(None, None, text.chat_template)
     wanted = -(-num_tokens // sequence_length)
     parts = [
@@ -491,8 +440,7 @@ def unseen_tokens(text: runtime.Text, num_tokens: int, sequence_length: int) -> 
         list(islice(_in_turn([reversed_parts[turn] for turn in documents.turns]), wanted)),
         sum(part.num_tokens for part in parts),
     )
-    notes = () if len(cut.sequences) == wanted else (_shortage(documents, cut, num_tokens, sequence_length),)
-    return _tokens(f"the end of {documents.name}", cut.sequences, notes)
+    return _tokens(f"the end of {documents.name}", documents, cut, num_tokens, sequence_length)
 
 
 def num_held_out(num_sequences: int) -> int:
@@ -500,8 +448,10 @@ def num_held_out(num_sequences: int) -> int:
     return max(num_sequences // HELD_OUT_SHARE, 1) if num_sequences > 1 else 0
 
 
-def _tokens(name: str, rows: list[NDArray[np.int32]], notes: tuple[str, ...]) -> Tokens:
-    sequences = np.stack(rows)  # [N, S]
+def _tokens(name: str, documents: Documents, cut: "_CutText", num_tokens: int, sequence_length: int) -> Tokens:
+    is_short = len(cut.sequences) < -(-num_tokens // sequence_length)
+    notes = (_shortage(documents, cut, num_tokens, sequence_length),) if is_short else ()
+    sequences = np.stack(cut.sequences)  # [N, S]
     return Tokens(name, sequences, hashlib.sha256(sequences.astype("<i4").tobytes()).hexdigest(), notes)
 
 
@@ -514,7 +464,6 @@ class _CutText:
 
     @classmethod
     def of(cls, documents: Documents, text: runtime.Text, wanted: int | None, sequence_length: int) -> "_CutText":
-        """Cuts as many sequences as wanted, None for all, from the parts in turn."""
         cutters = [_Cutter(_token_ids(part, text), sequence_length) for part in documents.parts]
         sequences = list(islice(_in_turn([cutters[turn] for turn in documents.turns]), wanted))
         num_tokens = len(sequences) * sequence_length + sum(len(cutter.left) for cutter in cutters)
@@ -522,7 +471,7 @@ class _CutText:
 
 
 class _Cutter:
-    """Cuts a stream of tokens into sequences; `left` are the tokens read that are not in one yet."""
+    """Cuts a stream of tokens into sequences; `left` are the remaining tokens."""
 
     def __init__(self, ids: Iterator[NDArray[np.int32]], sequence_length: int) -> None:
         self.left = np.empty(0, np.int32)
@@ -533,7 +482,6 @@ class _Cutter:
         return self
 
     def __next__(self) -> NDArray[np.int32]:
-        """Returns the next whole sequence."""
         while len(self.left) < self._sequence_length:
             self.left = np.concatenate([self.left, next(self._ids)])
         sequence, self.left = np.split(self.left, [self._sequence_length])
@@ -564,10 +512,7 @@ def _token_ids(pieces: Iterable[Piece], text: runtime.Text) -> Iterator[NDArray[
 
 
 def _shortage(documents: Documents, cut: _CutText, num_tokens: int, sequence_length: int) -> str:
-    """Returns the note that a source has fewer tokens than the user asked for.
-
-    Raises:  RunError if it has too little to measure anything.
-    """
+    """Returns the note that a source has fewer tokens than asked for; refuses too few to measure anything."""
     place, least = documents.place, max(sequence_length, MIN_TOKENS)
     if not cut.num_tokens:
         raise RunError(f"{place}: found no text; give a source with text")

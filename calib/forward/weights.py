@@ -91,7 +91,6 @@ class LayerwiseWeights(DerivedWeights):
             return self._matrices[role]
 
     def _enter_layer(self, role: str) -> None:
-        """Drops the matrices of the previous layer if the role is of another layer."""
         parts = role.split(".")
         if parts[0] == "layers" and parts[1] != self._layer:
             self._layer = parts[1]

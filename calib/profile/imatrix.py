@@ -1,18 +1,16 @@
 """llama.cpp's importance files (`imatrix`), written from profiles and read into profiles.
 
-An importance file has an entry for each matrix of a GGUF model. For each expert of the matrix, or for a matrix that is
-no expert's, it has the sum over tokens of the squares of the matrix's inputs, by column, and the number of these
-tokens. A profile has the same of gate, up and down of each expert (`LayerMoments`).
-
-Files in GGUF format are read and written: for the matrix `blk.0.ffn_up_exps.weight` the tensors
-`blk.0.ffn_up_exps.weight.in_sum2` float32 [E, columns] and `blk.0.ffn_up_exps.weight.counts` float32 [E, 1]. The older
-format, usually called `.dat`, is read only. It has one count for all experts, and sums that are scaled to it.
-
-Source: llama.cpp, tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
+An entry has, for each expert of a matrix (or for the matrix, if it is no expert's), the sum over tokens of the squares
+of its inputs, by column, and the number of tokens. Files in GGUF format are read and written: `NAME.in_sum2` float32
+[E, columns] and `NAME.counts` float32 [E, 1]. The older format, usually called `.dat`, is read only; it has one count
+for all experts and sums that are scaled to it.
+Source:  llama.cpp, tools/imatrix/imatrix.cpp and common/imatrix-loader.cpp.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -72,10 +70,7 @@ _NO_ENTRY = "layers.{i}.attention.kv_b"
 
 
 def dense_tensor(role: str) -> str | None:
-    """Returns what llama.cpp calls a dense matrix of a decoder layer; None for one that it has no entry for.
-
-    Its own files have no entry for the head either, unless it is asked to.
-    """
+    """Returns llama.cpp's name of a dense matrix of a decoder layer; None without an entry, as for the head."""
     stack, _, rest = role.partition(".")
     layer, _, matrix = rest.partition(".")
     usual = f"layers.{{i}}.{matrix}"
@@ -85,8 +80,6 @@ def dense_tensor(role: str) -> str | None:
 
 
 class _ObservedMatrix(matrices.InMemoryMatrix):
-    """A matrix that shows the inputs of its products to `observe`."""
-
     def __init__(self, matrix: RunMatrix, observe: Callable[[Tensor], None]) -> None:
         self._matrix, self._observe = matrix, observe
         self.num_rows, self.num_cols = matrix.num_rows, matrix.num_cols
@@ -103,10 +96,7 @@ class _ObservedMatrix(matrices.InMemoryMatrix):
 
 
 class _ObservedWeights(forward.LayerwiseWeights):
-    """A checkpoint's weights that sum the squares of the inputs of dense matrices. Thread-safe.
-
-    Args:    num_sequences: of the pass, whose sums are added in one order, whatever the threads.
-    """
+    """Sums the squares of the inputs of dense matrices, sequence by sequence in one order. Thread-safe."""
 
     def __init__(self, checkpoint: Checkpoint, num_sequences: int) -> None:
         super().__init__(model.CheckpointWeights(checkpoint))
@@ -121,7 +111,6 @@ class _ObservedWeights(forward.LayerwiseWeights):
         return matrix if name is None else _ObservedMatrix(matrix, partial(self._observe, name))
 
     def entries(self) -> dict[str, Entry]:
-        """Returns the entries of all matrices that were used, sorted by name."""
         for name in self._waiting:
             self._add(name)
         return {
@@ -149,11 +138,7 @@ class _ObservedWeights(forward.LayerwiseWeights):
 def dense_entries(
     profile: profiles.Profile, checkpoint: Checkpoint, work: Path, progress: formats.Progress = formats.NO_PROGRESS
 ) -> dict[str, Entry]:
-    """Returns the entries of dense matrices, from a pass of the profile's text through its checkpoint.
-
-    Args:    work: a folder for hidden states; the caller removes it.
-    Raises:  PlanError if the profile is of another checkpoint, or the model has an encoder.
-    """
+    """Returns the entries of dense matrices, from the profile's text; the caller removes `work`. Raises PlanError."""
     profiles.check_same_source(profile, checkpoint)
     spec = _decoder_alone(profile)
     given = forward.Sequences.of(spec, torch.from_numpy(profile.tokens().sequences.astype(np.int64)))
@@ -176,7 +161,7 @@ def dense_entries(
 
 
 def _decoder_alone(profile: profiles.Profile) -> formats.ModelSpec:
-    """Returns the model of a profile; raises PlanError if it has an encoder."""
+    """Returns the profile's model; refuses one with an encoder."""
     if profile.spec.encoder is not None:
         raise formats.PlanError(f"{profile.folder}: the model has an encoder; llama.cpp has no experts of such models")
     return profile.spec
@@ -187,10 +172,10 @@ def write_imatrix(
 ) -> list[tuple[int, int]]:
     """Writes an importance file from a profile: all experts, and the entries of dense matrices.
 
-    Returns: the experts, as decoder layer and number, that no token reached. Their sums and counts are 0, which
-             llama-quantize takes as equal importance of all columns.
-    Raises:  PlanError for a model with an encoder, or a profile whose counts are not known; ConversionError if the file
-             cannot be written; PackError if sums are not finite.
+    Returns: layer and number of the experts that no token reached. llama-quantize takes their zeros as equal
+             importance.
+    Raises:  PlanError for a model with an encoder or unknown counts; ConversionError if the file cannot be written;
+             PackError if sums are not finite.
     """
     spec, text = _decoder_alone(profile), profile.facts.text
     if profile.facts.imatrix is not None and not profile.facts.imatrix.has_counts:
@@ -242,13 +227,9 @@ def write_imatrix(
 
 
 def _shapes(spec: formats.ModelSpec) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yields name and [experts, columns] of the entries of a model's experts, in the order of the file."""
-    for layer in spec.moe_layers:
-        for matrix in spec.expert.matrices:
-            yield (
-                expert_tensor(layer, architecture.EXPERT_TENSORS[matrix]),
-                (spec.router.num_experts, _num_inputs(spec, matrix)),
-            )
+    for layer, matrix in itertools.product(spec.moe_layers, spec.expert.matrices):
+        name = expert_tensor(layer, architecture.EXPERT_TENSORS[matrix])
+        yield name, (spec.router.num_experts, _num_inputs(spec, matrix))
 
 
 def _num_inputs(spec: formats.ModelSpec, matrix: formats.Matrix) -> int:
@@ -256,10 +237,7 @@ def _num_inputs(spec: formats.ModelSpec, matrix: formats.Matrix) -> int:
 
 
 def read_imatrix(path: Path) -> Imatrix:
-    """Reads an importance file in GGUF format or in the older one.
-
-    Raises:  PackError if there is no such file, or it is damaged or of another kind.
-    """
+    """Reads an importance file in either format; PackError if it is missing, damaged or of another kind."""
     with formats.RangeReader(path, formats.PackError) as reader:
         if not reader.num_bytes:
             raise formats.PackError(f"{path}: the file is empty; expected an importance file of llama-imatrix")
@@ -356,41 +334,20 @@ def _read_legacy(path: Path) -> Imatrix:
 
 
 def profile_of_imatrix(imatrix: Imatrix, checkpoint: Checkpoint, folder: Path) -> profiles.Profile:
-    """Writes a profile with what an importance file says of a checkpoint's experts: their moments, and nothing else.
-
-    Raises:  PlanError if the file lacks an expert matrix or has other shapes or values; ConversionError if the folder
-             holds something else.
-    """
+    """Writes a profile of an importance file: only experts' moments. PlanError if entries are missing or wrong."""
     spec = checkpoint.spec
     name = ", ".join(imatrix.datasets) or imatrix.path.name
     text = profiles.TextFacts(name, "", max(imatrix.num_chunks, 1), imatrix.chunk_tokens or _LEGACY_CHUNK, 0, 0)
     origin = profiles.ImatrixFacts(imatrix.sha256, imatrix.has_counts)
-    facts = profiles.ProfileFacts(
-        profiles.FORMAT,
-        profiles.VERSION,
-        spec,
-        forward.source_digest(checkpoint),
-        text,
-        (),
-        "off",
-        "none",
-        forward.made_with(),
-        (),
-        "",
-        origin,
-    )
-    store = forward.ProfileStore(folder, hashlib.sha256(profiles.facts_bytes(facts)).hexdigest())
-    try:
+    facts = profiles.facts_of(checkpoint, text, "off", "none", origin)
+    with closing(forward.ProfileStore(folder, hashlib.sha256(profiles.facts_bytes(facts)).hexdigest())) as store:
         for layer in spec.moe_layers:
             store.write(profiles.layer_file("moments", layer), _moments(imatrix, spec, layer).arrays())
         store.seal(profiles.facts_bytes(replace(facts, files=tuple(map(listed, sorted(folder.glob("*.safetensors")))))))
-    finally:
-        store.close()
     return profiles.Profile(folder)
 
 
 def _moments(imatrix: Imatrix, spec: formats.ModelSpec, layer: int) -> profiles.LayerMoments:
-    """Returns what the file has of a layer."""
     gate, up, down = (architecture.EXPERT_TENSORS[matrix] for matrix in formats.MATRICES)
     names = {"up": (up, architecture.GATE_UP_EXPERTS, gate), "down": (down,)}  # gate and up have the same inputs
     counts, sums = dict[str, forward.Array](), dict[formats.Matrix, forward.Array]()

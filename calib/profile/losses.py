@@ -1,11 +1,8 @@
-"""The losses of every choice that a plan can make, in one table: a plan's estimated loss is the sum of its choices'.
+"""The losses of every choice that a plan can make, in nats of KL divergence a token; a plan's estimate is their sum.
 
-All losses are nats of KL divergence from the original, a token. `losses_of` takes what a profile measured and scales it
-to every format that a plan may choose; docs/profile.md says how well losses add up.
-
-Without a profile, `assumed_losses` spreads the losses of a trained model evenly over the shape of another one. They are
-not measurements, and every plan made from them says so (`Losses.origin`). Their figures are in `assumed_losses.json`,
-which `python tests/bench/plans.py assumed-losses` writes from a profile of the demo model.
+`losses_of` scales a profile's figures to every format. Without a profile, `assumed_losses` spreads the losses of a
+trained model evenly; plans say so (`Losses.origin`). `python tests/bench/plans.py assumed-losses` writes
+`assumed_losses.json` from a profile of the demo model.
 """
 
 import math
@@ -61,11 +58,7 @@ class Losses:
         return (plans.BF16,), np.zeros_like(self.quantized[..., -1:])
 
     def sparsity_at(self, theta: float, selector: specs.Selector) -> Floats:
-        """Returns the share of each expert's neurons that do not run with the threshold `theta`: [L, E], less than 1.
-
-        Meaning: the level whose quantile of abs(a) is theta, interpolated between levels.
-        Raises:  PlanError if the quantiles are not known.
-        """
+        """Returns the share [L, E] of neurons below the threshold `theta`; PlanError if the quantiles are not known."""
         if self.quantiles is None:
             raise errors.PlanError(
                 f"theta {theta:g}: without a profile it is not known which share of neurons it drops; give --profile"
@@ -79,12 +72,11 @@ class Losses:
 def losses_of(profile: profiles.Profile) -> Losses:
     """Estimates losses from a profile.
 
-    Meaning: loss(expert, matrix, width) of groups of 64 * ratio(layer, matrix, format) / ratio of groups of 64.
-             More bits of the same codec and groups never lose more, and neither does less sparsity. Calibrated formats
-             count as the width with which they were compared (`base_width`). An expert that no token reached when
-             losses were measured gets a share of its layer's loss, as if one token had chosen it: with a loss of 0, a
-             plan would give it the fewest bits. Dense matrices were rounded plainly; with hqq they lose somewhat less.
-             Of a profile that was made from an importance file, only the popularity is measured; losses are assumed.
+    Meaning: loss(expert, matrix, width) of groups of 64 * ratio(layer, matrix, format) / ratio of groups of 64. More
+             bits of the same codec and groups never lose more, and neither does less sparsity. Calibrated formats count
+             as their `base_width`. An expert without tokens gets the loss of one token of its layer: with a loss of 0,
+             a plan would give it the fewest bits. Dense matrices were rounded plainly; hqq loses somewhat less. A
+             profile of an importance file gives only the popularity.
     Raises:  PackError if the profile has no sensitivity, or is damaged.
     """
     if profile.facts.imatrix is not None:
@@ -120,7 +112,6 @@ def losses_of(profile: profiles.Profile) -> Losses:
 
 
 def _with_popularity(profile: profiles.Profile) -> Losses:
-    """Returns the losses that are assumed for a model's shape, and the popularity in an importance file."""
     losses = assumed_losses(profile.spec)
     tokens = [profile.moments(layer_idx).tokens for layer_idx in range(len(profile.spec.moe_layers))]
     counts = np.stack(tokens).astype(np.float64)
@@ -149,7 +140,7 @@ def _calibrated(
     tokens: forward.Array,
     spec: specs.ModelSpec,
 ) -> Floats:
-    """Returns losses [L, E, 3, formats] of calibrated quantization with bfloat16's; only that without formats."""
+    """Returns losses [L, E, 3, formats] of calibrated quantization with bfloat16's."""
     if not formats:
         return np.zeros((*tokens.shape, len(specs.MATRICES), 1))
     ratios = np.stack([layer.calibrated for layer in layers]).astype(np.float64)  # [L, 3, C]
@@ -165,10 +156,7 @@ def _estimated(
     spec: specs.ModelSpec,
     repeats: list[bool] | None = None,
 ) -> Floats:
-    """Returns losses [L, E, 3, F] from the ratios [L, 3, F] to the losses that were measured at `widths`.
-
-    Args:    repeats: of each format, whether the ratio of down is to its loss without the repeated neurons.
-    """
+    """Scales losses at `widths` by ratios [L, 3, F]: [L, E, 3, F]. Formats in `repeats` store some rows twice."""
     width_idx = [sensitivity.WIDTHS.index(width) for width in widths]
     losses = np.stack([layer.quantized for layer in layers]).astype(np.float64)[..., width_idx]  # [L, E, 3, F]
     if repeats is not None:
@@ -183,7 +171,7 @@ def _estimated(
 
 
 def _importance(profile: profiles.Profile, absmax: Floats) -> Floats:
-    """Returns EdgeMoE's own measure if the profile has it, otherwise the loss of the expert's matrices at 2 bits."""
+    """Returns EdgeMoE's own measure, or the losses at 2 bits if the profile lacks it."""
     if profile.has(profiles.EXACT_FILE):
         return profile.exact()["losses"].astype(np.float64)
     return np.asarray(absmax[..., 0].sum(axis=2))
@@ -273,9 +261,9 @@ class AssumedLosses:
 def assumed_losses(spec: specs.ModelSpec) -> Losses:
     """Returns the losses of a model of this shape if it loses as much as a trained model, evenly over all experts.
 
-    Meaning: an expert's matrix has 1 / (L E) of what all such matrices lose; a dense matrix the share of its
-             parameters; tokens choose experts evenly. A row as one group goes on as hqq's groups of 64 and 128
-             begin, by absmax too: loss(d) = loss(128) * (d / 128)^log2(hqq(128) / hqq(64)).
+    Meaning: an expert's matrix has 1 / (L E) of the loss of all such matrices; a dense matrix the share of its
+             parameters; tokens choose experts evenly. A row as one group: loss(d) = loss(128) * (d / 128)^log2(hqq(128)
+             / hqq(64)).
     """
     place = files("moe_pack.calib.profile").joinpath(FILE)
     return spread(
@@ -318,7 +306,7 @@ def spread(assumed: AssumedLosses, spec: specs.ModelSpec) -> Losses:
 
 
 def _spread(in_all: list[Floats], formats: tuple[plans.PartFormat, ...], spec: specs.ModelSpec) -> Floats:
-    """Returns each expert's losses [L, E, 3, formats and bfloat16] from the sums of all gates, ups and downs, [3]."""
+    """Spreads the sums of all gates, ups and downs [3] over experts: [L, E, 3, formats and bfloat16]."""
     L, E = len(spec.moe_layers), spec.router.num_experts
     totals = np.concatenate([falling(np.stack(in_all, axis=1), formats), np.zeros((len(specs.MATRICES), 1))], axis=1)
     totals[[matrix not in spec.expert.matrices for matrix in specs.MATRICES]] = 0
@@ -326,21 +314,19 @@ def _spread(in_all: list[Floats], formats: tuple[plans.PartFormat, ...], spec: s
 
 
 def _loss(known: dict[tuple[int, int, int], Floats], part: plans.PartFormat, num_cols: int) -> Floats:
-    """Returns the losses of gate, up and down in a format of hqq, [3]."""
     if part.group != plans.ROW_GROUP:
         return known[part.width, part.group, part.scale_bits]
     return known[part.width, 128, part.scale_bits] * _growth(known, part.width, num_cols)
 
 
 def _growth(known: dict[tuple[int, int, int], Floats], width: int, num_cols: int) -> Floats:
-    """Returns how many times more a row loses as one group than in groups of 128, [3]."""
+    """Returns the ratio of losses of a row as one group to those of groups of 128, [3]."""
     half, whole = known[width, 64, 16], known[width, 128, 16]
     growth = np.log2(np.divide(whole, half, out=np.ones_like(whole), where=half > 0))
     return np.asarray((num_cols / 128) ** growth)
 
 
 def _assumed_dense(assumed: AssumedLosses, spec: specs.ModelSpec) -> Floats:
-    """Returns losses [roles, widths]."""
     roles = specs.dense_roles(spec)
     of_layers = {name for layer in range(spec.num_hidden_layers) for name in sensitivity.roundable_roles(spec, layer)}
     ends = {"embed": np.asarray(assumed.embed), "head": np.asarray(assumed.head)}

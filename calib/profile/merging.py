@@ -1,9 +1,7 @@
 """Merges profiles of one checkpoint on different texts, as if their texts had been profiled together.
 
-Routes, counts and kept inputs are those that a profile of all texts has, and path statistics are learned from the
-routes again. Figures that are means over tokens are averaged by tokens. A merge cannot compute again what a profile
-does not keep: quantiles are those of the mixed distributions, and the networks are those of one profile.
-docs/profile.md says how far each figure is off.
+Routes, counts, kept inputs and path statistics are those of a profile of all texts. Means over tokens are averaged by
+tokens; quantiles are those of the mixed distributions; networks are one profile's. docs/profile.md gives the errors.
 """
 
 import dataclasses
@@ -43,10 +41,10 @@ _NETWORKS = [offload.PREDICTORS.index(name) for name in offload.PREDICTORS if na
 def merge_profiles(
     profiles: Sequence[Profile], folder: Path, progress: formats.Progress = formats.NO_PROGRESS
 ) -> Profile:
-    """Writes the profile of all texts of some profiles to `folder`, and continues where a killed run stopped.
+    """Merges profiles into `folder`, and continues where a killed run stopped.
 
-    Raises:  UsageError for fewer than two profiles; PlanError if they are of different checkpoints, were made with
-             different options, or have the same text; ConversionError if the folder holds something else.
+    Raises:  UsageError for fewer than two profiles; PlanError if checkpoints or options differ, or texts are the same;
+             ConversionError if the folder contains something else.
     """
     if len(profiles) < 2:
         raise formats.UsageError("merge: found one profile, expected two or more")
@@ -62,7 +60,6 @@ def merge_profiles(
 
 
 def _check_alike(first: Profile, other: Profile) -> None:
-    """Refuses profiles that are of another checkpoint or were made with other options, by PlanError."""
     if (first.spec, first.facts.source) != (other.spec, other.facts.source):
         raise formats.PlanError(
             f"{other.folder}: the profile is of another checkpoint than {first.folder}; "
@@ -86,7 +83,6 @@ def _check_alike(first: Profile, other: Profile) -> None:
 
 
 def _check_new_texts(merged: Sequence[Profile], profile: Profile) -> None:
-    """Refuses a text that an earlier profile has, by PlanError."""
     known = {text.sha256: other for other in merged for text in texts_of(other.facts)}
     for text in texts_of(profile.facts):
         if text.sha256 in known:
@@ -110,7 +106,6 @@ class _Share:
     kept: forward.Array  # the sequences in its files of inputs that stay, rising
 
     def sequences(self, values: forward.Array) -> tuple[forward.Array, forward.Array]:
-        """Returns values of all tokens or sequences [N, ...] in the new order, and those that are held out."""
         by_sequence = values.reshape(self.profile.facts.text.num_sequences, -1, *values.shape[1:])
         return by_sequence[self.learned], by_sequence[len(self.learned) :]
 
@@ -118,17 +113,16 @@ class _Share:
 def _shares(profiles: Sequence[Profile]) -> list[_Share]:
     """Returns the part of each profile.
 
-    Meaning: the sequences that are not held out stand one profile's after the other's. As many keep their inputs as in
-             a profile of all texts, and at the same places. If a profile does not have the inputs of a place, others of
-             its sequences come there, evenly spread over those that it has.
+    Sequences that are not held out follow profile by profile. As many keep their inputs, at the same places, as in a
+    profile of all texts. A profile without the inputs of a place puts another of its sequences there, evenly spread.
     """
     texts = [profile.facts.text for profile in profiles]
     num_learned = [text.num_sequences - text.num_held_out for text in texts]
     wanted = forward.num_kept_sequences(profiles[0].spec, sum(num_learned), profiles[0].layer_tokens)
     num_kept = min(wanted, sum(text.num_kept for text in texts))
-    places, first, shares = forward.kept_sequences(sum(num_learned), num_kept).numpy(), 0, []
+    places, first, shares = forward.sample_places(sum(num_learned), num_kept).numpy(), 0, []
     for profile, text, number in zip(profiles, texts, num_learned, strict=True):
-        own = forward.kept_sequences(number, text.num_kept).numpy()
+        own = forward.sample_places(number, text.num_kept).numpy()
         wanted_places = places[(places >= first) & (places < first + number)] - first
         chosen = wanted_places
         if not np.isin(chosen, own).all():
@@ -144,8 +138,6 @@ def _shares(profiles: Sequence[Profile]) -> list[_Share]:
 
 
 class _Merge:
-    """One merged profile."""
-
     def __init__(self, profiles: Sequence[Profile]) -> None:
         self._profiles = profiles
         self._spec = profiles[0].spec
@@ -177,7 +169,6 @@ class _Merge:
         )
 
     def write(self, store: forward.ProfileStore, progress: formats.Progress) -> None:
-        """Writes all files but large ones that are there, and finishes the profile."""
         spec, sensitivity = self._spec, self.facts.sensitivity
         progress.begin(Stage("merge", spec.num_hidden_layers, "layers"))
         store.write(TOKENS_FILE, {"tokens": self._tokens.astype(np.uint32)})
@@ -195,7 +186,7 @@ class _Merge:
         if sensitivity != "none":
             store.write(EFFECTS_FILE, self._mean_arrays(lambda profile: profile.effects().arrays()))
         if sensitivity == "exact":
-            store.write(EXACT_FILE, self._mean_arrays(lambda profile: profile.exact()))
+            store.write(EXACT_FILE, self._mean_arrays(Profile.exact))
         files = tuple(profiler.listed(path) for path in sorted(store.folder.glob("*.safetensors")))
         store.seal(facts_bytes(dataclasses.replace(self.facts, files=files)))
         progress.end()
@@ -203,7 +194,6 @@ class _Merge:
     def _write_layer(
         self, store: forward.ProfileStore, layer_idx: int, layer: int, paths: offload.PathStatistics
     ) -> None:
-        """Writes the files of a layer that has experts, but for its losses."""
         name = layer_file("statistics", layer)
         if not store.has(name):
             store.write(name, self._statistics(layer_idx).arrays())
@@ -218,11 +208,10 @@ class _Merge:
     # --- what a profile of all texts has too
 
     def _in_order(self, values: Sequence[tuple[forward.Array, forward.Array]]) -> forward.Array:
-        """Returns values by sequence, those of all texts that are not held out before the others."""
+        """Joins values by sequence, held-out ones last."""
         return np.concatenate([learned for learned, _ in values] + [held_out for _, held_out in values])
 
     def _routes(self, layer_idx: int) -> forward.Array:
-        """Returns the routes of all tokens, [T, k]."""
         routes = [share.sequences(share.profile.statistics(layer_idx).routes) for share in self._shares]
         return self._in_order(routes).reshape(-1, self._spec.router.num_experts_per_tok)
 
@@ -234,7 +223,6 @@ class _Merge:
         )
 
     def _input_pieces(self, layer_idx: int) -> Iterator[bytes]:
-        """Yields a layer's file of inputs in pieces."""
         length = self._profiles[0].layer_tokens
         with ExitStack() as opened:
             kept = []
@@ -256,18 +244,14 @@ class _Merge:
         mean = np.average(means, weights=self._weights)
         square = np.average(deviations**2 + means**2, weights=self._weights) - mean**2
         shares = _by_expert([each.hot for each in counted], tokens)
+        summed = ("tokens", "held_out_tokens", "mass", "coactivation", "input_squares", "hidden_squares")
         return statistics.LayerStatistics(
-            tokens=_sum([each.tokens for each in counted]),
-            held_out_tokens=_sum([each.held_out_tokens for each in counted]),
-            mass=_sum([each.mass for each in counted]),
             routes=self._routes(layer_idx),
-            coactivation=_sum([each.coactivation for each in counted]),
             quantiles=mixed_quantiles(np.stack([each.quantiles for each in counted]), quantile_weights),
             hot_thresholds=_by_expert([each.hot_thresholds for each in counted], tokens).astype(np.float32),
             hot=shares.round().astype(np.uint16),
             cosine=np.asarray([mean, np.sqrt(np.maximum(square, 0))], np.float32),
-            input_squares=_sum([each.input_squares for each in counted]),
-            hidden_squares=_sum([each.hidden_squares for each in counted]),
+            **{name: _sum([getattr(each, name) for each in counted]) for name in summed},
         )
 
     def _losses(self, layer: int) -> dict[str, forward.Array]:
@@ -284,7 +268,7 @@ class _Merge:
     def _mean_arrays(
         self, read: Callable[[Profile], dict[str, forward.Array]], counts: forward.Array | None = None
     ) -> dict[str, forward.Array]:
-        """Returns the means of arrays by name, weighted by the tokens of the texts that count."""
+        """Returns the means of arrays by name, weighted by tokens."""
         weights = self._weights if counts is None else self._weights * counts
         found = [read(profile) for profile in self._profiles]
         return {
@@ -293,7 +277,7 @@ class _Merge:
         }
 
     def _predictors(self, layer_idx: int, paths: offload.PathStatistics) -> statistics.LayerPredictors:
-        """Returns the recalls, and the network of the profile with the most tokens, with its own recall.
+        """Returns the recalls, and the network and its recall from the profile with the most tokens.
 
         The merged routes judge popularity and path statistics; other recalls are means by judged tokens.
         """
@@ -317,7 +301,6 @@ class _Merge:
 
 
 def _num_judged(profile: Profile) -> int:
-    """Returns the number of sequences on which predictors were judged."""
     text = profile.facts.text
     return statistics.Shares.of(text.num_sequences, profile.layer_tokens, text.num_held_out).num_judged
 
@@ -329,13 +312,13 @@ def _sum(arrays: Sequence[forward.Array]) -> forward.Array:
 
 
 def _by_expert(arrays: Sequence[forward.Array], tokens: forward.Array) -> forward.Array:
-    """Returns means float64 [E, ...], weighted by an expert's tokens [P, E]; 0 for one without tokens."""
+    """Returns means float64 [E, ...], weighted by tokens [P, E]; 0 for an expert without tokens."""
     weights = tokens / np.maximum(tokens.sum(axis=0), 1)
     return np.asarray(np.einsum("pe,pe...->e...", weights, np.stack(arrays).astype(np.float64)))
 
 
 def _mean_of_known(arrays: Sequence[forward.Array], weights: forward.Array) -> forward.Array:
-    """Returns the weighted mean of those values that are numbers, float32; NaN where none is."""
+    """Returns the weighted mean of the finite values, float32; NaN where there is none."""
     values = np.stack(arrays).astype(np.float64)
     known = ~np.isnan(values)
     counts = known * weights.reshape(-1, *(1,) * (values.ndim - 1))
@@ -347,8 +330,8 @@ def _mean_of_known(arrays: Sequence[forward.Array], weights: forward.Array) -> f
 def mixed_quantiles(quantiles: forward.Array, weights: forward.Array) -> forward.Array:
     """Returns the quantiles of mixtures of distributions that are known by their quantiles: float32 [E, kinds, levels].
 
-    Meaning: between two quantiles a distribution is even. The mixture's share of values up to x is the weighted mean of
-             the shares of all, and its quantile is the least x at which that share is reached.
+    Meaning: the distributions are even between quantiles. A mixture's share of values up to x is the weighted mean of
+             their shares; its quantile is the least x with that share.
     Args:    quantiles: float32 [P, E, kinds, levels] at `QUANTILE_LEVELS`.   weights: [P, E], not all 0 for an expert.
     """
     levels = np.asarray(statistics.QUANTILE_LEVELS)

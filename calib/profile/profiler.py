@@ -1,57 +1,28 @@
-"""Makes a profile, stage by stage; each layer's result is a file, after which a killed run continues.
-
-    statistics      one pass over all tokens: for each MoE layer a file of statistics, and one of its experts' inputs;
-                    then path statistics from the routes
-    rotation        for each MoE layer whether its experts lose less in rotated coordinates: one file in all
-    sensitivity     one pass over fewer tokens and back: a file for each layer; then copies, which say how far the
-                    estimates are off; with `exact` also a pass with each expert alone at 2 bits, which gives one file
-    predictors      a file for each MoE layer but the first, from the layers' inputs that the first stage kept
+"""Makes a profile, stage by stage: statistics, rotation, sensitivity, predictors; each layer's result is a file.
 
 The same checkpoint, tokens and options give the same profile up to float rounding, whatever the chunks. A run that was
-killed and started again gives the same bytes as a run that was not killed. So do several parts that make it
-together, with the results in `SharedResults`: each runs all stages, and a part that falls behind does what a killed run
-does.
-
-`attach` stores what a profile knows of routes in the folder of a pack of the same model, where the runtime reads it.
+killed and started again gives the same bytes, and so do several parts that share results (`forward.shared`): each runs
+all stages, and one that falls behind does what a killed run does.
 """
 
 import dataclasses
-import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.calib import forward, quantize
+from moe_pack.calib import forward, quantize, sensitivity, statistics
 from moe_pack.calib.forward import shared
 from moe_pack.calib.forward.store import WORK_FOLDER
 from moe_pack.calib.profile import profiles
 from moe_pack.calib.profile.options import ProfileOptions
-from moe_pack.calib.sensitivity import (
-    ExactPass,
-    LayerLosses,
-    SensitivityPass,
-    copies_of,
-    costs,
-    effects_of,
-    is_rotated_better,
-)
-from moe_pack.calib.statistics import (
-    InputFiles,
-    LayerInputs,
-    LayerStatistics,
-    PartialStates,
-    Shares,
-    learn_paths,
-    measure_layer,
-    predict_layer,
-    shapes_for,
-)
+from moe_pack.calib.sensitivity import costs
 from moe_pack.formats.base import commands
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack import manifests
@@ -75,9 +46,8 @@ def make_profile(
 ) -> profiles.Profile:
     """Profiles a checkpoint on some tokens into `folder`, and continues where a killed run stopped.
 
-    Args:    part: which of several processes this is that make the profile together, all in `folder`; None: the only
-             one.
-    Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers.
+    Args:    part: the number of this process among several that make the profile together; None: the only one.
+    Raises:  ConversionError if the folder contains something else; CheckpointError for weights that are not finite.
     """
     forward.check_length(checkpoint.spec, tokens.sequences.shape[1])
     facts = _facts(checkpoint, tokens, options)
@@ -110,8 +80,6 @@ def finished(folder: Path, facts: profiles.ProfileFacts) -> profiles.Profile | N
 
 
 class _Run:
-    """The stages of one profile."""
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -134,21 +102,21 @@ class _Run:
         self._progress = progress
         self._device = device
         self._given = forward.Sequences.of(self._spec, self._ids)
-        self._shares = Shares.of(len(self._ids), self._given.length, forward.num_held_out(len(self._ids)))
-        self._num_held_out_tokens = forward.num_held_out(len(self._ids)) * self._given.length
-        self._kept = forward.kept_sequences(len(self._ids) - forward.num_held_out(len(self._ids)), facts.text.num_kept)
+        num_held_out = forward.num_held_out(len(self._ids))
+        self._shares = statistics.Shares.of(len(self._ids), self._given.length, num_held_out)
+        self._num_held_out_tokens = num_held_out * self._given.length
+        self._kept = forward.sample_places(len(self._ids) - num_held_out, facts.text.num_kept)
         self._first_layers = first_moe_layers(self._spec)
-        self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares, self._first_layers, results)
-        self._partial = PartialStates(store.work, self._spec, self._shares, self._num_held_out_tokens, results)
+        self._num_experts = self._spec.router.num_experts
+        work, d = store.work, self._spec.hidden_size
+        self._inputs = statistics.InputFiles(work, d, self._shares, self._first_layers, results)
+        self._partial = statistics.PartialStates(work, self._spec, self._shares, self._num_held_out_tokens, results)
 
     def run(self) -> None:
-        """Runs all stages, and finishes the profile.
-
-        A stage is entered again if other parts are so far ahead that they have removed what it reads.
-        """
-        stages: list[Callable[[], None]] = [self.keep_tokens, self.statistics, self.paths, self.rotation]
+        """Runs all stages; enters one again if other parts have removed its input."""
+        stages: list[Callable[[], None]] = [self.keep_tokens, self.run_statistics, self.paths, self.rotation]
         if self._options.sensitivity != "none":
-            stages.append(self.sensitivity)
+            stages.append(self.run_sensitivity)
         if self._options.sensitivity == "exact":
             stages.append(self.exact)
         stages += [self.predictors, self.seal]
@@ -163,7 +131,7 @@ class _Run:
 
     @contextmanager
     def _stage(self, name: str, cost: Callable[[], commands.Stage]) -> Iterator[None]:
-        """Surrounds a stage, whose cost is measured first."""
+        """Measures the cost of a stage before it runs."""
         with commands.stage_of(self._progress, f"timing {name}"):
             stage = cost()
         self._progress.begin(stage)
@@ -171,7 +139,6 @@ class _Run:
         self._progress.end()
 
     def seal(self) -> None:
-        """Writes the file that makes the folder a profile."""
         paths = sorted(self._store.folder.glob("*.safetensors"))
 
         def work(number: int) -> shared.Arrays:
@@ -187,12 +154,10 @@ class _Run:
         self._store.seal(profiles.facts_bytes(dataclasses.replace(self._facts, files=files)))
 
     def keep_tokens(self) -> None:
-        """Writes the tokens, so that other measurements can use the same text."""
         if not self._store.has(profiles.TOKENS_FILE):
             self._store.write(profiles.TOKENS_FILE, {"tokens": self._ids.numpy().astype(np.uint32)})
 
-    def statistics(self) -> None:
-        """Runs the first stage: a file of statistics for each MoE layer."""
+    def run_statistics(self) -> None:
         if all(self._store.has(profiles.layer_file("statistics", layer)) for layer in self._spec.moe_layers):
             return
         num_sequences, S = self._given.ids.shape
@@ -202,8 +167,7 @@ class _Run:
         )
         layers = range(states.next_layer, self._spec.num_hidden_layers)
         with self._stage(
-            "statistics",
-            lambda: self._statistics_cost(costs.Trial(self._weights, states), layers).stage("statistics"),
+            "statistics", lambda: self._statistics_cost(costs.Trial(self._weights, states), layers).stage("statistics")
         ):
             for layer in layers:
                 with self._results.step(f"statistics-{layer:03d}"):
@@ -218,26 +182,18 @@ class _Run:
             states.close()
 
     def _count_layer(self, states: forward.LayerStates, tokens: forward.LayerTokens, layer: int) -> forward.LayerTokens:
-        """Runs and counts the experts of a layer; returns its tokens, summed."""
         layer_idx = self._spec.moe_layers.index(layer)
         one = costs.expert_multiplications(self._spec)
-
-        def on_expert(expert: int, num_tokens: int) -> None:
-            self._progress.advance(one * num_tokens, f"layer {layer} expert {expert}")
-
-        def on_output(expert: int, token_idx: Tensor, router_weights: Tensor, output: Tensor) -> None:
-            self._partial.add(layer, expert, token_idx, router_weights, output)
-
         self._partial.begin(layer, tokens)
-        statistics = measure_layer(
+        measured = statistics.measure_layer(
             states,
             tokens,
             self._weights,
             layer_idx,
             self._inputs.keep(layer_idx, tokens.inputs),
             self._num_held_out_tokens,
-            on_expert,
-            on_output,
+            lambda expert, number: self._progress.advance(one * number, f"layer {layer} expert {expert}"),
+            partial(self._partial.add, layer),
             self._options.chunk_tokens or forward.CHUNK_TOKENS,
             self._results,
         )
@@ -246,20 +202,19 @@ class _Run:
         if len(self._kept):  # written before the statistics, whose file says that the layer is done
             pieces = forward.input_pieces(self._spec, tokens, self._given.length, self._kept)
             self._store.replace(profiles.layer_file("inputs", layer), pieces)
-        self._store.write(profiles.layer_file("statistics", layer), statistics.arrays())
+        self._store.write(profiles.layer_file("statistics", layer), measured.arrays())
         return tokens
 
     def paths(self) -> None:
-        """Writes path statistics from the routes of the tokens that are not held out."""
         if self._store.has(profiles.PATHS_FILE):
             return
         routes = np.stack([self._counted(l).routes for l in range(len(self._spec.moe_layers))], axis=1)  # [T, L, k]
         learned = len(routes) - self._num_held_out_tokens
-        statistics = learn_paths(routes[:learned], self._num_experts, PATH_BYTES, self._first_layers)
-        self._store.write(profiles.PATHS_FILE, statistics.arrays())
+        paths = statistics.learn_paths(routes[:learned], self._num_experts, PATH_BYTES, self._first_layers)
+        self._store.write(profiles.PATHS_FILE, paths.arrays())
 
     def rotation(self) -> None:
-        """Decides which layers are rotated; writes their vectors, if there are any."""
+        """Decides which layers are rotated."""
         if self._store.has(manifests.ROTATION_FILE) or self._options.rotate == "off":
             return
         judges = self._options.rotate == "auto"
@@ -284,16 +239,18 @@ class _Run:
             self._store.replace(manifests.ROTATION_FILE, (manifests.rotation_bytes(vectors),))
 
     def _is_better_rotated(self, layer_idx: int, vectors: manifests.RotationVectors) -> bool:
-        """Judges a layer by its expert with the most tokens; reads what a killed run has judged."""
+        """Judges a layer by its expert with the most tokens, or reads an earlier judgement."""
         name = f"{WORK_FOLDER}/{manifests.ROTATION_FILE}.{layer_idx}"
         if self._store.has(name):
             return (self._store.folder / name).read_bytes() == _ROTATED
+        matrices = itertools.product(range(self._num_experts), self._spec.expert.matrices)
+        codecs = (self._checkpoint.expert_source(layer_idx, *matrix).codec for matrix in matrices)
         is_better = False
-        if not self._keeps_codes(layer_idx):
+        if "mxfp4" not in codecs:  # plans keep such codes
             with self._open_inputs(layer_idx) as inputs:
                 expert = int(np.bincount(inputs.experts.ravel(), minlength=self._num_experts).argmax())
                 tokens = inputs.of_expert(expert)
-            is_better = is_rotated_better(
+            is_better = sensitivity.is_rotated_better(
                 self._weights.expert(layer_idx, expert),
                 self._spec.expert_function(layer_idx),
                 tokens,
@@ -302,26 +259,14 @@ class _Run:
         self._store.replace(name, (_ROTATED if is_better else b"",))
         return is_better
 
-    def _keeps_codes(self, layer_idx: int) -> bool:
-        """Returns whether the checkpoint has an expert of a layer in codes of few bits, which plans keep."""
-        return any(
-            self._checkpoint.expert_source(layer_idx, expert, matrix).codec == "mxfp4"
-            for expert in range(self._num_experts)
-            for matrix in self._spec.expert.matrices
-        )
-
     def _vectors(self) -> manifests.RotationVectors | None:
-        return (
-            manifests.RotationVectors(**self._read(manifests.ROTATION_FILE))
-            if self._store.has(manifests.ROTATION_FILE)
-            else None
-        )
+        name = manifests.ROTATION_FILE
+        return manifests.RotationVectors(**self._read(name)) if self._store.has(name) else None
 
-    def sensitivity(self) -> None:
-        """Runs the second stage: a file of losses for each layer, the last one first, then what copies measured."""
+    def run_sensitivity(self) -> None:
         if self._store.has(profiles.EFFECTS_FILE):
             return
-        stage = SensitivityPass(
+        stage = sensitivity.SensitivityPass(
             self._weights,
             self._ids,
             "fast" if self._options.sensitivity == "fast" else "full",
@@ -339,30 +284,28 @@ class _Run:
                 with self._results.step(f"forward-{stage.states.next_layer:03d}"):
                     stage.forward(self._progress)
                 give_back_freed()
-            while stage.next_back >= 0:
-                with self._results.step(f"back-{stage.next_back:03d}"):
-                    layer_losses = stage.back(self._progress)
-                    self._store.write(profiles.layer_file("sensitivity", stage.next_back), layer_losses.arrays())
-                    stage.leave_back()
+            while (layer := stage.way_back.next_layer) >= 0:
+                with self._results.step(f"back-{layer:03d}"):
+                    layer_losses = stage.way_back.measure(self._progress)
+                    self._store.write(profiles.layer_file("sensitivity", layer), layer_losses.arrays())
+                    stage.way_back.leave()
                 give_back_freed()
             moe_layers = self._spec.moe_layers
             losses = [self._layer_losses(layer) for layer in moe_layers]
             measured = stage.divergences(losses, self._progress)
-            copies = copies_of(losses, self._spec.hidden_size)
-            effects = effects_of(copies, measured, moe_layers, self._spec.num_hidden_layers)
+            copies = sensitivity.copies_of(losses, self._spec.hidden_size)
+            effects = sensitivity.effects_of(copies, measured, moe_layers, self._spec.num_hidden_layers)
             self._store.write(profiles.EFFECTS_FILE, effects.arrays())
             stage.close()
 
-    def _layer_losses(self, layer: int) -> LayerLosses:
-        return LayerLosses(**self._read(profiles.layer_file("sensitivity", layer)))
+    def _layer_losses(self, layer: int) -> sensitivity.LayerLosses:
+        return sensitivity.LayerLosses(**self._read(profiles.layer_file("sensitivity", layer)))
 
     def exact(self) -> None:
-        """Runs EdgeMoE's own measure after the second stage: one file."""
         if self._store.has(profiles.EXACT_FILE):
             return
-        stage = ExactPass(
-            self._weights, self._ids, self._store.work / "exact", self._device, self._vectors(), self._results
-        )
+        folder = self._store.work / "exact"
+        stage = sensitivity.ExactPass(self._weights, self._ids, folder, self._device, self._vectors(), self._results)
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
         with self._stage("experts at 2 bits", lambda: stage.cost(layers).stage("each expert at 2 bits")):
             for layer in layers:
@@ -373,16 +316,12 @@ class _Run:
             stage.states.close()
 
     def predictors(self) -> None:
-        """Runs the last stage: a file for each MoE layer but the first of a stack; none without held-out tokens."""
+        """Runs the last stage; it needs held-out tokens."""
         if not self._shares.num_judged or not self._shares.num_learned:
             return
-        paths = offload.PathStatistics.from_arrays(
-            self._read(profiles.PATHS_FILE),
-            profiles.PATHS_FILE,
-            len(self._spec.moe_layers),
-            self._num_experts,
-            self._spec.router.num_experts_per_tok,
-        )
+        shape = len(self._spec.moe_layers), self._num_experts, self._spec.router.num_experts_per_tok
+        arrays = self._read(profiles.PATHS_FILE)
+        paths = offload.PathStatistics.from_arrays(arrays, profiles.PATHS_FILE, *shape)
         left = [
             layer_idx
             for layer_idx, layer in enumerate(self._spec.moe_layers)
@@ -397,11 +336,10 @@ class _Run:
         def work(layer_idx: int) -> shared.Arrays:
             begin = max(first for first in self._first_layers if first <= layer_idx)  # of its stack
             history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
-            thresholds = self._hot_thresholds(layer_idx)
-            layer = self._spec.moe_layers[layer_idx]
-            partial_scores = self._partial.scores(layer)
-            predictors = predict_layer(
-                self._weights, layer_idx, history, paths, thresholds, self._device, partial_scores
+            thresholds, layer = self._hot_thresholds(layer_idx), self._spec.moe_layers[layer_idx]
+            scores = self._partial.scores(layer)
+            predictors = statistics.predict_layer(
+                self._weights, layer_idx, history, paths, thresholds, self._device, scores
             )
             self._store.write(profiles.layer_file("predictors", layer), predictors.arrays())
             return ()
@@ -411,12 +349,7 @@ class _Run:
                 self._progress.advance(one.multiplications, f"layer {self._spec.moe_layers[layer_idx]}")
         self._progress.end()
 
-    @property
-    def _num_experts(self) -> int:
-        return self._spec.router.num_experts
-
     def _statistics_cost(self, trial: costs.Trial, layers: range) -> costs.Cost:
-        """Returns the cost of the remaining layers; one layer of each kind is timed."""
         router = self._spec.router
         tokens_an_expert = self._given.ids.numel() * router.num_experts_per_tok / router.num_experts
         counted = trial.counted(tokens_an_expert) * router.num_experts
@@ -427,9 +360,9 @@ class _Run:
     def _read(self, name: str) -> dict[str, forward.Array]:
         return forward.read_all_arrays(self._store.folder / name)
 
-    def _counted(self, layer_idx: int) -> LayerStatistics:
+    def _counted(self, layer_idx: int) -> statistics.LayerStatistics:
         name = profiles.layer_file("statistics", self._spec.moe_layers[layer_idx])
-        return LayerStatistics.from_arrays(self._read(name), name, self._spec, self._given.ids.numel())
+        return statistics.LayerStatistics.from_arrays(self._read(name), name, self._spec, self._given.ids.numel())
 
     def _open_inputs(self, layer_idx: int) -> forward.ExpertInputs:
         path = self._store.folder / profiles.layer_file("inputs", self._spec.moe_layers[layer_idx])
@@ -438,30 +371,23 @@ class _Run:
     def _hot_thresholds(self, layer_idx: int) -> forward.Array:
         return self._counted(layer_idx).at_sparsities(forward.HOT_SPARSITIES)
 
-    def _layer_inputs(self, layer_idx: int) -> LayerInputs:
+    def _layer_inputs(self, layer_idx: int) -> statistics.LayerInputs:
         routes = torch.from_numpy(self._counted(layer_idx).routes.astype(np.int64))
         return self._inputs.read(layer_idx, routes)
 
 
 def _facts(checkpoint: Checkpoint, tokens: forward.Tokens, options: ProfileOptions) -> profiles.ProfileFacts:
-    """Returns the facts of a profile before it is made."""
-    num_sequences, sequence_length = tokens.sequences.shape
+    spec, (num_sequences, S) = checkpoint.spec, tokens.sequences.shape
     num_last = forward.num_held_out(num_sequences)
-    seen = forward.stack_tokens(checkpoint.spec, sequence_length)
-    num_kept = (
-        forward.num_kept_sequences(checkpoint.spec, num_sequences - num_last, seen) if options.keeps_inputs else 0
-    )
-    text = profiles.TextFacts(tokens.name, tokens.sha256, num_sequences, sequence_length, num_last, num_kept)
-    source = forward.source_digest(checkpoint)
-    chosen = options.rotate, options.sensitivity
-    return profiles.ProfileFacts(
-        profiles.FORMAT, profiles.VERSION, checkpoint.spec, source, text, (), *chosen, forward.made_with(), (), ""
-    )
+    num_kept = forward.num_kept_sequences(spec, num_sequences - num_last, forward.stack_tokens(spec, S))
+    num_kept *= options.keeps_inputs
+    text = profiles.TextFacts(tokens.name, tokens.sha256, num_sequences, S, num_last, num_kept)
+    return profiles.facts_of(checkpoint, text, options.rotate, options.sensitivity)
 
 
 def identity_of(facts: profiles.ProfileFacts) -> str:
     """Returns a digest of the profile's checkpoint, text and options, without its results."""
-    return hashlib.sha256(formats.canonical(formats.dump(dataclasses.replace(facts, files=(), sha256="")))).hexdigest()
+    return profiles.digest_of(dataclasses.replace(facts, files=()))
 
 
 def listed(path: Path) -> manifests.ContentFile:
@@ -474,7 +400,7 @@ _KEY_ARRAY_BYTES = 512  # at most, of an array's name, shape and padding in the 
 
 
 def attach(pack: formats.Pack, profile: profiles.Profile) -> offload.Routing:
-    """Writes `routing.safetensors` into a pack's folder, from a profile of the checkpoint from which it was made.
+    """Writes `routing.safetensors` into a pack's folder, from a profile of the pack's checkpoint.
 
     Raises:  PlanError if the profile is of another checkpoint; ConversionError if another process writes in the folder.
     """
@@ -502,25 +428,29 @@ def routing_of(profile: profiles.Profile, most_tokens: int = routing_file.MAX_RO
             judged = profile.predictors(layer_idx)
             recalls[layer_idx], best[layer_idx] = judged.experts, judged.best[0]
 
-    def network(layer_idx: int) -> offload.Predictor:
-        return profile.predictors(layer_idx).network
-
     joined: forward.Array = np.stack(routes, axis=1)  # [T, k] of each layer -> [T, L, k]
     return offload.Routing(
-        np.stack(popularity), np.stack(mass), profile.paths(), recalls, best, joined, length, network
+        np.stack(popularity),
+        np.stack(mass),
+        profile.paths(),
+        recalls,
+        best,
+        joined,
+        length,
+        lambda layer_idx: profile.predictors(layer_idx).network,
     )
 
 
 def most_routing_bytes(spec: formats.ModelSpec) -> int:
-    """Returns the most bytes that `routing.safetensors` can have for this model, whatever was profiled.
+    """Returns the most bytes that `routing.safetensors` can have for this model.
 
-    Meaning: routes of all kept tokens, the largest tables and keys up to PATH_BYTES, and for every layer but the first
-             the larger network.
+    Meaning: all kept routes, the largest tables, keys up to PATH_BYTES, and the larger network of every layer but the
+             first.
     """
     L, E, k, d = len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok, spec.hidden_size
     tables = {"popularity": (L, E), "after_one": (max(L - 1, 0), E, E), "after_two": (max(L - 2, 0), E, E)}
     keys = max(0, PATH_BYTES - sum(4 * math.prod(shape) for shape in tables.values()))
-    h = shapes_for(d, E)[1].hidden
+    h = statistics.shapes_for(d, E)[1].hidden
     arrays = [
         ("popularity", "U32", (L, E)),
         ("mass", "F32", (L, E)),

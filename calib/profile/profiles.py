@@ -1,9 +1,6 @@
-"""A profile as it is read: a folder of JSON and safetensors files with what calibration measured of a model.
+"""Reads a profile: a folder of JSON and safetensors files, one of each stage for each layer.
 
-`profile.json` lists every other file with its size and SHA-256. Each stage has one file for each layer, so that the
-profile of a large model is read layer by layer. `profiler` writes the folder; docs/profile.md specifies it.
-
-`hottest_first` takes the order of a pack's neurons from a profile.
+`profile.json` lists every other file with its size and SHA-256. docs/profile.md specifies the folder.
 """
 
 import dataclasses
@@ -18,7 +15,7 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.calib import forward, quantize
-from moe_pack.calib.forward import kept_sequences, store
+from moe_pack.calib.forward import store
 from moe_pack.calib.forward.experts import OTHERS_COUNT
 from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.calib.sensitivity import DENSE_WIDTHS, MOST_COPIES, MOST_GROWTH, Effects, LayerLosses, errors
@@ -107,17 +104,32 @@ class LayerMoments(forward.NamedArrays):
         return quantize.ExpertMoments(mean(self.input_squares), mean(self.hidden_squares), own + OTHERS_COUNT)
 
 
+def facts_of(
+    checkpoint: Checkpoint,
+    text: TextFacts,
+    rotate: quantize.RotateChoice,
+    sensitivity: Sensitivity,
+    imatrix: ImatrixFacts | None = None,
+) -> ProfileFacts:
+    """Returns the facts of a profile before it is made."""
+    source, made_with = forward.source_digest(checkpoint), forward.made_with()
+    return ProfileFacts(
+        FORMAT, VERSION, checkpoint.spec, source, text, (), rotate, sensitivity, made_with, (), "", imatrix
+    )
+
+
 def facts_bytes(facts: ProfileFacts) -> bytes:
     """Returns the bytes of `profile.json`, with the digest of all its other values."""
-    return formats.canonical(formats.dump(dataclasses.replace(facts, sha256=_digest(facts))))
+    return formats.canonical(formats.dump(dataclasses.replace(facts, sha256=digest_of(facts))))
 
 
-def _digest(facts: ProfileFacts) -> str:
+def digest_of(facts: ProfileFacts) -> str:
+    """Returns the SHA-256 of all values but itself."""
     return hashlib.sha256(formats.canonical(formats.dump(dataclasses.replace(facts, sha256="")))).hexdigest()
 
 
 class Profile:
-    """A profile that is open for reading; every file is checked against its digest when it is read.
+    """Opens a profile for reading; every file is checked against its digest when it is read.
 
     Raises:  PackError if the profile is missing, unfinished, damaged or of another version.
     """
@@ -141,7 +153,7 @@ class Profile:
                 f"{forward.PROFILE_FILE}: expected format {FORMAT!r}, version {VERSION}; profile the model again"
             )
         self.facts = formats.load(ProfileFacts, values, forward.PROFILE_FILE, formats.PackError)
-        if self.facts.sha256 != _digest(self.facts):
+        if self.facts.sha256 != digest_of(self.facts):
             raise formats.PackError(
                 f"{forward.PROFILE_FILE}: SHA-256 does not match its values; profile the model again"
             )
@@ -190,9 +202,9 @@ class Profile:
 
     def tokens(self) -> forward.Tokens:
         """Reads the tokens of the profile's text."""
-        text, arrays = self.facts.text, self._read(TOKENS_FILE)
+        text = self.facts.text
         shape, most = (text.num_sequences, text.sequence_length), self.spec.vocab_size - 1
-        store.check_arrays(arrays, {"tokens": store.ArrayRule("U32", shape, most=most)}, TOKENS_FILE)
+        arrays = self._checked_arrays(TOKENS_FILE, {"tokens": store.ArrayRule("U32", shape, most=most)})
         return forward.Tokens(text.name, arrays["tokens"].astype(np.int32), text.sha256, ())
 
     def statistics(self, layer_idx: int) -> LayerStatistics:
@@ -206,10 +218,7 @@ class Profile:
         return self.facts.text.num_kept > 0
 
     def inputs(self, layer_idx: int) -> forward.ExpertInputs:
-        """Opens the inputs of the `layer_idx`-th MoE layer's experts; the caller closes them.
-
-        The file is checked against its digest only the first time.
-        """
+        """Opens the inputs of the `layer_idx`-th MoE layer's experts, to be closed; checks the digest once."""
         name = layer_file("inputs", self.spec.moe_layers[layer_idx])
         if name not in self._checked:
             self._check(name)
@@ -220,7 +229,7 @@ class Profile:
         """Reads the tokens whose experts' inputs are kept, in the order of these: int32 [n, S]."""
         text = self.facts.text
         all_tokens = self.tokens()  # checks how many sequences there are
-        kept = kept_sequences(text.num_sequences - text.num_held_out, text.num_kept)
+        kept = forward.sample_places(text.num_sequences - text.num_held_out, text.num_kept)
         sequences: NDArray[np.int32] = all_tokens.sequences[kept.numpy()]
         return sequences
 
@@ -241,9 +250,7 @@ class Profile:
             "input_squares": store.ArrayRule("F32", (E, spec.hidden_size), 0),
             "hidden_squares": store.ArrayRule("F32", (E, spec.expert.intermediate_size), 0),
         }
-        arrays = self._read(name)
-        store.check_arrays(arrays, wanted, name)
-        return LayerMoments(**arrays)
+        return LayerMoments(**self._checked_arrays(name, wanted))
 
     def inputs_digest(self) -> str:
         """Returns the SHA-256 of the digests of all files of inputs, on which calibrated quantization depends."""
@@ -257,13 +264,9 @@ class Profile:
         """Reads the coordinates in which layers are to be stored; None if no layer is rotated."""
         if not self.has(manifests.ROTATION_FILE):
             return None
-        arrays, shape = self._read(manifests.ROTATION_FILE), (len(self.spec.moe_layers), self.spec.hidden_size)
-        store.check_arrays(
-            arrays,
-            dict.fromkeys(("input", "output"), store.ArrayRule("F32", shape, -_MOST_SCALE, _MOST_SCALE)),
-            manifests.ROTATION_FILE,
-        )
-        vectors = manifests.RotationVectors(**arrays)
+        shape = (len(self.spec.moe_layers), self.spec.hidden_size)
+        wanted = dict.fromkeys(("input", "output"), store.ArrayRule("F32", shape, -_MOST_SCALE, _MOST_SCALE))
+        vectors = manifests.RotationVectors(**self._checked_arrays(manifests.ROTATION_FILE, wanted))
         if fault := manifests.rotation_fault(vectors):
             raise formats.PackError(f"{manifests.ROTATION_FILE}: {fault}")
         return vectors
@@ -289,11 +292,11 @@ class Profile:
         def losses(*shape: int) -> store.ArrayRule:
             return store.ArrayRule("F32", shape if with_experts else (0,), 0, _MOST_LOSS)
 
-        num_calibrated = len(errors.calibrated_formats(spec.hidden_size))
+        num_roles, num_calibrated = (
+            len(found) for found in (errors.roundable_roles(spec, layer), errors.calibrated_formats(spec.hidden_size))
+        )
         wanted = {
-            "dense": store.ArrayRule(
-                "F32", (len(errors.roundable_roles(spec, layer)), len(DENSE_WIDTHS)), 0, _MOST_LOSS
-            ),
+            "dense": store.ArrayRule("F32", (num_roles, len(DENSE_WIDTHS)), 0, _MOST_LOSS),
             "quantized": losses(E, len(formats.MATRICES), len(errors.WIDTHS)),
             "repeated": losses(E, len(errors.WIDTHS)),
             "sparse": losses(E, len(forward.KINDS), len(errors.SPARSITIES)),
@@ -302,9 +305,7 @@ class Profile:
             if self.has_inputs
             else store.ArrayRule("F32", (0,)),
         }
-        arrays = self._read(name)
-        store.check_arrays(arrays, wanted, name)
-        return LayerLosses(**arrays)
+        return LayerLosses(**self._checked_arrays(name, wanted))
 
     def effects(self) -> Effects:
         """Reads what copies of the text measured at the model's output."""
@@ -316,9 +317,7 @@ class Profile:
             "copies": store.ArrayRule("F32", copies),
             "nll_per_kl": store.ArrayRule("F32", (1,), 0, _MOST_LOSS),
         }
-        arrays = self._read(EFFECTS_FILE)
-        store.check_arrays(arrays, wanted, EFFECTS_FILE)
-        return Effects(**arrays)
+        return Effects(**self._checked_arrays(EFFECTS_FILE, wanted))
 
     def has_predictors(self, layer_idx: int) -> bool:
         """Returns whether the profile has predictors of the `layer_idx`-th MoE layer."""
@@ -331,11 +330,13 @@ class Profile:
 
     def exact(self) -> dict[str, forward.Array]:
         """Reads EdgeMoE's own measure: the arrays of `ExactPass.losses`."""
-        arrays = self._read(EXACT_FILE)
         shape = (len(self.spec.moe_layers), self.spec.router.num_experts)
-        store.check_arrays(
-            arrays, {"losses": store.ArrayRule("F32", shape), "base": store.ArrayRule("F32", (1,))}, EXACT_FILE
-        )
+        wanted = {"losses": store.ArrayRule("F32", shape), "base": store.ArrayRule("F32", (1,))}
+        return self._checked_arrays(EXACT_FILE, wanted)
+
+    def _checked_arrays(self, name: str, wanted: dict[str, store.ArrayRule]) -> dict[str, forward.Array]:
+        arrays = self._read(name)
+        store.check_arrays(arrays, wanted, name)
         return arrays
 
     def _read(self, name: str) -> dict[str, forward.Array]:
@@ -343,7 +344,6 @@ class Profile:
         return forward.read_all_arrays(self.folder / name)
 
     def _check(self, name: str) -> None:
-        """Refuses a file that is not listed or whose bytes changed."""
         listed = self._files.get(name)
         if listed is None:
             if self.facts.imatrix is not None:
@@ -372,9 +372,8 @@ def hottest_first(
 ) -> NDArray[np.uint32]:
     """Returns the order of every expert's neurons: `order[l, e, j]` is the source's neuron of row `j`, u32 [L, E, f].
 
-    Neurons that run most often come first, so that fast memory can hold the useful part of an expert.
-    Meaning: by falling share of calibration tokens for which the neuron runs with this selector and the expert's
-             sparsity; equal ones by number.
+    Meaning: by falling share of calibration tokens for which the neuron runs with this selector and sparsity; equal
+             ones by number. Fast memory then holds the useful part of an expert.
     Args:    sparsity: float64 [L, E].
     Raises:  PlanError if the profile is of another checkpoint.
     """

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     from moe_pack.calib.quantize.guard import ExpertLoss, GuardedQuantizer
     from moe_pack.calib.quantize.options import Rotate, RotateChoice
     from moe_pack.calib.quantize.plain import RowQuantizer, check_finite
-    from moe_pack.calib.quantize.rotation import (
-        UNROTATED,
-        LayerRotation,
-        measured_rotation,
-        rotation_vectors,
-    )
+    from moe_pack.calib.quantize.rotation import UNROTATED, LayerRotation, measured_rotation, rotation_vectors
     from moe_pack.calib.quantize.trellis import UnrepresentableError
 else:
     __getattr__ = face(__name__)

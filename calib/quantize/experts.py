@@ -1,17 +1,15 @@
 """The quantizer `calibrated`: an expert's weights to codes by GPTQ on the tokens that the expert saw.
 
-Rows of gate and up are quantized column by column with the Hessian of the expert's inputs. Rows of down are quantized
-one after another with the Hessian of the expert's activations; if gate and up are known as they are stored, the rows
-are first fitted to these activations, so that down makes up for the errors of gate and up (`gptq` has the formulas for
-the rounding). Wide formats are quantized without tokens.
+Rows of gate and up are quantized column by column with the Hessian of the inputs, rows of down one after another with
+that of the activations. Rows of down are first fitted to the activations of the stored gate and up, so that they make
+up for errors of these. Wide formats are quantized without tokens.
 
-Repeated neurons: a few neurons decide some of an expert's outputs, because their activations or their rows of down are
-many times as large as the others'. These get a second row, which stores what the first one lost (`gptq_rows`).
+Repeated neurons: a few neurons decide some of an expert's outputs. These get a second row of down, which stores the
+error of the first one.
 
-Sequential calibration: an expert behind stored layers is given other inputs than in the source. If these are known, it
-is quantized for them, and its rows are first moved towards giving the source's outputs. Only a quarter of what the
-inputs miss is made up for: a fit to inputs with errors shrinks its outputs, and shrinkage adds up over layers where
-errors partly cancel (a whole step ruins a model, with every layer's own error halved).
+Sequential calibration: an expert behind stored layers gets other inputs than in the source. It is quantized for them,
+and its rows first make up for a quarter of the difference: a fit to inputs with errors shrinks outputs, and shrinkage
+adds up over layers (a whole step ruins a model, with every layer's own error halved).
 """
 
 from collections.abc import Callable, Iterator
@@ -64,23 +62,22 @@ class ExpertTokens:
         return replace(self, inputs=function(self.inputs), stored=stored)
 
     def divided(self) -> tuple["ExpertTokens", "ExpertTokens"]:
-        """Divides the tokens into those that calibrate and those that judge what the others have made.
+        """Divides the tokens into those that calibrate and those that judge: every eighth of the expert's own tokens.
 
-        Meaning: every eighth of the expert's own tokens judges. If these are fewer than 16, every eighth of the others
-                 judges too. There may be none.
+        If these are fewer than 16, every eighth of the others judges too. There may be none.
         """
         judges = torch.zeros(len(self.weights), dtype=torch.bool)
         num_own = len(judges) - self.num_others
         judges[_JUDGED_STEP - 1 : num_own : _JUDGED_STEP] = True
         if int(judges.sum()) < _ENOUGH_JUDGED:
             judges[num_own + _JUDGED_STEP - 1 :: _JUDGED_STEP] = True
-        own = int(judges[:num_own].sum())
-        num_others = int(judges.sum()) - own
-        return self._chosen(~judges, self.num_others - num_others), self._chosen(judges, num_others)
+        num_others = int(judges[num_own:].sum())
 
-    def _chosen(self, chosen: Tensor, num_others: int) -> "ExpertTokens":
-        stored = None if self.stored is None else self.stored[chosen]
-        return ExpertTokens(self.inputs[chosen], self.weights[chosen], num_others, stored)
+        def those(chosen: Tensor, num_others: int) -> "ExpertTokens":
+            stored = None if self.stored is None else self.stored[chosen]
+            return ExpertTokens(self.inputs[chosen], self.weights[chosen], num_others, stored)
+
+        return those(~judges, self.num_others - num_others), those(judges, num_others)
 
 
 def usual_repeats(num_neurons: int) -> int:
@@ -101,8 +98,8 @@ def needs_inputs(part: plans.PartFormat) -> bool:
 def calibration_bytes(hidden_size: int, intermediate_size: int, other_bytes: int = 0, repeats: int = 0) -> int:
     """Returns the most memory that a `Calibration` and an `ExpertQuantizer` of it take, with one block of neurons.
 
-    Args:    other_bytes: what the caller keeps in memory while rows are quantized, but not while `Calibration.runs`
-             are computed.   repeats: of an expert.
+    Args:    other_bytes: the caller's own, while rows are quantized but not while `Calibration.runs` are computed.
+             repeats: of an expert.
     """
     d, num_tokens = hidden_size, MAX_OWN_TOKENS + MAX_OTHER_TOKENS
     neurons = min(intermediate_size, BLOCK_NEURONS)
@@ -127,10 +124,7 @@ def column_runs(num_columns: int) -> Iterator[slice]:
 
 
 class Calibration:
-    """The tokens of an expert and the factors computed from them, once for any number of quantizers.
-
-    One thread at a time may use it.
-    """
+    """The tokens of an expert and the factors computed from them, for any number of quantizers. Not thread-safe."""
 
     def __init__(self, tokens: ExpertTokens, function: specs.NeuronFunction) -> None:
         self._tokens = tokens
@@ -169,10 +163,9 @@ class Calibration:
     def down(self, block: model.NeuronBlock, stored: model.NeuronBlock | None = None) -> "DownRows":
         """Returns the rows of down to round in a block of n neurons.
 
-        Meaning: the rows are fitted (`DampedFit`) to the activations g of the stored gate and up. The errors of gate
-                 and up are missing, and a share of what the inputs miss.
-        Args:    block: the source's.   stored: gate and up as a reader finds them; down is not read. None: the
-                 source's.
+        Meaning: fitted (`DampedFit`) to the activations of the stored gate and up, and to a share of what the inputs
+                 miss.
+        Args:    block: the source's.   stored: gate and up as a reader finds them; None: the source's.
         """
         tokens, function = self._tokens, self._function
         share = damping(tokens.weights, len(block.down))
@@ -194,7 +187,7 @@ class Calibration:
         for columns in column_runs(d):
             hessian = gptq.weighted_hessian(self._tokens.given[:, order[columns]], self._tokens.weights)
             run = gptq.gptq_factor(hessian, damping(self._tokens.weights, len(hessian)))
-            yield gptq.ColumnRun(columns.start, run.importance, run.factor)
+            yield gptq.ColumnRun(columns, run.importance, run.factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,10 +200,10 @@ class ExpertMoments:
 
 
 class MomentCalibration(Calibration):
-    """The calibration of an expert without its tokens, by the diagonals of its Hessians.
+    """The calibration of an expert by the diagonals of its Hessians.
 
-    Columns of gate and up, and rows of down, weigh by their mean squares. Errors are not made up for: neither by other
-    columns or rows, nor those of gate and up by down. Blocks of down come in their order, each once.
+    Columns of gate and up, and rows of down, weigh by their mean squares; errors are not made up for. Blocks of down
+    come in their order, each once.
     """
 
     def __init__(self, moments: ExpertMoments, function: specs.NeuronFunction) -> None:
@@ -232,7 +225,7 @@ class MomentCalibration(Calibration):
         for columns in column_runs(len(squares)):
             own = squares[columns]
             mean, share = float(own.mean()), gptq.damping_of(self._moments.num_tokens, len(own))
-            yield gptq.ColumnRun(columns.start, own + (share * mean if mean > 0 else 1.0), torch.eye(len(own)))
+            yield gptq.ColumnRun(columns, own + (share * mean if mean > 0 else 1.0), torch.eye(len(own)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,17 +247,14 @@ class ExpertQuantizer:
     """Turns an expert's neurons into the bytes of its parts, block by block.
 
     `repeated`: the neurons of the last block of down that have a second row, rising.
-
-    Args:    formats: of its matrices; a matrix whose format keeps the source's codes is skipped.
-             calibration: of this expert.   hidden_size: weights a row.
+    Args:    formats: of its matrices; a format that keeps the source's codes is skipped.
     Raises:  PlanError if a package is missing.
     """
 
     def __init__(self, formats: plans.ExpertFormat, calibration: Calibration, hidden_size: int) -> None:
-        parts: list[tuple[specs.Matrix, plans.PartFormat | None]] = [
-            (matrix, formats.of(matrix)) for matrix in specs.MATRICES
-        ]
-        self._parts = {matrix: part for matrix, part in parts if part is not None and not part.keeps_source}
+        parts = {matrix: formats.of(matrix) for matrix in specs.MATRICES}
+        self._parts = {matrix: part for matrix, part in parts.items() if part is not None and not part.keeps_source}
+        self.matrices = tuple(self._parts)  # that are quantized
         self._calibration = calibration
         self._d = hidden_size
         self.repeated: list[int] = []
@@ -274,16 +264,11 @@ class ExpertQuantizer:
             if not needs_inputs(part)
         }
 
-    @property
-    def matrices(self) -> tuple[specs.Matrix, ...]:
-        """The matrices that are quantized."""
-        return tuple(self._parts)
-
     def encode(self, block: model.NeuronBlock) -> dict[specs.Matrix, Tensor]:
         """Returns the bytes of consecutive neurons, u8 [n, part_bytes] for each matrix that is quantized.
 
-        Args:    block: `BLOCK_NEURONS` of an expert at a time, or all of a smaller one; all three matrices in float32,
-                 finite, and the biases that the expert has.
+        Args:    block: `BLOCK_NEURONS` of an expert at a time, or all of a smaller one, in float32, finite, with
+                 biases.
         Raises:  UnrepresentableError as `rows`.
         """
         return {matrix: self.rows(matrix, block) for matrix in self._parts}
@@ -294,9 +279,8 @@ class ExpertQuantizer:
     ) -> Tensor:
         """Returns the bytes of one matrix, as `encode`.
 
-        Args:    stored: gate and up as a reader finds them, for which down makes up; without it, the bytes do not
-                 depend on the formats of the other matrices.   repeats: of down, how many neurons get a second row;
-                 these rows come after all others, for the neurons `repeated`.
+        Args:    stored: gate and up as a reader finds them, for which down makes up; None: for the source's.   repeats:
+                 of down, the number of neurons with a second row; these rows come last, for the neurons `repeated`.
         Raises:  UnrepresentableError for a row with weights too large for float16 scales.
         """
         assert len(block.up) <= BLOCK_NEURONS, f"{len(block.up)} neurons at once"

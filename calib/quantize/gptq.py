@@ -1,23 +1,17 @@
 """GPTQ: quantization one column or one row after another, where later ones make up for the errors of earlier ones.
 
-A row of weights `w` is rounded to `q`. Over tokens `v` with weights `s`, the squared error of its products is
-`(w - q) H (w - q)^T` with the Hessian `H = sum s v v^T / sum s`. With `H = U D U^T`, U upper triangular with ones on
-its diagonal, that is
+A row of weights `w` is rounded to `q`. Over tokens `v` with weights `s`, the squared error of its products is `(w - q)
+H (w - q)^T` with the Hessian `H = sum s v v^T / sum s`. With `H = U D U^T`, U upper triangular with ones on its
+diagonal, that is
 
     sum over columns j of D[j] (t[j] - q[j])^2,    t[j] = w[j] + sum over i < j of (w[i] - q[i]) U[i, j]
 
-The columns are rounded in their order, each to the code nearest to its target `t[j]`. So each column makes up for the
-errors of the columns before it as far as it can. `U` and `D` are `GptqFactor.factor` and `GptqFactor.importance`.
-
-`gptq_columns` quantizes rows of gate and up in this way; `v` is the input of the expert.
-`gptq_rows` quantizes rows of down. These are summed, not multiplied with the input: `v` is `h` of all neurons, each row
-is a column of the formula, and errors go from row to row, the largest activations first: the others make up for the
-errors of a neuron that decides an output. Within a row all columns weigh the same. The second rows of
-repeated neurons begin as zeros and follow directly: they take nearly all of the first rows' errors.
-Scales are found before codes: for gate and up from the row itself, for down from the targets of some rows together.
-
-Source: GPTQ (arXiv 2210.17323) and LDLQ of QuIP (arXiv 2307.13304) for gate and up. The form for down and the gain are
-our own.
+Columns are rounded in their order, each to the code nearest to its target `t[j]`. `gptq_columns` does so with rows of
+gate and up; `v` is the expert's input. `gptq_rows` does it with rows of down, each a column of the formula: `v` is `h`
+of all neurons, and errors go from row to row, the largest activations first. Second rows of repeated neurons begin as
+zeros and follow directly. Scales are found before codes: for gate and up from the row itself, for down from the targets
+of some rows together.
+Source:  GPTQ (arXiv 2210.17323) and LDLQ of QuIP (arXiv 2307.13304) for gate and up; ours for down and the gain.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,13 +36,10 @@ _LEAST_MEAN = 1e-30  # of a diagonal, or a sum of weights: what is less counts a
 
 
 def weighted_hessian(values: Tensor, weights: Tensor) -> Tensor:
-    """Returns the weighted second moments of columns, `sum w v v^T / sum w`.
+    """Returns the weighted second moments of columns, `sum w v v^T / sum w`: float32 [m, m]; zeros for zero weights.
 
-    With one torch thread the same values give the same bits. It takes 2 n m^2 operations and, next to the result, the
-    memory of 256 tokens' values. For the Hessian of some of the columns, pass these columns.
-
+    With one torch thread the same values give the same bits.
     Args:    values: float32 [n, m], finite (not checked).   weights: float32 [n], not negative.
-    Returns: float32 [m, m]; zeros if no weight is above 0.
     """
     hessian = values.new_zeros((values.shape[1], values.shape[1]))
     total = float(weights.sum(dtype=torch.float64))
@@ -81,10 +72,7 @@ def damping_of(num_tokens: float, num_columns: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GptqFactor:
-    """The decomposition of a damped Hessian by which later columns make up for the errors of earlier ones.
-
-    The target of column j is `w[j] + sum over i < j of (w[i] - q[i]) factor[i, j]`.
-    """
+    """A damped Hessian, decomposed: the target of column j is `w[j] + sum_{i < j} (w[i] - q[i]) factor[i, j]`."""
 
     factor: Tensor  # float32 [m, m]: upper triangular with ones on its diagonal
     # float32 [m], above 0: the cost of a squared difference from that target. If all later columns stay unrounded, it
@@ -96,11 +84,10 @@ class GptqFactor:
 def gptq_factor(hessian: Tensor, share: float = LEAST_DAMPING) -> GptqFactor:
     """Decomposes a Hessian, damped, into the factor and the importance of its columns in their order.
 
-    Meaning: H + share * mean of its diagonal = U D U^T. With this damping a factor exists in float64 for any values:
-             the largest eigenvalue is at most m / share + 1 times the smallest. A column that was always zero neither
-             gives nor takes corrections; a Hessian of zeros gives the identity and equal importance.
-    Cost:    m^3 / 3 multiplications in float64 and 16 m^2 bytes at the peak: 256 MiB for 4,096 columns. Split a wider
-             matrix into runs of columns: pass `hessian[a:b, a:b]` and let no error cross b.
+    Meaning: H + share * mean of its diagonal = U D U^T. With this damping a factor exists in float64: the largest
+             eigenvalue is at most m / share + 1 times the smallest. A column of zeros neither gives nor takes
+             corrections; a Hessian of zeros gives the identity and equal importance. It takes m^3 / 3 multiplications
+             in float64 and 16 m^2 bytes: split a wider matrix into runs of columns.
     Args:    hessian: float32 [m, m], symmetric; only the upper triangle is read.   share: from `damping`, at least
              `LEAST_DAMPING`.
     """
@@ -118,12 +105,10 @@ def gptq_factor(hessian: Tensor, share: float = LEAST_DAMPING) -> GptqFactor:
 
 
 class DampedFit:
-    """Least squares by which rows of weights make up for what their outputs lack, damped like a `GptqFactor`.
+    """Least squares by which rows of weights make up for missing outputs, damped like a `GptqFactor`.
 
-    With inputs x_t, weights s_t and missing outputs e_t it is the matrix that, added to the weights, comes nearest to
-    giving them: `(H + r I)^-1 sum s x^T e`, with `H = sum s x x^T` and r a share of the mean of its diagonal. With
-    fewer tokens than inputs, the same is computed from the products of the tokens with each other.
-
+    With inputs x_t, weights s_t and missing outputs e_t it is `(H + r I)^-1 sum s x^T e`, with `H = sum s x x^T` and r
+    a share of the mean of its diagonal. With fewer tokens than inputs, the products of the tokens give the same.
     Args:    inputs: float32 [n, m].   weights: float32 [n], not negative.   share: of the diagonal's mean.
     """
 
@@ -152,22 +137,16 @@ _MOST_GAIN = 2.0
 class ColumnRun:
     """Consecutive columns of a matrix that correct each other's errors and no others."""
 
-    first: int  # of its columns
+    columns: slice  # its place in a row
     importance: Tensor  # float32 [m], of `GptqFactor`
     factor: Tensor  # float32 [m, m], of `GptqFactor`
 
-    @property
-    def columns(self) -> slice:
-        """The run's place in a row."""
-        return slice(self.first, self.first + len(self.importance))
-
 
 def column_gains(weights: Tensor, rounded: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
-    """Returns the factors that make the outputs of rounded rows as large, on average, as those of the weights.
+    """Returns the factors [rows, 1] by which the outputs of rounded rows become as large as those of the weights.
 
-    Meaning: `(w H w) / (w H q)` of each row, H of the runs. Codes nearest to their targets shrink a row: `w H q` is
-             `q H q`, which is less than `w H w` by the error. Products of three such matrices shrink three times.
-    Returns: float32 [rows, 1]; 1 for a row of zeros.
+    Meaning: `(w H w) / (w H q)`, H of the runs; 1 for a row of zeros. Codes nearest to their targets shrink a row: `w H
+             q` is `q H q`, less than `w H w` by the error. Products of three such matrices shrink three times.
     """
     exact, mixed = weights.new_zeros(len(weights)), weights.new_zeros(len(weights))
     for run in runs:  # H = U D U^T
@@ -178,7 +157,7 @@ def column_gains(weights: Tensor, rounded: Tensor, runs: Sequence[ColumnRun]) ->
 
 
 def _bounded_gains(exact: Tensor, mixed: Tensor) -> Tensor:
-    """Returns `exact / mixed` of each row as [rows, 1], at most a factor of 2 from 1; 1 if `mixed` is not above 0."""
+    """Returns `exact / mixed` of each row, from 1/2 to 2; 1 if `mixed` is not above 0."""
     gain = exact / mixed
     return torch.where(mixed > 0, gain, torch.ones_like(gain)).clamp_(1 / _MOST_GAIN, _MOST_GAIN)[:, None]
 
@@ -194,10 +173,9 @@ def column_order(num_cols: int) -> Tensor:
 
 
 def gptq_columns(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
-    """Quantizes rows column by column.
+    """Quantizes rows column by column: u8 [rows, part_bytes].
 
     Args:    part: affine or trellis.   weights: float32 [rows, d], finite.   runs: all columns, in `column_order`.
-    Returns: u8 [rows, part_bytes].
     Raises:  UnrepresentableError for a row with weights too large for float16 scales.
     """
     return _trellis_rows(part, weights, runs) if part.codec == "trellis" else _affine_rows(part, weights, runs)
@@ -234,10 +212,7 @@ def _affine_rows(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -
 
 
 def _affine_codes(width: int, weights: Tensor, scale: Tensor, zero: Tensor, factor: Tensor) -> Tensor:
-    """Returns the codes of a run's columns, float32 [rows, m], each the nearest to its target.
-
-    Args:    weights, scale, zero: float32 [rows, m], of each column.   factor: float32 [m, m].
-    """
+    """Returns the codes of a run's columns, float32 [rows, m]; weights, scale and zero are of each column."""
     w, scale, zero = (values.T.contiguous() for values in (weights, scale, zero))  # [m, rows]: a column is contiguous
     targets, codes = w.clone(), torch.empty_like(w)
     for first in range(0, len(w), _BLOCK_COLUMNS):
@@ -255,11 +230,7 @@ _BLOCK_ROWS = 32  # rows rounded between two products that carry their errors on
 
 
 def gptq_rows(
-    part: PartFormat,
-    weights: Tensor,
-    hessian: Tensor,
-    share: float = LEAST_DAMPING,
-    repeated: Sequence[int] = (),
+    part: PartFormat, weights: Tensor, hessian: Tensor, share: float = LEAST_DAMPING, repeated: Sequence[int] = ()
 ) -> Tensor:
     """Quantizes rows one after another, by falling diagonal of the Hessian; repeated rows first.
 
@@ -294,10 +265,7 @@ def gptq_rows(
 
 
 def _row_blocks(num_repeated: int, num_rows: int) -> Iterator[tuple[int, int]]:
-    """Yields (first, end) of rows whose scales are found together: a second row's when the first one's error is known.
-
-    The first `num_repeated` rows are repeated, and as many after them are the second rows.
-    """
+    """Yields (first, end) of rows whose scales are found together, second rows apart from first ones."""
     bounds = (0, num_repeated, 2 * num_repeated, num_rows)
     for begin, stop in pairwise(bounds):
         for first in range(begin, stop, _BLOCK_ROWS):

@@ -1,25 +1,19 @@
-"""The guard: what calibration makes of an expert is judged on tokens that it was not made from.
+"""The guard: a calibrated expert is judged on tokens that it was not made from, against a plain rounding.
 
-A calibrated rounding trusts the second moments of the tokens that it was made from. If an expert later gets other
-tokens, with directions that were rare, it can lose more than a plain rounding: the one that minimizes the squared error
-of each row alone, in the same format. So both are compared over the tokens that judge, with inputs x_t, weights s_t and
-the source's activations h_t:
+Calibration can lose on directions that were rare in its tokens. Over the judging tokens, with inputs x_t, weights s_t
+and the source's activations h_t, a row of gate or up loses `sum_t s_t ((w - q) . x_t)^2`, and each row is taken from
+the rounding that loses less. A block of down, D rounded to Q, loses `sum_t s_t |h_t D - g_t Q|^2`, with the activations
+g_t of the stored gate and up, and is taken whole.
 
-- a row of gate or up loses `sum_t s_t ((w - q) . x_t)^2`, and each row is taken from the rounding that loses less;
-- rows of down make up for each other's errors, and for those of gate and up. A block of them, D rounded to Q, loses
-  `sum_t s_t |h_t D - g_t Q|^2`, with the activations g_t of the stored gate and up, and is taken whole.
+The plain rounding takes time and rarely wins. Its loss can be expected: the squared error of a row times the mean of
+`s_t x_t^2` over columns, or times `s_t g_t^2`. It is made only where the calibrated rounding loses more than a share of
+that; the share allows for the scatter of single rows.
 
-The plain rounding takes time and rarely wins. Its errors are independent of the tokens, so its loss can be expected:
-the squared error of a row times the mean of `s_t x_t^2` over columns, or times `s_t g_t^2`. It is made only where the
-calibrated rounding loses more than a share of that. The loss of a single row may turn out as far from its expectation
-as its inputs have few directions; that of a block is within some percent.
-
-The stored weights are judged with the inputs behind stored layers, if these are known. A step of gate or up towards
-what other inputs miss is judged first: it is made only as far as it helps there.
-
-`GuardedQuantizer.loss` is the error of the expert's outputs on the same tokens, with all matrices as they are stored.
+Stored weights are judged with the inputs behind stored layers, if known. A step of gate or up towards what other inputs
+miss is made only as far as it helps on the judging tokens.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -63,9 +57,8 @@ class ExpertLoss:
 class GuardedQuantizer:
     """An `ExpertQuantizer` whose matrices lose no more than plainly rounded ones on tokens that it was not made from.
 
-    `calibration`: of the tokens that calibrate.
     Args:    formats: of the expert.   tokens: of the expert, which are divided here (`ExpertTokens.divided`), or their
-             moments. Without any that judge, as with moments, nothing is compared.   function: of its neurons.
+             moments. Without judging tokens nothing is compared.   function: of its neurons.
     Raises:  PlanError if a package is missing.
     """
 
@@ -85,6 +78,7 @@ class GuardedQuantizer:
         self._function = function
         self._d = self._judging.inputs.shape[1]
         self._quantizer = experts.ExpertQuantizer(formats, self.calibration, self._d)
+        self.matrices = self._quantizer.matrices
         self._is_judged = bool(self._judging.weights.sum(dtype=torch.float64) > 0)
         self._plain = dict.fromkeys(specs.MATRICES, 0)
         self._stored = dict[specs.Matrix, Tensor]()  # gate and up of the block, as a reader finds them
@@ -93,21 +87,14 @@ class GuardedQuantizer:
         self._inherited_outputs = None if self._judging.stored is None else torch.zeros_like(self._judging.inputs)
 
     @property
-    def matrices(self) -> tuple[specs.Matrix, ...]:
-        """The matrices that are quantized."""
-        return self._quantizer.matrices
-
-    @property
     def repeated(self) -> list[int]:
         """The neurons of the last block of down that have a second row, rising."""
         return self._quantizer.repeated
 
     @torch.inference_mode()
     def rows(self, matrix: specs.Matrix, block: model.NeuronBlock, repeats: int = 0) -> Tensor:
-        """Returns the bytes of one matrix of a block: of gate, of up, then of down, which makes up for their errors.
+        """Returns the bytes of one matrix of a block: of gate, of up, then of down; `repeats` as in `ExpertQuantizer`.
 
-        Args:    repeats: of down, how many neurons get a second row; these rows come after all others, for the neurons
-                 `repeated`.
         Raises:  UnrepresentableError as that does.
         """
         part = self._formats.of(matrix)
@@ -145,9 +132,13 @@ class GuardedQuantizer:
         assert part is not None
         quantizer = square_quantizer(part, self._d)
         energy = float((x.square().mean(dim=1) * self._judging.weights).sum())
+
+        def row_losses(errors: Tensor) -> Tensor:
+            return (errors @ x.T).square_() @ self._judging.weights
+
         for piece in _pieces(len(weights)):
             exact = weights[piece]
-            losses = self._row_losses(exact - decode_part(part, self._d, rows[piece]))
+            losses = row_losses(exact - decode_part(part, self._d, rows[piece]))
             try:
                 scales = quantizer.scales(exact)
             except UnrepresentableError:
@@ -156,13 +147,10 @@ class GuardedQuantizer:
             if not len(unsure):
                 continue
             plain, rounded = quantizer.encode(exact[unsure], scales[unsure])
-            better = self._row_losses(exact[unsure] - rounded) < losses[unsure]
+            better = row_losses(exact[unsure] - rounded) < losses[unsure]
             rows[piece.start + unsure[better]] = plain[better]
             self._plain[matrix] += int(better.sum())
         return rows
-
-    def _row_losses(self, errors: Tensor) -> Tensor:
-        return (errors @ self._judging.given.T).square_() @ self._judging.weights
 
     def _better_block(self, block: model.NeuronBlock, stored: model.NeuronBlock, rows: Tensor) -> Tensor:
         part, weights, repeated = self._formats.down, self._judging.weights, self.repeated
@@ -205,11 +193,7 @@ class GuardedQuantizer:
 
     @torch.inference_mode()
     def judge(self, block: model.NeuronBlock, encoded: Mapping[specs.Matrix, Tensor]) -> None:
-        """Adds the outputs of a block to those that `loss` compares.
-
-        Args:    encoded: the bytes of all its matrices, those that keep the source's codes too; of down with the
-                 second rows of the neurons `repeated`.
-        """
+        """Adds the outputs of a block, with the `encoded` bytes of all its matrices, to those that `loss` compares."""
         if not self._is_judged:
             return
         x, given, repeated = self._judging.inputs, self._judging.given, self.repeated
@@ -217,7 +201,7 @@ class GuardedQuantizer:
         assert up_part is not None and down_part is not None
         second = decode_part(down_part, self._d, encoded["down"][len(block.up) :]) if repeated else None
         for piece in _pieces(len(block.up)):
-            exact = _cut(block, piece)
+            exact = block.mapped(operator.itemgetter(piece))
             down = decode_part(down_part, self._d, encoded["down"][piece])
             for place, neuron in enumerate(repeated):
                 if second is not None and piece.start <= neuron < piece.stop:
@@ -235,7 +219,7 @@ class GuardedQuantizer:
                 self._inherited_outputs += model.activations(given, exact, self._function).h @ exact.down
 
     def loss(self, in_source: Callable[[Tensor], Tensor] = lambda outputs: outputs) -> ExpertLoss | None:
-        """Returns what the expert loses by the blocks that were judged; None if no token judges or outputs are zero.
+        """Returns the expert's loss by the judged blocks; None if no token judges or outputs are zero.
 
         Args:    in_source: returns outputs float32 [T, d] in the source's coordinates.
         """
@@ -253,29 +237,14 @@ class GuardedQuantizer:
             given = in_source(self._inherited_outputs).to(torch.float64)
             inherited = float(weights @ (given - outputs).square().sum(dim=1)) / total
         shares = torch.where(squares > 0, lost / squares, torch.zeros_like(lost))
-        return ExpertLoss(
-            _rounded(float(weights @ lost) / total),
-            _rounded(float(shares.median())),
-            len(weights),
-            self._plain["gate"],
-            self._plain["up"],
-            self._plain["down"],
-            _rounded(inherited),
+        # Four digits: more would differ from machine to machine.
+        error, median, inherited = (
+            float(f"{value:.4g}") for value in (float(weights @ lost) / total, float(shares.median()), inherited)
         )
-
-
-def _rounded(value: float) -> float:
-    """Returns a value with four digits: more would differ from machine to machine."""
-    return float(f"{value:.4g}")
+        gate, up, down = self._plain.values()
+        return ExpertLoss(error, median, len(weights), gate, up, down, inherited)
 
 
 def _pieces(num_rows: int) -> Iterator[slice]:
     for first in range(0, num_rows, _PIECE_ROWS):
         yield slice(first, min(first + _PIECE_ROWS, num_rows))
-
-
-def _cut(block: model.NeuronBlock, piece: slice) -> model.NeuronBlock:
-    gate, gate_bias, up_bias = (
-        None if values is None else values[piece] for values in (block.gate, block.gate_bias, block.up_bias)
-    )
-    return model.NeuronBlock(gate, block.up[piece], block.down[piece], gate_bias, up_bias)

@@ -1,15 +1,10 @@
 """Quantizers that look at the weights alone, and the scales and zeros of affine codes.
 
-`RowQuantizer` finds a scale and a zero for every group by one of three solvers: `hqq`, `nearest` or `absmax`. It rounds
-them to the numbers that the pack stores and then chooses the codes. So each code is the nearest to its weight under the
-scale that a reader will use. Rows of a trellis go to `TrellisQuantizer`.
-
-`affine_pairs` finds scales and zeros for GPTQ, by the least squared error weighted by the importance of columns. GPTQ
-does not use hqq's solver: it minimises the weighted square, and there hqq's scales lose more at 2 and 3 bits.
+A code is the nearest to its weight under scale and zero as the pack stores them. `affine_pairs` serves GPTQ, for which
+hqq's scales lose more at 2 and 3 bits.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +34,7 @@ def block_rows(num_cols: int) -> int:
 
 
 class RowQuantizer:
-    """Turns rows of `num_cols` weights into a part's bytes.
+    """Turns rows of `num_cols` weights into a part's bytes, with the solver `hqq`, `nearest` or `absmax`.
 
     Raises:  PlanError for hqq if it is not installed, for a format that keeps the source's codes, and for a trellis
              with another quantizer than nearest.
@@ -68,7 +63,7 @@ class RowQuantizer:
             )
         else:
             self._codec = codecs.affine(part, num_cols)
-            self._solve = _SOLVERS[quantizer]()
+            self._solve = _hqq_solver() if quantizer == "hqq" else _nearest if quantizer == "nearest" else _absmax
         self._refined = quantizer == "hqq" and part.width == _REFINED_WIDTH and part.scale_bits == 16
 
     def encode(self, weights: Tensor) -> Tensor:
@@ -114,7 +109,7 @@ def check_representable(scale: Tensor, zero: Tensor, first_row: int = 0) -> None
 
 
 def _first_row(rows: Tensor) -> int:
-    """Returns the first row of a bool [rows, n] with a true value; the caller knows that there is one."""
+    """Returns the first row of a bool [rows, n] with a true value."""
     return int(rows.any(dim=1).nonzero()[0])
 
 
@@ -124,7 +119,7 @@ def nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> Te
 
 
 def _best_neighbours(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Returns the pair of float16 neighbours of scale and zero with the smallest mean absolute error."""
+    """Returns the float16 neighbours of scale and zero with the smallest mean absolute error."""
     best = (torch.full_like(scale, torch.inf), scale, zero)
     for s in _neighbours(scale):
         for z in _neighbours(zero):
@@ -139,7 +134,7 @@ def _best_neighbours(groups: Tensor, scale: Tensor, zero: Tensor, width: int) ->
 
 
 def _neighbours(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the nearest float16 to each value, and the float16 on its other side, both as float32."""
+    """Returns the nearest float16 to each value and the float16 on its other side, as float32."""
     nearest = values.to(torch.float16)
     direction = torch.where(nearest.to(torch.float32) < values, torch.inf, -torch.inf).to(torch.float16)
     other = torch.where(nearest.isinf(), nearest, torch.nextafter(nearest, direction))  # too large stays too large
@@ -147,10 +142,7 @@ def _neighbours(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def representable_pairs(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Returns scales and zeros [groups, 1] whose zeros float16 can represent.
-
-    A narrow group far from zero would need a larger zero; it becomes constant, with code 0 at its middle.
-    """
+    """Makes narrow groups far from zero constant, whose zeros [groups, 1] float16 cannot represent."""
     lost = (zero.abs() > min(65504, _ZERO_STEPS * (2**width - 1))) | ~torch.isfinite(zero)
     if not lost.any():
         return scale, zero
@@ -159,11 +151,16 @@ def representable_pairs(groups: Tensor, scale: Tensor, zero: Tensor, width: int)
 
 
 def _hqq_solver() -> Solver:
-    """Returns hqq's solver with its default settings (hqq 0.2.8, core/quantize.py, along rows)."""
-    quantize = _hqq().quantize
+    """hqq's with its default settings (hqq 0.2.8, core/quantize.py, along rows)."""
+    try:
+        from hqq.core.quantize import Quantizer as HqqQuantizer
+    except ModuleNotFoundError as fault:
+        raise formats.PlanError(
+            "--quantizer hqq: the package hqq is not installed; run pip install 'moe-pack[convert]', or use nearest"
+        ) from fault
 
     def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        _, pairs = quantize(
+        _, pairs = HqqQuantizer.quantize(
             groups, nbits=width, axis=1, group_size=groups.shape[1], optimize=True, bitpack=False, device="cpu"
         )
         return pairs["scale"], pairs["zero"]
@@ -171,45 +168,20 @@ def _hqq_solver() -> Solver:
     return solve
 
 
-def _nearest_solver() -> Solver:
-    """Returns the solver that maps a group's lowest and highest weight to the lowest and highest code."""
-
-    def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
-        scale = (high - low) / (2**width - 1)
-        scale = torch.where(scale < 2.0**-14, torch.ones_like(scale), scale)  # below float16's normal range: constant
-        return scale, -low / scale
-
-    return solve
+def _nearest(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Maps a group's lowest and highest weight to the lowest and highest code."""
+    low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
+    scale = (high - low) / (2**width - 1)
+    scale = torch.where(scale < 2.0**-14, torch.ones_like(scale), scale)  # below float16's normal range: constant
+    return scale, -low / scale
 
 
-def _absmax_solver() -> Solver:
-    """Returns the solver with the middle code as zero and a scale by the largest magnitude (EdgeMoE §III-B)."""
-
-    def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        middle = 2 ** (width - 1)
-        scale = groups.abs().amax(dim=1, keepdim=True) / (middle - 1)
-        scale = scale.clamp(min=2.0**-24)  # float16's smallest: a group of zeros keeps its middle codes
-        return scale, torch.full_like(scale, middle)
-
-    return solve
-
-
-_SOLVERS: dict[formats.Quantizer, Callable[[], Solver]] = {
-    "hqq": _hqq_solver,
-    "nearest": _nearest_solver,
-    "absmax": _absmax_solver,
-}
-
-
-def _hqq() -> Any:
-    try:
-        from hqq.core.quantize import Quantizer as HqqQuantizer
-    except ModuleNotFoundError as fault:
-        raise formats.PlanError(
-            "--quantizer hqq: the package hqq is not installed; run pip install 'moe-pack[convert]', or use nearest"
-        ) from fault
-    return HqqQuantizer
+def _absmax(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Takes the middle code as zero and a scale by the largest magnitude (EdgeMoE §III-B)."""
+    middle = 2 ** (width - 1)
+    scale = groups.abs().amax(dim=1, keepdim=True) / (middle - 1)
+    scale = scale.clamp(min=2.0**-24)  # float16's smallest: a group of zeros keeps its middle codes
+    return scale, torch.full_like(scale, middle)
 
 
 def check_finite(
@@ -220,8 +192,8 @@ def check_finite(
 ) -> None:
     """Refuses NaN and infinity in weights [rows, columns].
 
-    Args:    place: tensor and file, for the message.   error: the class to raise.   number: the row and column that
-             the message gives for a weight's place in `weights`.
+    Args:    place: tensor and file, for the message.   error: the class to raise.   number: the row and column in the
+             message for a place in `weights`.
     """
     # A sum is infinite or NaN if any term is; finite weights can only overflow it in float16, hence float32.
     if torch.isfinite(weights.sum(dtype=torch.float32)):
@@ -242,12 +214,11 @@ _LEAST_SCALE = 2.0**-14  # below float16's normal range a group counts as consta
 
 
 def affine_pairs(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Returns a scale and a zero for every group of some rows, not yet rounded to stored numbers.
+    """Returns a scale above 0 and a zero for every group of some rows, float32 [rows, groups] each, not yet rounded.
 
     Meaning: of `_NUM_SHARES` ranges about the group's middle, each fitted `_NUM_FITS` times, the one with the least sum
              of importance times squared error.
     Args:    groups: float32 [rows, groups, group].   importance: float32 [groups, group], above 0.   width: 1 to 4.
-    Returns: float32 [rows, groups] each, scales above 0.
     """
     step = max(1, _PIECE_WEIGHTS // groups[0].numel())
     pairs = [_fit(piece, importance, width) for piece in torch.split(groups, step)]
@@ -255,10 +226,7 @@ def affine_pairs(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor
 
 
 def stored_pairs(codec: codecs.Affine, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scales and zeros [rows, groups] as a reader will find them.
-
-    Raises:  UnrepresentableError for a row with one that overflows float16.
-    """
+    """Returns scales and zeros [rows, groups] as stored; refuses a row with one that overflows float16."""
     scale, zero = codec.load_scales(*codec.store_scales(scale, zero))
     check_representable(scale, zero)
     return scale, zero
@@ -296,7 +264,7 @@ def _fit(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor, Tensor
 def _refit(
     groups: Tensor, share: Tensor, mean: Tensor, scale: Tensor, zero: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the scale and zero of least squares for the codes that are nearest under the given ones."""
+    """Returns scale and zero of least squares for the codes that are nearest under the given ones."""
     codes = nearest_codes(groups, scale, zero, width)
     middle = (share * codes).sum(dim=2, keepdim=True)
     codes -= middle

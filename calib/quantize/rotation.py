@@ -1,8 +1,4 @@
-"""Rotated coordinates for experts: which vectors they have, and how rows, inputs and gradients look in them.
-
-`runtime.model.compute.rotation` defines rotated coordinates. All of a layer's experts are rotated or none is, because
-they share their input and the sum of their outputs.
-"""
+"""Rotated coordinates for experts (`compute.rotation`): their vectors, and rows, inputs and gradients in them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,10 +33,9 @@ _LEAST_SHARE = 1 / 64  # of the mean size, which a channel counts as at least
 def measured_rotation(checkpoint: Checkpoint) -> RotationVectors:
     """Returns vectors for all layers of a checkpoint: signs as `rotation_vectors`, and outputs scaled by channel sizes.
 
-    Meaning: a rounded row of `R (down / b)` errs alike in all coordinates, so that the error of channel j of the output
-             is in proportion to `b_j`. With `s_j` the root mean square of column j of down, the sum of `b_j^2` times
-             that of `(s_j / b_j)^2` is least for `b_j = sqrt(s_j)`. Some of a layer's experts are measured, evenly
-             spread.
+    Meaning: the error of channel j of a rounded row of `R (down / b)` is in proportion to `b_j`. With `s_j` the root
+             mean square of column j of down, the sum of `b_j^2` times that of `(s_j / b_j)^2` is least for `b_j =
+             sqrt(s_j)`. Some experts of a layer are measured, evenly spread.
     """
     vectors = rotation_vectors(checkpoint.spec, "on")
     assert vectors is not None, "all layers are rotated"
@@ -50,7 +45,7 @@ def measured_rotation(checkpoint: Checkpoint) -> RotationVectors:
 
 
 def _channel_sizes(checkpoint: Checkpoint, layer_idx: int) -> NDArray[np.float64]:
-    """Returns the root mean squares of the columns of down, relative to their mean: [d]; ones without numbers."""
+    """Returns the root mean squares of the columns of down relative to their mean, [d]; ones without numbers."""
     num_experts, d = checkpoint.spec.router.num_experts, checkpoint.spec.hidden_size
     number = min(num_experts, _MEASURED_EXPERTS)
     squares = np.zeros(d)
@@ -87,14 +82,10 @@ class LayerRotation:
         return cls(Rotation(a, b))
 
     def rows(self, matrix: formats.Matrix, weights: Tensor) -> Tensor:
-        """Returns rows of a matrix [n, d] as they are stored; float32 if they are rotated.
-
-        A row's bits do not depend on the rows around it. The bias of down [d] is a row of down.
-        """
+        """Returns rows [n, d] as they are stored; float32 if they are rotated. The bias of down is a row."""
         if self.vectors is None:
             return weights
-        scale = self.vectors.output if matrix == "down" else self.vectors.input
-        return rotated_weights(weights, scale)
+        return rotated_weights(weights, self.vectors.output if matrix == "down" else self.vectors.input)
 
     def source_rows(self, matrix: formats.Matrix, stored: Tensor) -> Tensor:
         """Returns stored rows of a matrix float32 [n, d] in the source's coordinates: undoes `rows`."""
@@ -133,8 +124,6 @@ class LayerRotation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RotatedExpert:
-    """An expert in the coordinates of its layer."""
-
     source: model.Expert
     rotation: LayerRotation
 

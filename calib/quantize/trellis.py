@@ -1,19 +1,15 @@
 """Quantization to a trellis: the search for the codes of rows, and the quantizer `nearest` built on it.
 
-`search` finds a cheap path through the states of a trellis by a beam search. A state is the last two nibbles of the
-stream; a step adds one. Only the cheapest of the paths that lead to a state can go on (Viterbi), and only the cheapest
-few of these. With a GPTQ factor, a column's target depends on earlier errors, which differ from path to path: each
-path corrects its own errors (per-survivor processing). This is no longer exact, but much better than corrections from
-the one path that looks best. The native kernel and `plain_search` give the same codes bit for bit: both take every sum
-in the same order.
-Source: G. D. Forney, The Viterbi algorithm (1973); J. B. Anderson and S. Mohan, Sequential coding algorithms (1984),
-for the M-algorithm; R. Raheli, A. Polydoros and C.-K. Tzou, Per-survivor processing (1995), for channels that are
-estimated while they are decoded.
+`search` is a beam search through the states of a trellis. A state is the last two nibbles of the stream; a step adds
+one. Only the cheapest path to a state goes on (Viterbi), and only the cheapest few of these. With a GPTQ factor each
+path corrects its own errors (per-survivor processing). The native kernel and `plain_search` give the same codes bit for
+bit: both take every sum in the same order.
 
-`TrellisQuantizer` quantizes each row from its own weights. A group's scale is its root mean square, in the table's
-unit, times one of a few factors: larger ones let the levels reach the outliers of a row. The nearest codes make a row
-shorter. Shortened rows of gate, up and down multiply, and cost more than their squared error says. So the scales are
-stretched until the product of the weights with the stored row equals their product with themselves.
+`TrellisQuantizer` quantizes each row from its own weights. A group's scale is its root mean square times one of a few
+factors. The nearest codes shorten a row, and shortened gate, up and down multiply; so scales are stretched until the
+product of the weights with the stored row equals their product with themselves.
+Source:  G. D. Forney, The Viterbi algorithm (1973); J. B. Anderson and S. Mohan, Sequential coding algorithms (1984);
+         R. Raheli, A. Polydoros and C.-K. Tzou, Per-survivor processing (1995).
 """
 
 from collections.abc import Sequence
@@ -67,17 +63,14 @@ def search(
 ) -> TrellisCodes:
     """Returns the codes of rows of weights under given scales.
 
-    Meaning: a small sum over columns j of `importance[j] * (weights[j] - scales[j] * value[j])^2`, the least of all for
-             rows of two steps. With factors, the target of column j grows by `(weights[i] - scales[i] * value[i]) *
-             factor[i, j]` for each i < j of the same factor. For the last 31 steps and the step itself these are the
-             errors of the path itself; for earlier columns they are those of the path that was best then, and paths
-             that disagree with it end. A level of a set is the nearest to its path's target. The lower state wins
-             between equal paths.
-             A row's codes do not depend on the other rows, but for the rounding of products with long factors.
+    Meaning: a small sum over columns j of `importance[j] * (weights[j] - scales[j] * value[j])^2`, the least for rows
+             of two steps. With factors, the target of column j grows by `(weights[i] - scales[i] * value[i]) *
+             factor[i, j]` for each i < j of the same factor: by the path's own errors in the last 32 steps, before them
+             by those of the path that was best then; other paths end. The lower state wins between equal paths.
     Args:    weights, scales: float32 [R, 2 S], in the order of S steps (`trellis_columns`), finite (not checked); a
              scale of 0 makes all values 0.   importance: float32 [2 S], not negative.   width: of the trellis, bits of
-             two weights.   factors: float32 [m, m], of consecutive runs of m columns, even numbers of them, read
-             above their diagonals (`GptqFactor`).
+             two weights.   factors: float32 [m, m], of consecutive runs of m columns, even numbers of them, read above
+             their diagonals (`GptqFactor`).
     """
     num_rows, n = weights.shape
     assert scales.shape == weights.shape and importance.shape == (n,), f"{scales.shape}, {importance.shape}"
@@ -99,7 +92,7 @@ def search(
 
 
 def _search_run(rows: cpu.TrellisRows, width: int, codes: Tensor, values: Tensor) -> Tensor:
-    """Writes a run's codes and values to `codes` and `values`; returns the states after the run."""
+    """Writes a run's codes and values; returns the states after the run."""
     num_steps, starts, targets, factor = codes.shape[1], rows.starts, rows.targets.clone(), rows.factor
     assert factor is not None and len(factor) == 2 * num_steps, f"factor {factor} for {num_steps} steps"
     for first in range(0, num_steps, _BLOCK_STEPS):
@@ -136,10 +129,7 @@ def trellis_tables(width: int) -> cpu.TrellisTables:
 
 @torch.no_grad()
 def plain_search(rows: cpu.TrellisRows, width: int, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `search_trellis` in torch: the twin of the native kernel, and its substitute if that is not installed.
-
-    Returns: codes u8 [R, num_kept], values float32 [R, 2 num_kept], and the states after these steps, u8 [R].
-    """
+    """Computes `search_trellis` in torch: codes u8 [R, num_kept], values float32 [R, 2 num_kept], states u8 [R]."""
     pieces = list[tuple[Tensor, Tensor, Tensor]]()
     for first in range(0, max(1, len(rows.weights)), _PIECE_ROWS):
         piece = slice(first, first + _PIECE_ROWS)
@@ -155,7 +145,7 @@ def plain_search(rows: cpu.TrellisRows, width: int, num_kept: int) -> tuple[Tens
 
 
 def _read_codes(codes: Tensor, width: int, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns codes, the values that a reader finds for them after states `starts`, and the states after them."""
+    """Reads codes after states `starts`: codes, values, and the states after them."""
     before = torch.stack((starts >> 4, starts & 15), dim=1)
     nibbles = torch.cat((before, codes & 15), dim=1)
     hashes = codecs.trellis_hashes()[codecs.trellis_windows(nibbles)[:, 2:]].long()
@@ -168,8 +158,8 @@ def _read_codes(codes: Tensor, width: int, starts: Tensor) -> tuple[Tensor, Tens
 class _PlainPaths:
     """The paths to all states; those that do not go on cost infinity.
 
-    A state is the nibble before the last times 16, plus the last. Tensors of paths to the states after a step are
-    [R, 16, 16]: by the last nibble before the step, and that of the step.
+    A state is the nibble before the last times 16, plus the last. Tensors of paths to the states after a step are [R,
+    16, 16]: by the last nibble before the step, and that of the step.
     """
 
     def __init__(self, rows: cpu.TrellisRows, width: int) -> None:
@@ -184,7 +174,6 @@ class _PlainPaths:
         self._errors = torch.zeros((len(rows.weights), _STATES, num_steps, 2))  # step u's at u % OWN_STEPS
 
     def codes(self) -> Tensor:
-        """Returns the codes of the cheapest path, u8 [R, S]."""
         num_steps = self._targets.shape[1] // 2
         parents, chosen = list[Tensor](), list[Tensor]()
         for t in range(num_steps):
@@ -212,7 +201,7 @@ class _PlainPaths:
             self._targets[:, 2 * t :] += kept[:, half, None] * self._rows.factor[column, 2 * t :]
 
     def _extend(self, t: int) -> tuple[Tensor, Tensor]:
-        """Extends the paths by step t; returns, of each state after it, the state before and the code, [R, 256]."""
+        """Extends the paths by step t; returns the state before and the code of each state, [R, 256]."""
         rows, columns = self._rows, (2 * t, 2 * t + 1)
         targets = [
             self._targets[:, column, None, None] + sums for column, sums in zip(columns, self._sums(t), strict=True)
@@ -240,7 +229,7 @@ class _PlainPaths:
         return parents, codes
 
     def _sums(self, t: int) -> list[Tensor]:
-        """Returns what the errors of earlier steps add to both targets of step t, [R, 256, 1] each."""
+        """Returns the corrections of both targets of step t by earlier errors, [R, 256, 1] each."""
         factor, sums = self._rows.factor, list[Tensor]()
         for column in (2 * t, 2 * t + 1):
             if factor is None or t == 0:
@@ -258,14 +247,14 @@ class _PlainPaths:
         return sums
 
     def _nearest(self, half: int, column: int, targets: Tensor, sets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scaled levels of sets [256, 16] that are nearest to targets, and their numbers: [R, 256, 16]."""
+        """Returns the scaled levels of sets [256, 16] nearest to targets, and their numbers: [R, 256, 16]."""
         scaled = self._rows.scales[:, column, None, None] * self._levels[half]  # [R, levels, 16]
         of_sets = scaled[:, :, sets]  # [R, levels, 256, 16]
         number = (targets[:, None] - of_sets).abs().argmin(dim=1, keepdim=True)
         return of_sets.gather(1, number)[:, 0], number[:, 0]
 
     def _cheapest(self, costs: Tensor) -> Tensor:
-        """Returns the costs of states, those of all but the cheapest paths set to infinity."""
+        """Sets the costs of all but the cheapest paths to infinity."""
         most = FREE_PATHS if self._rows.factor is None else FED_PATHS
         kept = costs.sort(dim=1, stable=True).indices[:, :most]
         return torch.full_like(costs, torch.inf).scatter_(1, kept, costs.gather(1, kept))
@@ -280,8 +269,8 @@ _ERROR_OVER_BOUND = 1.25  # of a trellis on normal weights, over 4^-bits
 def trellis_scales(rows: Tensor, codec: codecs.Trellis) -> Tensor:
     """Returns the scales for rows float32 [n, num_cols] with the least estimated error: float32 [n, groups], as stored.
 
-    Meaning: a wider scale has larger errors within the reach of the levels and smaller ones beyond it. Within, they
-             grow with the square of the factor; beyond, they are the distance to the last level.
+    Meaning: errors within the reach of the levels grow with the square of the scale; beyond, they are the distance to
+             the last level.
     Raises:  UnrepresentableError for a row whose scales, stretched to the most, overflow float16.
     """
     groups = rows.reshape(len(rows), codec.num_groups, -1)
@@ -300,10 +289,7 @@ def trellis_scales(rows: Tensor, codec: codecs.Trellis) -> Tensor:
 
 
 def _expected_errors(groups: Tensor, scales: Tensor, spread: Tensor, width: int) -> Tensor:
-    """Returns the mean squared errors to expect in groups [n, groups, group] of these scales, [n, groups].
-
-    Args:    spread: the root mean square of normal weights that the scales are for, [n, groups].
-    """
+    """Returns the expected mean squared errors of groups, [n, groups], for normal weights of rms `spread`."""
     reach = min(float(levels.abs().max()) for levels in codecs.trellis_levels(width))
     beyond = (groups.abs() - (scales * reach)[:, :, None]).clamp_(min=0).square_().mean(dim=2)
     return beyond + _ERROR_OVER_BOUND * 2.0**-width * spread.square()

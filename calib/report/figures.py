@@ -1,8 +1,4 @@
-"""The figures of a report: a profile's numbers, arranged as the page draws them.
-
-They are frozen dataclasses of plain values, so that their JSON is the page's input; large arrays are `Packed`.
-`readings` puts the figures into words, and `report.html` draws them.
-"""
+"""The figures of a report as frozen dataclasses, whose JSON is the page's input; large arrays are `Packed`."""
 
 import base64
 from dataclasses import dataclass
@@ -10,32 +6,17 @@ from typing import Literal
 
 import numpy as np
 
-from moe_pack.calib import forward
+from moe_pack.calib import forward, statistics
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.sensitivity import DENSE_WIDTHS, errors
-from moe_pack.calib.statistics import (
-    COVERED_PERCENTS,
-    MIN_TOKENS,
-    QUANTILE_LEVELS,
-    LayerPredictors,
-    LayerRecall,
-    PathCoverage,
-    PopularityTest,
-    Shares,
-    accumulated_frequency,
-    compare_popularity,
-    evaluate,
-    measure_coverage,
-    path_coverage,
-)
 from moe_pack.formats.parts import specs
-from moe_pack.formats.parts.specs import num_active_parameters, num_parameters
 from moe_pack.runtime.offload import PREDICTORS
 
 MOST_FULL_EXPERTS = 2048  # of all layers: beyond them 103 quantiles an expert and kind make a page of more than 4 MB
 THINNED_LEVELS = (*(number / 100 for number in range(0, 100, 5)), 0.97, 0.99, 0.995, 0.999, 1.0)
 CURVE_PERCENTS = (0, 1, 2, 5, *range(10, 101, 5))
 MOST_LISTED = 24  # least covered experts that are drawn with their intervals
+_NUMPY = {"f32": "<f4", "u32": "<u4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +30,12 @@ class Packed:
     @classmethod
     def of(cls, values: forward.Array, dtype: Literal["f32", "u32"] = "f32") -> "Packed":
         """Packs an array of any dtype as float32 or uint32."""
-        raw = values.astype({"f32": "<f4", "u32": "<u4"}[dtype]).tobytes()
+        raw = values.astype(_NUMPY[dtype]).tobytes()
         return cls(dtype, values.shape, base64.b64encode(raw).decode("ascii"))
 
     def array(self) -> forward.Array:
         """Returns the array."""
-        return np.frombuffer(base64.b64decode(self.base64), {"f32": "<f4", "u32": "<u4"}[self.dtype]).reshape(
-            self.shape
-        )
+        return np.frombuffer(base64.b64decode(self.base64), _NUMPY[self.dtype]).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +69,7 @@ class Popularity:
     low: Packed  # the 95% interval of its share of all tokens, to `high`
     high: Packed
     mass: Packed  # its share of the layer's router weights
-    tests: tuple[PopularityTest, ...]  # for each layer, on held-out text; empty if no text was held out
+    tests: tuple[statistics.PopularityTest, ...]  # for each layer, on held-out text; empty if no text was held out
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +150,7 @@ class Paths:
     covered_percents: tuple[int, ...]
     windows: tuple[Window, ...]
     num_judged: int  # how many held-out tokens
-    recalls: tuple[LayerRecall, ...]  # of each layer; empty without held-out text, as `accumulated`
+    recalls: tuple[statistics.LayerRecall, ...]  # of each layer; empty without held-out text, as `accumulated`
     # [3, L, n]: the share of choices on the n likeliest experts, with no, one and two earlier layers known.
     accumulated: tuple[tuple[tuple[float, ...], ...], ...]
 
@@ -220,7 +199,7 @@ def read_counts(profile: Profile, levels: tuple[float, ...]) -> LayerCounts:
 def levels_for(profile: Profile) -> tuple[float, ...]:
     """Returns the levels of quantiles that fit on a page with the profile's number of experts."""
     num_experts = len(profile.spec.moe_layers) * profile.spec.router.num_experts
-    return QUANTILE_LEVELS if num_experts <= MOST_FULL_EXPERTS else THINNED_LEVELS
+    return statistics.QUANTILE_LEVELS if num_experts <= MOST_FULL_EXPERTS else THINNED_LEVELS
 
 
 def head(profile: Profile) -> Head:
@@ -235,8 +214,8 @@ def head(profile: Profile) -> Head:
         num_experts_per_tok=spec.router.num_experts_per_tok,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.expert.intermediate_size,
-        num_parameters=num_parameters(spec),
-        num_active_parameters=num_active_parameters(spec),
+        num_parameters=specs.num_parameters(spec),
+        num_active_parameters=specs.num_active_parameters(spec),
         text=text.name,
         num_tokens=profile.num_tokens,
         num_held_out_tokens=profile.num_held_out_tokens,
@@ -256,7 +235,7 @@ def _later(profile: Profile) -> tuple[int, ...]:
 def popularity(profile: Profile, counts: LayerCounts) -> Popularity:
     """Returns how often experts were chosen, and whether held-out text chooses the same ones."""
     E, learned = profile.spec.router.num_experts, profile.num_tokens - profile.num_held_out_tokens
-    covered = measure_coverage(counts.routes, E)
+    covered = statistics.measure_coverage(counts.routes, E)
     mass = counts.mass.astype(np.float64)
     tested = profile.num_held_out_tokens > 0
     return Popularity(
@@ -264,13 +243,13 @@ def popularity(profile: Profile, counts: LayerCounts) -> Popularity:
         low=Packed.of(covered.low),
         high=Packed.of(covered.high),
         mass=Packed.of(mass / np.maximum(mass.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)),
-        tests=compare_popularity(counts.routes[:learned], counts.routes[learned:], E) if tested else (),
+        tests=statistics.compare_popularity(counts.routes[:learned], counts.routes[learned:], E) if tested else (),
     )
 
 
 def sparsity(counts: LayerCounts, levels: tuple[float, ...]) -> Sparsity:
     """Returns the distributions from which thresholds are taken."""
-    return Sparsity(forward.KINDS, levels, len(QUANTILE_LEVELS), Packed.of(counts.quantiles))
+    return Sparsity(forward.KINDS, levels, len(statistics.QUANTILE_LEVELS), Packed.of(counts.quantiles))
 
 
 def predicted_kl(profile: Profile) -> tuple[forward.Array, forward.Array]:
@@ -309,53 +288,49 @@ def prediction(profile: Profile, counts: LayerCounts) -> Prediction:
         predictors=PREDICTORS,
         kinds=forward.KINDS,
         sparsities=errors.SPARSITIES,
-        layers=tuple(map(_layer_prediction, map(profile.predictors, later))) if measured else (),
+        layers=tuple(
+            LayerPrediction(
+                experts=tuple(map(_known, judged.experts)),
+                best=int(judged.best[0]),
+                neurons=tuple(tuple(map(_known, kind)) for kind in judged.neurons),
+            )
+            for judged in map(profile.predictors, later if measured else ())
+        ),
         cosine=tuple(_known(counts.cosine[l]) for l in later),
     )
 
 
-def _layer_prediction(outcomes: LayerPredictors) -> LayerPrediction:
-    return LayerPrediction(
-        experts=tuple(_known(row) for row in outcomes.experts),
-        best=int(outcomes.best[0]),
-        neurons=tuple(tuple(_known(level) for level in kind) for kind in outcomes.neurons),
-    )
-
-
 def _known(values: forward.Array) -> tuple[float | None, ...]:
-    """Returns the values with None in place of NaN and infinity, which JSON does not have."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     return tuple(value if np.isfinite(value) else None for value in values.tolist())
 
 
 def paths(profile: Profile, counts: LayerCounts) -> Paths:
-    """Returns the paths that tokens take, and how well they predict the next experts.
-
-    The prediction is judged on the held-out tokens on which the predictors are judged too: more would take minutes in
-    large models.
-    """
+    """Returns the paths of tokens, and their predictions on the tokens that judge predictors: all take minutes."""
     E, k = profile.spec.router.num_experts, profile.spec.router.num_experts_per_tok
     text = profile.facts.text
     first = specs.first_moe_layers(profile.spec)
-    shares = Shares.of(text.num_sequences, profile.layer_tokens, text.num_held_out)
+    shares = statistics.Shares.of(text.num_sequences, profile.layer_tokens, text.num_held_out)
     judged = counts.routes[shares.tokens()[1]]
-    statistics = profile.paths() if len(judged) else None
-    accumulated = [] if statistics is None else accumulated_frequency(statistics, judged, first).tolist()
+    known_paths = profile.paths() if len(judged) else None
+    accumulated = [] if known_paths is None else statistics.accumulated_frequency(known_paths, judged, first).tolist()
     return Paths(
         curve_percents=CURVE_PERCENTS,
-        covered_percents=COVERED_PERCENTS,
-        windows=tuple(_window(window, profile) for window in path_coverage(counts.routes, E, first)),
+        covered_percents=statistics.COVERED_PERCENTS,
+        windows=tuple(_window(window, profile) for window in statistics.path_coverage(counts.routes, E, first)),
         num_judged=len(judged),
-        recalls=() if statistics is None else evaluate(statistics, judged, k, first),
+        recalls=() if known_paths is None else statistics.evaluate(known_paths, judged, k, first),
         accumulated=tuple(tuple(tuple(layer) for layer in known) for known in accumulated),
     )
 
 
-def _window(window: PathCoverage, profile: Profile) -> Window:
+def _window(window: statistics.PathCoverage, profile: Profile) -> Window:
     taken = np.concatenate([[0], np.cumsum(window.frequencies, dtype=np.int64)])
-    nums = [-(-percent * window.num_paths // 100) for percent in CURVE_PERCENTS]  # rounded up to whole paths
+    num_paths = len(window.frequencies)
+    nums = [-(-percent * num_paths // 100) for percent in CURVE_PERCENTS]  # rounded up to whole paths
     return Window(
         layers=profile.spec.moe_layers[window.first_layer : window.first_layer + window.num_layers],
-        num_paths=window.num_paths,
+        num_paths=num_paths,
         num_single=int((window.frequencies == 1).sum()),
         covered=window.covered,
         curve=tuple((taken[nums] / taken[-1]).tolist()),
@@ -364,12 +339,11 @@ def _window(window: PathCoverage, profile: Profile) -> Window:
 
 def coverage(profile: Profile, counts: LayerCounts) -> Coverage:
     """Returns the experts that the text reached too seldom."""
-    covered = measure_coverage(counts.routes, profile.spec.router.num_experts)
+    covered = statistics.measure_coverage(counts.routes, profile.spec.router.num_experts)
     layers = profile.spec.moe_layers
     fewest = np.argsort(covered.tokens, axis=None, kind="stable")[:MOST_LISTED]
-
     return Coverage(
-        min_tokens=MIN_TOKENS,
+        min_tokens=statistics.MIN_TOKENS,
         unreached=_by_layer(covered.unreached, layers),
         scarce=_by_layer(covered.scarce, layers),
         least=tuple(

@@ -1,10 +1,8 @@
-"""A profile as one page to read: an HTML file with figures, exact values on hover, and a short text for each figure.
+"""A profile as one HTML page: figures with exact values on hover, and a short text for each. It needs no network.
 
-The page needs no network and no other file. `figures` provides the numbers of the profile, this file the curves of what
-each lossy choice costs, `readings` the texts; `report.html` draws.
-
-A cost curve has all experts stored alike, so that each of its points is a sum over all of them. It comes from the
-losses from which plans are made (`calib.profile.Losses`), and from what `moe-pack eval --prices` measured of a pack.
+`figures` provides the numbers of the profile, this file the curves of losses, `readings` the texts; `report.html`
+draws. A cost curve has all experts stored alike. It comes from a plan's losses, and from `moe-pack eval --prices` of a
+pack.
 """
 
 import dataclasses
@@ -66,10 +64,7 @@ class PriceCurves:
 
 
 def measured_pack(pack: Pack, profile: Profile, bits_per_weight: float) -> MeasuredPack:
-    """Reads what was measured of a pack.
-
-    Raises:  PlanError if it was made from another checkpoint than the profile, or nothing was measured.
-    """
+    """Reads the measurements of a pack; PlanError if it is of another checkpoint, or nothing was measured."""
     profile.check_source_of(pack)
     quality = read_quality(pack)
     if quality is None:
@@ -127,7 +122,7 @@ def prices_reading(spec: specs.ModelSpec, losses: Losses) -> str:
 
 
 def _widths(spec: specs.ModelSpec, losses: Losses) -> tuple[Curve, ...]:
-    """Returns a curve for each codec, group size and scale width, for the quantizer that plans use."""
+    """Returns a curve for each codec, group size and scale width of the plans' quantizer."""
     formats, quantized = losses.of(losses.quantizer)
     lost = quantized.sum(axis=(0, 1, 2))  # [F]
     curves: dict[str, list[Point]] = {}
@@ -155,10 +150,7 @@ def _groups_text(part: plans.PartFormat) -> str:
 def _sparsity(losses: Losses) -> tuple[Curve, ...]:
     lost = losses.sparse.sum(axis=(0, 1))  # [kinds, sparsities]
     return tuple(
-        Curve(
-            f"select by {kind}",
-            tuple(Point(s, kl, "") for s, kl in zip(losses.sparsities, row, strict=True) if s),
-        )
+        Curve(f"select by {kind}", tuple(Point(s, kl, "") for s, kl in zip(losses.sparsities, row, strict=True) if s))
         for kind, row in zip(losses.kinds, lost.tolist(), strict=True)
     )
 

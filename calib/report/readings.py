@@ -1,7 +1,4 @@
-"""The text below each figure of a report: what the figures say of this model, in two or three sentences each.
-
-All numbers come from `figures`; this file only words them.
-"""
+"""The text below each figure of a report, in two or three sentences each; all numbers come from `figures`."""
 
 import math
 

@@ -5,13 +5,7 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.calib.sensitivity.costs import (
-        Cost,
-        Trial,
-        expert_multiplications,
-        half_multiplications,
-        layers_cost,
-    )
+    from moe_pack.calib.sensitivity.costs import Cost, Trial, expert_multiplications, half_multiplications, layers_cost
     from moe_pack.calib.sensitivity.effects import (
         DENSE_WIDTHS,
         MOST_COPIES,

@@ -1,8 +1,4 @@
-"""The comparison of formats on one expert of a layer: all formats in some layers, a few in the others.
-
-With `full`, all formats are compared in every layer. `fast` compares all of them in the last layer alone; in the other
-layers it compares few formats, and scales the last layer's results by them.
-"""
+"""Compares formats on one expert of a layer; `fast` compares all formats in the last layer alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,10 +21,7 @@ _ANCHORS: tuple[tuple[plans.Quantizer, plans.PartFormat], ...] = tuple(
 
 
 class FormatComparison:
-    """The comparison of formats that need no inputs of experts.
-
-    Args:    stored: returns the losses of a layer that the pass measured before; needed with `fast`.
-    """
+    """The comparison of formats without inputs of experts; `stored` returns an earlier layer's losses, for `fast`."""
 
     def __init__(self, run: Run, level: effects.Level, stored: Callable[[int], effects.LayerLosses]) -> None:
         self._run = run
@@ -36,18 +29,12 @@ class FormatComparison:
         self._stored = stored
 
     def costs(self, trial: costs.Trial, num_tokens: int) -> tuple[costs.Cost, costs.Cost]:
-        """Returns the cost of comparing all formats of a layer, and that of few formats.
-
-        Args:    num_tokens: of an expert, on average.
-        """
+        """Returns the costs of comparing all formats of a layer, and few formats, for an expert of `num_tokens`."""
         few = trial.compared(_ANCHORS)
         return few * (len(errors.compared_formats(self._run.spec.hidden_size)) / len(_ANCHORS)), few
 
     def reference(self, layer_idx: int) -> int | None:
-        """Returns the MoE layer whose comparison is scaled to this one; None if all formats are compared in it.
-
-        Layers are measured from the last to the first.
-        """
+        """Returns the MoE layer whose comparison is scaled to this one; None if all formats are compared in it."""
         last = len(self._run.spec.moe_layers) - 1
         return None if layer_idx == last or self._level == "full" else last
 
@@ -59,7 +46,7 @@ class FormatComparison:
         matrices = block.gate, block.up, block.down
         if reference is None:
             return errors.format_ratios(matrices, moments, every)
-        table = torch.from_numpy(self._stored_losses(reference).ratios)
+        table = torch.from_numpy(self._stored(self._run.spec.moe_layers[reference]).ratios)
         found = errors.format_ratios(matrices, moments, _ANCHORS)
         of_width = torch.tensor([errors.WIDTHS.index(part.width) for _, part in every])
         base = table[:, [every.index(anchor) for anchor in _ANCHORS]]
@@ -69,15 +56,9 @@ class FormatComparison:
         """Returns `LayerLosses.calibrated`: nothing, [0], without inputs."""
         return torch.zeros(0)
 
-    def _stored_losses(self, layer_idx: int) -> effects.LayerLosses:
-        return self._stored(self._run.spec.moe_layers[layer_idx])
-
 
 class CalibratedComparison(FormatComparison):
-    """The comparison of all formats, with inputs of experts to calibrate on.
-
-    Args:    vectors: of the layers whose experts are measured in rotated coordinates; None if there are none.
-    """
+    """The comparison of all formats, with inputs of experts; `vectors` are of rotated layers."""
 
     def __init__(
         self,
@@ -99,11 +80,7 @@ class CalibratedComparison(FormatComparison):
         return compared + one * len(errors.measured_formats(every)), few + one
 
     def calibrated(self, layer_idx: int, expert: int, tokens: layers.LayerTokens, above: Tensor) -> Tensor:
-        """Returns `LayerLosses.calibrated`, judged on other tokens than those it calibrates on.
-
-        An error counts at a token as much as its gradient is large. So it does in the estimates that this multiplies,
-        and a token with a massive hidden state counts next to nothing.
-        """
+        """Returns `LayerLosses.calibrated`, judged on other tokens; an error counts as much as a token's gradient."""
         run, reference = self._run, self.reference(layer_idx)
         every = errors.calibrated_formats(run.spec.hidden_size)
         num_judged, first_kept = self._kept.split(run.num_tokens)
@@ -123,6 +100,6 @@ class CalibratedComparison(FormatComparison):
         found = errors.calibrated_ratios(model_expert, function, x, weights, calibration, formats).cpu()
         if reference is None:
             return found
-        table = torch.from_numpy(self._stored_losses(reference).calibrated)
+        table = torch.from_numpy(self._stored(run.spec.moe_layers[reference]).calibrated)
         scale = found / table[:, every.index(anchor), None]
         return table * torch.where(torch.tensor([quantize.needs_inputs(part) for part in every]), scale, 1.0)

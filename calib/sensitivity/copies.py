@@ -17,11 +17,8 @@ _HEAD_TOKENS = 256  # to judge a rounded head on
 
 
 def begin_together(run: Run) -> bool:
-    """Returns whether all copies begin with the text, because each has its own of what later layers share.
-
-    That is what the encoder read, or which positions a layer chose. Other copies begin with their first layer.
-    """
-    return run.spec.encoder is not None or run.states.shares_choices
+    """Returns whether all copies begin with the text: each has its own encoder output or chosen positions."""
+    return run.spec.encoder is not None or bool(layers.shared_choosers(run.spec, run.states.sequence_length))
 
 
 class CopiesPass:
@@ -33,11 +30,11 @@ class CopiesPass:
         self._num_copied = num_copied
         begun = num_copied * (len(copies) if begin_together(run) else 1)
         beginning, S = run.given.first(num_copied).embedded(run.weights), run.states.sequence_length
-        self._states = layers.LayerStates(run.weights, beginning, begun, S, folder, run.device, results=run.results)
+        self.states = layers.LayerStates(run.weights, beginning, begun, S, folder, run.device, results=run.results)
 
     def run(self, progress: commands.Progress) -> None:
         """Takes the copies through all layers that are left."""
-        run, states = self._run, self._states
+        run, states = self._run, self.states
         while states.next_layer < run.spec.num_hidden_layers:
             layer = states.next_layer
             with run.results.step(f"copies-{layer:03d}"):
@@ -55,7 +52,7 @@ class CopiesPass:
 
         def work(number: int) -> shared.Arrays:
             base, next_ids = run.states.at(last, number), run.given.ids[number, 1:]
-            changed = [self._states.at(last, copy * self._num_copied + number) for copy in range(number_copies)]
+            changed = [self.states.at(last, copy * self._num_copied + number) for copy in range(number_copies)]
             pieces = []
             for rows in effects.head_pieces(0, S, run.spec.vocab_size):
                 expected = effects.log_probabilities(base[rows], run.weights, run.device)
@@ -74,10 +71,6 @@ class CopiesPass:
             progress.advance(products, "predictions", "copies")
         return sums
 
-    def close(self) -> None:
-        """Removes the folder, unless other parts may still read in it."""
-        self._states.close()
-
     def _begun(self, layer: int) -> Iterator[Tensor]:
         """Yields the hidden states of the copies that begin before this layer."""
         if not begin_together(self._run):
@@ -86,7 +79,6 @@ class CopiesPass:
                     yield torch.cat([self._run.states.at(layer, number) for number in range(self._num_copied)])
 
     def _run_experts(self, tokens: layers.LayerTokens, layer: int, progress: commands.Progress) -> None:
-        """Adds the outputs of a layer's experts, which are rounded in one of the copies."""
         run, layer_idx = self._run, self._run.spec.moe_layers.index(layer)
         copy_tokens = self._num_copied * run.states.sequence_length
         (rounded_idx,) = (idx for idx, copy in enumerate(self._copies) if layer_idx in copy.layers)
@@ -104,15 +96,12 @@ class CopiesPass:
             changes = token_idx // copy_tokens == rounded_idx
             num_changed = -(-int(changes.sum()) // experts.CHUNK_TOKENS)
             for chosen, of_these in ((changes, outputs[:num_changed]), (~changes, outputs[num_changed:])):
-                add_outputs(self._states, tokens, token_idx[chosen], weights[chosen], of_these)
+                add_outputs(self.states, tokens, token_idx[chosen], weights[chosen], of_these)
             advance_expert(progress, run.spec, layer, expert, len(token_idx), "copies")
 
 
 def embedding_divergences(run: Run, gradients: tuple[Tensor, ...]) -> Array:
-    """Returns the KL divergences of the embedding at `DENSE_WIDTHS`, to second order; 0 if it cannot be rounded.
-
-    Args:    gradients: float32 [T, d], with respect to the embeddings of each stack.
-    """
+    """Returns the KL divergences of the embedding at `DENSE_WIDTHS`, to second order, by gradients float32 [T, d]."""
     kls = np.zeros(len(effects.DENSE_WIDTHS), np.float32)
     if "embed" not in errors.roundable_roles(run.spec, None):
         return kls
@@ -128,10 +117,7 @@ def embedding_divergences(run: Run, gradients: tuple[Tensor, ...]) -> Array:
 
 
 def head_divergences(run: Run) -> Array:
-    """Returns the KL divergences with the head at `DENSE_WIDTHS`; 0 if it cannot be rounded.
-
-    A head that is also the embedding is changed as the head only.
-    """
+    """Returns the KL divergences with the head at `DENSE_WIDTHS`; 0 if it cannot be rounded. A tied embedding stays."""
     kls = np.zeros(len(effects.DENSE_WIDTHS), np.float32)
     role = "embed" if run.spec.tied_head else "head"
     if role not in errors.roundable_roles(run.spec, None):

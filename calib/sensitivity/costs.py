@@ -1,8 +1,4 @@
-"""The cost of a stage of calibration, estimated before it begins: multiplications, and seconds on this machine.
-
-Multiplications take different times: short rows, quantization and counting have costs of their own. So `Trial` measures
-each kind of work once, on random inputs and the model's own weights, and multiplies by how often it will be done.
-"""
+"""Estimates the cost of a stage of calibration before it begins: multiplications, and seconds on this machine."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,10 +41,7 @@ class Cost:
         return Cost(round(self.multiplications * number), self.seconds * number, round(self.kept_bytes * number))
 
     def stage(self, name: str, is_most: bool = False) -> commands.Stage:
-        """Returns a stage of this cost, whose note announces it.
-
-        Args:    is_most: whether the stage may end much earlier; no time left is told before work is measured.
-        """
+        """Returns a stage of this cost, whose note announces it; `is_most`: it may end much earlier."""
         estimate = f", {'at most' if is_most else 'about'} {commands.time_text(self.seconds)}" if self.seconds else ""
         kept = f", {commands.size_text(self.kept_bytes)} on disk for experts' inputs" if self.kept_bytes else ""
         note = f"{self.multiplications / 1e9:,.1f} G multiplications{estimate}{kept}"
@@ -65,11 +58,7 @@ def stage_of_phases(name: str, phases: Mapping[str, Cost]) -> commands.Stage:
 
 
 def half_multiplications(spec: specs.ModelSpec, layer: int, sequence_length: int) -> int:
-    """Returns the multiplications a token of everything but the routed experts in a layer.
-
-    On average a token attends to half of a sequence; in an encoder to all of it, and in the decoder after one to all of
-    the encoder's tokens as well. A mixer corrects, writes and reads its whole state.
-    """
+    """Returns the multiplications a token of everything but the routed experts in a layer."""
     matrices = [r for r in specs.dense_roles(spec) if r.name.startswith(f"layers.{layer}.") and len(r.shape) == 2]
     matrix_multiplications = sum(role.shape[0] * role.shape[1] for role in matrices)
     if (mixer := spec.mixer_of(layer)) is not None:
@@ -86,10 +75,7 @@ def expert_multiplications(spec: specs.ModelSpec) -> int:
 
 
 def prediction_cost(spec: specs.ModelSpec, num_tokens: int) -> Cost:
-    """Returns the most that training one layer's predictors on this many tokens costs.
-
-    Training may end earlier. The networks are nearly all of it; an epoch of each is measured on random tokens.
-    """
+    """Returns the most that training one layer's predictors on this many tokens costs; an epoch of each is timed."""
     d, E, k = spec.hidden_size, spec.router.num_experts, spec.router.num_experts_per_tok
     tried = min(num_tokens, _TRIED_TOKENS)
     x, routes = torch.randn(tried, d), torch.rand(tried, E).argsort(dim=1)[:, :k]
@@ -128,62 +114,58 @@ def layers_cost(trial: "Trial", layers: range, num_sequences: int, experts: Cost
 
 
 class Trial:
-    """The measured cost of each kind of work.
-
-    Args:    states: before their first layer; their first sequence is used.
-    """
+    """The measured cost of each kind of work, on the first sequence of `states`."""
 
     def __init__(self, weights: model.Weights, states: forward.LayerStates) -> None:
         self._weights = weights
         self.spec = weights.spec
+        self._function = weights.spec.expert_function(0)
         self._states = states
 
     @torch.inference_mode()
     def half(self, layer: int) -> Cost:
         """Returns the cost of one sequence in a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
-        text = x if forward.stack_of(self.spec, layer) else None  # the time does not depend on the encoder's output
-        ids = self._states.ids(0)
-        seconds = _seconds(lambda: self._states.half_of(layer, x, text, self._weights, None, ids))
+        context = self._context(layer, x)
+        seconds = _seconds(lambda: self._states.half_of(layer, x, self._weights, context))
         return Cost(half_multiplications(self.spec, layer, S) * S, seconds)
 
     @torch.inference_mode()
     def counted(self, num_tokens: float) -> Cost:
         """Returns the cost of running an expert and counting its activations, for this many tokens."""
-        number, f = self._tried(num_tokens), self.spec.expert.intermediate_size
-        x, idx = self._random(number), torch.arange(number)
+        f = self.spec.expert.intermediate_size
 
-        def work() -> None:
-            forward.measure_expert(
-                self._weights.expert(0, 0), self._function, x, idx, f, lambda places, output: None, device=x.device
+        def work(x: Tensor) -> object:
+            expert, idx = self._weights.expert(0, 0), torch.arange(len(x))
+            return forward.measure_expert(
+                expert, self._function, x, idx, f, lambda places, output: None, device=x.device
             )
 
-        return self._cost(num_tokens, _seconds(work) * num_tokens / number)
+        return self._of_expert(num_tokens, work)
 
     @torch.inference_mode()
     def plain(self, num_tokens: float) -> Cost:
         """Returns the cost of running an expert, for this many tokens."""
-        number = self._tried(num_tokens)
-        x, expert = self._random(number), self._weights.expert(0, 0)
-        seconds = _seconds(lambda: model.run_expert(x, expert, self._function, "none", 0.0))
-        return self._cost(num_tokens, seconds * num_tokens / number)
+        expert = self._weights.expert(0, 0)
+        return self._of_expert(num_tokens, lambda x: model.run_expert(x, expert, self._function, "none", 0.0))
+
+    def _of_expert(self, num_tokens: float, work: Callable[[Tensor], object]) -> Cost:
+        x = self._random(max(1, min(round(num_tokens), _TRIED_TOKENS)))
+        seconds = _seconds(lambda: work(x)) * num_tokens / len(x)
+        return Cost(round(expert_multiplications(self.spec) * num_tokens), seconds)
 
     @torch.inference_mode()
     def half_back(self, layer: int) -> Cost:
         """Returns the cost of one sequence on the way back through a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
-        text = x if forward.stack_of(self.spec, layer) else None  # the time does not depend on the encoder's output
+        context = self._context(layer, x)
         above, weights = (x, x[:, : self.spec.hidden_size]), gradients.Tracked(self._weights)
-        ids = self._states.ids(0)
-        seconds = _seconds(lambda: gradients.half_gradient(self._states, layer, x, text, weights, above, None, ids))
+        seconds = _seconds(lambda: gradients.half_gradient(self._states, layer, x, weights, above, context))
         return Cost(2 * half_multiplications(self.spec, layer, S) * S, seconds)
 
     @torch.inference_mode()
     def back(self, num_tokens: float) -> Cost:
-        """Returns the cost of the way back through an expert, for this many tokens.
-
-        Rounding takes the same time for any number of tokens, so this number is tried.
-        """
+        """Returns the cost of the way back through an expert; rounding takes the same time for any number of tokens."""
         number = max(1, round(num_tokens))
         x, weights, expert = self._random(number), torch.ones(number), self._weights.expert(0, 0)
         thresholds = torch.zeros((len(forward.KINDS), len(forward.HOT_SPARSITIES)), device=x.device)
@@ -235,23 +217,17 @@ class Trial:
         seconds = _seconds(lambda: gradients.prediction_gradient(x, weights, generator)) * num_tokens / len(x)
         return Cost(2 * num_tokens * self.spec.hidden_size * self.spec.vocab_size, seconds)
 
-    @property
-    def _function(self) -> specs.NeuronFunction:
-        return self.spec.expert_function(0)
+    def _context(self, layer: int, x: Tensor) -> forward.Context:
+        # The time does not depend on the encoder's output.
+        return forward.Context(x if forward.stack_of(self.spec, layer) else None, ids=self._states.ids(0))
 
     def _random(self, num_tokens: int, width: int | None = None) -> Tensor:
         width = self.spec.hidden_size if width is None else width
         return torch.randn(num_tokens, width, device=self._states.device)
 
-    def _tried(self, num_tokens: float) -> int:
-        return max(1, min(round(num_tokens), _TRIED_TOKENS))
-
-    def _cost(self, num_tokens: float, seconds: float) -> Cost:
-        return Cost(round(expert_multiplications(self.spec) * num_tokens), seconds)
-
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Returns the median time of some tries after a first one, which reads weights; long work has fewer tries."""
+    """Returns the median time of some tries after a first one; long work has fewer tries."""
     tries: list[float] = []
     while len(tries) <= _MOST_TRIES and sum(tries[1:]) < _ENOUGH_SECONDS:
         began = time.perf_counter()

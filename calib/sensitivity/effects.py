@@ -1,8 +1,8 @@
-"""The cost of errors at the model's end: predictions, copies with real errors, and what estimates are multiplied by.
+"""The cost of errors at the model's end: predictions, copies with real errors, and factors of the estimates.
 
-`gradients` estimates divergences to second order, for errors without end smaller than those of 2 bits. Larger ones cost
-more, because they change routes and saturate. How much more is measured: some *copies* of sequences go through the
-model with all experts of some layers rounded. A copy's KL divergence over its estimate is the `growth` in its layers.
+`gradients` estimates divergences of small errors to second order. Larger ones cost more, because they change routes and
+saturate: some *copies* of sequences go through the model with all experts of some layers rounded, and a copy's KL
+divergence over its estimate is the `growth` in its layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,11 +45,7 @@ def divergence(original: Tensor, changed: Tensor) -> float:
 
 
 def likelihood_lost(original: Tensor, changed: Tensor, next_ids: Tensor) -> float:
-    """Returns how much log-likelihood the true next tokens lose under the changed predictions: nats, summed.
-
-    Args:    original, changed: log-probabilities float32 [T, V].   next_ids: int64 [n], n <= T: the tokens after the
-             first n tokens.
-    """
+    """Returns the log-likelihood of the true next tokens that changed predictions [T, V] lose: nats, summed."""
     places = torch.arange(len(next_ids), device=original.device), next_ids.to(original.device)
     return float((original[places] - changed[places]).to(torch.float64).sum())
 
@@ -74,10 +70,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class LayerLosses(forward.NamedArrays):
-    """KL divergences in nats, estimated to second order, by changes in one layer.
-
-    Without experts in the layer all but the first are [0].
-    """
+    """KL divergences in nats, to second order, by changes in one layer; without experts all but `dense` are [0]."""
 
     dense: forward.Array  # f32 [M, 2]: for each of its M dense matrices (`roundable_roles`) at 8 and 4 bits
     quantized: (
@@ -125,10 +118,7 @@ class Divergences:
 
 
 def effects_of(copies: Sequence[Copy], measured: Divergences, moe_layers: Sequence[int], num_layers: int) -> "Effects":
-    """Returns what estimates are multiplied by, from what copies diverged.
-
-    Growth is that of the copy in the middle of its layers, and changes evenly between the copies' middles.
-    """
+    """Returns the factors of estimates from copies; growth changes evenly between the middles of their layers."""
     growth = [
         min(max(float(kl) / copy.estimated, 1 / MOST_GROWTH), MOST_GROWTH) if copy.estimated > 0 else 1.0
         for copy, kl in zip(copies, measured.kls, strict=True)
@@ -146,9 +136,9 @@ def effects_of(copies: Sequence[Copy], measured: Divergences, moe_layers: Sequen
 def _nll_per_kl(measured: Divergences) -> float:
     """Returns the log-likelihood lost for a nat of KL divergence: a line's slope through the origin for all copies.
 
-    Meaning: if the next tokens follow the original's predictions, it is 1, and a copy's loss over n tokens has the
-             variance 2 KL / n. So copies weigh 1 / KL, and the slope is the ratio of the sums. Because all copies are
-             of the same few tokens, a prior counts as one more measurement of 1 with the deviation 1/10.
+    Meaning: the slope is 1 if the next tokens follow the original's predictions. A copy's loss over n tokens then has
+             the variance 2 KL / n, so copies weigh 1 / KL. A prior counts as one more measurement of 1 with the
+             deviation 1/10.
     """
     weight, prior = measured.num_tokens / 2, 1 / _NLL_DEVIATION**2
     lost, diverged = (float(values.sum(dtype=np.float64)) for values in (measured.nlls, measured.kls))

@@ -1,24 +1,22 @@
 """Rounding errors of an expert's weights, in every format that a plan may choose.
 
-`rounding_squares` are those of plain rounding at all widths, for every expert. `format_ratios` compares the other
-formats with it on some rows of one expert, by the second moments of its inputs and gradients (`gradients`).
-`calibrated_ratios` compares those of the calibrated quantizer by an expert's output, because GPTQ's errors are not
-independent. It calibrates on some tokens and judges on others, because GPTQ fits the tokens it knows better than new
-ones. Rows of gate and up are independent of each other, so it judges few of them. Rows of down make up for each other's
-errors, so it judges as many as conversion quantizes together, in some of their columns.
-
-`RoundedDense` and `RoundedExperts` are weights with some matrices rounded as conversion would store them.
+`rounding_squares` measures plain rounding at all widths, for every expert. `format_ratios` compares other formats with
+it on some rows of one expert. `calibrated_ratios` compares calibrated ones by an expert's output: GPTQ's errors are not
+independent. It judges on other tokens, a few rows of gate and up, and as many of down as conversion quantizes together,
+in some columns.
 """
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_pack.calib import forward, quantize
+from moe_pack.calib.forward.shared import torch_threads
 from moe_pack.formats.pack import plans
 from moe_pack.formats.pack.codecs import decode_part
 from moe_pack.formats.parts import specs
@@ -34,10 +32,7 @@ COMPARED_NEURONS = 64  # of an expert, to compare formats on: ratios differ more
 
 
 def quantized_formats(num_cols: int) -> tuple[plans.PartFormat, ...]:
-    """Returns the affine formats for rows of `num_cols` weights: by width, group (the whole row last), bits of scales.
-
-    A row of one group has no formats with byte scales, which would save nothing.
-    """
+    """Returns the affine formats for rows of `num_cols` weights: by width, group (the row last), bits of scales."""
     every = (
         plans.part_format(width, group, scale_bits)
         for width in WIDTHS
@@ -69,22 +64,10 @@ class Rounding:
         """Returns rounded rows, float32 [rows, columns], on their device; the number of columns is a multiple of 64."""
         part, num_cols = plans.part_format(width, self._group, self._scale_bits), weights.shape[1]
         quantizer = quantize.RowQuantizer(part, num_cols, self._quantizer)
-        with _one_thread() if self._quantizer == "hqq" else nullcontext():
+        # One thread, as in conversion. 448 rows of 128 in groups of 16, two busy cores, November 2026: 29 ms with one
+        # thread, 123 to 366 with two.
+        with torch_threads(1) if self._quantizer == "hqq" else nullcontext():
             return decode_part(part, num_cols, quantizer.encode(weights.cpu())).to(weights.device)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Gives torch one thread, as conversion does: on blocks this small, more threads take three times as long.
-
-    448 rows of 128 in groups of 16, two busy cores, November 2026: 29 ms with one thread, 123 to 366 with two.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def add_change(
@@ -119,12 +102,7 @@ def mean_square(changes: Tensor, weights: Tensor) -> Tensor:
 
 
 def rounding_squares(rows: Tensor) -> tuple[Tensor, ...]:
-    """Returns the squared errors of plain rounding in each group of 64 columns of rows float32 [n, d].
-
-    The steps of 8 bits are so fine that errors fall from those of 4 bits as the square of the step.
-
-    Returns: for each of `WIDTHS` float32 [n, groups].
-    """
+    """Returns the squared errors of plain rounding by width, [n, groups] each; those of 8 bits follow from 4."""
     coarse = [_group_squares(plainly_rounded(rows, width) - rows) for width in WIDTHS[:-1]]
     return (*coarse, coarse[-1] * (squared_step(WIDTHS[-1]) / squared_step(WIDTHS[-2])))
 
@@ -154,9 +132,7 @@ def format_ratios(
 ) -> Tensor:
     """Returns the losses in some formats over those of plain rounding at the same width: float32 [3, formats].
 
-    The rows are gate, up and down; 1 if there is no loss to compare.
-
-    Args:    matrices: rows of gate, up and down, float32 [n, d].   moments: what a squared error of these rows costs,
+    Args:    matrices: rows of gate, up and down, float32 [n, d].   moments: the cost of a squared error of these rows,
              float32 [n, groups] (`ExpertGradients`).
     """
     ratios = torch.ones(len(specs.MATRICES), len(formats))
@@ -171,28 +147,15 @@ def format_ratios(
     return ratios
 
 
-def _ratio(errors: Tensor, base: Tensor) -> Tensor:
-    """Returns `errors / base`, 1 where `base` is 0."""
-    return torch.where(base > 0, errors / base.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
-
-
 def first_neurons(expert: model.Expert, number: int) -> list[model.NeuronBlock]:
     """Returns at most `number` of an expert's neurons, the first ones, in blocks."""
     blocks: list[model.NeuronBlock] = []
     for block in expert.blocks():
-        blocks.append(cut(block, number))
+        blocks.append(block.mapped(operator.itemgetter(slice(number))))
         number -= len(block.up)
         if number <= 0:
             break
     return blocks
-
-
-def cut(block: model.NeuronBlock, number: int) -> model.NeuronBlock:
-    """Returns at most `number` of a block's neurons, the first ones."""
-    gate, gate_bias, up_bias = (
-        None if values is None else values[:number] for values in (block.gate, block.gate_bias, block.up_bias)
-    )
-    return model.NeuronBlock(gate, block.up[:number], block.down[:number], gate_bias, up_bias)
 
 
 def ratios_of_widths(ratios: forward.Array, num_cols: int) -> forward.Array:
@@ -248,12 +211,9 @@ class _RoundedExpert:
 
     def blocks(self) -> Iterator[model.NeuronBlock]:
         for block in self._expert.blocks():
-            gate, up, down = (
-                None if weights is None else self._rounding(weights, self._width)
-                for weights in (block.gate, block.up, block.down)
-            )
-            assert up is not None and down is not None, "every expert has up and down"
-            yield model.NeuronBlock(gate, up, down, block.gate_bias, block.up_bias)
+            gate = None if block.gate is None else self._rounding(block.gate, self._width)
+            up, down = (self._rounding(rows, self._width) for rows in (block.up, block.down))
+            yield replace(block, gate=gate, up=up, down=down)
 
     def down_bias(self) -> Tensor | None:
         return self._expert.down_bias()
@@ -314,8 +274,8 @@ def calibrated_anchor(formats: Sequence[plans.PartFormat]) -> plans.PartFormat:
 def measured_formats(formats: Sequence[plans.PartFormat]) -> tuple[plans.PartFormat, ...]:
     """Returns the calibrated formats whose errors are measured; those of the others lie between them.
 
-    Meaning: of each codec the fewest and the most bits, and the anchor's; for a trellis, which gains little from groups
-             shorter than the row, these only with the anchor's bits. Formats that need no inputs are all measured.
+    Meaning: of each codec the fewest and the most bits, and the anchor's; of a trellis shorter groups only with the
+             anchor's bits; all formats that need no inputs.
     """
     anchor = calibrated_anchor(formats)
     bits = {codec: [p.bits for p in formats if p.codec == codec and quantize.needs_inputs(p)] for codec in _CODECS}
@@ -338,19 +298,12 @@ def calibrated_ratios(
     tokens: quantize.ExpertTokens,
     formats: Sequence[plans.PartFormat],
 ) -> Tensor:
-    """Returns the errors of the calibrated quantizer over those of plain rounding at the `base_width`.
+    """Returns the errors [3, formats] of the calibrated quantizer over those of plain rounding at the `base_width`.
 
-    Plain rounding's are the geometric mean of those at 2, 3 and 4 bits, each in proportion to its squared step: at one
-    width alone a few weights may decide them (one expert's up lost 11 times as much at 2 bits as at 3, not 5). A format
-    that needs inputs repeats neurons: in the plain rounding that it is compared with, their rows of down are exact.
-
-    Those of `measured_formats` are measured. Between them the logarithm of a row's error changes evenly with its bits,
-    and so does the gain of a shorter group.
-
-    Returns: float32 [3, formats]. The rows are gate, up and down; 1 if there is no error to compare.
-
-    Args:    x, weights: tokens of the expert to judge on, and their router weights.   tokens: other tokens, to
-             calibrate on.   formats: one, or all.
+    Plain rounding's are the geometric mean of those at 2, 3 and 4 bits in proportion to the squared step: at one width
+    alone a few weights may decide them. If a format needs inputs, the plain rows of down that it repeats are exact.
+    Between `measured_formats` the logarithm of an error changes evenly with its bits.
+    Args:    x, weights: tokens of the expert to judge on, and their router weights.   tokens: others, to calibrate on.
     """
     judged = _Judged.of(expert, function, x)
     calibration = _BlockCalibration(tokens, function)
@@ -358,28 +311,24 @@ def calibrated_ratios(
         repeats: _step_error([judged.errors(judged.plain(width, repeats, calibration), weights) for width in _STEPS])
         for repeats in {quantize.needs_inputs(part) for part in formats}
     }
-    with _one_thread():
+    with torch_threads(1):
         found = {part: judged.errors(judged.rounded(part, calibration), weights) for part in measured_formats(formats)}
-    return torch.stack(
-        [
-            _ratio(_between(part, found), base[quantize.needs_inputs(part)] * squared_step(base_width(part)))
-            for part in formats
-        ],
-        dim=1,
-    )
+    measured = torch.stack([_between(part, found) for part in formats], dim=1)
+    plain = torch.stack([base[quantize.needs_inputs(part)] * squared_step(base_width(part)) for part in formats], dim=1)
+    return torch.where(plain > 0, measured / plain.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
 
 
 _STEPS = WIDTHS[:-1]  # of which a mean is taken: errors of 8 bits are small next to float32's
 
 
 def _step_error(errors: Sequence[Tensor]) -> Tensor:
-    """Returns the error of a step of one bit [3], from those [3] at `_STEPS`; 0 where one is 0."""
+    """Returns the error of a step of one bit [3] from those at `_STEPS`; 0 where one is 0."""
     scaled = [each / squared_step(width) for each, width in zip(errors, _STEPS, strict=True)]
     return torch.stack(scaled).log().mean(dim=0).exp()
 
 
 def _between(part: plans.PartFormat, found: dict[plans.PartFormat, Tensor]) -> Tensor:
-    """Returns the errors [3] of a format from those that were measured."""
+    """Returns the errors [3] of a format from the measured ones."""
     if part in found:
         return found[part]
 
@@ -401,10 +350,7 @@ def _between(part: plans.PartFormat, found: dict[plans.PartFormat, Tensor]) -> T
 
 
 class _BlockCalibration(quantize.Calibration):
-    """The calibration of a single block of neurons, whose down is computed once for all formats."""
-
     def down(self, block: model.NeuronBlock, stored: model.NeuronBlock | None = None) -> quantize.DownRows:
-        """Returns the rows of the first block that it was called with."""
         assert stored is None, "errors of down do not depend on the formats of gate and up"
         if not hasattr(self, "_down"):
             self._down = super().down(block)
@@ -426,38 +372,32 @@ class _Judged:
     def of(cls, expert: model.Expert, function: specs.NeuronFunction, x: Tensor) -> "_Judged":
         whole = joined(first_neurons(expert, quantize.BLOCK_NEURONS))
         num_neurons, num_cols = whole.up.shape
-        few = cut(whole, judged_rows(num_cols, num_neurons))
-        columns = judged_columns(num_cols, num_neurons)
-        narrow = model.NeuronBlock(
-            whole.gate, whole.up, whole.down[:, :columns].contiguous(), whole.gate_bias, whole.up_bias
-        )
-        return cls(
-            x, function, few, model.activations(x, few, function), narrow, model.activations(x, narrow, function)
-        )
+        few = whole.mapped(operator.itemgetter(slice(judged_rows(num_cols, num_neurons))))
+        narrow = replace(whole, down=whole.down[:, : judged_columns(num_cols, num_neurons)].contiguous())
+        few_values, narrow_values = (model.activations(x, block, function) for block in (few, narrow))
+        return cls(x, function, few, few_values, narrow, narrow_values)
 
     def matrices(self) -> dict[specs.Matrix, Tensor]:
-        """Returns the rows to round, by matrix."""
         rows: dict[specs.Matrix, Tensor] = {"up": self.few.up, "down": self.narrow.down}
         return rows if self.few.gate is None else {"gate": self.few.gate, **rows}
 
     def plain(self, width: int, repeats: bool, calibration: quantize.Calibration) -> dict[specs.Matrix, Tensor]:
-        """Returns the same rows, plainly rounded; those of down that conversion repeats are exact if `repeats`."""
+        """Returns the rows plainly rounded; those of down that conversion repeats are exact if `repeats`."""
         rounded = {matrix: plainly_rounded(rows, width) for matrix, rows in self.matrices().items()}
         if repeats:
             down = self.narrow.down
-            exact = calibration.down(on_cpu(self.narrow)).repeated(quantize.usual_repeats(len(down)))
+            exact = calibration.down(self.narrow.mapped(Tensor.cpu)).repeated(quantize.usual_repeats(len(down)))
             rounded["down"][exact] = down[exact]
         return rounded
 
     def rounded(self, part: plans.PartFormat, calibration: quantize.Calibration) -> dict[specs.Matrix, Tensor]:
-        """Returns the same rows, encoded in a format and decoded again."""
         formats = plans.ExpertFormat(None if self.few.gate is None else part, part, part)
         decoded = dict[specs.Matrix, Tensor]()
         for matrix, weights in self.matrices().items():
             block, num_cols = self.narrow if matrix == "down" else self.few, weights.shape[1]
             quantizer = quantize.ExpertQuantizer(formats, calibration, num_cols)
             repeats = quantize.usual_repeats(len(weights)) if matrix == "down" and quantize.needs_inputs(part) else 0
-            rows = decode_part(part, num_cols, quantizer.rows(matrix, on_cpu(block), repeats=repeats))
+            rows = decode_part(part, num_cols, quantizer.rows(matrix, block.mapped(Tensor.cpu), repeats=repeats))
             if repeats:
                 second = rows[len(weights) :]
                 rows = rows[: len(weights)].index_add(0, torch.tensor(quantizer.repeated), second)
@@ -475,14 +415,6 @@ class _Judged:
                 add_change(matrix, rounded[matrix], block, values, self.x, self.function, change)
                 squares[idx] = mean_square(change[None], weights)[0]
         return squares
-
-
-def on_cpu(block: model.NeuronBlock) -> model.NeuronBlock:
-    """Returns the block in host memory, where calibration tokens and quantizers are."""
-    gate, gate_bias, up_bias = (
-        None if one is None else one.cpu() for one in (block.gate, block.gate_bias, block.up_bias)
-    )
-    return model.NeuronBlock(gate, block.up.cpu(), block.down.cpu(), gate_bias, up_bias)
 
 
 def joined(blocks: list[model.NeuronBlock]) -> model.NeuronBlock:

@@ -1,9 +1,8 @@
 """EdgeMoE's measure of an expert's importance: the model's loss with that expert at 2 bits and all others at 4.
 
-The pass carries the original, the model with all experts at 4 bits, and a copy of the latter for each expert, in which
-that expert is at 2 bits. EdgeMoE's loss is a task's accuracy; here it is the KL divergence from the original's
-predictions, which needs no task. Quantization is as in the paper: symmetric, one scale a row.
-Source: EdgeMoE §III-B, "Profiling expert importance", Fig. 7a.
+The loss is the KL divergence from the original's predictions; EdgeMoE's is a task's accuracy. Quantization is as in the
+paper: symmetric, one scale a row.
+Source:  EdgeMoE §III-B, "Profiling expert importance", Fig. 7a.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,11 +26,7 @@ _TRIED_TOKENS = 512
 
 
 class ExactPass:
-    """Runs the measurement layer by layer; a killed pass goes on in `folder`.
-
-    Args:    ids: int64 [N, S]; the first of these sequences are used.   rotation: of the layers whose experts are
-             rounded in rotated coordinates; None if there are none.   results: of experts and sequences.
-    """
+    """Carries the original, the model at 4 bits and a copy for each expert through the layers, of the first `ids`."""
 
     def __init__(
         self,
@@ -126,11 +121,7 @@ class ExactPass:
         return total + trial.predicted(self._num_tokens) * (2 + len(spec.moe_layers) * E)
 
     def _run_expert(self, tokens: forward.LayerTokens, layer_idx: int, expert: int) -> shared.Arrays:
-        """Runs an expert.
-
-        Returns: its positions in the copied tokens [n], its change by 2 bits [n, d], and its outputs in chunks, those
-                 of the original's tokens first.
-        """
+        """Returns an expert's positions in the copied tokens [n], its change by 2 bits [n, d], and its outputs."""
         number = layer_idx, expert
         token_idx, weights = tokens.of_expert(expert)
         original = token_idx < self._num_tokens
@@ -148,7 +139,6 @@ class ExactPass:
         return token_idx[base] - self._num_tokens, change, *outputs
 
     def _add(self, tokens: forward.LayerTokens, expert: int, outputs: Sequence[Tensor]) -> None:
-        """Adds the outputs that `_run_expert` returned."""
         token_idx, weights = tokens.of_expert(expert)
         original = token_idx < self._num_tokens
         remaining = iter(outputs)
@@ -158,7 +148,7 @@ class ExactPass:
                 self.states.add(tokens, chunk, of_chunk, next(remaining))
 
     def _copies(self, layer: int, base: forward.LayerTokens, changes: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """Yields the hidden states of one copy after the other, float32 [n, w]; `base` are those without a change."""
+        """Yields the hidden states of one copy after the other, float32 [n, w]."""
         for places, change in changes:
             if base.outputs is None:
                 yield base.x.index_add(0, places, change)
@@ -171,5 +161,4 @@ class ExactPass:
 
 
 def _chunks(values: Tensor) -> tuple[Tensor, ...]:
-    """Returns an expert's tokens in chunks, none for no tokens."""
     return torch.split(values, forward.CHUNK_TOKENS) if len(values) else ()

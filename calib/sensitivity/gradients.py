@@ -1,42 +1,34 @@
-"""Gradients of the model's predictions, one layer at a time, and what rounding costs by them.
+"""Gradients of the model's predictions, one layer at a time, and the cost of rounding by them.
 
-A change `dz` of a token's logits has, to second order, the KL divergence `1/2 dz^T F dz` from the original's
-predictions, with `F = diag(p) - p p^T`. For random `v` with the covariance `F` that is the mean of `1/2 (v . dz)^2`. So
-`v` is drawn once for each token and goes back through the model: the gradient `g` of `v . z` with respect to a hidden
-state says what a change `dx` of that state costs, `1/2 (g . dx)^2`. One pass back gives this for all layers.
+A change `dz` of a token's logits has, to second order, the KL divergence `1/2 dz^T F dz`, with `F = diag(p) - p p^T`.
+For random `v` with the covariance `F` that is the mean of `1/2 (v . dz)^2`. `v` is drawn once for each token and goes
+back through the model: a change `dx` of a hidden state costs `1/2 (g . dx)^2`, with the gradient `g` of `v . z`.
 
-Changes of different tokens are taken to be independent. So are the errors of different weights, whose squares then add:
-for a token with input `x`, router weight `w` and gradient `g` of its output, in which `D` is the derivative of
-`h(gate . x, up . x)` by either product,
+Changes of different tokens and weights are taken as independent, so their squares add. For a token with input `x`,
+router weight `w` and gradient `g` of its output, and the derivative `D` of `h(gate . x, up . x)` by either product:
 
     gate, up    1/2 w^2 sum over neurons i of  (D_i down_i . g)^2  sum over columns j of  dW_ij^2 x_j^2
     down        1/2 w^2 sum over neurons i of  h_i^2               sum over columns j of  dW_ij^2 g_j^2
     sparsity    1/2 w^2 (sum over neurons i that do not run of  h_i down_i . g)^2
 
-The factors next to `dW^2` are second moments that do not depend on the format: they are summed over tokens for groups
-of columns, and all widths follow by trace. Nothing is multiplied with rounded weights.
-
-Gradients are recomputed layer by layer from the hidden states before it, and an expert's block by block, so no more
-than the pass forward keeps is in memory. `Tracked` weights let torch differentiate everything but the experts without
-keeping weights in float32.
-
-Source: the factored Fisher information of predictions, as in K-FAC (arXiv 1503.05671), sections 2 and 3.
+The factors next to `dW^2` are second moments that do not depend on the format: nothing is multiplied with rounded
+weights.
+Source:  the factored Fisher information of predictions, as in K-FAC (arXiv 1503.05671), sections 2 and 3.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_pack import formats
-from moe_pack.calib.forward import KINDS, DerivedWeights, LayerStates, LayerTokens
+from moe_pack.calib.forward import KINDS, Context, DerivedWeights, LayerStates, LayerTokens
 from moe_pack.calib.quantize import usual_repeats
 from moe_pack.calib.sensitivity import errors
 from moe_pack.runtime import model
 from moe_pack.runtime.model import layers
-from moe_pack.runtime.model.caches import Chosen
 from moe_pack.runtime.model.compute import matrices
 from moe_pack.runtime.model.compute.operations import row_blocks
 
@@ -64,8 +56,6 @@ class _Product(torch.autograd.Function):
 
 
 class _TrackedMatrix(matrices.DivisibleMatrix):
-    """A matrix through whose products gradients flow."""
-
     def __init__(self, matrix: model.Matrix) -> None:
         self._matrix = matrix
         self.num_rows, self.num_cols = matrix.num_rows, matrix.num_cols
@@ -118,21 +108,18 @@ def half_gradient(
     states: LayerStates,
     layer: int,
     hidden: Tensor,
-    text: Tensor | None,
     weights: Tracked,
     above: tuple[Tensor, Tensor],
-    chosen: Chosen | None = None,
-    ids: Tensor | None = None,
+    context: Context,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient before a layer's first half, and that of the encoder's output, float32 [S, d] each.
 
-    Args:    hidden, text, chosen, ids: of a sequence, as for `LayerStates.half_of`.   above: the gradients with respect
-             to `x` and `inputs` of `LayerTokens`.
+    Args:    hidden, context: of a sequence.   above: the gradients with respect to `x` and `inputs` of `LayerTokens`.
     """
     with torch.inference_mode(mode=False), torch.enable_grad():
         hidden = hidden.to(states.device).clone().requires_grad_()
-        text = None if text is None else text.to(states.device).clone().requires_grad_()
-        outputs = states.half_of(layer, hidden, text, weights, chosen, ids)
+        text = None if context.text is None else context.text.to(states.device).clone().requires_grad_()
+        outputs = states.half_of(layer, hidden, weights, replace(context, text=text))
         sources = [hidden] if text is None else [hidden, text]
         # A layer without a second half has no inputs of one to go back through.
         pairs = [(out, each) for out, each in zip(outputs, above, strict=True) if out.requires_grad]
@@ -195,10 +182,9 @@ def expert_gradients(
 ) -> ExpertGradients:
     """Takes the gradient of an expert's output back through it, and weighs errors of its weights by it.
 
-    Sparsity is measured on the first `SPARSE_TOKENS` tokens.
-
-    Args:    x: float32 [n, d], its tokens.   weights: float32 [n], of the router.   above: float32 [n, d], the gradient
-             with respect to the weighted output.   thresholds: float32 [kinds, sparsities].
+    Args:    x: float32 [n, d]; sparsity is measured on the first `SPARSE_TOKENS`.   weights: float32 [n], of the
+             router.   above: float32 [n, d], the gradient with respect to the weighted output.   thresholds: float32
+             [kinds, sparsities].
     """
     few = min(len(x), SPARSE_TOKENS)
     inputs, by_weight = torch.zeros_like(x), x.new_zeros(len(x))
@@ -242,7 +228,7 @@ def expert_gradients(
 
 
 def _add_dropped(dropped: Tensor, values: model.Activations, gains: Tensor, thresholds: Tensor) -> None:
-    """Adds what a block's neurons below each threshold contribute: float32 [kinds, sparsities, n]."""
+    """Adds the contribution of a block's neurons below each threshold: float32 [kinds, sparsities, n]."""
     few = len(gains)
     share = values.h[:few] * gains
     for kind_idx, kind in enumerate(KINDS):
@@ -254,7 +240,7 @@ def _add_dropped(dropped: Tensor, values: model.Activations, gains: Tensor, thre
 def _neurons(
     x: Tensor, block: model.NeuronBlock, function: formats.NeuronFunction
 ) -> tuple[model.Activations, tuple[Tensor, Tensor]]:
-    """Returns what a block's neurons compute, and the derivatives of h by the products with gate and with up."""
+    """Returns a block's activations, and the derivatives of h by the products with gate and with up."""
     neuron = model.neuron_of(function)
     with torch.inference_mode(mode=False), torch.enable_grad():
         up = _products(x, block.up, block.up_bias)
@@ -280,5 +266,5 @@ def _with_slope(function: Callable[[Tensor], Tensor], values: Tensor) -> tuple[T
 
 
 def _group_means(values: Tensor) -> Tensor:
-    """Returns the mean square in each group of columns: float32 [n, d] gives [n, groups]."""
+    """Returns the mean square in each group of columns: float32 [n, groups]."""
     return values.square().view(len(values), values.shape[1] // errors.GROUP, errors.GROUP).mean(dim=2)

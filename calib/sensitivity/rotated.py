@@ -1,13 +1,9 @@
-"""Experts in the coordinates in which they are stored: the decision, and weights in which errors are measured.
-
-A plan's losses are those of stored rows. The sensitivity stage takes the rows, inputs and gradients of a rotated layer
-in rotated coordinates, in which a row with an outlier loses far less. Activations are the same in both
-coordinates up to rounding, and so are thresholds and sparsity.
-"""
+"""Experts in the coordinates in which they are stored, where rows with outliers lose far less."""
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from moe_pack.calib import quantize
 from moe_pack.calib.forward import DerivedWeights
@@ -26,10 +22,7 @@ _MOST_EXCESS = 1.05
 
 
 class RotatedExperts(DerivedWeights):
-    """The weights of `source` with experts in the coordinates of these vectors; None: in the source's.
-
-    Args:    device: of the weights.
-    """
+    """The weights of `source` with experts in the coordinates of these vectors, on `device`; None: in the source's."""
 
     def __init__(self, source: model.Weights, vectors: RotationVectors | None, device: torch.device) -> None:
         super().__init__(source)
@@ -50,14 +43,11 @@ def is_rotated_better(
     tokens: quantize.ExpertTokens,
     rotation: quantize.LayerRotation,
 ) -> bool:
-    """Returns whether a calibrated expert loses less in rotated coordinates than in its own, or at most 5% more.
-
-    Meaning: the first neurons are quantized both ways to a trellis of 2 bits on every second token; the others judge.
-    """
+    """Returns whether an expert, calibrated to 2 bits on half of its tokens, loses less rotated, or at most 5% more."""
     calibrating, judging = (
         quantize.ExpertTokens(tokens.inputs[first::2], tokens.weights[first::2]) for first in range(2)
     )
-    blocks = [errors.on_cpu(block) for block in errors.first_neurons(expert, _JUDGED_NEURONS)]
+    blocks = [block.mapped(Tensor.cpu) for block in errors.first_neurons(expert, _JUDGED_NEURONS)]
     own, rotated = (
         _error(blocks, function, calibrating, judging, coordinates) for coordinates in (quantize.UNROTATED, rotation)
     )
@@ -71,10 +61,7 @@ def _error(
     judging: quantize.ExpertTokens,
     rotation: quantize.LayerRotation,
 ) -> float:
-    """Returns the squared error of the outputs of quantized neurons, in the source's coordinates.
-
-    Args:    blocks, calibrating, judging: in the source's coordinates.   rotation: the coordinates to quantize in.
-    """
+    """Returns the squared error of the outputs of quantized neurons, in the source's coordinates."""
     num_cols, x = calibrating.inputs.shape[1], judging.inputs
     calibration = quantize.Calibration(replace(calibrating, inputs=rotation.inputs(calibrating.inputs)), function)
     part = errors.calibrated_anchor(errors.calibrated_formats(num_cols))

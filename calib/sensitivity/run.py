@@ -1,4 +1,4 @@
-"""The model and the hidden states on which all phases of the sensitivity stage work, and its experts' outputs."""
+"""The model and the hidden states of all phases of the sensitivity stage, and its experts' outputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,10 +68,7 @@ class Run:
 def expert_output(
     tokens: layers.LayerTokens, token_idx: Tensor, model: Weights, number: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """Returns an expert's output for some tokens, float32 [n, d].
-
-    Args:    number: MoE layer index and expert.
-    """
+    """Returns the output, float32 [n, d], of an expert (MoE layer index and number) for some tokens."""
     rotation = quantize.LayerRotation(model.rotation(number[0]))
     x = rotation.inputs(tokens.expert_inputs(token_idx).to(device))
     return rotation.outputs(run_expert(x, model.expert(*number), model.spec.expert_function(number[0]), "none", 0.0))

@@ -1,10 +1,8 @@
 """The sensitivity stage: the cost of each matrix at each width, as the KL divergence of the model's predictions.
 
     forward     some sequences go through the model; the hidden states before each layer stay on disk
-    back        from the last layer to the first, gradients of predictions meet the errors of weights (`WayBack`):
-                a result for each layer
-    copies      some of the sequences go through the model with experts rounded (`CopiesPass`), from which the
-                estimates' scale and the loss of log-likelihood follow (`effects`)
+    back        from the last layer to the first, gradients of predictions meet the errors of weights (`WayBack`)
+    copies      some sequences go through the model with experts rounded (`CopiesPass`), to scale the estimates
 
 Estimated KLs add: errors of different matrices, experts and layers are nearly independent.
 """
@@ -35,13 +33,11 @@ def _nothing_stored(layer: int) -> effects.LayerLosses:
 class SensitivityPass:
     """Runs the stage layer by layer. A killed pass goes on in `folder`.
 
-    Args:    ids: int64 [N, S], all sequences of the profile; the pass uses as many of the first as it needs.
-             thresholds: returns, for a MoE layer index, quantiles of abs(a), float32 [E, kinds, sparsities].
-             kept: the inputs of experts to calibrate on; None if none are kept.
-             folder: for hidden states and gradients.
-             stored: returns the losses of a layer that `back` returned; needed unless formats are compared in all.
-             rotation: of the layers whose experts are measured in rotated coordinates; None if there are none.
-             results: of experts and sequences; shared, if several parts run the pass in `folder`.
+    Args:    ids: int64 [N, S]; the pass uses as many of the first as it needs.   thresholds: returns, for a MoE layer
+             index, quantiles of abs(a), float32 [E, kinds, sparsities].   kept: the inputs of experts, if they are
+             kept.   folder: for hidden states and gradients.   stored: returns the losses of a layer that `back`
+             returned.   rotation: of rotated layers, if there are any.   results: of experts and sequences; shared, if
+             several parts run the pass in `folder`.
     """
 
     def __init__(
@@ -80,11 +76,6 @@ class SensitivityPass:
             self._comparison = comparison.CalibratedComparison(run, level, stored, kept, rotation)
         self.way_back = way_back.WayBack(run, folder, thresholds, self._comparison)
 
-    @property
-    def next_back(self) -> int:
-        """The next layer on the way back; -1 after the first."""
-        return self.way_back.next_layer
-
     def cost(self) -> dict[str, costs.Cost]:
         """Returns the estimated cost of what is left of the pass, by phase."""
         spec, run = self._run.spec, self._run
@@ -107,7 +98,7 @@ class SensitivityPass:
             kind, is_moe = costs.kind_of(spec, layer), layer in spec.moe_layers
             if layer >= self.states.next_layer:
                 forward += halves[kind] * self.num_sequences + plain * (choices * is_moe)
-            if layer <= self.next_back:
+            if layer <= self.way_back.next_layer:
                 tried = way_back.num_dense_sequences(run, layer) * (len(errors.roundable_roles(spec, layer)) + 1)
                 on_way_back += halves[kind] * (self.num_sequences + tried)
                 on_way_back += halves_back[kind] * self.num_sequences
@@ -139,15 +130,6 @@ class SensitivityPass:
         states.leave(layer, tokens)
 
     @torch.inference_mode()
-    def back(self, progress: commands.Progress = commands.NO_PROGRESS) -> effects.LayerLosses:
-        """Takes gradients back through layer `next_back` and measures it; after it comes `leave_back`."""
-        return self.way_back.measure(progress)
-
-    def leave_back(self) -> None:
-        """Ends the layer that was measured last; the caller has stored the result of `back`."""
-        self.way_back.leave()
-
-    @torch.inference_mode()
     def divergences(
         self, losses: list[effects.LayerLosses], progress: commands.Progress = commands.NO_PROGRESS
     ) -> effects.Divergences:
@@ -164,7 +146,7 @@ class SensitivityPass:
         with run.results.step("divergences"):
             sums = copied.diverged(progress)
             (embedding,), (head,) = run.results.in_order("dense", change_dense, range(2), 1)
-        copied.close()
+        copied.states.close()
         num_judged = self.num_copied * (S - 1)  # the last tokens have none after them
         kls, nlls = sums[0] / (self.num_copied * S), sums[1] / max(num_judged, 1)
         return effects.Divergences(

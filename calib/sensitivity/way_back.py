@@ -21,10 +21,7 @@ _SHRUNK_TOKENS = 8  # of its layer's average that an expert's own tokens are mix
 
 
 class WayBack:
-    """Takes gradients back from the last layer to the first. Goes on where a killed pass has left them in `folder`.
-
-    Args:    thresholds: returns, for a MoE layer index, quantiles of abs(a), float32 [E, kinds, sparsities].
-    """
+    """Takes gradients back from the last layer to the first; `thresholds` are [E, kinds, sparsities] by MoE layer."""
 
     def __init__(
         self, run: Run, folder: Path, thresholds: Callable[[int], Array], comparison: FormatComparison
@@ -57,7 +54,8 @@ class WayBack:
         """The gradients of each stack after the next layer; at the end, with respect to the embeddings."""
         return (self.above, self._other)[: len(self._run.given.stacks)]
 
-    def measure(self, progress: commands.Progress) -> effects.LayerLosses:
+    @torch.inference_mode()
+    def measure(self, progress: commands.Progress = commands.NO_PROGRESS) -> effects.LayerLosses:
         """Takes gradients back through the next layer and measures it; after it comes `leave`."""
         run, states, layer = self._run, self._run.states, self.next_layer
         if not self.is_begun:
@@ -109,11 +107,7 @@ class WayBack:
     def _end_back(
         self, layer: int, tokens: layers.LayerTokens, progress: commands.Progress
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Returns the gradients with respect to `x` and `inputs` of a layer's tokens, and to its experts' outputs.
-
-        That of `inputs` is through shared and dense experts, None if they are in `x`. The layer's experts run again if
-        their outputs do not simply add to `x`.
-        """
+        """Returns the gradients by `x`, `inputs` (None if they are in `x`) and the outputs of a layer's experts."""
         run, above = self._run, self.above
         if tokens.outputs is None:
             return above, None, above * run.spec.residual_multiplier
@@ -135,7 +129,6 @@ class WayBack:
         return found[0], found[1], found[2]
 
     def _half_back(self, layer: int, of_x: Tensor, of_inputs: Tensor) -> None:
-        """Takes gradients back through a layer's first half, from those with respect to its `x` and `inputs`."""
         run, states, S = self._run, self._run.states, self._run.states.sequence_length
         below = torch.empty_like(self.above)
 
@@ -145,11 +138,9 @@ class WayBack:
                 states,
                 layer,
                 states.at(layer, number),
-                states.text(layer, number),
                 self._tracked,
                 (of_x[rows], of_inputs[rows]),
-                states.chosen(layer, number),
-                states.ids(number),
+                states.context(layer, number),
             )
             return tuple(each.cpu() for each in (gradient, of_text) if each is not None)
 
@@ -167,10 +158,7 @@ class WayBack:
     def _experts_back(
         self, layer: int, tokens: layers.LayerTokens, above: Tensor, below: Tensor, progress: commands.Progress
     ) -> tuple[Tensor, ...]:
-        """Adds the experts' gradients to `below`; returns `quantized`, `repeated`, `sparse`, `ratios`, `calibrated`.
-
-        Args:    above: with respect to the weighted sum of their outputs, float32 [T, d].
-        """
+        """Adds the experts' gradients to `below`; returns `quantized`, `repeated`, `sparse`, `ratios`, `calibrated`."""
         run, spec = self._run, self._run.spec
         layer_idx, E = spec.moe_layers.index(layer), spec.router.num_experts
         num_tokens = torch.tensor([len(tokens.of_expert(expert)[0]) for expert in range(E)])
@@ -211,8 +199,8 @@ class WayBack:
     ) -> Callable[[int], shared.Arrays]:
         """Returns the function that takes gradients back through an expert.
 
-        Its result: tokens and ranks; gradients with respect to inputs and router weights; what all widths, repeated
-        neurons and sparsities lose; and of the expert `popular` the moments.
+        Its result: tokens and ranks; gradients with respect to inputs and router weights; losses of all widths,
+        repeated neurons and sparsities; and of the expert `popular` the moments.
         """
         run, function = self._run, self._run.spec.expert_function(layer_idx)
         thresholds = torch.from_numpy(self._thresholds(layer_idx)).to(run.device)
@@ -246,11 +234,7 @@ def num_dense_sequences(run: Run, layer: int) -> int:
 def dense_losses(
     run: Run, layer: int, above: Tensor, below: Tensor, outputs: Tensor | None, progress: commands.Progress
 ) -> Array:
-    """Returns `LayerLosses.dense`, measured at the least width; errors fall as the square of the step.
-
-    Args:    above: the gradient after the layer.   below: with respect to `inputs`, through its experts.
-             outputs: as in `LayerTokens`.
-    """
+    """Returns `LayerLosses.dense` by the gradients after the layer and, through its experts, of `inputs`."""
     roles, states, S = errors.roundable_roles(run.spec, layer), run.states, run.states.sequence_length
     number = num_dense_sequences(run, layer)
     losses = np.zeros((len(roles), len(effects.DENSE_WIDTHS)), np.float32)
@@ -285,7 +269,7 @@ def dense_losses(
 
 
 def _shrunk(losses: Tensor, num_tokens: Tensor) -> Tensor:
-    """Returns losses [E, ...] of experts with few tokens [E] drawn to what a token of the layer loses on average."""
+    """Draws losses [E, ...] of experts with few tokens [E] towards the mean loss of a token of the layer."""
     average = losses.sum(dim=0) / num_tokens.sum().clamp(min=1)
     num_tokens = num_tokens.view(-1, *(1,) * (losses.dim() - 1))
     share = num_tokens / (num_tokens + _SHRUNK_TOKENS)

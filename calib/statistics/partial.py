@@ -1,9 +1,7 @@
-"""Partial hidden states of the tokens on which predictors are judged, and the scores that the next routers give them.
+"""Partial hidden states on held-out tokens, and the next routers' scores of them.
 
-While a layer waits for missing experts, the runtime predicts the next layer from the hidden state to which only
-resident experts were added (`moe_pack.runtime.offload.prefetch`, "partial"). A profile knows no budget: it takes the
-more popular half of each layer's experts as resident.
-
+The runtime predicts the next layer from the hidden state to which only resident experts were added ("partial" in
+`runtime.offload.prefetch`). A profile knows no budget: the more popular half of each layer's experts is resident.
 Source:  Importance-Driven Expert Scheduling §5.2.
 """
 
@@ -21,12 +19,7 @@ from moe_pack.runtime import model
 
 
 class PartialStates:
-    """Partial hidden states in files `partial-*` in `folder`, layer by layer: `begin`, `add` for each output, `end`.
-
-    `scores` is called in the next layer. The files stay until the profile is finished, so that a killed pass continues.
-    Args:    num_held_out_tokens: of the pass, from the end; experts are popular by the other tokens.
-             results: of the pass.
-    """
+    """Keeps partial hidden states in files `partial-*`, layer by layer: `begin`, `add` for each output, `end`."""
 
     def __init__(
         self,
@@ -53,9 +46,8 @@ class PartialStates:
         """Begins with the hidden states after attention and shared experts, before the routed experts of a layer."""
         if not self.is_judged(layer + 1):
             return
-        self._is_resident = resident_half(
-            tokens.experts[: len(tokens.x) - self._num_held_out_tokens], self._num_experts
-        )
+        learned = tokens.experts[: len(tokens.x) - self._num_held_out_tokens]
+        self._is_resident = resident_half(learned, self._spec.router.num_experts)
         _, judged = self._shares.tokens()
         values = tokens.x[judged]
         mapped = np.memmap(self._unfinished, np.float32, "w+", shape=tuple(values.shape))
@@ -83,7 +75,7 @@ class PartialStates:
                 for x, inputs, outputs in zip(*pieces, strict=True):
                     x.copy_(states.after(layer, (x, inputs), outputs, weights).cpu())
             self._x = self._added = self._inputs = torch.empty(0)  # the mapping ends before its file gets its name
-            self._results.publish(self._unfinished, self._states(layer))
+            self._results.publish(self._unfinished, self._folder / f"partial-states-{layer:03d}.bin")
 
     @torch.inference_mode()
     def run(self, layer: int, states: forward.LayerStates, weights: forward.LayerwiseWeights) -> None:
@@ -91,13 +83,13 @@ class PartialStates:
         if not self.is_judged(layer):
             return
         S, d = self._shares.sequence_length, self._spec.stream_width
-        mapped = torch.from_numpy(np.memmap(self._states(layer - 1), np.float32, "c")).view(-1, S, d)
+        path = self._folder / f"partial-states-{layer - 1:03d}.bin"
+        mapped = torch.from_numpy(np.memmap(path, np.float32, "c")).view(-1, S, d)
         first = self._shares.num_sequences - self._shares.num_judged
 
         def scores_of(number: int) -> tuple[Tensor]:
             place = first + number
-            text, chosen = states.text(layer, place), states.chosen(layer, place)
-            x = states.attended(layer, mapped[number], text, weights, chosen, states.ids(place))
+            x = states.attended(layer, mapped[number], weights, states.context(layer, place))
             return (model.router_scores(model.mlp_input(x, weights, layer), weights, layer).cpu(),)
 
         numbers = range(self._shares.num_judged)
@@ -109,28 +101,18 @@ class PartialStates:
         """Returns the scores float32 [T, E] of the tokens to judge on; None for a layer that is not judged."""
         if not self.is_judged(layer):
             return None
-        return torch.from_numpy(np.fromfile(self._scores(layer), np.float32)).view(-1, self._num_experts)
-
-    @property
-    def _num_experts(self) -> int:
-        return self._spec.router.num_experts
+        return torch.from_numpy(np.fromfile(self._scores(layer), np.float32)).view(-1, self._spec.router.num_experts)
 
     @property
     def _unfinished(self) -> Path:
         return self._folder / self._results.own_name("partial.tmp")
-
-    def _states(self, layer: int) -> Path:
-        return self._folder / f"partial-states-{layer:03d}.bin"
 
     def _scores(self, layer: int) -> Path:
         return self._folder / f"partial-scores-{layer:03d}.bin"
 
 
 def resident_half(experts: Tensor, num_experts: int) -> forward.Array:
-    """Returns which experts are of the more popular half of a layer, bool [E]; with an odd number, one more than half.
-
-    The lower one of equally popular experts is more popular. The choices are int64 [T, k].
-    """
+    """Returns which experts are in the more popular half, rounded up, by choices int64 [T, k]; equal ones by index."""
     counts = np.bincount(experts.numpy().ravel(), minlength=num_experts)
     is_resident: forward.Array = np.zeros(num_experts, bool)
     is_resident[np.argsort(-counts, kind="stable")[: (num_experts + 1) // 2]] = True

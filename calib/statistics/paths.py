@@ -1,11 +1,8 @@
 """Path statistics: learned from the routes of calibration text, and judged on held-out text.
 
-`moe_pack.runtime.offload.PathStatistics` uses them to predict experts. Here T counts tokens, L MoE layers, E experts a
-layer, k experts a token; a *choice* is one expert of one token.
-
-Source:  EdgeMoE (2308.14352) §III-C1. Its dictionary has probabilities for pairs of layers, with one expert a token.
-         With k > 1 most sets of experts are seen once. So a key must be seen PATH_MIN_SEEN times, and two rougher
-         levels follow (`BackoffLevel`).
+T counts tokens, L MoE layers, E experts a layer, k experts a token; a *choice* is one expert of one token.
+Source:  EdgeMoE (2308.14352) §III-C1, with one expert a token. With k > 1 most sets of experts are seen once, so a key
+         must be seen PATH_MIN_SEEN times, and two rougher levels follow (`BackoffLevel`).
 """
 
 from collections.abc import Collection
@@ -40,7 +37,6 @@ class _Keys:
     counts: NDArray[np.int64]
 
     def only(self, kept: NDArray[np.bool_]) -> "_Keys":
-        """Returns the keys of a mask [K]."""
         entries = np.repeat(kept, self.lengths)
         return _Keys(self.keys[kept], self.seen[kept], self.lengths[kept], self.experts[entries], self.counts[entries])
 
@@ -48,15 +44,11 @@ class _Keys:
 def learn_paths(
     routes: Routes, num_experts: int, size_bytes: int, first_layers: Collection[int] = (0,)
 ) -> PathStatistics:
-    """Returns the statistics of calibration routes, in at most `size_bytes` as `num_bytes` counts them.
+    """Returns the statistics of calibration routes [T, L, k], in at most `size_bytes` as `num_bytes` counts them.
 
-    Tables and popularity are always kept: 4 L E + about 2 L E² counts bytes, even if they alone exceed the size. The
-    remaining bytes go to exact keys, most seen first (of equals the earlier layer, then the lower key), up to the first
-    key that does not fit.
-
-    Args:    routes: [T, L, k], the router's choices; the order within a token's k does not matter.
-             first_layers: those that begin a stack. No path enters one from before, because its tokens are different:
-             it has no keys, and its counts are 0.
+    Tables and popularity are always kept: 4 L E + about 2 L E² counts bytes. Exact keys fill the remaining bytes, most
+    seen first (of equals the earlier layer, then the lower key), up to the first key that does not fit.
+    Args:    first_layers: those that begin a stack. No path enters them; they have no keys, and their counts are 0.
     """
     ordered = as_sets(routes, num_experts)
     T, L, k = ordered.shape
@@ -65,8 +57,7 @@ def learn_paths(
     popularity = count_tokens(ordered, num_experts).astype("<u4")
     after_one, after_two = (_learn_table(ordered, back, num_experts, count, known) for back in (1, 2))
     keys = [_learn_keys(ordered, l, num_experts, is_whole=known[l] == min(l, PATH_MEMORY)) for l in range(1, L)]
-    tables_bytes = popularity.nbytes + after_one.nbytes + after_two.nbytes
-    starts_bytes = 4 * (L + 1) + 4
+    tables_bytes, starts_bytes = popularity.nbytes + after_one.nbytes + after_two.nbytes, 4 * (L + 1) + 4
     kept = _prune(keys, size_bytes - tables_bytes - starts_bytes, count.itemsize)
     return PathStatistics(
         popularity=popularity,
@@ -83,7 +74,7 @@ def learn_paths(
 
 
 def _num_known(num_layers: int, first_layers: Collection[int]) -> list[int]:
-    """Returns how many layers before each are known: those of its stack, at most PATH_MEMORY."""
+    """Returns the number of known layers before each: those of its stack, at most PATH_MEMORY."""
     begins = [max(first for first in first_layers if first <= l) for l in range(num_layers)]
     return [min(l - begin, PATH_MEMORY) for l, begin in enumerate(begins)]
 
@@ -100,36 +91,30 @@ def _learn_table(
 
 
 def _learn_keys(ordered: NDArray[np.uint16], l: int, num_experts: int, is_whole: bool) -> _Keys:
-    """Returns the choices of layer `l` after each frequent key, keys ascending; none without `is_whole`.
-
-    Args:    is_whole: whether all layers of a key are of its stack.
-    """
+    """Returns the choices of layer `l` after each frequent key, keys ascending; none if a key is not whole."""
     T = len(ordered)
     rows = ordered[:, max(l - PATH_MEMORY, 0) : l].reshape(T, -1)  # [T, p, k] -> [T, p k]
-    _, firsts, key_numbers, seen = np.unique(
-        rows_as_keys(rows), return_index=True, return_inverse=True, return_counts=True
-    )
+    keys = rows_as_keys(rows)
+    _, firsts, key_numbers, seen = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
     often = (seen >= PATH_MIN_SEEN) & is_whole
     numbers = np.cumsum(often) - 1  # of the keys that stay
     of_token = key_numbers.reshape(T)
     stays = often[of_token]
-    cells, counts = np.unique(
-        numbers[of_token[stays], None] * num_experts + ordered[stays, l], return_counts=True
-    )  # [tokens, k] cells of [K, E]
+    of_choices = numbers[of_token[stays], None] * num_experts + ordered[stays, l]  # [tokens, k] cells of [K, E]
+    cells, counts = np.unique(of_choices, return_counts=True)
     key_of, experts = np.divmod(cells, num_experts)
     lengths = np.bincount(key_of, minlength=int(often.sum()))
     return _Keys(rows[firsts[often]], seen[often], lengths, experts, counts)
 
 
 def _prune(layers: list[_Keys], free_bytes: int, count_bytes: int) -> list[_Keys]:
-    """Returns the keys of each layer that fit into the free bytes, most seen first; their order stays."""
+    """Returns the keys of each layer that fit, most seen first; their order stays."""
     if not layers:
         return []
     seen = np.concatenate([layer.seen for layer in layers])
     # The stored bytes of a key: its experts, count and start, then its successors and their counts.
-    costs = np.concatenate(
-        [2 * layer.keys.shape[1] + count_bytes + 4 + layer.lengths * (2 + count_bytes) for layer in layers]
-    )
+    each = [2 * layer.keys.shape[1] + count_bytes + 4 + layer.lengths * (2 + count_bytes) for layer in layers]
+    costs = np.concatenate(each)
     order = np.argsort(-seen, kind="stable")
     kept = np.zeros(len(seen), bool)
     kept[order[np.cumsum(costs[order]) <= free_bytes]] = True
@@ -158,11 +143,7 @@ class LayerRecall:
 def evaluate(
     statistics: PathStatistics, routes: Routes, num_predicted: int, first_layers: Collection[int] = (0,)
 ) -> tuple[LayerRecall, ...]:
-    """Returns the recall of predicting `num_predicted` experts, for each MoE layer.
-
-    Args:    routes: [T, L, k], of held-out text: on the calibration text the figures would be too good.
-             first_layers: those that begin a stack.
-    """
+    """Returns the recall of `num_predicted` experts in each MoE layer, on routes [T, L, k] of held-out text."""
     assert num_predicted >= 1, "nothing predicted recalls nothing"
     ordered = as_sets(routes, statistics.popularity.shape[1])
     known = _num_known(ordered.shape[1], first_layers)
@@ -189,10 +170,7 @@ def _evaluate_layer(
 def _hits(
     statistics: PathStatistics, ordered: Routes, l: int, num_known: int, num_predicted: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Returns how many of each token's experts are among the first 1, 2, ..., n predicted, and the `BackoffLevel`.
-
-    The prediction knows `num_known` layers before. Returns int64 [T, n], n at most E; u8 [T].
-    """
+    """Counts each token's experts among the first 1, ..., n predicted, int64 [T, n], n <= E; and levels u8 [T]."""
     hits, levels = [], []
     for start in range(0, len(ordered), _CHUNK_TOKENS):
         tokens = ordered[start : start + _CHUNK_TOKENS]
@@ -207,10 +185,9 @@ def _hits(
 def accumulated_frequency(
     statistics: PathStatistics, routes: Routes, first_layers: Collection[int] = (0,)
 ) -> NDArray[np.float64]:
-    """Returns the share of each layer's choices that is among the n likeliest experts, knowing 0, 1 or 2 layers before.
+    """Returns the share of choices among the n likeliest experts, [3, L, n] by the number of known layers before.
 
-    Args:    routes: [T, L, k]; of the calibration text as EdgeMoE shows it, of held-out text for its true value.
-    Returns: [3, L, n] by the number of known layers, n up to E, at most 16 (EdgeMoE Fig. 8, right).
+    Source:  EdgeMoE Fig. 8, right, on calibration text; held-out text gives the true value. n is at most E and 16.
     """
     ordered = as_sets(routes, statistics.popularity.shape[1])
     _, L, k = ordered.shape
@@ -234,18 +211,13 @@ class PathCoverage:
     # to whole paths).
     covered: tuple[float, ...]
 
-    @property
-    def num_paths(self) -> int:
-        """The number of distinct paths."""
-        return len(self.frequencies)
-
 
 def path_coverage(routes: Routes, num_experts: int, first_layers: Collection[int] = (0,)) -> tuple[PathCoverage, ...]:
     """Returns the spread over whole paths if a token has one expert, else over the sets of each three layers.
 
-    Args:    routes: [T, L, k]; with k > 1 and fewer than three layers, all of them are one path.
-             first_layers: those that begin a stack; no path leads from one stack into another.
-    Source:  EdgeMoE Fig. 4, whose models have k = 1. With more experts, whole paths would all be distinct.
+    Args:    routes: [T, L, k]; with k > 1 and fewer than three layers, all of them are one path.   first_layers: those
+             that begin a stack; no path leads into another.
+    Source:  EdgeMoE Fig. 4, with k = 1. Whole paths of more experts would all be distinct.
     """
     ordered = as_sets(routes, num_experts)
     T, L, k = ordered.shape

@@ -1,12 +1,6 @@
-"""The statistics of a MoE layer on calibration text: which experts its router chooses, and which neurons run.
+"""The statistics of a MoE layer on calibration text: the experts that its router chooses, and the neurons that run.
 
-`measure_layer` runs the routed experts of a layer and counts; `LayerStatistics` describes the arrays of its file.
-Coverage, popularity and co-activation follow from the routes in it: `measure_coverage` says which experts had too few
-tokens, `compare_popularity` whether the experts' popularity is more than chance. `paths` has the statistics of
-successive layers.
-
-Here T counts tokens, L MoE layers, E experts a layer, k experts a token. A *choice* is one expert of one token; a layer
-has T k of them.
+T counts tokens, L MoE layers, E experts a layer, k experts a token. A *choice* is one expert of one token.
 """
 
 import math
@@ -49,21 +43,11 @@ def count_tokens(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
 def count_pairs(
     earlier: Routes, later: Routes, num_experts: int, runs: NDArray[np.bool_] | None = None
 ) -> NDArray[np.uint32]:
-    """Returns `count[e', e]`: how many tokens chose `e'` among `earlier` and `e` among `later`.
-
-    Args:    earlier, later: [T, k], experts of the same tokens.   runs: [T, k], which of both count; None: all.
-    Returns: [E, E].
-    """
+    """Returns `count[e', e]`: tokens that chose e' of `earlier` [T, k] and e of `later`; only where `runs` is true."""
     cells = earlier[:, :, None].astype(np.int64) * num_experts + later[:, None, :]  # [T, k, k]
     counted = cells.ravel() if runs is None else cells[runs[:, :, None] & runs[:, None, :]]
     counts = np.bincount(counted, minlength=num_experts**2)
     return counts.reshape(num_experts, num_experts).astype(np.uint32)
-
-
-def coactivation(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
-    """Returns how many tokens chose both of two experts of a layer, [L, E, E], or the expert (on the diagonal)."""
-    ordered = as_sets(routes, num_experts)
-    return np.stack([count_pairs(ordered[:, l], ordered[:, l], num_experts) for l in range(ordered.shape[1])])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,27 +65,18 @@ class Coverage:
 
 
 def measure_coverage(routes: Routes, num_experts: int) -> Coverage:
-    """Returns the coverage of every expert by the tokens of `routes` `[T, L, k]`.
-
-    The interval is Wilson's (JASA 22, 1927). It takes tokens as independent, so it is a little too narrow.
-    """
+    """Returns the coverage of every expert by routes [T, L, k], with Wilson's interval (JASA 22, 1927)."""
     ordered = as_sets(routes, num_experts)
     T = len(ordered)
     tokens = count_tokens(ordered, num_experts)
     low, high = wilson_interval(tokens, T)
-    scarce = (tokens > 0) & (tokens < MIN_TOKENS)
-    return Coverage(T, tokens, tokens / T, low, high, _places(tokens == 0), _places(scarce))
-
-
-def _places(mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    return tuple((int(l), int(e)) for l, e in np.argwhere(mask))
+    masks = tokens == 0, (tokens > 0) & (tokens < MIN_TOKENS)
+    unreached, scarce = (tuple((int(l), int(e)) for l, e in np.argwhere(mask)) for mask in masks)
+    return Coverage(T, tokens, tokens / T, low, high, unreached, scarce)
 
 
 def wilson_interval(tokens: NDArray[np.uint32], num_tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns the lowest and the highest share within the 95% interval of each count of tokens out of `num_tokens`.
-
-    Meaning: (p + z²/2T ± z sqrt(p(1-p)/T + z²/4T²)) / (1 + z²/T), with p = tokens / T.
-    """
+    """Returns (p + z²/2T ± z sqrt(p(1-p)/T + z²/4T²)) / (1 + z²/T), with p = tokens / T: 95% intervals of shares."""
     share, z2 = tokens / num_tokens, WILSON_Z**2 / num_tokens
     half = np.sqrt(share * (1 - share) * z2 + z2**2 / 4)
     # Summed in this order the ends of counts 0 and T are 0 and 1 exactly: sqrt undoes the square.
@@ -122,15 +97,13 @@ class PopularityTest:
 
 
 def compare_popularity(calibration: Routes, held_out: Routes, num_experts: int) -> tuple[PopularityTest, ...]:
-    """Compares the popularity of experts on calibration text with held-out text, for each MoE layer.
+    """Compares the popularity of experts on calibration text [T, L, k] with held-out text [T', L, k], layer by layer.
 
     Meaning: chi-square: (E-1)/(E-k) * sum_e (n_e - Tk/E)²/(Tk/E). A token's k experts are distinct, so counts vary by
-             that much less than with k free draws; without the factor, k > 1 would hide what is not uniform.
-             nats: mean over held-out choices of log q_e, q_e = (m_e + 1) / (sum m + E), m the calibration counts.
-             The quarter is ceil(E/4) experts; of equal ones the lowest index comes first.
-    Args:    calibration: [T, L, k].   held_out: [T', L, k].
-    Source:  Pearson's test; Laplace's rule. Tokens are taken as independent, as in `measure_coverage`, so p-values are
-             a little too small within one text.
+             that much less than with k free draws. nats: mean over held-out choices of log q_e, q_e = (m_e + 1) / (sum
+             m + E), m the calibration counts. The quarter is ceil(E/4) experts; of equal ones the lowest index comes
+             first.
+    Source:  Pearson's test; Laplace's rule. Tokens are taken as independent, so p-values are a little too small.
     """
     assert calibration.shape[1:] == held_out.shape[1:], "both texts ran through the same model"
     k = calibration.shape[2]
@@ -140,9 +113,10 @@ def compare_popularity(calibration: Routes, held_out: Routes, num_experts: int) 
 
 
 def _compare_layer(learned: NDArray[np.uint32], held_out: NDArray[np.uint32], k: int) -> PopularityTest:
-    """Compares the counts [E] of both texts."""
     E, num_choices = len(held_out), int(held_out.sum())
-    chi_square = _chi_square(held_out, k)
+    expected = num_choices / E
+    # With k = E every token chooses every expert: nothing can differ.
+    chi_square = 0.0 if k == E else float(((held_out - expected) ** 2 / expected).sum() * (E - 1) / (E - k))
     q = (learned + 1.0) / (learned.sum() + E)
     quarter = np.argsort(-learned.astype(np.int64), kind="stable")[: -(-E // 4)]
     return PopularityTest(
@@ -156,20 +130,12 @@ def _compare_layer(learned: NDArray[np.uint32], held_out: NDArray[np.uint32], k:
     )
 
 
-def _chi_square(counts: NDArray[np.uint32], k: int) -> float:
-    E = len(counts)
-    if k == E:
-        return 0.0  # every token chooses every expert: nothing can differ
-    expected = counts.sum() / E
-    return float(((counts - expected) ** 2 / expected).sum() * (E - 1) / (E - k))
-
-
 def chi_square_tail(value: float, freedom: int) -> float:
     """Returns the probability that a chi-square variable is at least `value`; 1 for no degrees of freedom.
 
     Meaning: `freedom` even: exp(-h) sum_{i < freedom/2} h^i / i!, h = value / 2; odd: erfc(sqrt(h)) and the same sum
              over the halves i = 1/2, 3/2, ... < freedom/2.
-    Source:  Abramowitz and Stegun, 26.4.4 and 26.4.5. It is exact: no term is negative, so nothing cancels.
+    Source:  Abramowitz and Stegun, 26.4.4 and 26.4.5; exact, because no term is negative.
     """
     if value <= 0 or freedom == 0:
         return 1.0
@@ -181,16 +147,16 @@ def chi_square_tail(value: float, freedom: int) -> float:
 
 def spearman(first: NDArray[Any], second: NDArray[Any]) -> float | None:
     """Returns the rank correlation of two lists, equals sharing their mean rank; None if one list is constant."""
-    a, b = (_ranks(values) - (len(values) - 1) / 2 for values in (first, second))  # minus the mean of all ranks
+
+    def centered_ranks(values: NDArray[Any]) -> NDArray[np.float64]:
+        _, value_idx, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks: NDArray[np.float64] = (np.cumsum(counts) - 1 - (counts - 1) / 2)[value_idx]
+        ranks -= (len(values) - 1) / 2
+        return ranks
+
+    a, b = centered_ranks(first), centered_ranks(second)
     scale = math.sqrt(float((a * a).sum()) * float((b * b).sum()))
     return float((a * b).sum()) / scale if scale else None
-
-
-def _ranks(values: NDArray[Any]) -> NDArray[np.float64]:
-    _, value_idx, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts) - 1
-    ranks: NDArray[np.float64] = (last - (counts - 1) / 2)[value_idx]
-    return ranks
 
 
 # Levels of the stored quantiles: hundredths, and finer ones at the end.
@@ -202,8 +168,7 @@ _HOT_UNIT = 65535  # shares of tokens are stored as whole numbers of this
 class LayerStatistics(forward.NamedArrays):
     """The statistics of a MoE layer: E experts of f neurons, T tokens, 3 selector kinds (up, gate, both).
 
-    If experts have a capacity, or some return their input, all but `routes` count only the tokens that they run for;
-    `routes` then also has the best experts that do not run.
+    With capacities, or experts that return their input, all but `routes` count only tokens that an expert runs for.
     """
 
     tokens: forward.Array  # u32 [E]: tokens that chose the expert
@@ -226,11 +191,7 @@ class LayerStatistics(forward.NamedArrays):
     def from_arrays(
         cls, arrays: dict[str, forward.Array], place: str, spec: formats.ModelSpec, num_tokens: int
     ) -> "LayerStatistics":
-        """Returns the statistics in a layer's file.
-
-        Raises:  PackError if an array is missing, unknown, or of another dtype, shape or range, or if a token's route
-                 does not name k different experts.
-        """
+        """Checks the arrays of a layer's file; PackError for the first fault."""
         E, f, k = spec.router.num_experts, spec.expert.intermediate_size, spec.router.num_experts_per_tok
         rules = {
             "tokens": store.ArrayRule("U32", (E,), most=num_tokens),
@@ -264,11 +225,7 @@ class LayerStatistics(forward.NamedArrays):
         return np.ascontiguousarray(self.quantiles[:, :, [QUANTILE_LEVELS.index(level) for level in sparsities]])
 
     def hot_share(self, kind_idx: int, sparsity: float) -> forward.Array:
-        """Returns the share of the expert's tokens on which each neuron runs at `sparsity`: f32 [E, f].
-
-        Shares are interpolated between levels and scaled beyond the last one. All neurons of an expert without tokens
-        have the same share.
-        """
+        """Returns the share f32 [E, f] of an expert's tokens for which a neuron runs, interpolated between levels."""
         levels = np.asarray(forward.HOT_SPARSITIES)
         shares = self.hot[:, kind_idx].astype(np.float64) / _HOT_UNIT  # [E, levels, f], exact at the levels
         above = int(np.searchsorted(levels, sparsity))
@@ -297,10 +254,9 @@ def measure_layer(
 ) -> LayerStatistics:
     """Runs the routed experts of a layer, adds their outputs to `tokens`, and counts.
 
-    Args:    num_held_out_tokens: how many tokens, from the end, are held out.   cosine: mean and deviation, for the
-             result.   on_expert: is called after each expert with its number and how many tokens it had.   on_output:
-             is called in the order of experts with an expert's number, some of its tokens int64 [n], their weights
-             float32 [n] and its output for them float32 [n, d].   results: of experts.
+    Args:    num_held_out_tokens: from the end.   cosine: mean and deviation, for the result.   on_expert: takes each
+             expert's number and its count of tokens.   on_output: takes, in the order of experts, the number, token
+             positions int64 [n], router weights float32 [n] and outputs float32 [n, d].
     Raises:  CheckpointError if activations are not finite.
     """
     spec = weights.spec
@@ -350,7 +306,6 @@ def _statistics(
     num_held_out_tokens: int,
     cosine: tuple[float, float],
 ) -> LayerStatistics:
-    """Returns the statistics of a layer from its routes and its experts' activity."""
     E = num_experts
     routes, runs = tokens.experts.numpy(), (tokens.weights != 0).numpy()  # [T, k]
     held_out = slice(len(routes) - num_held_out_tokens, None)
@@ -374,7 +329,7 @@ def _statistics(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerActivity:
-    """The figures of each expert as in `LayerStatistics`, and histograms of the whole layer."""
+    """The figures of each expert, and histograms of the whole layer."""
 
     quantiles: list[forward.Array]
     hot_thresholds: list[forward.Array]

@@ -1,17 +1,9 @@
 """Predictors of a MoE layer's experts and neurons: training, and their recall and precision on held-out tokens.
 
-`predict_layer` judges every predictor on the inputs of two successive MoE layers and the routes of all tokens:
-popularity, path statistics (EdgeMoE), the next router on this layer's input (CORM) and on a partial hidden state
-(Importance-Driven Expert Scheduling, whose scores `PartialStates` computes), a learned network (FloE), and for
-neurons the next layer's selector on this layer's input (FloE, CORM). Every figure is on held-out tokens.
-
-`train` trains FloE's network, `moe_pack.runtime.offload.Predictor`, for one MoE layer: one layer of weights (about 32K
-parameters for d = 4096 and E = 8) or two (up to 2M). It is trained in float32 and stored with bfloat16 weights, and all
-scores are those of the stored weights. Loss, width and schedule, which the paper leaves open, were chosen by recall on
-held-out text.
-
-`InputFiles` keeps the inputs of MoE layers in files, because predictors and cosines need two layers at once: all tokens
-of the last layer, and for predictors some sequences of every layer.
+`predict_layer` judges popularity, path statistics (EdgeMoE), the next router on this layer's input (CORM) and on a
+partial hidden state (Importance-Driven Expert Scheduling), a learned network (FloE), and for neurons the next layer's
+selector on this layer's input (FloE, CORM). `train` trains FloE's network in float32; scores are those of its stored
+bfloat16 weights. `InputFiles` keeps the inputs of MoE layers in files.
 """
 
 import math
@@ -43,9 +35,7 @@ class MaskCounts:
     def __add__(self, other: "MaskCounts") -> "MaskCounts":
         """Returns the counts of both blocks together."""
         return MaskCounts(
-            self.num_both + other.num_both,
-            self.num_predicted + other.num_predicted,
-            self.num_actual + other.num_actual,
+            self.num_both + other.num_both, self.num_predicted + other.num_predicted, self.num_actual + other.num_actual
         )
 
     @property
@@ -67,10 +57,7 @@ def mask_counts(predicted: Tensor, actual: Tensor) -> MaskCounts:
 
 
 def recall_precision(scores: Tensor, actual: Tensor, num_predicted: int) -> tuple[float, float]:
-    """Returns recall and precision of predicting the `num_predicted` experts of each token with the largest scores.
-
-    They are equal if `num_predicted` is k, and 1 without tokens. The lower index of equal scores is predicted.
-    """
+    """Returns recall and precision of the `num_predicted` largest scores; 1 without tokens; ties by index."""
     # A stable sort keeps the lower index first among equals; topk promises no order.
     best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :num_predicted]
     nothing = torch.zeros(scores.shape, dtype=torch.bool)
@@ -83,6 +70,7 @@ MAX_HIDDEN = 512  # wider gains nothing: 256, 512, 1024 are within 0.002 of reca
 VALIDATION_SHARE = 8  # one token of so many: the last ones, because neighbours in a text resemble each other
 BLOCK_TOKENS = 1024  # scored at once, to bound memory
 LEAST_SCALE = 1e-3  # of the usual column's scale: a column that varies less is not scaled up to vary as the others
+_NOT_FINITE = "predictor: hidden states are not finite; check that the checkpoint is complete"
 BETAS = (0.9, 0.999)  # Adam's, as published; the next too
 EPSILON = 1e-8
 
@@ -106,10 +94,7 @@ class MLPShape:
 
 
 def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
-    """Returns the smaller and the larger predictor for hidden states of size d (FloE §3.3.1: 32K and 2M parameters).
-
-    The larger has the largest multiple of 8 hidden units that 2,000,000 parameters allow, at least 8, at most 512.
-    """
+    """Returns the predictors of one layer and of two, of at most 2,000,000 parameters (FloE §3.3.1)."""
     allowed = (MAX_PARAMETERS - num_experts) // (d + (offload.MAX_PREVIOUS + 1) * num_experts + 1)
     return MLPShape(1, 0), MLPShape(2, max(8, min(MAX_HIDDEN, allowed) // 8 * 8))
 
@@ -142,18 +127,16 @@ def train(
 ) -> offload.Predictor:
     """Trains a predictor of the experts of one MoE layer.
 
-    Meaning: x is standardised by the mean and scale of its columns. Adam with a cosine schedule lowers the binary cross
-             entropy of the experts' logits, minibatch by minibatch. The last eighth of the tokens validates: the epoch
-             with the best recall of k experts there is kept, of equals the one with the least loss. Epoch 0 is
-             popularity: biases start at each expert's log-odds, the last layer's weights at 0. In the end mean and
-             scale are folded into the first layer. If there are fewer than 8 tokens, all are learned from and validate.
-             The same arguments, machine and number of threads give the same bits; the global random state is not used.
-    Args:    x: float32 [T, d]; may be mapped from a file: only minibatches and blocks of it are copied.
-             previous: int64 [T, P, k'], P 1 or 2, as for `Predictor.scores`.   targets: int64 [T, k].
+    Meaning: x is standardised by column. Adam with a cosine schedule lowers the binary cross entropy of the experts'
+             logits. The last eighth of the tokens validates (all tokens if there are fewer than 8): the epoch with the
+             best recall of k experts is kept, of equals the one with the least loss. Epoch 0 is popularity: biases are
+             each expert's log-odds, the last layer's weights 0. Mean and scale are folded into the first layer. The
+             same arguments, machine and number of threads give the same bits.
+    Args:    x: float32 [T, d]; may be mapped from a file.   previous: int64 [T, P, k'], P 1 or 2.   targets: int64 [T,
+             k].
     Raises:  RunError if there are no tokens, or if x is not finite.
-    Source:  FloE §3.3.1, which leaves loss and training open. On two small Mixtrals with 8192 tokens each, softmax
-             cross entropy over the k chosen experts had 0.015 (one layer) and 0.006 (two) less recall on held-out text
-             than this loss, and keeping the epoch of least loss had 0.0015 less than keeping that of best recall.
+    Source:  FloE §3.3.1, which leaves loss and training open. On two small Mixtrals (8192 tokens each), softmax cross
+             entropy had 0.015 (one layer) and 0.006 (two) less recall, and keeping the epoch of least loss 0.0015 less.
     """
     assert len(x) == len(previous) == len(targets), "as many routes as hidden states"
     if not len(x):
@@ -180,7 +163,7 @@ def standard_of(x: Tensor) -> Standard:
     """Returns mean and deviation of the columns of x, float32 [T, d]; almost constant columns get the usual scale."""
     mean = sum((block.double().sum(0) for block in torch.split(x, BLOCK_TOKENS)), torch.zeros(())) / len(x)
     if not torch.isfinite(mean).all():
-        raise _not_finite()
+        raise formats.RunError(_NOT_FINITE)
     squares = ((block.double() - mean).square().sum(0) for block in torch.split(x, BLOCK_TOKENS))
     scale = (sum(squares, torch.zeros(())) / len(x)).sqrt()
     usual = scale.square().mean().sqrt()  # 0 if all columns are constant: then there is nothing to scale
@@ -189,10 +172,10 @@ def standard_of(x: Tensor) -> Standard:
 
 
 def folded(layers: list[Tensor], standard: Standard, num_experts: int) -> offload.Predictor:
-    """Returns the predictor that gives for x what these layers give for `standard.of(x)`, up to bfloat16 weights.
+    """Returns the predictor that gives for x the outputs of `layers` for `standard.of(x)`, up to bfloat16 weights.
 
-    Args:    layers: float32: the first layer's x weights [h, d], route weights [h, P E] and bias [h]; then, with two
-             layers, the second's weights [E, h] and bias [E].
+    Args:    layers: float32: x weights [h, d], route weights [h, P E], bias [h]; then, with two layers, weights [E, h]
+             and bias [E].
     """
     x_weight = (layers[0] / standard.scale).bfloat16()
     # With the rounded weights, so that a large mean cancels fully, and in float64, because it may be large.
@@ -226,8 +209,6 @@ class Adam:
 
 
 class _Trainer:
-    """The training of one predictor: its tokens, their routes, and its layers."""
-
     def __init__(
         self,
         x: Tensor,
@@ -253,15 +234,14 @@ class _Trainer:
         self._rate = 0.002 if shape.num_layers == 2 else 0.01 * min(1.0, 256 / num_inputs)
 
     def train(self) -> offload.Predictor:
-        """Learns until epochs or patience are used up; returns the predictor of the best epoch, as it is stored."""
-        adam = Adam(self._layers)
-        best_result, best_epoch, best = self._validate(), 0, _copies(self._layers)
-        for epoch in range(1, self._training.max_epochs + 1):
-            self._learn(adam, epoch)
+        adam, best_result, best_epoch, best = Adam(self._layers), (-math.inf, -math.inf), 0, self._layers
+        for epoch in range(self._training.max_epochs + 1):
+            if epoch:
+                self._learn(adam, epoch)
             result = self._validate()
             if result > best_result:
-                best_result, best_epoch, best = result, epoch, _copies(self._layers)
-            if epoch - best_epoch >= self._training.patience:
+                best_result, best_epoch, best = result, epoch, [layer.detach().clone() for layer in self._layers]
+            if epoch and epoch - best_epoch >= self._training.patience:
                 break
         return folded(best, self._standard, self._num_experts)
 
@@ -280,53 +260,34 @@ class _Trainer:
         return [layer.requires_grad_() for layer in layers]
 
     def _learn(self, adam: Adam, epoch: int) -> None:
-        """Learns from every token once, in random order."""
         x, previous, targets = self._learned
         order = torch.randperm(len(x), generator=self._generator)
         batches = torch.split(order, min(self._training.batch_tokens, max(16, len(x) // 32)))
         for number, batch in enumerate(batches):
             done = (epoch - 1 + number / len(batches)) / self._training.max_epochs
             rate = self._rate * (1 + math.cos(math.pi * done)) / 2
-            logits = routing_file.network_logits(
-                self._layers, self._standard.of(x[batch]), routing_file.multi_hot(previous[batch], self._num_experts)
-            )
-            loss = _loss(logits, targets[batch])
+            loss = _loss(self._logits(x[batch], previous[batch]), targets[batch])
             adam.step(torch.autograd.grad(loss, self._layers), rate)
 
     @torch.no_grad()
     def _validate(self) -> tuple[float, float]:
         """Returns recall and negative loss on the validation tokens: larger is better."""
         x, previous, targets = self._validating
-        logits = _in_blocks(self._layers, x, previous, self._num_experts, self._standard)
+        blocks = zip(torch.split(x, BLOCK_TOKENS), torch.split(previous, BLOCK_TOKENS), strict=True)
+        logits = torch.cat([self._logits(*block) for block in blocks])
         loss = float(_loss(logits, targets))
         if not math.isfinite(loss):
-            raise _not_finite()
+            raise formats.RunError(_NOT_FINITE)
         return recall_precision(logits, targets, targets.shape[1])[0], -loss
+
+    def _logits(self, x: Tensor, previous: Tensor) -> Tensor:
+        routes = routing_file.multi_hot(previous, self._num_experts)
+        return routing_file.network_logits(self._layers, self._standard.of(x), routes)
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(
-        logits, routing_file.multi_hot(targets[:, None], logits.shape[1])
-    )
-
-
-def _in_blocks(layers: list[Tensor], x: Tensor, previous: Tensor, num_experts: int, standard: Standard) -> Tensor:
-    """Returns `network_logits`, computed in blocks of tokens: float32 [T, E]."""
-    blocks = zip(torch.split(x, BLOCK_TOKENS), torch.split(previous, BLOCK_TOKENS), strict=True)
-    return torch.cat(
-        [
-            routing_file.network_logits(layers, standard.of(x), routing_file.multi_hot(routes, num_experts))
-            for x, routes in blocks
-        ]
-    )
-
-
-def _copies(layers: list[Tensor]) -> list[Tensor]:
-    return [layer.detach().clone() for layer in layers]
-
-
-def _not_finite() -> formats.RunError:
-    return formats.RunError("predictor: hidden states are not finite; check that the checkpoint is complete")
+    chosen = routing_file.multi_hot(targets[:, None], logits.shape[1])
+    return functional.binary_cross_entropy_with_logits(logits, chosen)
 
 
 MAX_LEARNED_TOKENS = 8192  # twice as many raised recall by less than a point on the small models
@@ -389,7 +350,7 @@ def predict_layer(
 
     Args:    layer_idx: of the MoE layer, 1 or more.   history: at most two layers before it, then the layer itself.
              paths: not learned from held-out tokens.   thresholds: float32 [E, kinds, sparsities], on abs(a).
-             partial_scores: float32 [T, E] of the tokens to judge on, as `PartialStates.scores` gives them.
+             partial_scores: float32 [T, E] of the judged tokens.
     """
     before, own = history[:-1], history[-1]
     x, learned = before[-1].learned, torch.stack([layer.learned_routes for layer in before], dim=1)  # [T, P, k]
@@ -417,17 +378,14 @@ def predict_layer(
 
 
 def judge_by_routes(layer_idx: int, paths: offload.PathStatistics, history: list[Tensor]) -> forward.Array:
-    """Returns the recalls of popularity and of path statistics, float32 [2, 3] as in `LayerPredictors.experts`.
-
-    Args:    history: the routes int64 [T, k] of at most two layers before the MoE layer, then of the layer itself.
-    """
+    """Returns the recalls [2, 3] of popularity and path statistics, by routes [T, k] of two layers before and own."""
     *before, own = history
     previous = torch.stack(before, dim=1).numpy()
     return np.asarray([_recalls(scores, own) for scores in _scores_by_routes(layer_idx, paths, previous)], np.float32)
 
 
 def _scores_by_routes(layer_idx: int, paths: offload.PathStatistics, previous: forward.Array) -> tuple[Tensor, Tensor]:
-    """Returns the scores [T, E] of popularity and of path statistics, from the routes [T, P, k] before."""
+    """Returns the scores [T, E] of popularity and of path statistics after the routes [T, P, k]."""
     shares = np.tile(paths.popularity[layer_idx].astype(np.float32), (len(previous), 1))
     likely, _ = paths.predict(layer_idx, previous)
     return torch.from_numpy(shares), torch.from_numpy(likely)
@@ -450,32 +408,20 @@ def _judge_neurons(
     device: torch.device,
 ) -> forward.Array:
     counts = [[MaskCounts() for _ in forward.HOT_SPARSITIES] for _ in forward.KINDS]
+    function = weights.spec.expert_function(layer_idx)
     for expert in range(weights.spec.router.num_experts):
         token_idx = (own.judged_routes == expert).any(dim=1).nonzero().flatten()
         token_idx = token_idx[forward.sample_places(len(token_idx), _NEURON_TOKENS)]
-        if len(token_idx):
-            inputs = [layer.judged[token_idx].to(device) for layer in (before, own)]
-            function = weights.spec.expert_function(layer_idx)
-            _count(weights.expert(layer_idx, expert), function, inputs, thresholds[expert], counts)
+        inputs = [layer.judged[token_idx].to(device) for layer in (before, own)]
+        for block in weights.expert(layer_idx, expert).blocks() if len(token_idx) else ():
+            early, late = (model.activations(x, block, function) for x in inputs)
+            for kind, selector in enumerate(forward.KINDS):
+                predicted, actual = early.of(selector).abs(), late.of(selector).abs()
+                for level, threshold in enumerate(thresholds[expert, kind].tolist()):
+                    counts[kind][level] += mask_counts(predicted >= threshold, actual >= threshold)
     return np.asarray(
         [[(c.recall, c.precision) if c.num_actual else (np.nan, np.nan) for c in row] for row in counts], np.float32
     )
-
-
-def _count(
-    expert: model.Expert,
-    function: formats.NeuronFunction,
-    inputs: list[Tensor],
-    thresholds: forward.Array,
-    counts: list[list[MaskCounts]],
-) -> None:
-    """Adds the counts of one expert: its selector on the inputs of the layer before, and on its own inputs."""
-    for block in expert.blocks():
-        before, own = (model.activations(x, block, function) for x in inputs)
-        for kind, selector in enumerate(forward.KINDS):
-            predicted, actual = before.of(selector).abs(), own.of(selector).abs()
-            for level, threshold in enumerate(thresholds[kind].tolist()):
-                counts[kind][level] += mask_counts(predicted >= threshold, actual >= threshold)
 
 
 _PIECE_TOKENS = 2048  # compared at once
@@ -503,11 +449,7 @@ class Shares:
 
 
 class InputFiles:
-    """The files `inputs-*` in `folder`, with float32 rows of `hidden_size`.
-
-    Args:    first_layers: the MoE layers that begin a stack, whose tokens are different from those of the layer before.
-             results: of the pass.
-    """
+    """The files `inputs-*` in `folder`, with float32 rows of `hidden_size`; `first_layers` begin a stack."""
 
     def __init__(
         self,
@@ -524,24 +466,19 @@ class InputFiles:
         self._hidden_size = hidden_size
 
     def keep(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
-        """Writes a MoE layer's inputs float32 [T, d].
-
-        Returns: mean and deviation of their cosine with those of the layer before; NaN in the first of a stack.
-        """
+        """Writes a layer's inputs [T, d]; returns mean and deviation of the cosine with the layer before, or NaN."""
         learned, judged = self.shares.tokens()
-        self._write(self._sample(layer_idx), inputs[learned], inputs[judged])
+        self._write(self._folder / f"inputs-{layer_idx:03d}.bin", inputs[learned], inputs[judged])
         cosine = (math.nan, math.nan) if layer_idx in self._first_layers else self._cosine(layer_idx, inputs)
         self._write(self._whole(layer_idx), inputs)
-        if layer_idx > 1:
-            self._whole(layer_idx - 2).unlink(
-                missing_ok=True
-            )  # the file before this one is needed if this layer is repeated
+        if layer_idx > 1:  # the file before this one is needed if this layer is repeated
+            self._whole(layer_idx - 2).unlink(missing_ok=True)
         return cosine
 
     def read(self, layer_idx: int, routes: Tensor) -> LayerInputs:
         """Maps a layer's inputs for predictors from the file; adds their part of all `routes` int64 [T, k]."""
         # Mapped copy-on-write because torch refuses read-only arrays; nothing writes to it.
-        mapped = np.memmap(self._sample(layer_idx), np.float32, "c")
+        mapped = np.memmap(self._folder / f"inputs-{layer_idx:03d}.bin", np.float32, "c")
         rows = torch.from_numpy(mapped).view(-1, self._hidden_size)
         learned, judged = self.shares.tokens()
         number = learned.stop - learned.start
@@ -557,9 +494,6 @@ class InputFiles:
                 cosines.append(product / lengths.clamp(min=torch.finfo(torch.float32).tiny))
         all_cosines = torch.cat(cosines).to(torch.float64)
         return float(all_cosines.mean()), float(all_cosines.std(correction=0))
-
-    def _sample(self, layer_idx: int) -> Path:
-        return self._folder / f"inputs-{layer_idx:03d}.bin"
 
     def _whole(self, layer_idx: int) -> Path:
         return self._folder / f"inputs-whole-{layer_idx:03d}.bin"

@@ -77,9 +77,8 @@ def test_a_profiles_figures_come_back(profile: Profile, routing: Routing) -> Non
 
 @torch.inference_mode()
 def inputs_and_routes(weights: CheckpointWeights, profile: Profile) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the held-out tokens: every layer's input float32 [T, L, d], and what it chose, int64 [T, L, k].
-
-    Then the hidden states after the next layer's attention, without the less popular experts: float32 [T, L - 1, d].
+    """Returns held-out inputs float32 [T, L, d], routes int64 [T, L, k], and hidden states float32 [T, L - 1, d] after
+    the next layer's attention, without the less popular experts.
     """
     spec, cpu = weights.spec, torch.device("cpu")
     inputs: list[list[torch.Tensor]] = [[] for _ in range(4)]

@@ -1,7 +1,7 @@
-"""What calibrated rounding costs by format: against the expert run whole, and what is measured of a model's."""
+"""The cost of calibrated rounding by format: against the expert run whole, and against a model's measurement."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.cases import case
 from support.families import original
+from support.held_experts import HeldExpert
 from support.models import TinyMixtral
 from support.profiles import profiled, random_tokens
 from torch import Tensor
@@ -46,24 +47,13 @@ def mixed(num_tokens: int, seed: int) -> Tensor:
     )
 
 
-class Held:
-    """An expert given out in blocks of 7 neurons."""
-
-    def __init__(self, has_gate: bool = True, num_neurons: int = F) -> None:
-        gate, up, down = (random(num_neurons, D, seed=i) * 0.1 for i in range(3))
-        self.whole = NeuronBlock(gate if has_gate else None, up, down)
-
-    def down_bias(self) -> None:
-        """It has none."""
-
-    def blocks(self) -> Iterator[NeuronBlock]:
-        for i in range(0, len(self.whole.up), 7):
-            gate = None if self.whole.gate is None else self.whole.gate[i : i + 7]
-            yield NeuronBlock(gate, self.whole.up[i : i + 7], self.whole.down[i : i + 7])
+def held(has_gate: bool = True, num_neurons: int = F) -> HeldExpert:
+    gate, up, down = (random(num_neurons, D, seed=i) * 0.1 for i in range(3))
+    return HeldExpert(NeuronBlock(gate if has_gate else None, up, down), step=7)
 
 
 def plain_error(square: Callable[[Tensor], float], rows: Tensor, width: int, exact: Sequence[int] = ()) -> float:
-    """What plain rounding loses: the geometric mean of 2, 3 and 4 bits, by the square of the step."""
+    """The geometric mean of plain rounding at 2, 3 and 4 bits, by the square of the step."""
     logarithms = []
     for each in (2, 3, 4):
         rounded = plainly_rounded(rows, each)
@@ -76,7 +66,7 @@ CALIBRATED_ON = ExpertTokens(mixed(200, seed=20), torch.rand(200, generator=torc
 JUDGED_ON, WEIGHTS = mixed(30, seed=40), torch.linspace(0, 1, 30)
 
 
-def ratios(expert: Held) -> Tensor:
+def ratios(expert: HeldExpert) -> Tensor:
     return calibrated_ratios(expert, "silu", JUDGED_ON, WEIGHTS, CALIBRATED_ON, calibrated_formats(D))
 
 
@@ -109,7 +99,7 @@ def test_a_trellis_is_compared_with_the_width_next_above() -> None:
 
 @pytest.mark.parametrize("has_gate", [True, False])
 def test_ratios_are_those_of_mean_squares_of_the_whole_expert(has_gate: bool) -> None:
-    expert = Held(has_gate)
+    expert = held(has_gate)
     found = ratios(expert)
     whole = expert.whole
 
@@ -137,7 +127,7 @@ def test_ratios_are_those_of_mean_squares_of_the_whole_expert(has_gate: bool) ->
 
 
 def test_calibrated_rounding_loses_less_than_plain_rounding_of_its_width() -> None:
-    found, parts = ratios(Held()), calibrated_formats(D)
+    found, parts = ratios(held()), calibrated_formats(D)
     for part in (trellis_format(4, 0), trellis_format(6, 0), part_format(2, 64, 8), part_format(3, 64, 8)):
         gate, up, down = found[:, parts.index(part)].tolist()
         assert max(gate, up) < 0.8 and down < 1, format_text(part)  # of few neurons little hangs together
@@ -145,7 +135,7 @@ def test_calibrated_rounding_loses_less_than_plain_rounding_of_its_width() -> No
 
 def test_no_token_to_judge_on_leaves_ratios_of_one() -> None:
     formats = calibrated_formats(D)
-    found = calibrated_ratios(Held(), "silu", JUDGED_ON[:0], WEIGHTS[:0], CALIBRATED_ON, formats)
+    found = calibrated_ratios(held(), "silu", JUDGED_ON[:0], WEIGHTS[:0], CALIBRATED_ON, formats)
     assert (found == 1).all()
 
 
@@ -160,12 +150,11 @@ def test_half_of_the_formats_are_measured_and_one_alone_is_as_among_all() -> Non
     ]
     anchor = calibrated_anchor(calibrated_formats(D))
     assert anchor == trellis_format(4, 0)
-    alone = calibrated_ratios(Held(), "silu", JUDGED_ON, WEIGHTS, CALIBRATED_ON, (anchor,))
-    assert torch.equal(alone[:, 0], ratios(Held())[:, calibrated_formats(D).index(anchor)])
+    alone = calibrated_ratios(held(), "silu", JUDGED_ON, WEIGHTS, CALIBRATED_ON, (anchor,))
+    assert torch.equal(alone[:, 0], ratios(held())[:, calibrated_formats(D).index(anchor)])
 
 
 def test_large_experts_are_judged_on_some_rows_and_down_on_some_columns() -> None:
-    """Mixtral's, DeepSeek-V3's, and small ones, which are judged whole."""
     assert (judged_rows(4096, 14336), judged_columns(4096, 14336)) == (32, 128)
     assert (judged_rows(7168, 2048), judged_columns(7168, 2048)) == (32, 128)
     assert (judged_rows(256, 768), judged_columns(256, 768)) == (128, 128)
@@ -180,8 +169,7 @@ def test_of_a_larger_expert_some_rows_and_columns_are_judged() -> None:
     gate, up, down = (torch.randn(600, 512, generator=generator) / 22 for _ in range(3))
     x, weights = torch.randn(20, 512, generator=generator), torch.ones(20)
     tokens = ExpertTokens(torch.randn(64, 512, generator=generator), torch.ones(64))
-    expert = Held()
-    expert.whole = NeuronBlock(gate, up, down)
+    expert = HeldExpert(NeuronBlock(gate, up, down), step=7)
     found = calibrated_ratios(expert, "silu", x, weights, tokens, calibrated_formats(512))
     part = trellis_format(4, 0)
     few, narrow = NeuronBlock(gate[:128], up[:128], down[:128]), NeuronBlock(gate, up, down[:, :128].contiguous())
@@ -235,10 +223,7 @@ def test_a_profile_with_inputs_estimates_calibrated_formats_and_one_without_what
 
 @pytest.mark.slow
 def test_formats_are_judged_on_tokens_before_those_they_are_calibrated_on(source: Path, profile: Profile) -> None:
-    """All of 8 sequences of 24 tokens are kept: the first 96 tokens are judged on, the others calibrated on.
-
-    Of the last layer, in which all formats are compared. A judged token counts as much as its gradient is large.
-    """
+    """The first 96 tokens of 8 sequences of 24 judge, the others calibrate. Tokens count as much as their gradients."""
     experts = profile.statistics(1).routes
     popular = int(np.bincount(experts.ravel()).argmax())
     with profile.inputs(1) as opened:
@@ -255,7 +240,7 @@ def test_formats_are_judged_on_tokens_before_those_they_are_calibrated_on(source
 
 
 def gradient_sizes(source: Path) -> Tensor:
-    """The root mean square of torch's gradient of the predictions by the last layer's output: [96], of 4 sequences."""
+    """The root mean square of torch's gradient by the last layer's output: [96], of 4 sequences."""
     model, sizes = original(source), list[Tensor]()
     for number, ids in enumerate(torch.from_numpy(np.asarray(TOKENS.sequences[:4], np.int64))):
         embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_()

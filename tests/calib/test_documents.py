@@ -1,4 +1,4 @@
-"""Where `--data` leads: each kind of source, how long documents are cut, and what is said of each that is unfit."""
+"""Each kind of source of `--data`, the cuts of long documents, and the messages about unfit ones."""
 
 import json
 import os
@@ -44,7 +44,6 @@ def no_hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def pieces(data: object, field: str | None = None, template: ChatTemplate | None = None) -> list[Piece]:
-    """Every piece of a source that has one part."""
     documents = open_documents(str(data), field, template)
     (part,) = documents.parts
     assert documents.turns == (0,)
@@ -66,7 +65,6 @@ def conversations(data: object, field: str | None = None) -> list[str]:
 
 
 def said(data: object, field: str | None = None, template: ChatTemplate | None = TEMPLATE) -> str:
-    """The one line that says what is wrong with a source."""
     with pytest.raises(RunError) as caught:
         pieces(data, field, template)
     assert "\n" not in str(caught.value)
@@ -83,26 +81,20 @@ def table(path: Path, columns: dict[str, list[object]]) -> Path:
     return path
 
 
-def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_without_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("Été.\r\n\n\nZwei 🦊".encode())
     assert pieces(tmp_path / "a.txt") == [Piece("Été.\r\n\n\nZwei 🦊", True)]
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\ufeffA\ufeff", "utf-8")
     (tmp_path / "a.jsonl").write_text('\ufeff{"text": "A"}\n', "utf-8")
     assert texts(tmp_path / "a.txt") == ["A\ufeff"]
     assert texts(tmp_path / "a.jsonl") == ["A"]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
-def test_each_line_of_a_json_file_is_a_document(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"a{suffix}"
-    path.write_text('{"text": "One.", "score": NaN}\n\n   \r\n{"n": [1], "text": "Tw\\u00f6."}')
-    assert texts(path) == ["One.", "Twö."]
-
-
-def test_each_row_of_a_parquet_file_is_a_document(tmp_path: Path) -> None:
+def test_each_line_of_a_json_file_and_each_row_of_a_parquet_file_is_a_document(tmp_path: Path) -> None:
+    for suffix in (".jsonl", ".json"):
+        path = tmp_path / f"a{suffix}"
+        path.write_text('{"text": "One.", "score": NaN}\n\n   \r\n{"n": [1], "text": "Tw\\u00f6."}')
+        assert texts(path) == ["One.", "Twö."]
     words = [f"Number {n}." for n in range(1000)]
     assert texts(table(tmp_path / "a.parquet", {"n": list(range(1000)), "text": [*words]})) == words
 
@@ -112,12 +104,11 @@ def test_the_field_may_have_another_name(tmp_path: Path) -> None:
     assert texts(table(tmp_path / "a.parquet", {"text": [1], "body": ["A"]}), "body") == ["A"]
 
 
-@pytest.mark.parametrize("blank", ["", " \n\t \n"])
-def test_documents_of_white_space_alone_are_left_out(blank: str, tmp_path: Path) -> None:
-    rows = [{"text": blank}, {"text": "A "}, {"text": blank}]
-    assert texts(lines(tmp_path / "a.jsonl", *rows)) == ["A "]
-    (tmp_path / "a.txt").write_text(blank)
-    assert pieces(tmp_path / "a.txt") == []
+def test_documents_of_white_space_alone_are_left_out(tmp_path: Path) -> None:
+    for blank in ("", " \n\t \n"):
+        assert texts(lines(tmp_path / "a.jsonl", *({"text": text} for text in (blank, "A ", blank)))) == ["A "]
+        (tmp_path / "a.txt").write_text(blank)
+        assert pieces(tmp_path / "a.txt") == []
 
 
 def test_a_long_document_comes_in_pieces_that_end_where_lines_do(tmp_path: Path) -> None:
@@ -134,23 +125,19 @@ def test_a_long_document_comes_in_pieces_that_end_where_lines_do(tmp_path: Path)
 
 
 def test_a_line_longer_than_a_piece_is_cut_before_a_blank_or_anywhere(tmp_path: Path) -> None:
-    for number, (text, sizes) in enumerate(
-        [
-            ("x" * PIECE_CHARS, [PIECE_CHARS]),
-            ("y\n" + "x" * (PIECE_CHARS - 2), [PIECE_CHARS]),
-            ("x" * (PIECE_CHARS + 1), [PIECE_CHARS, 1]),
-            ("x" * (PIECE_CHARS - 1) + "\n" + "y", [PIECE_CHARS, 1]),
-            ("x" * PIECE_CHARS + "\n", [PIECE_CHARS, 1]),
-            ("x" * (PIECE_CHARS - 3) + " yyyy", [PIECE_CHARS - 3, 5]),
-            (" " + "x" * PIECE_CHARS, [PIECE_CHARS, 1]),
-            ("é🦊" * PIECE_CHARS, [PIECE_CHARS, PIECE_CHARS]),
-        ]
-    ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+    for text, sizes in [
+        ("x" * PIECE_CHARS, [PIECE_CHARS]),
+        ("y\n" + "x" * (PIECE_CHARS - 2), [PIECE_CHARS]),
+        ("x" * (PIECE_CHARS + 1), [PIECE_CHARS, 1]),
+        ("x" * (PIECE_CHARS - 1) + "\n" + "y", [PIECE_CHARS, 1]),
+        ("x" * PIECE_CHARS + "\n", [PIECE_CHARS, 1]),
+        ("x" * (PIECE_CHARS - 3) + " yyyy", [PIECE_CHARS - 3, 5]),
+        (" " + "x" * PIECE_CHARS, [PIECE_CHARS, 1]),
+        ("é🦊" * PIECE_CHARS, [PIECE_CHARS, PIECE_CHARS]),
+    ]:
         with case(text, sizes):
-            (case_folder / "a.txt").write_text(text, "utf-8")
-            for path in (case_folder / "a.txt", lines(case_folder / "a.jsonl", {"text": text})):
+            (tmp_path / "a.txt").write_text(text, "utf-8")
+            for path in (tmp_path / "a.txt", lines(tmp_path / "a.jsonl", {"text": text})):
                 found = pieces(path)
                 assert [len(piece.text) for piece in found] == sizes
                 assert "".join(piece.text for piece in found) == text
@@ -215,7 +202,7 @@ def test_a_conversation_of_the_sample_that_a_template_refuses_is_plain_text() ->
 
 
 def test_the_samples_conversations_are_questions_and_answers() -> None:
-    """What most templates demand: an optional system message, then user and assistant in turn; and no empty message."""
+    """Most templates demand an optional system message, then user and assistant in turn; and no empty message."""
     for line in sample_file("chat.jsonl").splitlines():
         messages = json.loads(line)["messages"]
         with case(messages[0]["content"]):
@@ -253,14 +240,6 @@ def test_text_comes_before_messages_and_a_file_may_have_both(tmp_path: Path) -> 
     both = table(tmp_path / "a.parquet", {"messages": [CHAT], "text": ["One."]})
     assert texts(both) == ["One."]
     assert conversations(both, "messages") == [CHAT_TEXT]
-
-
-def test_a_data_set_of_conversations_is_read(tmp_path: Path) -> None:
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_list([{"messages": CHAT, "source": "a"}]).save_to_disk(tmp_path / "saved")
-    assert conversations(tmp_path / "saved") == [CHAT_TEXT]
 
 
 def test_keys_without_a_value_are_not_there_for_the_template(tmp_path: Path) -> None:
@@ -310,14 +289,11 @@ def test_a_source_that_is_not_there_is_refused() -> None:
     assert said("a:b:c:d").startswith("--data a:b:c:d: no such file or folder, nor a data set's name")
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused_and_a_pipe_not_waited_for(tmp_path: Path) -> None:
     for name, found in (("a.csv", ".csv"), ("README", "no suffix")):
         (tmp_path / name).write_text("text\nA\n")
         path = tmp_path / name
         assert said(path) == f"--data {path}: found {found}, expected {KINDS}; convert or rename it"
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
     assert said(tmp_path / "a.txt") == f"--data {tmp_path / 'a.txt'}: is not a regular file, expected {KINDS}"
 
@@ -332,83 +308,51 @@ def test_a_field_of_what_has_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_text_file_that_is_not_utf_8_is_refused_at_the_byte(tmp_path: Path) -> None:
-    for number, (raw, found) in enumerate(
-        [
-            (b"ab\xe9cd", "0xe9 at byte 2"),
-            ("é".encode("utf-16"), "0xff at byte 0"),
-            ("ab🦊".encode()[:-1], "0xf0 at byte 2"),
-            (b"x" * (PIECE_CHARS - 1) + "é".encode() + b"\xff", "0xff at byte 262,145"),
-            (b"x" * (PIECE_CHARS - 1) + b"\xc3\xff", "0xc3 at byte 262,143"),
-        ]
-    ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+    path = tmp_path / "a.txt"
+    for raw, found in [
+        (b"ab\xe9cd", "0xe9 at byte 2"),
+        ("é".encode("utf-16"), "0xff at byte 0"),
+        ("ab🦊".encode()[:-1], "0xf0 at byte 2"),
+        (b"x" * (PIECE_CHARS - 1) + "é".encode() + b"\xff", "0xff at byte 262,145"),
+        (b"x" * (PIECE_CHARS - 1) + b"\xc3\xff", "0xc3 at byte 262,143"),
+    ]:
         with case(raw, found):
-            (case_folder / "a.txt").write_bytes(raw)
-            assert said(case_folder / "a.txt") == (
-                f"{case_folder / 'a.txt'}: found {found}, expected UTF-8 text; convert the file with iconv"
-            )
+            path.write_bytes(raw)
+            assert said(path) == f"{path}: found {found}, expected UTF-8 text; convert the file with iconv"
 
 
 def test_a_json_line_that_is_unfit_is_refused_by_its_number(tmp_path: Path) -> None:
-    for number, (line, fault) in enumerate(
-        [
-            (b'{"text": "\xe9"}', "found 0xe9 at byte 10, expected UTF-8 text; convert the file with iconv"),
-            (
-                b'{"text": "A"',
-                "not valid JSON (Expecting ',' delimiter, column 13); expected one object on each line",
-            ),
-            (
-                b"[",
-                "not valid JSON (Expecting value, column 2); expected one object on each line",
-            ),
-            (b'["A"]', "found ['A'], expected one object on each line"),
-            (b'{"body": "A", "n": 1}', f"{NO_FIELD}, found 'body', 'n'; {NAME_IT}"),
-            (b"{}", f"{NO_FIELD}, found none; {NAME_IT}"),
-            (b'{"text": null}', f"field 'text' is None, {NEITHER}"),
-            (
-                b'{"text": ["A sentence of more than a line", 12345]}',
-                f"field 'text' is ['A sentence of more than a line', 1234…, {NEITHER}",
-            ),
-            (b'{"messages": {"role": "user"}}', f"field 'messages' is {{'role': 'user'}}, {NEITHER}"),
-            (
-                b'{"messages": [{"role": "user", "content": "Hi"}, {"content": "A"}]}',
-                f"field 'messages': message 2 is {{'content': 'A'}}, {NO_MESSAGE}",
-            ),
-            (
-                b'{"conversations": [{"from": 3, "value": "A"}]}',
-                f"field 'conversations': message 1 is {{'from': 3, 'value': 'A'}}, {NO_MESSAGE}",
-            ),
-            (
-                b'{"messages": [{"role": "user", "content": null}]}',
-                f"field 'messages': message 1 is {{'role': 'user', 'content': None}}, {NO_MESSAGE}",
-            ),
-            (
-                b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
-                r"field 'messages' contains '\ud83d' at character 9, expected whole characters; remove it",
-            ),
-            (
-                b'{"text": "A \\ud83d B"}',
-                r"field 'text' contains '\ud83d' at character 2, expected whole characters; remove it",
-            ),
-        ]
-    ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+    path, half = tmp_path / "a.jsonl", r"expected whole characters; remove it"
+    for line, fault in [
+        (b'{"text": "\xe9"}', "found 0xe9 at byte 10, expected UTF-8 text; convert the file with iconv"),
+        (b'{"text": "A"', "not valid JSON (Expecting ',' delimiter, column 13); expected one object on each line"),
+        (b"[", "not valid JSON (Expecting value, column 2); expected one object on each line"),
+        (b'["A"]', "found ['A'], expected one object on each line"),
+        (b'{"body": "A", "n": 1}', f"{NO_FIELD}, found 'body', 'n'; {NAME_IT}"),
+        (b"{}", f"{NO_FIELD}, found none; {NAME_IT}"),
+        (b'{"text": null}', f"field 'text' is None, {NEITHER}"),
+        (b'{"text": ["A sentence of more than a line", 12345]}',
+            f"field 'text' is ['A sentence of more than a line', 1234…, {NEITHER}"),
+        (b'{"messages": {"role": "user"}}', f"field 'messages' is {{'role': 'user'}}, {NEITHER}"),
+        (b'{"messages": [{"role": "user", "content": "Hi"}, {"content": "A"}]}',
+            f"field 'messages': message 2 is {{'content': 'A'}}, {NO_MESSAGE}"),
+        (b'{"conversations": [{"from": 3, "value": "A"}]}',
+            f"field 'conversations': message 1 is {{'from': 3, 'value': 'A'}}, {NO_MESSAGE}"),
+        (b'{"messages": [{"role": "user", "content": null}]}',
+            f"field 'messages': message 1 is {{'role': 'user', 'content': None}}, {NO_MESSAGE}"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+            rf"field 'messages' contains '\ud83d' at character 9, {half}"),
+        (b'{"text": "A \\ud83d B"}', rf"field 'text' contains '\ud83d' at character 2, {half}"),
+    ]:  # fmt: skip
         with case(line, fault):
-            path = case_folder / "a.jsonl"
             path.write_bytes(b'{"text": "Fit."}\n\n' + line + b"\n")
             assert said(path) == f"{path}: line 3: {fault}"
 
 
-def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+def test_a_line_has_whole_surrogate_pairs_and_a_certain_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "A \\ud83e\\udd8a"}')
     assert texts(path) == ["A 🦊"]
-
-
-def test_a_line_may_have_a_certain_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.jsonl"
     path.write_text('{"text": "12345"}\n')  # 18 bytes
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 18)
     assert texts(path) == ["12345"]
@@ -424,10 +368,7 @@ def test_a_parquet_file_that_is_unfit_is_refused(tmp_path: Path) -> None:
     assert said(table(path, {"text": ["A", None]})) == (f"{path}: row 2: field 'text' is None, {NEITHER}")
     path.write_bytes(b"no parquet at all")
     assert said(path).startswith(f"{path}: pyarrow cannot read it (Parquet magic bytes not found in footer")
-
-
-def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
-    path = table(tmp_path / "a.parquet", {"text": [np.random.default_rng(0).bytes(50).hex() for _ in range(50)]})
+    table(path, {"text": [np.random.default_rng(0).bytes(50).hex() for _ in range(50)]})
     raw = bytearray(path.read_bytes())
     raw[4:300] = bytes(296)
     path.write_bytes(raw)
@@ -459,13 +400,6 @@ def test_a_folder_of_files_is_read_by_datasets(kind: str, tmp_path: Path) -> Non
     )
 
 
-def test_a_folder_that_holds_no_data_is_refused(tmp_path: Path) -> None:
-    assert said(tmp_path) == (
-        f"--data {tmp_path}: reading it as a data set failed "
-        f"(The directory at {tmp_path} doesn't contain any data files)"
-    )
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Any:
     import datasets
@@ -487,9 +421,11 @@ def test_a_saved_data_set_is_read(saved: Any, tmp_path: Path) -> None:
     )
 
 
-def test_a_saved_data_set_of_several_splits_is_read(saved: Any, tmp_path: Path) -> None:
+def test_a_saved_data_set_of_conversations_or_several_splits_is_read(saved: Any, tmp_path: Path) -> None:
     import datasets
 
+    datasets.Dataset.from_list([{"messages": CHAT, "source": "a"}]).save_to_disk(tmp_path / "chat")
+    assert conversations(tmp_path / "chat") == [CHAT_TEXT]
     folder = tmp_path / "saved"
     other = saved.select([1])
     datasets.DatasetDict({"test": other, "train": saved}).save_to_disk(folder)
@@ -500,11 +436,13 @@ def test_a_saved_data_set_of_several_splits_is_read(saved: Any, tmp_path: Path) 
     assert said(folder) == (f"--data {folder}: has no split 'train', found 'test', 'dev'; write {folder}::SPLIT")
 
 
-@pytest.mark.parametrize("state", ["{}", "[]", "{"])
-def test_a_state_of_something_else_is_refused(state: str, tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(state)
+def test_folders_without_data_and_a_state_of_something_else_are_refused(tmp_path: Path) -> None:
+    failed = f"--data {tmp_path}: reading it as a data set failed ("
+    assert said(tmp_path) == f"{failed}The directory at {tmp_path} doesn't contain any data files)"
     (tmp_path / "dataset_info.json").write_text("{}")
-    assert said(tmp_path).startswith(f"--data {tmp_path}: reading it as a data set failed (")
+    for state in ("{}", "[]", "{"):
+        (tmp_path / "state.json").write_text(state)
+        assert said(tmp_path).startswith(failed), state
 
 
 @pytest.mark.parametrize("name", ["someone/some-text", "some-text", "some-text:config:test"])

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from support.answers import start_token, their_answer
 from support.cases import case
 from support.families import Tiny, original, write
+from support.held_experts import RoundedExperts
 from support.models import pack
 from support.profiles import QUICK, Recorder, StoppedError, folder_bytes, profiled, random_tokens
 from support.sparsities import realized_sparsity
@@ -25,10 +26,10 @@ from moe_pack.calib.profile import ProfileOptions, attach, losses_of
 from moe_pack.calib.report import report_html
 from moe_pack.calib.sensitivity import ExactPass, LayerLosses, SensitivityPass, copies_of
 from moe_pack.calib.sensitivity.effects import Copy, Divergences
-from moe_pack.calib.sensitivity.errors import RoundedDense, Rounder, Rounding, plainly_rounded
+from moe_pack.calib.sensitivity.errors import RoundedDense, Rounding, plainly_rounded
 from moe_pack.formats import ROW_GROUP, Pack
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, Expert, NeuronBlock, PackWeights, Weights
+from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, PackWeights, Weights
 from moe_pack.runtime.offload import Routing
 from moe_pack.runtime.offload.prefetch import make_prediction
 
@@ -69,7 +70,7 @@ def checkpoint(source: Path) -> Iterator[Checkpoint]:
 
 
 def halves() -> list[tuple[list[int], list[int]]]:
-    """What encoder and decoder are given of each sequence, by the rule in docs/profile.md."""
+    """The tokens of encoder and decoder of each sequence, by the rule in docs/profile.md."""
     return [([*row[:HALF]], [0, *row[HALF : 2 * HALF - 1]]) for row in TOKENS.sequences.tolist()]
 
 
@@ -150,7 +151,7 @@ def test_what_was_read_stays_beside_the_hidden_states_and_damaged_all_begins_ane
 
 @dataclass(frozen=True)
 class Seen:
-    """What a MoE layer of transformers saw: inputs [T, d], routes and weights [T], and which tokens an expert ran for.
+    """The inputs [T, d], routes and weights [T] of a MoE layer of transformers, and the tokens that an expert ran for.
 
     `a[e]` float32 [n, f]: activations of those.
     """
@@ -272,8 +273,7 @@ def test_what_a_profile_knows_is_put_beside_a_pack_and_drawn(
 @pytest.mark.slow
 def test_stopped_anywhere_a_profile_ends_in_the_same_bytes(source: Path, profile_folder: Path, tmp_path: Path) -> None:
     for number, stop_at in enumerate(range(2, 30, 10)):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(stop_at):
             with pytest.raises(StoppedError):
                 profiled(source, case_folder / "profile", TOKENS, QUICK, Recorder(stop_at))
@@ -284,35 +284,8 @@ def test_stopped_anywhere_a_profile_ends_in_the_same_bytes(source: Path, profile
 # --- sensitivity
 
 
-class Rounded(CheckpointWeights):
-    """Experts of some layers with some of their matrices rounded."""
-
-    def __init__(self, checkpoint: Checkpoint, width_of: Callable[[int, int, str], int], rounding: Rounder) -> None:
-        super().__init__(checkpoint)
-        self._width_of = width_of
-        self._rounding = rounding
-
-    def expert(self, layer_idx: int, expert: int) -> Expert:
-        (block,) = super().expert(layer_idx, expert).blocks()
-        matrices = []
-        for name, weights in (("up", block.up), ("down", block.down)):
-            width = self._width_of(layer_idx, expert, name)
-            matrices.append(weights if width == 16 else self._rounding(weights, width))
-
-        class Held:
-            def down_bias(self) -> None:
-                """It has none."""
-
-            def blocks(self) -> Iterator[NeuronBlock]:
-                yield NeuronBlock(None, *matrices)
-
-        return Held()
-
-
 @dataclass(frozen=True)
 class Ran:
-    """A sensitivity pass over all sequences."""
-
     losses: list[LayerLosses]
     measured: Divergences
 
@@ -334,9 +307,9 @@ def run_pass(checkpoint: Checkpoint, folder: Path, restarts: bool = False) -> Ra
         running.forward()
     for layer in reversed(range(L)):
         running = stage() if restarts else running
-        assert running.next_back == layer
-        losses[layer] = running.back()
-        running.leave_back()
+        assert running.way_back.next_layer == layer
+        losses[layer] = running.way_back.measure()
+        running.way_back.leave()
     running = stage() if restarts else running
     measured = running.divergences([losses[layer] for layer in checkpoint.spec.moe_layers])
     running.close()
@@ -361,7 +334,7 @@ def test_an_embedding_costs_about_what_the_whole_model_diverges_in_both_stacks(
 
 
 def test_copies_of_experts_diverge_as_the_whole_model_does(checkpoint: Checkpoint, ran: Ran) -> None:
-    """Of the first half of the sequences, with all experts of some layers rounded, in either stack."""
+    """The first half of the sequences, with all experts of some layers rounded, in either stack."""
     number = -(-len(TOKENS.sequences) // 2)
     expected = log_probs(CheckpointWeights(checkpoint))
     per_sequence = len(expected) // len(TOKENS.sequences)
@@ -372,7 +345,7 @@ def test_copies_of_experts_diverge_as_the_whole_model_does(checkpoint: Checkpoin
         def width_of(l: int, e: int, name: str, copy: Copy = copy) -> int:
             return copy.width if l in copy.layers else 16
 
-        rounded = log_probs(Rounded(checkpoint, width_of, plainly_rounded))
+        rounded = log_probs(RoundedExperts(checkpoint, width_of, plainly_rounded))
         first = slice(0, number * per_sequence)
         assert ran.measured.kls[idx] == pytest.approx(kl(expected[first], rounded[first]), rel=2e-3, abs=1e-6)
         assert ran.measured.kls[idx] > 1e-5, "there is something to compare"
@@ -412,7 +385,9 @@ def test_each_expert_at_2_bits_alone_costs_what_the_whole_model_loses(checkpoint
     expected = log_probs(CheckpointWeights(checkpoint))
 
     def loss(low: tuple[int, int] | None) -> float:
-        return kl(expected, log_probs(Rounded(checkpoint, lambda l, e, name: 2 if (l, e) == low else 4, rounding)))
+        return kl(
+            expected, log_probs(RoundedExperts(checkpoint, lambda l, e, name: 2 if (l, e) == low else 4, rounding))
+        )
 
     assert found["base"].tolist() == pytest.approx([loss(None)], rel=1e-3)
     wanted = [[loss((l, e)) for e in range(E)] for l in range(len(MOE_LAYERS))]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from support.cases import case
 from support.families import Tiny, write
+from support.held_experts import HeldExpert
 from torch import Tensor
 
-from moe_pack.calib.forward import KINDS, LayerStates, LayerTokens, LayerwiseWeights
+from moe_pack.calib.forward import KINDS, Context, LayerStates, LayerTokens, LayerwiseWeights
 from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.sensitivity import WIDTHS
 from moe_pack.calib.sensitivity.errors import plainly_rounded
@@ -35,34 +36,15 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """An expert in float32, given out in blocks of `step` neurons."""
-
-    whole: NeuronBlock
-    bias: Tensor | None = None
-    step: int = 1000
-
-    def down_bias(self) -> Tensor | None:
-        """Returns its bias."""
-        return self.bias
-
-    def blocks(self) -> Iterator[NeuronBlock]:
-        """Yields its neurons."""
-        w = self.whole
-        for first in range(0, len(w.up), self.step):
-            rows = slice(first, first + self.step)
-            gate, gate_bias, up_bias = (None if one is None else one[rows] for one in (w.gate, w.gate_bias, w.up_bias))
-            yield NeuronBlock(gate, w.up[rows], w.down[rows], gate_bias, up_bias)
-
-
-def an_expert(f: int = 70, d: int = 128, biases: bool = False, gate: bool = True, step: int = 1000) -> Blocks:
+def an_expert(f: int = 70, d: int = 128, biases: bool = False, gate: bool = True, step: int = 1000) -> HeldExpert:
     rows = [random(f, d, seed=seed) * 0.1 for seed in (1, 2, 3)]
     of_neurons = (random(f, seed=4) if gate else None, random(f, seed=5)) if biases else (None, None)
-    return Blocks(NeuronBlock(rows[0] if gate else None, *rows[1:], *of_neurons), random(d) if biases else None, step)
+    return HeldExpert(
+        NeuronBlock(rows[0] if gate else None, *rows[1:], *of_neurons), random(d) if biases else None, step
+    )
 
 
-EXPERTS: dict[str, tuple[Blocks, NeuronFunction]] = {
+EXPERTS: dict[str, tuple[HeldExpert, NeuronFunction]] = {
     "silu": (an_expert(), "silu"),
     "in blocks": (an_expert(step=13), "silu"),
     "biases, clamped": (an_expert(biases=True), "clamped_swiglu"),
@@ -123,7 +105,7 @@ def test_what_rounding_costs_is_the_sum_over_neurons_and_columns() -> None:
 
 
 def test_of_repeated_neurons_down_loses_nothing() -> None:
-    """Of 300 neurons two: those that lose most at the width."""
+    """Two of 300 neurons: those that lose most at the width."""
     expert = an_expert(f=300, step=70)
     with torch.inference_mode():
         found = expert_gradients(expert, "silu", X, ROUTER, ABOVE, THRESHOLDS)
@@ -215,11 +197,11 @@ def test_a_half_layers_gradient_is_that_of_finite_differences(opened: Opened) ->
     for layer in {0, spec.num_hidden_layers - 1}:
         with case(layer), torch.inference_mode():
             above = random(S, spec.stream_width, seed=3), random(S, spec.hidden_size, seed=4)
-            gradient, of_text = half_gradient(states, layer, x, None, Tracked(opened.weights), above)
+            gradient, of_text = half_gradient(states, layer, x, Tracked(opened.weights), above, Context())
             assert of_text is None
             for seed in range(3):
                 step = random(S, spec.stream_width, seed=seed) * 1e-3 * x.std()
-                outputs = [states.half_of(layer, x + sign * step, None, opened.weights) for sign in (1, -1)]
+                outputs = [states.half_of(layer, x + sign * step, opened.weights, Context()) for sign in (1, -1)]
                 moved = sum(
                     float(((one - other) * g).double().sum()) for one, other, g in zip(*outputs, above, strict=True)
                 )
@@ -243,7 +225,7 @@ def test_a_routers_gradient_is_that_of_finite_differences(opened: Opened) -> Non
 
 
 def test_the_mean_square_along_prediction_gradients_is_twice_the_divergence(opened: Opened) -> None:
-    """Of one token, many times: 4,000 squares of normal values have a deviation of 2.2%."""
+    """One token, many times: 4,000 squares of normal values have a deviation of 2.2%."""
     weights, d = opened.weights, opened.weights.spec.stream_width
     x = opened.hidden[:1]
     with torch.inference_mode():
@@ -261,14 +243,14 @@ def test_of_a_decoder_the_encoders_output_has_a_gradient_too(tmp_path: Path) -> 
     states = LayerStates(weights, Beginning(lambda number: x, lambda number: x), 1, S, tmp_path / "states", CPU)
     layer = checkpoint.spec.num_hidden_layers - 1
     with torch.inference_mode():
-        found = half_gradient(states, layer, x, text, Tracked(weights), above)
+        found = half_gradient(states, layer, x, Tracked(weights), above, Context(text))
         for place, gradient in enumerate(found):
             assert gradient is not None
             step = random(S, d, seed=5) * 1e-3
             moved = 0.0
             for sign in (1, -1):
                 given = [value + sign * step if place == idx else value for idx, value in enumerate((x, text))]
-                outputs = states.half_of(layer, given[0], given[1], weights)
+                outputs = states.half_of(layer, given[0], weights, Context(given[1]))
                 moved += sign * sum(float((one * g).double().sum()) for one, g in zip(outputs, above, strict=True))
             size = float(gradient.norm() * step.norm())
             assert float((2 * gradient * step).sum()) == pytest.approx(moved, abs=5e-3 * size)

@@ -8,13 +8,7 @@ import torch
 from support.cases import case
 from torch import Tensor
 
-from moe_pack.calib.quantize import (
-    Calibration,
-    ExpertLoss,
-    ExpertQuantizer,
-    ExpertTokens,
-    GuardedQuantizer,
-)
+from moe_pack.calib.quantize import Calibration, ExpertLoss, ExpertQuantizer, ExpertTokens, GuardedQuantizer
 from moe_pack.calib.quantize.gptq import damping, square_quantizer
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, PartFormat, part_format, trellis_format
 from moe_pack.formats.pack.codecs import decode_part
@@ -33,7 +27,6 @@ def block_of(seed: int = 0) -> NeuronBlock:
 
 
 def judges(num_tokens: int) -> Tensor:
-    """Which of an expert's own tokens judge, bool [num_tokens]."""
     return torch.arange(num_tokens) % 8 == 7
 
 
@@ -69,7 +62,6 @@ def hidden(x: Tensor, block: NeuronBlock) -> Tensor:
 
 
 def row_losses(tokens: ExpertTokens, weights: Tensor, rounded: Tensor) -> list[float]:
-    """Of each row, token by token."""
     losses = []
     for error in weights.double() - rounded.double():
         losses.append(
@@ -79,7 +71,6 @@ def row_losses(tokens: ExpertTokens, weights: Tensor, rounded: Tensor) -> list[f
 
 
 def block_loss(tokens: ExpertTokens, block: NeuronBlock, stored: NeuronBlock, rounded: Tensor) -> float:
-    """Of the rows of down together, with the stored gate and up."""
     lost = hidden(tokens.inputs, block) @ block.down.double() - hidden(tokens.inputs, stored) @ rounded.double()
     return float(tokens.weights.double() @ lost.square().sum(dim=1))
 

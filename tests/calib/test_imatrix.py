@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,7 @@ from support.profiles import copied, profiled, reseal, tokens_of
 from support.raw_gguf import F32, KIND_F32, LIST, TEXT, U32, Value, gguf_file, list_of, text
 from tokenizers import Tokenizer
 
-from moe_pack.calib.profile import (
-    Profile,
-    ProfileOptions,
-    losses_of,
-    profile_of_imatrix,
-    read_imatrix,
-    write_imatrix,
-)
+from moe_pack.calib.profile import Profile, ProfileOptions, losses_of, profile_of_imatrix, read_imatrix, write_imatrix
 from moe_pack.calib.profile.imatrix import dense_tensor, expert_tensor
 from moe_pack.calib.quantize import Calibration, ExpertMoments, ExpertQuantizer, ExpertTokens, GuardedQuantizer
 from moe_pack.formats import ExpertFormat, Pack, PackError, PlanError, part_format, trellis_format
@@ -67,11 +60,8 @@ def read(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 
 def profile_from(source: Path, file: Path, folder: Path) -> Profile:
-    checkpoint = Checkpoint(source)
-    try:
+    with closing(Checkpoint(source)) as checkpoint:
         return profile_of_imatrix(read_imatrix(file), checkpoint, folder)
-    finally:
-        checkpoint.close()
 
 
 def tensors_of(file: Path) -> Arrays:
@@ -284,10 +274,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         "text": (b"It was a dark night" * 9, "is damaged, or no importance file of llama-imatrix"),
         "no entries": (struct.pack("<i", 0) + older[4:], "it has 0 entries, expected 1 to 1,048,576"),
         "many entries": (struct.pack("<i", 2**31 - 1) + older[4:], "it has 2,147,483,647 entries, expected"),
-        "negative": (
-            struct.pack("<ii", 1, -5),
-            "byte 8 says that -5 bytes follow, the file has 8; the file is",
-        ),
+        "negative": (struct.pack("<ii", 1, -5), "byte 8 says that -5 bytes follow, the file has 8; the file is"),
         "name": (struct.pack("<ii", 1, 5000) + bytes(9000), "the name at byte 4 has 5,000 bytes, at most 4,096"),
         "no text": (one.replace(b"a", b"\xff"), "the name at byte 4 is not text"),
         "sums": (one[:-4] + struct.pack("<i", 2**31 - 1), "byte 17 says that 8,589,934,588 bytes follow"),

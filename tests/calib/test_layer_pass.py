@@ -1,5 +1,6 @@
 """The pass layer by layer against the decoder, for every shape of a model; branches, resuming, and mapped arrays."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,14 +10,28 @@ from support.answers import runner
 from support.cases import case
 from support.families import TINY, Tiny, write
 from support.models import TinyMixtral
+from support.specs import ANSWERING, GROUPED
 from torch import Tensor
 
-from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights, Sequences, layers
+from moe_pack.calib.forward import (
+    LayerStates,
+    LayerTokens,
+    LayerwiseWeights,
+    Sequences,
+    check_length,
+    layers,
+    stack_of,
+    stack_tokens,
+)
 from moe_pack.calib.forward.layers import Beginning
+from moe_pack.formats import RunError, Selector
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import (
+    TORCH,
     CheckpointWeights,
     EncoderDecoder,
+    Expert,
+    StoredMatrix,
     Weights,
     embed,
     head,
@@ -84,8 +99,7 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("shapes", [ONE_OF_EACH_FAMILY[::4], pytest.param(SHAPES, marks=pytest.mark.slow)], ids=len)
 def test_hidden_states_are_the_decoders(shapes: list[Tiny], tmp_path: Path) -> None:
     for number, tiny in enumerate(shapes):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(tiny):
             checkpoint = Checkpoint(write(tiny, case_folder))
             weights = CheckpointWeights(checkpoint)
@@ -256,3 +270,152 @@ def test_all_hidden_states_are_kept_where_a_pass_comes_back(weights: Weights, tm
         assert inside.x.shape == inside.inputs.shape == (2 * S, MODEL.hidden_size)
     next((tmp_path / "kept").glob("hidden-002-*")).unlink()
     assert begun().next_layer == 1
+
+
+TOKENS = torch.arange(1, 15).view(2, 7)
+
+
+def test_without_an_encoder_the_decoder_is_given_all() -> None:
+    given = Sequences.of(GROUPED, TOKENS)
+    assert len(given.stacks) == 1 and given.length == stack_tokens(GROUPED, 7) == 7
+    assert torch.equal(given.ids, TOKENS)
+
+
+def test_an_encoder_reads_half_and_the_decoder_begins_with_its_start_token() -> None:
+    assert ANSWERING.encoder is not None and ANSWERING.encoder.start_token == 0
+    text, answer = Sequences.of(ANSWERING, TOKENS).stacks
+    assert text.tolist() == [[1, 2, 3], [8, 9, 10]]
+    assert answer.tolist() == [[0, 4, 5], [0, 11, 12]]  # of seven tokens the last two are left
+
+
+def test_each_stack_begins_with_what_it_is_given() -> None:
+    begun = Sequences.of(ANSWERING, TOKENS).begun(lambda ids, number: ids[number])
+    assert begun.answer is not None and begun.ids is not None
+    assert begun.first(1).tolist() == [8, 9, 10] and begun.answer(1).tolist() == [0, 11, 12]
+    assert begun.ids(3).tolist() == [0, 11, 12], "a copy of the second sequence"
+    begun = Sequences.of(GROUPED, TOKENS).begun(lambda ids, number: ids[number])
+    assert begun.first(1).tolist() == TOKENS[1].tolist() and begun.answer is None
+
+
+def test_layers_are_of_the_first_stack_up_to_the_encoders_last() -> None:
+    assert [stack_of(ANSWERING, layer) for layer in range(4)] == [0, 0, 1, 1]
+    assert [stack_of(GROUPED, layer) for layer in range(3)] == [0, 0, 0]
+
+
+def test_halves_without_a_prediction_are_refused() -> None:
+    check_length(ANSWERING, 4)
+    with pytest.raises(RunError, match="--sequence-length: found 3, expected at least 4: this model's encoder reads"):
+        check_length(ANSWERING, 3)
+    check_length(GROUPED, 1)
+
+
+class Counted:
+    """A source that counts what it is asked for, and gives something new every time."""
+
+    spec = GROUPED
+    selector: Selector = "gate"
+
+    operations = TORCH
+
+    def __init__(self, num_cols: int = 1) -> None:
+        self.num_cols = num_cols
+        self.asked: Counter[tuple[str, str]] = Counter()
+
+    def _new(self, how: str, role: str) -> Tensor:
+        self.asked[how, role] += 1
+        return torch.full((1, 1), float(self.asked.total()))
+
+    def vector(self, role: str) -> Tensor:
+        return self._new("vector", role)[0]
+
+    def matrix(self, role: str) -> StoredMatrix:
+        return StoredMatrix(self._new("matrix", role).expand(1, self.num_cols))
+
+    def load(self, role: str) -> StoredMatrix:
+        return StoredMatrix(self._new("load", role))
+
+    def expert(self, layer_idx: int, expert: int) -> Expert:
+        self._new("expert", f"{layer_idx}.{expert}")
+        return object()  # type: ignore[return-value]  # passed on, never run
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        return layer_idx + expert / 10
+
+    def rotation(self, layer_idx: int) -> None:
+        return None
+
+
+Q, K, OTHER, TENTH = (
+    f"layers.{name}" for name in ("1.attention.q", "1.attention.k", "0.attention.q", "10.attention.q")
+)
+
+
+def test_a_layers_matrix_is_brought_once() -> None:
+    source = Counted()
+    held = LayerwiseWeights(source)
+    first = held.matrix(Q)
+    for _ in range(3):
+        assert held.matrix(Q) is first
+        held.matrix(K)
+    assert source.asked == {("load", Q): 1, ("load", K): 1}
+
+
+@pytest.mark.parametrize("other", [OTHER, TENTH])
+def test_another_layers_matrix_lets_go_of_the_layer_before(other: str) -> None:
+    source = Counted()
+    held = LayerwiseWeights(source)
+    for role in (Q, K, other, Q, Q):
+        held.matrix(role)
+    assert source.asked == {("load", Q): 2, ("load", K): 1, ("load", other): 1}
+    held.matrix(K)
+    held.matrix(other)
+    assert source.asked == {("load", Q): 2, ("load", K): 2, ("load", other): 2}, "no other layer's is in memory"
+
+
+def test_another_layers_vector_lets_go_too() -> None:
+    source = Counted()
+    held = LayerwiseWeights(source)
+    held.matrix(Q)
+    held.vector("layers.1.mlp_norm")
+    held.vector("layers.0.mlp_norm")
+    held.vector("layers.0.mlp_norm")
+    assert source.asked["vector", "layers.0.mlp_norm"] == 1
+    held.matrix(Q)
+    held.vector("layers.1.mlp_norm")
+    assert (source.asked["load", Q], source.asked["vector", "layers.1.mlp_norm"]) == (2, 2)
+
+
+@pytest.mark.parametrize("role", ["embed", "head"])
+def test_a_large_embedding_or_head_is_never_held_and_lets_go_of_nothing(role: str) -> None:
+    source = Counted(num_cols=(16 << 20) // 4 + 1)
+    held = LayerwiseWeights(source)
+    first = held.matrix(Q)
+    for _ in range(2):
+        held.matrix(role)
+    assert source.asked == {("load", Q): 1, ("matrix", role): 2}
+    assert held.matrix(Q) is first
+
+
+def test_a_small_embedding_is_held_in_float32() -> None:
+    source = Counted(num_cols=(16 << 20) // 4)
+    held = LayerwiseWeights(source)
+    first = held.matrix("embed")
+    assert held.matrix("embed") is first and source.asked["load", "embed"] == 1
+
+
+def test_a_vector_is_brought_once() -> None:
+    source = Counted()
+    held = LayerwiseWeights(source)
+    for _ in range(3):
+        held.vector("layers.1.mlp_norm")
+        held.vector("norm")
+    assert set(source.asked.values()) == {1}
+
+
+def test_experts_and_thresholds_are_the_sources() -> None:
+    source = Counted()
+    held = LayerwiseWeights(source)
+    for _ in range(2):
+        held.expert(1, 5)
+    assert source.asked == {("expert", "1.5"): 2}
+    assert (held.threshold(1, 5), held.spec, held.selector) == (1.5, GROUPED, "gate")

@@ -6,14 +6,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.assumed import assumed_figures
+from support.cases import case
 from support.models import Tensors, TinyMixtral
 from support.profiles import profiled, random_tokens
+from support.specs import GROUPED
 
-from moe_pack.calib.forward import KINDS
-from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of
-from moe_pack.calib.profile.losses import falling
-from moe_pack.calib.sensitivity import SPARSITIES, WIDTHS, quantized_formats, roundable_roles
-from moe_pack.formats import BF16, PackError, PlanError, Selector, dense_roles, part_format
+from moe_pack.calib.forward import KINDS, Array
+from moe_pack.calib.profile import Losses, Profile, ProfileOptions, assumed_losses, losses_of
+from moe_pack.calib.profile.losses import falling, spread
+from moe_pack.calib.sensitivity import (
+    SPARSITIES,
+    WIDTHS,
+    LayerLosses,
+    compared_formats,
+    copies_of,
+    effects_of,
+    quantized_formats,
+    roundable_roles,
+)
+from moe_pack.calib.sensitivity.effects import Copy, Divergences
+from moe_pack.formats import BF16, ROW_GROUP, ModelSpec, PackError, PlanError, Selector, dense_roles, part_format
 from moe_pack.formats.families import Checkpoint
 
 MODEL = TinyMixtral(num_layers=2, num_experts=5)
@@ -199,3 +212,186 @@ def test_a_profile_without_sensitivity_has_no_losses(tmp_path: Path) -> None:
     found = profiled(MODEL.write(tmp_path / "source"), tmp_path / "profile", TOKENS)
     with pytest.raises(PackError, match=r"has no effects\.safetensors; profile the model with the options"):
         losses_of(found)
+
+
+def wide(hidden_size: int) -> ModelSpec:
+    """GROUPED with other rows of experts; attention's stay."""
+    return replace(GROUPED, hidden_size=hidden_size)
+
+
+def test_a_whole_model_loses_what_the_measured_one_did(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Over the measured model's own shape, up to three digits; but for rows as one group, which is carried on."""
+    folder = tmp_path_factory.mktemp("assumed")
+    source = TinyMixtral(hidden_size=128, intermediate_size=32, num_layers=2, num_experts=3).write(folder / "source")
+    profile = profiled(source, folder / "profile", random_tokens(2, 24, 96), ProfileOptions("fast", keeps_inputs=False))
+    measured = losses_of(profile)
+    found = spread(assumed_figures(measured, profile.spec, "tiny"), profile.spec)
+    assert found.formats == measured.formats
+    places = [idx for idx, part in enumerate(found.formats) if part.group != ROW_GROUP or part == BF16]
+    for name, chosen in (("quantized", places), ("absmax", slice(None)), ("sparse", slice(None))):
+        totals = [getattr(losses, name).sum(axis=(0, 1))[..., chosen] for losses in (found, measured)]
+        np.testing.assert_allclose(*totals, rtol=6e-3)
+    finite = np.isfinite(measured.dense).all(axis=1)
+    np.testing.assert_array_equal(np.isfinite(found.dense).all(axis=1), finite)
+    np.testing.assert_allclose(found.dense[finite].sum(axis=0), measured.dense[finite].sum(axis=0), rtol=6e-3)
+    assert found.nll_per_kl == pytest.approx(measured.nll_per_kl, rel=6e-3)
+
+
+def test_every_expert_is_assumed_to_lose_alike_and_to_be_chosen_alike() -> None:
+    losses, spec = assumed_losses(GROUPED), GROUPED
+    E, k = spec.router.num_experts, spec.router.num_experts_per_tok
+    assert losses.quantized.shape[:3] == (2, E, 3)
+    assert (losses.quantized == losses.quantized[0, 0]).all() and (losses.sparse == losses.sparse[0, 0]).all()
+    assert (losses.popularity == k / E).all()
+
+
+def test_wider_rows_by_absmax_lose_more_as_hqqs_rows_do() -> None:
+    """At 2 bits, over rows of 4,096 against 128: by a power of the width, both alike."""
+    narrow, wider = (assumed_losses(wide(width)) for width in (128, 4096))
+    row = narrow.formats.index(part_format(2, 64)), narrow.formats.index(part_format(2, 128))
+    half, whole = (narrow.quantized[0, 0, :, place] for place in row)
+    np.testing.assert_allclose(wider.absmax[0, 0, :, 0] / narrow.absmax[0, 0, :, 0], 32 ** np.log2(whole / half))
+    assert (wider.absmax[0, 0, :, 0] > narrow.absmax[0, 0, :, 0]).all()
+
+
+def test_twice_the_experts_lose_half_each() -> None:
+    doubled = replace(GROUPED, router=replace(GROUPED.router, num_experts=2 * GROUPED.router.num_experts))
+    few, many = assumed_losses(GROUPED), assumed_losses(doubled)
+    np.testing.assert_allclose(few.quantized[0, 0], 2 * many.quantized[0, 0])
+    np.testing.assert_allclose(few.sparse.sum(axis=(0, 1)), many.sparse.sum(axis=(0, 1)))
+
+
+def test_formats_are_those_of_the_models_rows() -> None:
+    for hidden_size in [64, 192, 2880, 4096]:
+        with case(hidden_size):
+            losses = assumed_losses(wide(hidden_size))
+            assert losses.formats == (*quantized_formats(hidden_size), BF16)
+            assert losses.quantized.shape[3] == len(losses.formats)
+            assert (losses.quantized[..., :-1] > 0).all() and (losses.quantized[..., -1] == 0).all()
+
+
+def test_a_row_as_one_group_loses_as_much_as_the_group_of_its_length_and_longer_ones_more() -> None:
+    for width in (2, 3, 4, 8):
+        row = [
+            losses.quantized[0, 0, :, losses.formats.index(part_format(width, ROW_GROUP))]
+            for losses in map(assumed_losses, map(wide, (64, 128, 4096)))
+        ]
+        for held, group in zip(row, (64, 128), strict=False):
+            losses = assumed_losses(wide(128))
+            np.testing.assert_allclose(held, losses.quantized[0, 0, :, losses.formats.index(part_format(width, group))])
+        assert (row[2] > row[1]).all()
+
+
+def test_a_gate_that_the_family_has_not_loses_nothing() -> None:
+    two = replace(GROUPED, expert=replace(GROUPED.expert, matrices=("up", "down"), bias=()))
+    losses = assumed_losses(two)
+    assert not losses.quantized[:, :, 0].any()
+    assert (losses.quantized[:, :, 1:, :-1] > 0).all()
+
+
+def test_dense_matrices_lose_by_their_parameters() -> None:
+    losses, roles = assumed_losses(GROUPED), dense_roles(GROUPED)
+    held = {role.name: (role, row) for role, row in zip(roles, losses.dense, strict=True)}
+    (q, of_q), (k, of_k) = held["layers.0.attention.q"], held["layers.0.attention.k"]
+    np.testing.assert_allclose(of_q[1:] / of_k[1:], q.shape[0] * q.shape[1] / (k.shape[0] * k.shape[1]))
+    assert (of_q[1:] > 0).all() and (losses.dense[:, 0] == 0).all()
+    assert np.isinf(held["layers.0.router"][1][1:]).all()
+
+
+def test_an_embedding_that_is_the_head_too_is_assumed_to_lose_both() -> None:
+    apart = replace(GROUPED, tied_head=False, head_bias=False)
+    tied = replace(apart, tied_head=True)
+    dense = assumed_losses(apart).dense
+    names = [role.name for role in dense_roles(apart)]
+    both = dense[names.index("embed")] + dense[names.index("head")]
+    assert assumed_losses(tied).dense[0].tolist() == both.tolist()
+
+
+def test_assumed_losses_say_that_they_are() -> None:
+    losses = assumed_losses(GROUPED)
+    assert losses.origin.startswith(
+        "assumed: the losses of another model, spread evenly over all experts (tiny-mixtral: profile"
+    )
+    assert 0.1 <= losses.nll_per_kl <= 2
+
+
+D = 64
+EMBEDDING_KLS, HEAD_KLS = (np.asarray(kls, np.float32) for kls in ([0.5, 1.0], [0.125, 0.25]))
+
+
+def losing(at_2: float, at_3: float, at_4: float, ratio: float = 1.0) -> LayerLosses:
+    """A layer of two experts whose matrices lose so much together by plain rounding, and `ratio` of that by hqq."""
+    plain = np.asarray([at_2, at_3, at_4, 0.0]) / 6
+    formats = compared_formats(D)
+    ratios = np.full((3, len(formats)), 7.0, np.float32)
+    for width in (2, 3, 4, 8):
+        ratios[:, formats.index(("hqq", part_format(width, 64)))] = ratio
+    quantized = np.broadcast_to(plain * ratio, (2, 3, 4)).astype(np.float32)
+    nothing: Array = np.zeros(0, np.float32)
+    return LayerLosses(nothing, quantized, quantized[:, 2], nothing, ratios, nothing)
+
+
+def measured(kls: list[float], nlls: list[float] | None = None, num_tokens: int = 10**9) -> Divergences:
+    found = (np.asarray(values, np.float32) for values in (kls, nlls or kls))
+    return Divergences(*found, num_tokens, EMBEDDING_KLS, HEAD_KLS)
+
+
+def test_there_are_three_copies_of_consecutive_layers_and_fewer_in_small_models() -> None:
+    small = losing(0.01, 0.001, 0.0001)
+    for number, expected in {
+        1: [range(1)],
+        2: [range(1), range(1, 2)],
+        3: [range(1), range(1, 2), range(2, 3)],
+        7: [range(2), range(2, 4), range(4, 7)],
+    }.items():
+        assert [copy.layers for copy in copies_of([small] * number, D)] == expected
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_a_copy_has_the_least_width_at_which_its_layers_lose_a_quarter_nat_by_plain_rounding(ratio: float) -> None:
+    layers = [losing(0.2, 0.1, 0.05, ratio), losing(0.3, 0.2, 0.1, ratio), losing(9, 8, 7, ratio)]
+    found = copies_of(layers, D)
+    assert [(copy.layers, copy.width) for copy in found] == [(range(1), 2), (range(1, 2), 3), (range(2, 3), 4)]
+    assert [copy.estimated for copy in found] == pytest.approx([0.2, 0.2, 7], rel=1e-5)
+
+
+def test_a_width_that_hqq_stores_without_loss_counts_as_it_is() -> None:
+    (copy,) = copies_of([losing(0.2, 0.1, 0.05, 0.0)], D)
+    assert (copy.width, copy.estimated) == (2, 0.0)
+
+
+def test_growth_worked_by_hand() -> None:
+    """Copies of layers 0 and 2, 4 and 6, 8: middles 1, 5 and 8; layer 3 lies half way between the first two."""
+    moe_layers = (0, 2, 4, 6, 8)
+    copies = [Copy(range(2), 2, 0.1), Copy(range(2, 4), 2, 0.2), Copy(range(4, 5), 3, 0.5)]
+    found = effects_of(copies, measured([0.2, 0.2, 0.5]), moe_layers, 10)
+    assert found.growth.tolist() == pytest.approx([2, 2, 1.75, 1.5, 1.25, 1, 1, 1, 1, 1])
+    assert found.embedding.tolist() == [1.0, 2.0]
+    assert found.head.tolist() == HEAD_KLS.tolist()
+    assert found.copies.tolist() == pytest.approx(np.asarray([[0.2, 0.2], [0.2, 0.2], [0.5, 0.5]]))
+    assert list(found.arrays()) == ["growth", "embedding", "head", "copies", "nll_per_kl"]
+    assert all(array.dtype == np.float32 for array in found.arrays().values())
+
+
+def test_growth_is_at_most_4_and_at_least_a_quarter_and_1_without_an_estimate() -> None:
+    copies = [Copy(range(i, i + 1), 2, estimated) for i, estimated in enumerate([0.1, 0.1, 0.0])]
+    assert effects_of(copies, measured([9.0, 0.0, 0.1]), (0, 1, 2), 3).growth.tolist() == [4.0, 0.25, 1.0]
+
+
+def nll_per_kl(kls: list[float], nlls: list[float], num_tokens: int) -> float:
+    copies = [Copy(range(i, i + 1), 2, 0.1) for i in range(len(kls))]
+    return float(effects_of(copies, measured(kls, nlls, num_tokens), range(len(kls)), len(kls)).nll_per_kl[0])
+
+
+def test_log_likelihood_is_lost_as_over_all_copies_together() -> None:
+    """(0.1 + 0.05) / (0.2 + 0.1): large divergences are measured best and weigh most."""
+    assert nll_per_kl([0.2, 0.1], [0.1, 0.05], 10**9) == pytest.approx(0.5, rel=1e-6)
+
+
+def test_over_few_tokens_the_log_likelihood_lost_is_taken_to_be_nearer_the_divergence() -> None:
+    """One of deviation 1/10 weighs 100; 500 tokens weigh 250 a nat: (100 + 250 * 0.05) / (100 + 250 * 0.1)."""
+    assert nll_per_kl([0.1], [0.05], 500) == pytest.approx(0.9, rel=1e-6)
+    assert nll_per_kl([0.1], [-0.5], 0) == 1.0
+    assert nll_per_kl([0.1], [-0.5], 10**9) == pytest.approx(0.1)
+    assert replace(measured([0.0]), num_tokens=5).num_tokens == 5
+    assert nll_per_kl([0.0], [0.0], 10**9) == 1.0

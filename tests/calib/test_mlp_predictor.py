@@ -115,7 +115,7 @@ def test_popularity_is_beaten_where_there_is_a_rule(shape: MLPShape) -> None:
 
 @SHAPES
 def test_before_learning_it_is_popularity(shape: MLPShape) -> None:
-    """Of 8 tokens, 7 are learned from: expert 0 stands in 1, 1 in 6, 2 in 4, 3 in 3. The last one only validates."""
+    """Seven of 8 tokens are learned from: expert 0 stands in 1, 1 in 6, 2 in 4, 3 in 3. The last one only validates."""
     x, previous, _ = some_tokens(8, num_experts=5)
     targets = torch.tensor([[0, 1], [1, 2], [1, 2], [1, 2], [2, 1], [3, 1], [3, 4], [3, 4]])
     scores = train(x, previous, targets, 5, shape, 0, Training(max_epochs=0)).scores(x, previous)
@@ -137,7 +137,7 @@ def test_what_fails_on_the_tokens_that_validate_is_not_kept(shape: MLPShape) -> 
 
 
 def test_learning_stops_when_the_patience_is_used_up() -> None:
-    """Of 14 tokens an epoch is one step, and the rate of the first is the same however many are to follow."""
+    """14 tokens make an epoch of one step; the rate of the first is the same however many follow."""
     x, previous, _ = some_tokens(16)
     targets = previous[:, 0]
     one = train(x, previous, targets, 6, TWO, 0, Training(max_epochs=1))

@@ -83,13 +83,13 @@ def test_a_half_layers_gradient_is_that_of_finite_differences(checkpoint: Checkp
     step *= 1e-3
     with torch.inference_mode():
         for layer in (0, 2):
-            gradient, _ = half_gradient(states, layer, x, None, Tracked(weights), tuple(above), None, states.ids(3))
-            outputs = [states.half_of(layer, x + sign * step, None, weights, None, states.ids(3)) for sign in (1, -1)]
+            gradient, _ = half_gradient(states, layer, x, Tracked(weights), tuple(above), states.context(layer, 3))
+            outputs = [states.half_of(layer, x + sign * step, weights, states.context(layer, 3)) for sign in (1, -1)]
             moved = sum(float(((one - two) * g).double().sum()) for one, two, g in zip(*outputs, above, strict=True))
             size = float(gradient.norm() * step.norm())
             assert float((2 * gradient * step).sum()) == pytest.approx(moved, abs=5e-3 * size)
-            other = states.half_of(layer, x, None, weights, None, states.ids(4))[0]
-            assert (other - states.half_of(layer, x, None, weights, None, states.ids(3))[0]).abs().max() > 0.1
+            other = states.half_of(layer, x, weights, states.context(layer, 4))[0]
+            assert (other - states.half_of(layer, x, weights, states.context(layer, 3))[0]).abs().max() > 0.1
 
 
 def test_an_evaluation_is_that_of_the_decoder(source: Path, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_paths_are_counted_as_loops_count_them() -> None:
                 l = result.first_layer
                 paths = Counter(tuple(frozenset(c) for c in token[l : l + length]) for token in routes.tolist())
                 counts = sorted(paths.values(), reverse=True)
-                assert result.num_layers == length and result.num_paths == len(counts)
+                assert result.num_layers == length and len(result.frequencies) == len(counts)
                 assert result.frequencies.tolist() == counts
                 nums = [math.ceil(percent * len(counts) / 100) for percent in (1, 5, 10, 20, 50)]
                 assert result.covered == pytest.approx([sum(counts[:num]) / case.T for num in nums])

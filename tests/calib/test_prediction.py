@@ -1,5 +1,7 @@
 """Predictors on planted rules, and every figure against its own recomputation."""
 
+import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.cases import case
 from support.cases import case as named_case
 from support.models import TinyMixtral
 from torch import Tensor
 
-from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, read_all_arrays
+from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, num_held_out, read_all_arrays
 from moe_pack.calib.forward.store import write_arrays
-from moe_pack.calib.statistics import LayerInputs, LayerPredictors, learn_paths, predict_layer
-from moe_pack.calib.statistics.predictors import recall_precision
+from moe_pack.calib.statistics import InputFiles, LayerInputs, LayerPredictors, Shares, learn_paths, predict_layer
+from moe_pack.calib.statistics.predictors import MaskCounts, mask_counts, recall_precision
 from moe_pack.formats import PackError
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import CheckpointWeights
@@ -273,3 +276,193 @@ def test_a_file_that_is_no_layers_predictors_is_refused_by_name(found: Found) ->
 def test_the_last_predictor_may_be_the_best(found: Found) -> None:
     arrays = found["none", 2].arrays() | {"best": np.asarray([5], np.uint8)}
     assert LayerPredictors.from_arrays(arrays, "predictors-001").best.tolist() == [5]
+
+
+# Worked by hand. Token 0: experts 1, 2 and 3 are equal, so 1 then 2 come first. Token 1: 3, then 0 and 1 are equal.
+SCORES = torch.tensor([[0.1, 0.5, 0.5, 0.5], [0.2, 0.2, 0.1, 0.9]])
+ACTUAL = torch.tensor([[2, 3], [3, 1]])
+
+
+def test_the_best_is_right_for_one_token_of_two() -> None:
+    assert recall_precision(SCORES, ACTUAL, 1) == (1 / 4, 1 / 2)  # predicted 1 | 3
+
+
+def test_ties_go_to_the_lowest_index() -> None:
+    assert recall_precision(SCORES, ACTUAL, 2) == (2 / 4, 2 / 4)  # predicted 1 2 | 3 0
+    assert recall_precision(SCORES, ACTUAL, 3) == (1.0, 4 / 6)  # predicted 1 2 3 | 3 0 1
+
+
+def test_many_equal_scores_are_predicted_in_their_order() -> None:
+    """More than 16 entries, where sorts that are not stable begin to shuffle."""
+    scores = torch.zeros(3, 300)
+    assert recall_precision(scores, torch.tensor([[0, 1], [1, 2], [298, 299]]), 2) == (3 / 6, 3 / 6)
+
+
+def test_predicting_more_experts_than_there_are_predicts_all() -> None:
+    assert recall_precision(SCORES, ACTUAL, 8) == (1.0, 0.5)
+
+
+def test_one_token_of_one_expert_is_predicted() -> None:
+    assert recall_precision(torch.tensor([[-3.0]]), torch.tensor([[0]]), 1) == (1.0, 1.0)
+
+
+def test_all_tokens_on_one_expert_that_is_predicted_last_are_missed() -> None:
+    scores = torch.tensor([[3.0, 2.0, 1.0]]).expand(5, 3)
+    assert recall_precision(scores, torch.full((5, 1), 2), 2) == (0.0, 0.0)
+
+
+def test_without_tokens_nothing_is_missed_and_nothing_wrong() -> None:
+    assert recall_precision(torch.empty(0, 4), torch.empty(0, 2, dtype=torch.int64), 2) == (1.0, 1.0)
+
+
+def test_recall_and_precision_are_those_of_sets() -> None:
+    for num_experts, k, num_predicted in [(8, 2, 2), (8, 2, 4), (5, 1, 1), (64, 8, 16)]:
+        with case(num_experts, k, num_predicted):
+            rng = random.Random(num_experts)
+            scores = [
+                [rng.randrange(6) / 4 for _ in range(num_experts)] for _ in range(40)
+            ]  # few values: ties everywhere
+            actual = [rng.sample(range(num_experts), k) for _ in range(40)]
+            hits = 0
+            for row, chosen in zip(scores, actual, strict=True):
+                best = [e for _, e in sorted((-score, e) for e, score in enumerate(row))][:num_predicted]
+                hits += len(set(best) & set(chosen))
+            found = recall_precision(torch.tensor(scores), torch.tensor(actual), num_predicted)
+            assert found == (hits / (40 * k), hits / (40 * num_predicted))
+            assert (found[0] == found[1]) == (k == num_predicted)
+
+
+def test_masks_are_counted_entry_by_entry() -> None:
+    predicted = torch.tensor([[True, True, False], [False, True, False]])
+    actual = torch.tensor([[True, False, True], [False, True, True]])
+    counts = mask_counts(predicted, actual)
+    assert counts == MaskCounts(num_both=2, num_predicted=3, num_actual=4)
+    assert (counts.recall, counts.precision) == (2 / 4, 2 / 3)
+
+
+def test_counts_of_blocks_add_up_to_those_of_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    predicted, actual = (torch.rand(50, 7, generator=generator) < share for share in (0.3, 0.6))
+    blocks = [slice(0, 1), slice(1, 1), slice(1, 33), slice(33, 50)]
+    added = sum((mask_counts(predicted[block], actual[block]) for block in blocks), MaskCounts())
+    assert added == mask_counts(predicted, actual)
+    assert added.num_predicted not in (0, added.num_actual)
+
+
+def test_masks_with_nothing_in_them_have_recall_and_precision() -> None:
+    nothing, everything = torch.zeros(3, 4, dtype=torch.bool), torch.ones(3, 4, dtype=torch.bool)
+    assert (mask_counts(nothing, everything).recall, mask_counts(nothing, everything).precision) == (0.0, 1.0)
+    assert (mask_counts(everything, nothing).recall, mask_counts(everything, nothing).precision) == (1.0, 0.0)
+    assert (MaskCounts().recall, MaskCounts().precision) == (1.0, 1.0)
+
+
+def test_masks_must_be_bool() -> None:
+    """The bitwise and of 2 and 1 is 0, though both are true."""
+    with pytest.raises(AssertionError, match="masks are bool"):
+        mask_counts(torch.tensor([2]), torch.tensor([1]))
+
+
+WIDTH, S = 8, 5
+
+
+def inputs(layer_idx: int, num_sequences: int = 10) -> Tensor:
+    """Float32 [T, d], with a direction all layers share."""
+    generator = torch.Generator().manual_seed(layer_idx)
+    return torch.randn(num_sequences * S, WIDTH, generator=generator) + torch.arange(WIDTH) / 2
+
+
+def files(folder: Path, num_sequences: int = 10) -> InputFiles:
+    return InputFiles(folder, WIDTH, Shares.of(num_sequences, S, num_held_out(num_sequences)))
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_predictors_take_the_first_sequences_and_the_last_as_far_as_they_need() -> None:
+    for num_sequences, sequence_length, held_out, learned, judged in [
+        (10, 5, 2, 8, 2),  # all of them
+        (1, 5, 0, 1, 0),  # one sequence: nothing to be judged on
+        (2, 5, 1, 1, 1),
+        (100, 256, 20, 32, 16),  # 8192 tokens, 4096 tokens
+        (100, 300, 20, 28, 14),  # as many, in whole sequences
+        (3, 10_000, 1, 1, 1),
+    ]:
+        with case(num_sequences, sequence_length, held_out, learned, judged):
+            assert num_held_out(num_sequences) == held_out
+            shares = Shares.of(num_sequences, sequence_length, held_out)
+            assert shares == Shares(num_sequences, sequence_length, learned, judged)
+            first, last = shares.tokens()
+            total = num_sequences * sequence_length
+            assert (first.start, first.stop) == (0, learned * sequence_length)
+            assert (last.start, last.stop) == (total - judged * sequence_length, total)
+            assert first.stop <= total - held_out * sequence_length, "nothing that is held out is learned from"
+
+
+def test_the_cosine_is_that_of_every_token_with_itself_a_layer_before(tmp_path: Path) -> None:
+    held = files(tmp_path)
+    first = held.keep(0, inputs(0))
+    assert all(math.isnan(value) for value in first)
+    for layer_idx in (1, 2, 3):
+        mean, deviation = held.keep(layer_idx, inputs(layer_idx))
+        own, before = (inputs(l).numpy().astype(np.float64) for l in (layer_idx, layer_idx - 1))
+        norms = np.linalg.norm(own, axis=1) * np.linalg.norm(before, axis=1)
+        cosines = (own * before).sum(axis=1) / norms
+        assert mean == pytest.approx(cosines.mean(), abs=1e-6)  # float32 cosines
+        assert deviation == pytest.approx(cosines.std(), abs=1e-6)
+        assert deviation > 0.01
+
+
+def test_the_cosine_of_a_layer_that_does_nothing_is_one(tmp_path: Path) -> None:
+    held = files(tmp_path, 1)
+    held.keep(0, inputs(0, 1))
+    assert held.keep(1, inputs(0, 1) * 3) == (pytest.approx(1, abs=1e-6), pytest.approx(0, abs=1e-6))
+
+
+def test_a_token_without_any_input_has_a_cosine_of_nothing(tmp_path: Path) -> None:
+    held, zero = files(tmp_path, 1), inputs(0, 1)
+    held.keep(0, zero)
+    found = inputs(0, 1)
+    found[2] = 0
+    assert held.keep(1, found)[0] == pytest.approx((S - 1) / S, abs=1e-6)
+
+
+def test_a_layer_is_read_as_the_rows_of_both_shares(tmp_path: Path) -> None:
+    held = InputFiles(tmp_path, WIDTH, Shares(num_sequences=10, sequence_length=S, num_learned=3, num_judged=2))
+    routes = torch.arange(50 * 2).view(50, 2)
+    for layer_idx in range(3):
+        held.keep(layer_idx, inputs(layer_idx))
+    for layer_idx in range(3):
+        found, expected = held.read(layer_idx, routes), inputs(layer_idx)
+        assert torch.equal(found.learned, expected[:15]) and torch.equal(found.judged, expected[40:])
+        assert torch.equal(found.learned_routes, routes[:15]) and torch.equal(found.judged_routes, routes[40:])
+
+
+def test_one_sequence_is_learned_from_and_none_is_judged(tmp_path: Path) -> None:
+    held = files(tmp_path, 1)
+    held.keep(0, inputs(0, 1))
+    found = held.read(0, torch.zeros(S, 2, dtype=torch.int64))
+    assert torch.equal(found.learned, inputs(0, 1))
+    assert found.judged.shape == (0, WIDTH) and found.judged_routes.shape == (0, 2)
+
+
+def test_a_layer_kept_again_is_the_same(tmp_path: Path) -> None:
+    """As after a run killed between keeping a layer's inputs and its hidden states."""
+    held = files(tmp_path)
+    for layer_idx in range(4):
+        once = held.keep(layer_idx, inputs(layer_idx))
+        on_drive = bytes_in(tmp_path)
+        again = files(tmp_path).keep(layer_idx, inputs(layer_idx))
+        np.testing.assert_array_equal(once, again)  # NaN is NaN here
+        assert bytes_in(tmp_path) == on_drive
+
+
+def test_all_tokens_of_two_layers_at_most_are_kept(tmp_path: Path) -> None:
+    held = files(tmp_path)
+    for layer_idx in range(5):
+        held.keep(layer_idx, inputs(layer_idx))
+    whole = sorted(path for path in tmp_path.iterdir() if path.stat().st_size == inputs(0).nbytes)
+    samples = [name for name in bytes_in(tmp_path) if "whole" not in name]
+    assert len([path for path in whole if "whole" in path.name]) == 2
+    assert len(samples) == 5
+    assert len(bytes_in(tmp_path)) == 7

@@ -13,16 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from support.families import Tiny, write
 from support.models import Tensors, TinyMixtral
-from support.profiles import (
-    QUICK,
-    SMALLEST,
-    Recorder,
-    StoppedError,
-    StopsBefore,
-    folder_bytes,
-    profiled,
-    random_tokens,
-)
+from support.profiles import QUICK, SMALLEST, Recorder, StoppedError, StopsBefore, folder_bytes, profiled, random_tokens
 
 from moe_pack.calib.profile import ProfileOptions
 from moe_pack.calib.statistics import QUANTILE_LEVELS
@@ -78,7 +69,7 @@ class Snapshots(Recorder):
 def snapshots(
     source: Path, folder: Path, to: Path, options: ProfileOptions, steps: tuple[str, ...]
 ) -> tuple[list[Path], dict[str, bytes]]:
-    """What a run would leave killed before any of these steps; and what it leaves when it is not killed."""
+    """The folders of runs killed before any of these steps, and of one that is not killed."""
     progress = Snapshots(folder, to)
 
     def watched(step: Callable[..., None]) -> Callable[..., None]:

@@ -68,7 +68,7 @@ def mean_error(weights: Tensor, decoded: Tensor) -> float:
 
 
 def hqq_whole(weights: Tensor, width: int, group: int) -> Tensor:
-    """What hqq makes of the whole matrix, its scales and zeros left in float32."""
+    """hqq's weights of the whole matrix, its scales and zeros left in float32."""
     from hqq.core.quantize import Quantizer as HqqQuantizer
 
     found: tuple[Tensor, dict[str, Any]] = HqqQuantizer.quantize(

@@ -100,12 +100,12 @@ def test_gradients_through_whole_layers_predict_what_a_change_does(weights: Laye
     stage = SensitivityPass(weights, IDS, "full", lambda layer_idx: thresholds, tmp_path / "pass", CPU)
     while stage.states.next_layer < spec.num_hidden_layers:
         stage.forward()
-    while stage.next_back >= 0:
-        losses = stage.back()
+    while stage.way_back.next_layer >= 0:
+        losses = stage.way_back.measure()
         assert np.isfinite(losses.dense).all() and (losses.dense >= 0).all()
-        if stage.next_back in spec.moe_layers:
+        if stage.way_back.next_layer in spec.moe_layers:
             assert (losses.quantized.sum(axis=(0, 1)) > 0).all()
-        stage.leave_back()
+        stage.way_back.leave()
     step = 1e-3 * torch.randn(S, spec.stream_width, generator=torch.Generator().manual_seed(7))
     folder = tmp_path / "moved"
 

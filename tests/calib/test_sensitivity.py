@@ -1,7 +1,9 @@
 """The sensitivity stage against transformers, with its gradients and with its matrices replaced."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +12,38 @@ import pytest
 import torch
 from support.cases import case
 from support.families import Tiny, original, write
-from support.models import Tensors, TinyMixtral
-from support.profiles import Recorder
+from support.held_experts import RoundedExperts
+from support.models import DEMO_MODEL, Tensors, TinyMixtral
+from support.profiles import SMALLEST, Recorder, random_tokens
+from support.specs import GROUPED, LATENT
 from torch import Tensor
 
-from moe_pack.calib.forward import Array, LayerwiseWeights
+from moe_pack.calib.forward import Array, LayerStates, LayerwiseWeights
+from moe_pack.calib.forward.layers import Beginning
+from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.calib.sensitivity import (
     WIDTHS,
+    Cost,
+    ExactPass,
     LayerLosses,
     SensitivityPass,
+    Trial,
     compared_formats,
     copies_of,
+    costs,
+    expert_multiplications,
+    half_multiplications,
     quantized_formats,
     roundable_roles,
 )
+from moe_pack.calib.sensitivity.costs import prediction_cost
 from moe_pack.calib.sensitivity.effects import Copy, Divergences, Level
-from moe_pack.calib.sensitivity.errors import plainly_rounded, ratios_of_widths
-from moe_pack.formats import ModelSpec, part_format
+from moe_pack.calib.sensitivity.errors import Rounding, plainly_rounded, ratios_of_widths
+from moe_pack.formats import ROW_GROUP, ModelSpec, part_format, trellis_format
+from moe_pack.formats.base.cli import StageTime
+from moe_pack.formats.base.commands import Stage
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import CheckpointWeights
+from moe_pack.runtime.model import CheckpointWeights, Decoder
 
 CPU = torch.device("cpu")
 # A divergence is a sum of float32 differences: of about 1e-7 where copy and original are alike.
@@ -99,12 +114,12 @@ def run_pass(source: Path, level: Level, folder: Path, restarts: bool = False, i
         running.forward(recorder)
         running = stage() if restarts else running
     for layer in reversed(range(spec.num_hidden_layers)):
-        assert running.next_back == layer
+        assert running.way_back.next_layer == layer
         if restarts:
-            running.back()
+            running.way_back.measure()
             running = stage()
-        losses[layer] = running.back(recorder)
-        running.leave_back()
+        losses[layer] = running.way_back.measure(recorder)
+        running.way_back.leave()
         running = stage() if restarts else running
     measured = running.divergences([losses[layer] for layer in spec.moe_layers], recorder)
     running.close()
@@ -182,7 +197,7 @@ References = dict[str, Reference]
 
 @FAMILIES
 def test_the_way_back_through_the_whole_model_is_torchs(name: str, passes: Passes, references: References) -> None:
-    """What the embedding costs is the square of its change along the gradient that has passed through all layers."""
+    """The embedding costs the square of its change along the gradient that has passed through all layers."""
     reference, found = references[name], passes[name].measured.embedding
     table = reference.model.get_input_embeddings().weight.detach()
     for width, kl in zip((8, 4), found.tolist(), strict=True):
@@ -327,3 +342,214 @@ def test_the_work_told_is_about_the_work_announced(name: str, passes: Passes) ->
     for phase, announced in ran.announced.items():
         with case(phase):
             assert 0.75 < ran.done[phase] / announced < 1.25
+
+
+@dataclass
+class HiddenFiles(Recorder):
+    """Progress that remembers the hidden states last on the disk, and may end a run before a stage."""
+
+    folder: Path = field(kw_only=True)
+    stop: str = field(kw_only=True)
+    last: dict[str, bytes] = field(default_factory=dict)
+
+    def begin(self, stage: Stage) -> None:
+        if stage.name == self.stop:
+            raise KeyboardInterrupt
+
+    def advance(self, amount: int, what: str = "", kind: str = "") -> None:
+        found = {str(path): path.read_bytes() for path in self.folder.rglob("hidden-*")}
+        self.last = found or self.last
+
+
+@pytest.mark.slow
+def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stage(tmp_path: Path) -> None:
+    """As a run leaves them that is killed after its last file of statistics, before it removes its hidden states."""
+    checkpoint, text = Checkpoint(SMALLEST.write(tmp_path / "m")), random_tokens(1, 16, SMALLEST.vocab_size)
+    options = ProfileOptions(keeps_inputs=False)
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    progress = HiddenFiles(folder=killed, stop="sensitivity")
+    with pytest.raises(KeyboardInterrupt):
+        make_profile(checkpoint, text, killed, options, progress)
+    assert len(progress.last) == 1
+    for path, raw in progress.last.items():
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_bytes(raw)
+    for folder in (killed, whole):
+        make_profile(checkpoint, text, folder, options, HiddenFiles(folder=folder, stop="never"))
+    checkpoint.close()
+    files = {path.name: path.read_bytes() for path in whole.iterdir()}
+    assert {path.name: path.read_bytes() for path in killed.iterdir()} == files
+
+
+S = 10
+# The demo model: d = 128, f = 448, 8 experts; 4 heads of 32, 2 of keys and values; 4096 words.
+HALF = 128 * 128 + 64 * 128 + 64 * 128 + 128 * 128 + 8 * 128 + S * 128  # q, k, v, o, router, attention to S / 2 tokens
+EXPERT = 3 * 128 * 448
+
+
+@pytest.fixture(scope="module")
+def weights() -> Iterator[CheckpointWeights]:
+    checkpoint = Checkpoint(DEMO_MODEL)
+    yield CheckpointWeights(checkpoint)
+    checkpoint.close()
+
+
+@pytest.fixture(scope="module")
+def states(weights: CheckpointWeights, tmp_path_factory: pytest.TempPathFactory) -> LayerStates:
+    folder: Path = tmp_path_factory.mktemp("trial") / "states"
+    return LayerStates(weights, Beginning(lambda number: torch.randn(S, 128)), 1, S, folder, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def trial(weights: CheckpointWeights, states: LayerStates) -> Trial:
+    return Trial(weights, states)
+
+
+def test_the_demo_model_is_counted_as_by_hand(trial: Trial) -> None:
+    checkpoint = Checkpoint(DEMO_MODEL)
+    spec = checkpoint.spec
+    checkpoint.close()
+    assert half_multiplications(spec, 0, S) == HALF
+    assert expert_multiplications(spec) == EXPERT
+
+
+def test_layers_without_experts_and_shared_experts_are_counted_as_by_hand() -> None:
+    attention = 128 * 64 + 2 * 64 * 64 + 64 * 128 + 7 * 64
+    assert half_multiplications(GROUPED, 1, 7) == attention + 6 * 64 + 3 * 40 * 64 + 64  # routers of 6 and 1
+    assert half_multiplications(GROUPED, 2, 7) == attention + 3 * 80 * 64
+
+
+def test_layers_whose_numbers_begin_alike_are_counted_apart() -> None:
+    deep = replace(GROUPED, num_hidden_layers=12, moe_layers=tuple(range(12)), dense_intermediate_size=None)
+    assert half_multiplications(deep, 1, 7) == half_multiplications(GROUPED, 1, 7)
+
+
+def test_an_expert_of_two_matrices_costs_two_thirds() -> None:
+    two = replace(GROUPED, expert=replace(GROUPED.expert, matrices=("up", "down")))
+    assert expert_multiplications(two) * 3 == expert_multiplications(GROUPED) * 2 == 6 * 64 * 48
+
+
+def test_predictors_cost_three_times_their_parameters_a_token_and_epoch() -> None:
+    """d = 64, E = 6: 6 rows of 64 + 12 + 1; 512 of those and 6 rows of 513. 20 epochs."""
+    cost = prediction_cost(GROUPED, 100)
+    assert cost.seconds > 0
+    assert cost.multiplications == 3 * 20 * 100 * (6 * 77 + 512 * 77 + 6 * 513)
+
+
+def test_layers_of_a_kind_are_tried_once() -> None:
+    assert costs.kinds_of_layers(GROUPED) == {0, 2}
+    assert [costs.kind_of(GROUPED, layer) for layer in range(3)] == [0, 0, 2]
+    assert [costs.kind_of(LATENT, layer) for layer in range(2)] == [0, 1]
+    every = replace(GROUPED, moe_layers=(0, 1, 2))
+    assert costs.kinds_of_layers(every) == {0}
+
+
+def test_costs_add_and_scale() -> None:
+    assert Cost(3, 0.5, 7) + Cost(4, 1.0, 2) * 2.5 == Cost(13, 3.0, 12)
+    assert sum([Cost(1, 1.0)] * 3, start=Cost()) == Cost(3, 3.0)
+
+
+@pytest.mark.slow
+def test_every_trial_finds_seconds_and_counts_what_it_stands_for(trial: Trial) -> None:
+    found = {
+        trial.half(0): HALF * S,
+        trial.counted(20): EXPERT * 20,
+        trial.counted(2.5): EXPERT * 2.5,
+        trial.plain(20): EXPERT * 20,
+        trial.half_back(0): 2 * HALF * S,
+        trial.back(20): 2 * EXPERT * 20,
+        trial.predicted_back(100): 2 * 100 * 128 * 4096,
+        trial.compared(compared_formats(128)[:2]): 0,  # of rounding nothing is counted
+        trial.calibrated(16, (trellis_format(4, 0),)): 0,
+        trial.predicted(100): 100 * 128 * 4096,
+    }
+    for cost, multiplications in found.items():
+        assert cost.multiplications == multiplications
+        assert cost.seconds > 0 and math.isfinite(cost.seconds)
+
+
+@pytest.mark.parametrize(
+    ("tries", "expected"),
+    [
+        ([0.9, 0.01, 0.09, 0.02, 0.03, 0.04], 0.03),  # five after the first, which is not counted
+        ([0.9, 0.1, 0.11], 0.105),  # then it is enough
+        ([0.9, 0.3], 0.3),
+        ([1.1], 1.1),  # not again
+    ],
+)
+def test_announced_is_the_median_of_tries_after_the_first(
+    tries: list[float], expected: float, trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([time for taken in tries for time in (0.0, taken)])  # before and after each try
+    monkeypatch.setattr(costs, "_MOST_TRIES", 5)  # all other tests try once
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    assert trial.half(0).seconds == pytest.approx(expected)
+    assert not list(times)
+
+
+def test_work_that_may_end_early_has_no_time_left_before_it_is_measured() -> None:
+    cost = Cost(10**9, 600.0)
+    stage, most = cost.stage("one"), cost.stage("other", is_most=True)
+    assert (stage.note, most.note) == ("1.0 G multiplications, about 10 min", "1.0 G multiplications, at most 10 min")
+    assert (StageTime(stage, 0.0).left(0.0), StageTime(most, 0.0).left(0.0)) == (600.0, None)
+
+
+def test_more_tokens_than_are_tried_take_their_share_of_seconds(trial: Trial) -> None:
+    cost = trial.plain(1_000_000)
+    assert cost.multiplications == EXPERT * 1_000_000
+    assert cost.seconds > trial.plain(1).seconds
+
+
+def test_a_trial_leaves_the_states_where_they_were(trial: Trial, states: LayerStates) -> None:
+    trial.half(0)
+    assert states.next_layer == 0
+
+
+EXACT_SHAPE = TinyMixtral(num_layers=2, num_experts=3)
+EXACT_IDS = torch.randint(EXACT_SHAPE.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+ROUNDING = Rounding("absmax", ROW_GROUP)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return EXACT_SHAPE.write(tmp_path_factory.mktemp("source"))
+
+
+def losses(
+    source: Path, folder: Path, stops: bool = False
+) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    """The whole pass; if it `stops`, started again after every layer."""
+    with closing(Checkpoint(source)) as checkpoint:
+        stage = ExactPass(LayerwiseWeights(CheckpointWeights(checkpoint)), EXACT_IDS, folder, CPU)
+        for layer in range(2):
+            stage.layer(layer)
+            if stops:
+                stage = ExactPass(LayerwiseWeights(CheckpointWeights(checkpoint)), EXACT_IDS, folder, CPU)
+                assert stage.states.next_layer == layer + 1
+        return stage.losses()
+
+
+def log_probabilities(weights: CheckpointWeights) -> torch.Tensor:
+    return torch.cat([Decoder(weights, 16).logits(row.tolist()).double().log_softmax(1) for row in EXACT_IDS])
+
+
+def test_each_expert_alone_at_2_bits_loses_what_models_rounded_so_diverge(source: Path, tmp_path: Path) -> None:
+    found = losses(source, tmp_path / "pass")
+    checkpoint = Checkpoint(source)
+    original = log_probabilities(CheckpointWeights(checkpoint))
+
+    def kl(low: tuple[int, int] | None) -> float:
+        rounded = log_probabilities(RoundedExperts(checkpoint, lambda l, e, name: 2 if (l, e) == low else 4, ROUNDING))
+        return float((original.exp() * (original - rounded)).sum(1).mean())
+
+    # Sums of float32 products in another order; the divergences are of 0.01 and more.
+    assert found["base"].tolist() == pytest.approx([kl(None)], rel=1e-3)
+    expected = [[kl((l, e)) for e in range(3)] for l in range(2)]
+    np.testing.assert_allclose(found["losses"], expected, rtol=1e-3)
+    assert min(map(min, expected)) > 0.01
+    checkpoint.close()
+
+
+def test_begun_anew_after_every_layer_losses_are_the_same_bits(source: Path, tmp_path: Path) -> None:
+    whole, stopped = losses(source, tmp_path / "whole"), losses(source, tmp_path / "stopped", stops=True)
+    assert all((whole[name] == stopped[name]).all() for name in ("losses", "base"))

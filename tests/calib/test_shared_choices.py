@@ -1,12 +1,13 @@
 """Layers that share what an earlier layer's indexer chose, in the pass layer by layer: a choice for each sequence."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.families import Tiny, write
+from support.held_experts import RoundedExperts
 from torch import Tensor
 
 from moe_pack.calib.forward import LayerStates, LayerwiseWeights
@@ -16,15 +17,7 @@ from moe_pack.calib.sensitivity.errors import Rounding, plainly_rounded
 from moe_pack.calib.statistics import PartialStates, Shares, measure_layer, partial
 from moe_pack.formats import ROW_GROUP
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime.model import (
-    CheckpointWeights,
-    Decoder,
-    Expert,
-    NeuronBlock,
-    embed,
-    head,
-    router_scores,
-)
+from moe_pack.runtime.model import CheckpointWeights, Decoder, embed, head, router_scores
 
 CPU = torch.device("cpu")
 S, N = 21, 4  # no multiple of 8: the last byte of a token's choice has bits to spare
@@ -175,31 +168,6 @@ def test_partial_states_share_the_choice_of_their_sequence(
 
 # --- sensitivity
 
-Rounder = Callable[[Tensor, int], Tensor]
-
-
-class Rounded(CheckpointWeights):
-    """A checkpoint whose experts have the bits that `width_of` gives, by MoE layer and expert; 16: as they are."""
-
-    def __init__(self, checkpoint: Checkpoint, width_of: Callable[[int, int], int], rounding: Rounder) -> None:
-        super().__init__(checkpoint)
-        self._width_of, self._rounding = width_of, rounding
-
-    def expert(self, layer_idx: int, expert: int) -> Expert:
-        (block,), width = super().expert(layer_idx, expert).blocks(), self._width_of(layer_idx, expert)
-        assert block.gate is not None
-        matrices = block.gate, block.up, block.down
-        rounded = NeuronBlock(*(m if width == 16 else self._rounding(m, width) for m in matrices))
-
-        class Held:
-            def down_bias(self) -> None:
-                """It has none."""
-
-            def blocks(self) -> Iterator[NeuronBlock]:
-                yield rounded
-
-        return Held()
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
@@ -222,8 +190,8 @@ def test_copies_with_rounded_experts_diverge_as_the_whole_model_does(checkpoint:
     for _ in range(4):
         stage.forward()
     for _ in range(4):
-        losses.insert(0, stage.back())
-        stage.leave_back()
+        losses.insert(0, stage.way_back.measure())
+        stage.way_back.leave()
     losses = [losses[layer] for layer in spec.moe_layers]
     measured, number = stage.divergences(losses), stage.num_copied
     stage.close()
@@ -231,8 +199,11 @@ def test_copies_with_rounded_experts_diverge_as_the_whole_model_does(checkpoint:
     copies = copies_of(losses, spec.hidden_size)
     assert len(copies) == 3
     for idx, copy in enumerate(copies):
-        rounded = Rounded(checkpoint, lambda l, e, copy=copy: copy.width if l in copy.layers else 16, plainly_rounded)
-        found = kl(expected, log_probs(rounded, number))
+
+        def width_of(l: int, e: int, matrix: str) -> int:
+            return copy.width if l in copy.layers else 16
+
+        found = kl(expected, log_probs(RoundedExperts(checkpoint, width_of, plainly_rounded), number))
         assert measured.kls[idx] == pytest.approx(found, rel=2e-3, abs=1e-6)
         assert found > 1e-5, "there is something to compare"
 
@@ -246,7 +217,7 @@ def test_each_expert_at_2_bits_alone_costs_what_the_whole_model_loses(checkpoint
     found, expected = stage.losses(), log_probs(CheckpointWeights(checkpoint), 2)
 
     def loss(low: tuple[int, int] | None) -> float:
-        weights = Rounded(checkpoint, lambda l, e: 2 if (l, e) == low else 4, rounding)
+        weights = RoundedExperts(checkpoint, lambda l, e, name: 2 if (l, e) == low else 4, rounding)
         return kl(expected, log_probs(weights, 2))
 
     assert found["base"].tolist() == pytest.approx([loss(None)], rel=1e-3)

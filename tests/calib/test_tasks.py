@@ -125,40 +125,36 @@ GOOD = '{"prompt": "a", "choices": [" b", " c"], "answer": 1}'
 
 
 def test_a_line_that_is_wrong_is_named(text: Text, tmp_path: Path) -> None:
-    for number, (line, message) in enumerate(
-        [
-            ("{", "not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
-            ("[]", "found [], expected an object"),
-            ('{"prompt": "a", "choices": [" b", " c"]}', "key 'answer' is missing"),
-            ('{"prompt": "a", "choices": [" b", " c"], "answer": 1, "id": 3}', "unknown key 'id'"),
-            ('{"prompt": "a", "choices": [" b", 2], "answer": 1}', "choices[1]: found 2, expected str"),
-            ('{"prompt": "a", "choices": [" b", " c"], "answer": "b"}', "answer: found 'b', expected int"),
-            (
-                '{"prompt": "a", "choices": [" b"], "answer": 0}',
-                "found 1 choices and answer 0, expected two or more choices and the number of one of them, from 0",
-            ),
-            (
-                '{"prompt": "a", "choices": [" b", " c"], "answer": 2}',
-                "found 2 choices and answer 2, expected two or more choices and the number of one of them, from 0",
-            ),
-            (
-                '{"prompt": "a", "choices": [" b", ""], "answer": 0}',
-                "choices: the tokenizer makes no token of '' after the prompt",
-            ),
-            (
-                '{"prompt": "a", "choices": [" b", "\\ud800"], "answer": 0}',
-                "found half a character (a lone surrogate), expected text",
-            ),
-            (
-                json.dumps({"prompt": "a" + " a" * 300, "choices": [" b", " c"], "answer": 0}),
-                "prompt and choice have 303 tokens, this model takes at most 128",
-            ),
-        ]
-    ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+    for line, message in [
+        ("{", "not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        ("[]", "found [], expected an object"),
+        ('{"prompt": "a", "choices": [" b", " c"]}', "key 'answer' is missing"),
+        ('{"prompt": "a", "choices": [" b", " c"], "answer": 1, "id": 3}', "unknown key 'id'"),
+        ('{"prompt": "a", "choices": [" b", 2], "answer": 1}', "choices[1]: found 2, expected str"),
+        ('{"prompt": "a", "choices": [" b", " c"], "answer": "b"}', "answer: found 'b', expected int"),
+        (
+            '{"prompt": "a", "choices": [" b"], "answer": 0}',
+            "found 1 choices and answer 0, expected two or more choices and the number of one of them, from 0",
+        ),
+        (
+            '{"prompt": "a", "choices": [" b", " c"], "answer": 2}',
+            "found 2 choices and answer 2, expected two or more choices and the number of one of them, from 0",
+        ),
+        (
+            '{"prompt": "a", "choices": [" b", ""], "answer": 0}',
+            "choices: the tokenizer makes no token of '' after the prompt",
+        ),
+        (
+            '{"prompt": "a", "choices": [" b", "\\ud800"], "answer": 0}',
+            "found half a character (a lone surrogate), expected text",
+        ),
+        (
+            json.dumps({"prompt": "a" + " a" * 300, "choices": [" b", " c"], "answer": 0}),
+            "prompt and choice have 303 tokens, this model takes at most 128",
+        ),
+    ]:
         with case(line, message):
-            path = case_folder / "tasks.jsonl"
+            path = tmp_path / "tasks.jsonl"
             path.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
             with pytest.raises(RunError) as refusal:
                 read_tasks(path, text, 128)

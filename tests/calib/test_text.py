@@ -62,13 +62,9 @@ def test_a_text_file_is_tokenised_as_one_text(text: Text) -> None:
 
 
 def test_the_smallest_sizes_work(text: Text, tmp_path: Path) -> None:
-    for number, (num_tokens, length, shape) in enumerate(
-        [(1, 1, (1, 1)), (3, 1, (3, 1)), (1, 7, (1, 7)), (8, 7, (2, 7))]
-    ):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+    for num_tokens, length, shape in [(1, 1, (1, 1)), (3, 1, (3, 1)), (1, 7, (1, 7)), (8, 7, (2, 7))]:
         with case(num_tokens, length, shape):
-            tokens = read_tokens(of_two_tokens(case_folder, 10), None, text, num_tokens, length)
+            tokens = read_tokens(of_two_tokens(tmp_path, 10), None, text, num_tokens, length)
             letter = text.encode("a")[1]
             assert tokens.sequences.shape == shape
             assert flat(tokens) == ([BEGINNING, letter] * 10)[: shape[0] * shape[1]]
@@ -139,7 +135,7 @@ def test_sequences_of_the_sample_come_from_its_parts_in_turn(text: Text, parts: 
 
 
 def test_a_part_of_the_sample_that_runs_out_leaves_its_turn_to_others(text: Text, parts: list[list[int]]) -> None:
-    """Of sequences of 5,000 tokens, the sixth part of prose has none, others one or two, code four or more."""
+    """The sixth part of prose has no sequence of 5,000 tokens, others one or two, code four or more."""
     length = 5000
     left = [rows(part, length) for part in parts]
     assert [len(part) for part in left[:8]].count(0) >= 1 and len(left[9]) > len(left[10]) > 1

@@ -10,16 +10,29 @@ import pytest
 import torch
 from support.cases import case
 from support.models import TinyMixtral, pack
+from support.native import operations_limited_to
 from support.profiles import Recorder, StoppedError, random_tokens
 from support.sparsities import realized_sparsity
 
-from moe_pack.calib.evaluate import ThresholdRule
+from moe_pack.calib.evaluate import ThresholdRule, evaluate
 from moe_pack.calib.evaluate.thresholds import MeasuredThresholds, measure_thresholds
 from moe_pack.calib.forward import Tokens, num_held_out
+from moe_pack.calib.quantize import Rotate
 from moe_pack.formats import Pack, PlanError, Selector
-from moe_pack.runtime.model import PackWeights, activations, add_attention, embed, mlp_input, route_tokens
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import (
+    TORCH,
+    Operations,
+    PackWeights,
+    activations,
+    add_attention,
+    embed,
+    mlp_input,
+    route_tokens,
+)
 from moe_pack.runtime.model.caches.ropes import Rope
 from moe_pack.runtime.model.kv_cache import KVCache
+from moe_pack.runtime.quality import Quality
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4)
 TOKENS = random_tokens(10, 16, SHAPE.vocab_size)
@@ -86,8 +99,7 @@ def by_hand(folder: Path, selector: Selector, sparsity: float) -> Worked:
 
 def test_thresholds_are_quantiles_of_each_layer_after_those_before_it(tmp_path: Path) -> None:
     for number, (selector, sparsity) in enumerate(product(["up", "gate", "both", "none"], [0.5, 0.9])):
-        case_folder = tmp_path / str(number)
-        case_folder.mkdir()
+        (case_folder := tmp_path / str(number)).mkdir()
         with case(selector, sparsity):
             folder = case_folder / "packed"
             pack(SHAPE.write(case_folder / "source"), folder, selector=selector)
@@ -207,10 +219,7 @@ def test_an_impossible_rule_is_refused(packed: Path) -> None:
     for rule, message in [
         (ThresholdRule(), "--sparsity, --theta: give exactly one of the two"),
         (ThresholdRule(0.5, 0.5), "--sparsity, --theta: give exactly one of the two"),
-        (
-            ThresholdRule(planned=((0.5, 1.0),)),
-            "planned sparsity: found 1.0, expected at least 0 and less than 1",
-        ),
+        (ThresholdRule(planned=((0.5, 1.0),)), "planned sparsity: found 1.0, expected at least 0 and less than 1"),
         (ThresholdRule(sparsity=1.0), "--sparsity: found 1.0, expected a share of at least 0 and less than 1"),
         (ThresholdRule(theta=float("inf")), "--theta: found inf, expected at least 0 and less than 1e30"),
     ]:
@@ -218,3 +227,49 @@ def test_an_impossible_rule_is_refused(packed: Path) -> None:
             with pytest.raises(PlanError) as refusal:
                 measured(packed, rule)
             assert str(refusal.value) == message
+
+
+WIDE_SHAPE = TinyMixtral(hidden_size=192, num_layers=2, num_experts=4)
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[Rotate, Path]:
+    """A model in 16 bit, and the same in rotated coordinates."""
+    folder = tmp_path_factory.mktemp("rotated")
+    source = WIDE_SHAPE.write(folder / "source")
+    names: tuple[Rotate, ...] = ("off", "on")
+    for rotate in names:
+        pack(source, folder / rotate, width=16, rotate=rotate)
+    return {rotate: folder / rotate for rotate in names}
+
+
+def test_thresholds_are_those_of_the_pack_that_is_not_rotated(packs: dict[Rotate, Path]) -> None:
+    found = []
+    for folder in packs.values():
+        with Pack(folder) as opened:
+            measured = measure_thresholds(opened, TOKENS, ThresholdRule(sparsity=0.7), Recorder())
+        with Pack(folder) as opened:
+            found.append((opened.thresholds, measured.held_out.overall))
+    (plain, plain_sparsity), (rotated, rotated_sparsity) = found
+    assert plain.min() > 0
+    # Activations differ by the rounding of weights, some 2^-9: the quantile of a few thousand moves as little.
+    np.testing.assert_allclose(rotated, plain, rtol=0.02)
+    assert abs(rotated_sparsity - plain_sparsity) < 0.01
+
+
+def quality(folder: Path, operations: Operations = TORCH) -> Quality:
+    source = Checkpoint(folder.parent / "source")
+    with Pack(folder) as opened:
+        found = evaluate(opened, TOKENS, reference=source, operations=operations)
+    source.close()
+    return found
+
+
+def test_the_loss_of_16_bits_is_that_of_their_rounding(packs: dict[Rotate, Path]) -> None:
+    whole = packs["on"].parent / "whole"  # whatever thresholds the others have by now
+    pack(packs["on"].parent / "source", whole, width=16, rotate="on")
+    found = quality(whole)
+    assert found.against is not None and 0 <= found.against.kl.value < 1e-4
+    native = quality(whole, operations_limited_to("portable"))
+    assert native.against is not None and native.against.kl.value < 1e-4
+    assert abs(native.perplexity.value / found.perplexity.value - 1) < 1e-4

@@ -123,13 +123,6 @@ class TinyMixtral:
         return folder
 
 
-class Unbiased:
-    """A part of an expert of made-up blocks."""
-
-    def down_bias(self) -> None:
-        """It has none."""
-
-
 def pack(
     source: Path,
     out: Path,

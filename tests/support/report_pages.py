@@ -23,7 +23,7 @@ from moe_pack.calib.profile.options import Sensitivity
 from moe_pack.calib.profile.profiles import FORMAT, VERSION, ProfileFacts, TextFacts, facts_bytes, layer_file
 from moe_pack.calib.sensitivity import MOST_COPIES, compared_formats, roundable_roles
 from moe_pack.calib.statistics import LayerPredictors, learn_paths
-from moe_pack.calib.statistics.popularity import coactivation
+from moe_pack.calib.statistics.popularity import count_pairs
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.manifests import ContentFile, PackageVersion
@@ -107,7 +107,7 @@ class HandMade:
             "held_out_tokens": np.bincount(late.ravel(), minlength=self.E).astype(np.uint32),
             "mass": (tokens * generator.uniform(0.3, 0.7, self.E)).astype(np.float32),
             "routes": routes,
-            "coactivation": coactivation(routes[:, None], self.E)[0],
+            "coactivation": count_pairs(routes, routes, self.E),
             "quantiles": np.sort(np.abs(generator.normal(0, 0.4 + 0.1 * l, (self.E, 3, 103))), axis=2).astype(
                 np.float32
             ),

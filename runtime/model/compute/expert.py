@@ -84,6 +84,13 @@ class NeuronBlock:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "NeuronBlock":
+        """Returns the block with each of its tensors changed."""
+        gate, gate_bias, up_bias = (
+            None if each is None else change(each) for each in (self.gate, self.gate_bias, self.up_bias)
+        )
+        return NeuronBlock(gate, change(self.up), change(self.down), gate_bias, up_bias)
+
 
 class Expert(Protocol):
     """The weights of an expert, which come in blocks of neurons of bounded size."""
