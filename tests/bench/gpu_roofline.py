@@ -23,27 +23,10 @@ import click
 from benchlib import ROOT, table
 from gpu.launches import CPU_CALL, TO_GPU, TO_HOST, WAIT, Mode, TokenLaunches, count, is_kernel
 from gpu.packs import MIXTRAL, QWEN3, SKEW
-from gpu.roofline import (
-    CONTEXT_TOKENS,
-    CPU_RATES,
-    NUM_SMS,
-    Misses,
-    Setup,
-    Subject,
-    kernel_times,
-    predict,
-)
+from gpu.roofline import CONTEXT_TOKENS, CPU_RATES, NUM_SMS, Misses, Setup, Subject, kernel_times, predict
 from gpu.runs import Run
 
-from moe_pack.convert.plan.machines import (
-    BANDWIDTH_SHARE,
-    CALL_S,
-    GPU_TOKEN_S,
-    GPUS,
-    LAUNCH_S,
-    LINK_SHARE,
-    known_gpu,
-)
+from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, CALL_S, GPU_TOKEN_S, GPUS, LAUNCH_S, LINK_SHARE, known_gpu
 from moe_pack.runtime.gpu.fit import usual_budget
 
 COUNTS = ROOT / "docs" / "benchmarks" / "gpu-launches.jsonl"

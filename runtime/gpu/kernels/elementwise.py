@@ -97,14 +97,7 @@ def hand_over(
 
 @triton.jit(do_not_specialize=PER_LAYER)
 def _hand_over(
-    x_ptr,
-    weights_ptr,
-    experts_ptr,
-    x_there_ptr,
-    weights_there_ptr,
-    experts_there_ptr,
-    D: tl.constexpr,
-    K: tl.constexpr,
+    x_ptr, weights_ptr, experts_ptr, x_there_ptr, weights_there_ptr, experts_there_ptr, D: tl.constexpr, K: tl.constexpr
 ):
     column = tl.program_id(0) * _HANDED + tl.arange(0, _HANDED)
     tl.store(x_there_ptr + column, tl.load(x_ptr + column, mask=column < D), mask=column < D)

@@ -78,17 +78,7 @@ def num_warps(block_tokens: int, block_rows: int) -> int:
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
-def _gemm(
-    x_ptr,
-    rows,
-    bias_ptr,
-    out_ptr,
-    lookup_ptr,
-    num_tokens,
-    num_rows,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _gemm(x_ptr, rows, bias_ptr, out_ptr, lookup_ptr, num_tokens, num_rows, PART: tl.constexpr, TILE: tl.constexpr):
     D: tl.constexpr = PART.num_cols
     ROWS: tl.constexpr = TILE.rows
     TOKENS: tl.constexpr = TILE.tokens

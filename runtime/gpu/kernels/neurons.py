@@ -74,11 +74,7 @@ def _value(kinds: tuple[_Products, ...], number: int, field: str) -> int:
 
 
 def select(
-    x: Tensor,
-    experts: Tensor,
-    tables: LayerTables,
-    running: RunningNeurons,
-    selector_units: Tensor | None = None,
+    x: Tensor, experts: Tensor, tables: LayerTables, running: RunningNeurons, selector_units: Tensor | None = None
 ) -> None:
     """Finds the neurons that run, and counts how many of them have no record in the arena.
 
@@ -487,15 +483,7 @@ def neurons(
 
 @triton.jit(do_not_specialize=(*PER_LAYER, "is_pulled"))
 def _neurons_kernel(
-    x_ptr,
-    experts_ptr,
-    tables,
-    running,
-    partials_ptr,
-    lookup_ptr,
-    is_pulled,
-    F: tl.constexpr,
-    KINDS: tl.constexpr,
+    x_ptr, experts_ptr, tables, running, partials_ptr, lookup_ptr, is_pulled, F: tl.constexpr, KINDS: tl.constexpr
 ):
     # A program takes an equal share of the list: of its first range, or of the second if the pulled ones are summed.
     place, program = tl.program_id(0), tl.program_id(1)

@@ -36,14 +36,7 @@ def rank(scores: Tensor, experts: Tensor, *, bias: Tensor | None = None, is_sigm
 
 
 @triton.jit
-def _rank_kernel(
-    scores_ptr,
-    bias_ptr,
-    experts_ptr,
-    E: tl.constexpr,
-    N: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-):
+def _rank_kernel(scores_ptr, bias_ptr, experts_ptr, E: tl.constexpr, N: tl.constexpr, IS_SIGMOID: tl.constexpr):
     index = tl.arange(0, triton.next_power_of_2(E))[None, :]
     mask = index < E
     scores = tl.load(scores_ptr + index, mask=mask, other=-float("inf"))

@@ -186,12 +186,7 @@ def _pull_selectors_kernel(
 
 
 def bring(
-    sources: Tensor,
-    targets: Tensor,
-    row_units: int,
-    host_rows: Tensor,
-    arena: Tensor,
-    num_programs: int = NUM_PROGRAMS,
+    sources: Tensor, targets: Tensor, row_units: int, host_rows: Tensor, arena: Tensor, num_programs: int = NUM_PROGRAMS
 ) -> None:
     """Copies a list of rows from host memory to the arena.
 
@@ -208,14 +203,7 @@ def bring(
 
 @triton.jit(do_not_specialize=("sources_ptr", "targets_ptr", "num_rows", "row_units"))
 def _bring_kernel(
-    sources_ptr,
-    targets_ptr,
-    num_rows,
-    host_ptr,
-    arena_ptr,
-    row_units,
-    BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    sources_ptr, targets_ptr, num_rows, host_ptr, arena_ptr, row_units, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr
 ):
     first = tl.program_id(0) * BLOCK_R
     while first < num_rows:

@@ -61,14 +61,7 @@ from moe_pack.runtime.gpu.kernels.attention import (
     leave_latent,
 )
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, hand_over, norm, reduce
-from moe_pack.runtime.gpu.kernels.grouped import (
-    ExpertGroup,
-    combine,
-    max_pairs,
-    pairs_by_expert,
-    plan_tiles,
-    run_group,
-)
+from moe_pack.runtime.gpu.kernels.grouped import ExpertGroup, combine, max_pairs, pairs_by_expert, plan_tiles, run_group
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors

@@ -65,12 +65,7 @@ class Stores:
 
 # FloE's Table 1: one expert as the paper stores it, at six sparsities.
 _FLOE = Stores(Model("Mixtral-8x7B", 4096, 14336, 1), "up", 2, 16)
-EXPERTS = (
-    _FLOE,
-    Stores(MIXTRAL, "up", 2, 4),
-    Stores(QWEN3, "up", 4, 4),
-    Stores(_GPT_OSS, "both", "mxfp4", "e5m2"),
-)
+EXPERTS = (_FLOE, Stores(MIXTRAL, "up", 2, 4), Stores(QWEN3, "up", 4, 4), Stores(_GPT_OSS, "both", "mxfp4", "e5m2"))
 _REHEARSED = (
     Stores(_TINY, "up", 2, 4),
     Stores(_TINY, "up", 2, 16),

@@ -59,11 +59,7 @@ SERIES = (
     ),
     Series("What ncu counts", "Metric", ("kernel", "case"), ("metric", "unit"), ("value",)),
     Series(
-        "Rows over the link",
-        "Transfer",
-        ("record_bits", "row_bytes", "running"),
-        ("way", "programs"),
-        ("gb_a_second",),
+        "Rows over the link", "Transfer", ("record_bits", "row_bytes", "running"), ("way", "programs"), ("gb_a_second",)
     ),
     Series("Memory and link", "CopyRate", ("what",), ("num_bytes",), ("gb_a_second",)),
     Series("Launches", "LaunchCost", ("what",), (), ("us",)),

@@ -56,12 +56,7 @@ def fitted(folder: Path, driver: Driver, budget: int | None) -> int:
     with Pack(folder) as pack:
         asked = GpuRequest(budget, 64, None, "f32")
         built, use = fit_to_gpu(
-            pack,
-            CPU,
-            driver,
-            asked,
-            LEAST_BYTES,
-            lambda expert_bytes, chunk: Work(pack, driver, expert_bytes),
+            pack, CPU, driver, asked, LEAST_BYTES, lambda expert_bytes, chunk: Work(pack, driver, expert_bytes)
         )
         assert use.spent + ROUNDING == use.budget, "what is not spent is what the driver may round up"
         assert use.experts == built.expert_bytes
@@ -122,10 +117,7 @@ def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(
 
 @pytest.mark.parametrize(
     ("options", "name"),
-    [
-        (EngineOptions("cpu", misses="pull"), "--misses"),
-        (EngineOptions("cpu", ram_bytes=1 << 30), "--ram"),
-    ],
+    [(EngineOptions("cpu", misses="pull"), "--misses"), (EngineOptions("cpu", ram_bytes=1 << 30), "--ram")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_options_of_a_gpu_are_refused_on_the_cpu(options: EngineOptions, name: str, tiny_pack: Path) -> None:
