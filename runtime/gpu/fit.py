@@ -1,9 +1,8 @@
-"""Fits an engine on a GPU into a budget: measures what everything else takes, and gives experts the rest.
+"""Fits an engine on a GPU into a budget: measures everything else, and gives experts the rest.
 
-Nothing is assumed about the memory of driver, kernels and forward passes. An engine is first built with as little
-memory for experts as it runs in. It runs every kernel that it will ever launch, and its longest passes, and its memory
-is measured. The engine that stays gets the rest of the budget for its experts. Only the tokens of a forward pass, and
-plans of packs, go by an estimate (`gpu_needs`, `divide_gpu`).
+The memory of driver, kernels and forward passes is not assumed. A first engine gets the least memory for experts, runs
+every kernel and its longest passes, and is measured. The engine that stays gets the rest of the budget for its experts.
+Only the tokens of a forward pass, and plans of packs, go by an estimate (`gpu_needs`, `divide_gpu`).
 """
 
 import gc
@@ -47,7 +46,7 @@ PLANNED_COSTS = GpuCosts()
 
 
 def gpu_needs(layout: formats.PackLayout, context_tokens: int, costs: GpuCosts = PLANNED_COSTS) -> budgets.MemoryNeeds:
-    """Returns the memory that an engine of a GPU needs, before anything is measured."""
+    """Returns an estimate of the memory that an engine of a GPU needs."""
     dense, spec = layout.dense_file.num_bytes + layout.rotation_bytes, layout.spec
     least, whole = placements.least_placement(layout, "split"), placements.place_experts(layout, sys.maxsize, "split")
 
@@ -69,7 +68,6 @@ def gpu_needs(layout: formats.PackLayout, context_tokens: int, costs: GpuCosts =
 def divide_gpu(needs: budgets.MemoryNeeds, budget_bytes: int, context_tokens: int) -> budgets.Division:
     """Divides a GPU's memory into fixed parts and the rest for experts, which `place_experts` divides.
 
-    Args:    needs: of `gpu_needs` for `context_tokens`.
     Raises:  BudgetTooSmall if the largest expert does not fit.
     """
     return budgets.divide_or_refuse(budget_bytes, needs, context_tokens, "raise it, give dense weights fewer bits")
@@ -166,7 +164,7 @@ class BuiltEngine(Protocol):
         ...
 
     def tune(self) -> None:
-        """Sets what only whole tokens show; they must not take longer than a second or two."""
+        """Measures and sets what only whole tokens show, in a second or two."""
         ...
 
     def close(self) -> None:
@@ -183,10 +181,10 @@ def fit_to_gpu(
     build: Callable[[int, int], BuiltEngine],
     compile_ahead: Callable[[Callable[[], None]], object] = lambda run: None,
 ) -> tuple[BuiltEngine, GpuMemoryUse]:
-    """Returns an engine whose experts have what the budget leaves, and its use of memory.
+    """Returns an engine whose experts have the rest of the budget, and its use of memory.
 
     Args:    least_bytes: the least that experts run in.   build: builds an engine with so many bytes for experts, and
-             so many tokens of a forward pass, at most.   compile_ahead: compiles all kernels that a function launches.
+             at most so many tokens a forward pass.   compile_ahead: compiles all kernels that a function launches.
     Raises:  BudgetTooSmall.
     """
     _free_unused_memory()  # torch may keep memory of an earlier engine
@@ -218,7 +216,7 @@ def fit_to_gpu(
 
 
 def _chunk_tokens(pack: formats.Pack, request: GpuRequest, budget: int, context_bytes: int) -> int:
-    """Returns how many tokens a forward pass may have, before anything is measured."""
+    """Returns the most tokens of a forward pass, by an estimate."""
     costs = GpuCosts(request.cache_dtype, context_bytes)
     needs = gpu_needs(pack.layout, request.context_tokens, costs)
     most = divide_gpu(needs, budget, request.context_tokens).chunk_tokens
@@ -234,9 +232,9 @@ def run_everything(pack: formats.Pack, built: BuiltEngine, chunk_tokens: int) ->
     """Runs every kernel that the engine can launch, and its longest passes.
 
     Afterwards no prompt and no token loads another kernel or takes more memory. The kernel of a product depends on the
-    number of tokens, in steps of 16 or more, and on the format of rows. So an expert of each format and a matrix of
-    each format and shape run with every such number, whatever the router would choose. What torch's allocator keeps of
-    all these numbers is given back before the passes: these show how much memory is needed.
+    number of tokens, in steps of 16 or more, and on the format of rows: an expert of each format, and a matrix of each
+    format and shape, run with every such number. Torch's unused memory is given back before the passes, which show how
+    much memory is needed.
     """
     decoder, weights, device = built.decoder, built.weights, built.decoder.device
     d, k = pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
@@ -283,6 +281,5 @@ def _matrices_of_each_format(pack: formats.Pack) -> list[tuple[str, int]]:
 
 
 def _free_unused_memory() -> None:
-    """Returns memory that nothing refers to any more to the driver."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,9 +1,8 @@
-"""One token on a GPU: its launches, which a CUDA graph repeats.
+"""One token on a GPU, as launches that a CUDA graph repeats; importing this needs Triton.
 
-`TokenStep` launches a forward pass. Of each layer's experts the GPU computes those in its memory. At the same time, on
-forks of the graph, the CPU computes what is left to it (`cpu_share`), and records are pulled over the link, those of
-the next layer's predicted experts too (`prefetch`). Nothing in it waits for Python; `decoder.GpuDecoder` runs it.
-Importing this needs Triton.
+The GPU computes those experts of a layer that are in its memory. On forks of the graph the CPU computes its share
+(`cpu_share`), and the link brings missing records and those of the next layer's predicted experts (`prefetch`). No
+launch waits for Python; `decoder.GpuDecoder` runs them.
 """
 
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from moe_pack.runtime.gpu.token_layers import TokenLayers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Substitution:
-    """Experts in place of missing ones with low scores, which changes the answer."""
+    """Resident experts run in place of missing ones with low scores, which changes the answer."""
 
     alpha: float  # 0 to 1, as in `runtime.offload.split.substitute`
     is_resident: NDArray[np.bool_]  # [L, E], experts that may stand in for others, and that no other replaces
@@ -36,7 +35,7 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """All that a token's launches use, except weights and buffers of their own."""
+    """All that a token's launches use, except weights and their own buffers."""
 
     queues: devices.Queues
     host: devices.HostArena | None  # experts in page-locked memory; None if the CPU's own engine has them
@@ -53,7 +52,7 @@ class StepInputs:
 
 
 class _LayerExperts:
-    """The launches of a layer's experts, of which all rows are resident for the whole run."""
+    """The launches of a layer's experts that are resident for the whole run."""
 
     is_whole = True
     _is_split = False
@@ -69,10 +68,10 @@ class _LayerExperts:
         self._whole_records = float(inputs.whole_records[layer_idx])
 
     def launch(self, turn: int, x: Tensor, then: Callable[[devices.Mark], None]) -> Tensor | None:
-        """Launches the experts; returns the partial sums of pulled neurons, which stand apart; None if none are pulled.
+        """Launches the experts; returns the partial sums of pulled neurons if they are not among the others.
 
-        Args:    x: float32 [d], as the experts' stored rows get it.   then: launches work that runs with the longest
-                 kernel, after the layer's own records are there.
+        Args:    x: float32 [d], the stored rows' input.   then: launches what runs at the same time as the longest
+                 kernel; it gets the mark after the layer's own records.
         """
         self._list(x, None, self._left[turn])
         self._pull()
@@ -81,7 +80,7 @@ class _LayerExperts:
         return None
 
     def _list(self, x: Tensor, selector_units: Tensor | None, left: LeftToCpu) -> None:
-        """Launches what finds the neurons that run, and decides who computes them."""
+        """Launches the search for running neurons, and the decision who computes them."""
         experts, tables, running, own = self._experts, self._tables, self._running, self._own
         select(x, experts, tables, running, selector_units)
         compact(
@@ -94,7 +93,7 @@ class _LayerExperts:
 
 
 class _PulledExperts(_LayerExperts):
-    """The launches of a layer's experts, whose missing rows the link brings, so that the GPU computes all."""
+    """The launches of a layer's experts that the GPU computes alone: the link brings missing rows."""
 
     is_whole = False
 
@@ -123,7 +122,7 @@ class _PulledExperts(_LayerExperts):
 
 
 class _SplitExperts(_LayerExperts):
-    """The launches of a layer's experts, whose missing rows the CPU computes."""
+    """The launches of a layer's experts with missing rows that the CPU computes."""
 
     is_whole = False
     _is_split = True
@@ -141,7 +140,6 @@ class _SplitExperts(_LayerExperts):
         self._layer_idx, self._share, self._exchange, self._layers = layer_idx, share, inputs.exchange, layers
 
     def launch(self, turn: int, x: Tensor, then: Callable[[devices.Mark], None]) -> Tensor | None:
-        """Launches the experts; see `_LayerExperts.launch`."""
         self._list(x, None, self._left[turn])
         # Before records are pulled: while they are, these few bytes take the link ten times as long (H200).
         given, there = self._layers.normed if self._share.adds_output else x, self._exchange
@@ -155,12 +153,11 @@ class _SplitExperts(_LayerExperts):
         return pulled
 
     def _pull_beside(self, x: Tensor, own_pulled: devices.Mark) -> tuple[Tensor | None, devices.Mark]:
-        """Launches what the link brings of the missing records: nothing."""
         return None, own_pulled
 
 
 class _SharedExperts(_SplitExperts):
-    """The launches of a layer's experts, whose missing rows the CPU and the link share."""
+    """The launches of a layer's experts with missing rows that the CPU and the link share."""
 
     def __init__(
         self,
@@ -176,7 +173,6 @@ class _SharedExperts(_SplitExperts):
         self._host_rows = host_rows
 
     def _pull_beside(self, x: Tensor, own_pulled: devices.Mark) -> tuple[Tensor | None, devices.Mark]:
-        """Launches the copies and sums of pulled records on a fork; returns their sums, and when they are there."""
         with self._queues.forked("link"):
             pull_records(self._experts, self._tables, self._running, self._host_rows, is_split=True)
             own_pulled = self._queues.mark()
@@ -209,7 +205,7 @@ class _Buffers:
 
 
 class TokenStep:
-    """The launches of one token, experts included, and page-locked memory for what the host exchanges with them.
+    """The launches of one token, experts included, and the page-locked memory that the host exchanges with them.
 
     Args:    num_sms: multiprocessors of the GPU, by which work is divided.   most_changes: of a token.
     """
@@ -244,9 +240,9 @@ class TokenStep:
         self.changes = torch.zeros(shape, dtype=offsets, pin_memory=device.type == "cuda")
 
     def run(self, turn: int, num_changes: Tensor) -> None:
-        """Launches the whole forward pass, from the token in `control` to `logits`, `routes` and `totals`.
+        """Launches the forward pass, from the token in `control` to `logits`, `routes` and `totals`.
 
-        Args:    num_changes: int32 [1] on the device: entries of `changes` that count.
+        Args:    num_changes: int32 [1] on the device, the valid entries of `changes`.
         """
         layers, spec = self._layers, self.spec
         if self.changes.numel():
@@ -266,18 +262,18 @@ class TokenStep:
             there[turn].copy_(here, non_blocking=True)
 
     def pull(self, share: float) -> None:
-        """Lets the link bring another share of the missing records; graphs that were captured read it too."""
+        """Lets the link bring another share of the missing records, in captured graphs too."""
         self._own.pulled_share.fill_(share)
 
     def run_layers(self) -> None:
-        """Launches the layers without their routed experts, for timing: their results mean nothing."""
+        """Launches the layers without their routed experts, for timing; their results mean nothing."""
         for layer in range(self.spec.num_hidden_layers):
             self._layers.run(layer, self._layers.x)
         for layer_idx in range(len(self._experts)):
             self._layers.route(layer_idx)
 
     def _page_locked(self, here: Tensor | None) -> Tensor:
-        """Returns memory for each turn's copy of a tensor; without one, of no values."""
+        """Returns memory for each turn's copy of a tensor, which has no values if there is no tensor."""
         if here is None:
             return torch.zeros((placements.NUM_TURNS, 0), dtype=torch.int32)
         there = torch.zeros((placements.NUM_TURNS, *here.shape), dtype=here.dtype, pin_memory=here.is_cuda)
@@ -285,7 +281,6 @@ class TokenStep:
         return there
 
     def _changed_choice(self, layer_idx: int) -> ChangedChoice | None:
-        """Returns what changes the choice of a layer's router, if anything does."""
         number, k = self._own.num_changed[layer_idx : layer_idx + 1], self.spec.router.num_experts_per_tok
         plan, substitution, prefetch = self._inputs.prediction, self._inputs.substitution, self.prefetch
         runs_predicted = plan is not None and plan.runs_predicted and plan.num_predicted >= k
@@ -297,7 +292,7 @@ class TokenStep:
         return ChangedChoice(None, is_resident, substitution.alpha, number)
 
     def _add_experts(self, turn: int, layer_idx: int, shared: Tensor | None) -> None:
-        """Launches a layer's experts; adds them and the shared experts' output to the hidden state."""
+        """Launches a layer's experts; adds their sum and the shared experts' output to the hidden state."""
         layers, rotated, share = self._layers, self._weights.rotation(layer_idx), self._inputs.share
         x, own, experts = layers.normed, self._own, self._experts[layer_idx]
         if rotated is not None:
@@ -319,7 +314,7 @@ class TokenStep:
     def _add_up(
         self, layer_idx: int, out: Tensor, shared: Tensor | None, pulled: Tensor | None, host: Tensor | None
     ) -> None:
-        """Launches the sum of a layer's outputs and the hidden state, which it writes to `out`."""
+        """Launches the sum of a layer's outputs and the hidden state, which goes to `out`."""
         layers, rotated, scale = self._layers, self._weights.rotation(layer_idx), self.spec.residual_multiplier
         own, weights = self._own, self._layers.router_weights
         if rotated is None:
@@ -330,7 +325,7 @@ class TokenStep:
             rotation.rotate_back(own.sum, rotated, own.matrix, out, residual=layers.x, shared=shared, scale=scale)
 
     def _look_ahead(self, layer_idx: int, own_pulled: devices.Mark) -> None:
-        """Launches, on a fork, what predicts the next layer's experts, and pulls records of these."""
+        """Launches the next layer's prediction on a fork, and pulls the records of the predicted experts."""
         prefetch, next_idx = self.prefetch, layer_idx + 1
         self._own_pulled = own_pulled
         if prefetch is None:
@@ -342,7 +337,7 @@ class TokenStep:
                 prefetch.launch(next_idx, self._layers.x, own_pulled)
 
     def _look_ahead_by_partial(self, layer_idx: int, shared: Tensor | None) -> None:
-        """Launches the same where the partial hidden state predicts: the next attention comes first, on no fork."""
+        """Launches a prediction by the partial hidden state: the next attention comes first, on no fork."""
         prefetch, queues, next_idx, partial = self.prefetch, self._inputs.queues, layer_idx + 1, self._own.partial
         if prefetch is None or not prefetch.prediction.needs_partial(next_idx):
             return
@@ -362,7 +357,6 @@ def _layer_experts(
     own: _Buffers,
     host_rows: HostRows | None,
 ) -> _LayerExperts:
-    """Returns the launches of a layer's experts, by who has their missing rows."""
     placement, given = weights.memory.placement, (layer_idx, weights, layers, inputs, own)
     is_full = placement.first_dynamic[layer_idx] == weights.spec.expert.intermediate_size
     if is_full.all() and placement.has_selector[layer_idx].all():

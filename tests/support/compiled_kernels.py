@@ -107,11 +107,9 @@ class _Utils:
         self._built = built
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        """What the driver says of a module it loads: module, function, registers, spills, threads at most."""
         return 0, 0, 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """What Triton asks of a device, whose number is its capability."""
         return {"max_shared_mem": SHARED_BYTES[device], "multiprocessor_count": 132, "warpSize": 32}
 
 
@@ -137,11 +135,9 @@ class RecordingDriver:
         return self.capability
 
     def get_current_stream(self, device: int) -> int:
-        """None to speak of."""
         return 0
 
     def get_current_target(self) -> Any:
-        """The GPU compiled for."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.capability, 32)
@@ -224,7 +220,6 @@ def _cuobjdump(option: str, path: str) -> str:
 
 
 def main() -> None:
-    """Compiles, and writes a JSON line a kernel."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     parser.add_argument("--widths", default=_listed(WIDTHS))

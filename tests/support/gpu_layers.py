@@ -19,13 +19,10 @@ from support.random_experts import RandomExpert, Shape, random_expert
 
 @dataclass(frozen=True, slots=True)
 class RandomLayer:
-    """Experts, and the tables of where their rows lie."""
-
     experts: tuple[RandomExpert, ...]
     tables: LayerTables
 
     def tables_on(self, device: torch.device) -> LayerTables:
-        """The tables on a device."""
         held, at = self.tables, self.tables.selector_at
         return replace(
             held,
@@ -148,7 +145,6 @@ def random_running(
 
 
 def running_on(running: RunningNeurons, device: torch.device) -> RunningNeurons:
-    """A copy on a device."""
     each = ("a", "blocks", "counts", "neurons", "units", "totals")
     return running._replace(**{name: getattr(running, name).clone().to(device) for name in each})
 

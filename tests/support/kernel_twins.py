@@ -24,7 +24,6 @@ def gemv_twin(x: Tensor, rows: Tensor, layout: RowLayout | None) -> Tensor:
 
 
 def reduce_twin(partials: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum in plain torch, float32 [d]."""
     return (partials.sum(1) * weights[:, None]).sum(0)
 
 
@@ -45,7 +44,6 @@ def compact_plain(
     whole_records: float = 0.0,
     by_expert: bool = False,
 ) -> None:
-    """Does as `compact`, on the host, a neuron at a time."""
     num_slots, share = landing.slots.shape[1], share.cpu()
     balanced = _balanced_plain(experts, tables, running, landing, float(share), whole_records)
     if tables.selector_at is not None:
@@ -104,7 +102,6 @@ def _balanced_plain(
 def pull_records_plain(
     experts: Tensor, tables: LayerTables, running: RunningNeurons, host: HostRows, is_split: bool
 ) -> None:
-    """Does as `pull_records`, on the host, a row at a time."""
     for place, e in enumerate(experts.tolist()):
         kind = tables.kinds[int(tables.kind[e])]
         here, pulled = running.totals[place, [HERE, PULLED]].tolist()
@@ -118,7 +115,6 @@ def pull_records_plain(
 def pull_selectors_plain(
     experts: Tensor, tables: LayerTables, host: HostRows, scratch_at: int, selector_units: Tensor
 ) -> None:
-    """Does as `pull_selectors`, on the host, a row at a time."""
     assert tables.selector_at is not None
     f, most = tables.selector_at.shape[1], max(kind.selector_units for kind in tables.kinds)
     for place, e in enumerate(experts.tolist()):
@@ -131,7 +127,6 @@ def pull_selectors_plain(
 
 
 def bring_plain(sources: Tensor, targets: Tensor, row_units: int, host_rows: Tensor, arena: Tensor) -> None:
-    """Does as `bring`, on the host, a row at a time."""
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
         _copy_row(host_rows, source, arena, target, row_units)
 

@@ -26,7 +26,6 @@ def launched(folder: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    """Launches everything and writes the counts."""
     from triton.runtime.driver import driver
 
     from moe_pack.formats import Pack

@@ -1,12 +1,8 @@
 """Every kernel and its twin in plain torch: one list of cases, for `make gpu-check`'s parts `twins` and `sanitizer`.
 
-A case makes its inputs on a device, launches a public operation, and compares what came with what plain torch computes
-on the CPU. Sizes are `real` (what a GPU runs) or `tiny` (for compute-sanitizer, which makes kernels a hundred times as
-slow, and for the interpreter).
-
-Run as a program (`cases.py DEVICE SIZE FIRST`), it runs the cases from number FIRST on and writes two lines of JSON
-for each: its name, then how it ended. From these the parent process knows which case ended this one, and starts another
-process with the case after it.
+Sizes are `real`, or `tiny` for compute-sanitizer, which makes kernels a hundred times as slow, and the interpreter.
+Run as a program (`cases.py DEVICE SIZE FIRST`), it runs the cases from number FIRST on, and writes a line of JSON
+before and after each: the parent process then knows which case ended this one, and goes on after it.
 """
 
 import json
@@ -162,7 +158,6 @@ def cases(size: Size) -> Iterator[Case]:
 
 
 def _random_norm(spec: NormSpec, d: int, device: torch.device) -> tuple[Norm, Callable[[Tensor], Tensor]]:
-    """A norm on the device, and torch's."""
     weight, bias = 1 + random_values(d, seed=1) / 4, random_values(d, seed=2) if spec.kind == "layer" else None
     there = Norm(weight.to(device), None if bias is None else bias.to(device), spec.eps)
 
@@ -205,7 +200,6 @@ def _rotate(d: int, device: torch.device) -> Prepared:
 
 
 def _gated(function: NeuronFunction, f: int, d: int, device: torch.device) -> Prepared:
-    """Two formats, a norm and a weight."""
     x, (there, plain) = random_values(d), _random_norm(NormSpec("rms", 1e-6), d, device)
     stored, products = [], []
     for name in cast(tuple[Name, ...], (4, 16)):
@@ -332,9 +326,9 @@ def _token_cases(name: str, shapes: Sequence[Shape], splits: Sequence[bool] = (F
 
 
 def _token(shapes: Sequence[Shape], is_split: bool, device: torch.device) -> Prepared:
-    """60% of the neurons do not run. Half of the records are missing, and the selector of the first expert.
+    """Runs experts that lack half of the records and the first one's selector; 60% of the neurons do not run.
 
-    If the list is split, a share of the missing records is pulled, and torch computes what is left to the CPU.
+    If the list is split, a share of the missing records is pulled, and torch computes the CPU's part.
     """
     k, f, d, selector, function = (
         len(shapes),
@@ -454,7 +448,6 @@ def _reduce(k: int, num_partials: int, d: int, device: torch.device) -> Prepared
 
 
 def _hand_over(k: int, d: int, device: torch.device) -> Prepared:
-    """What the CPU gets of a layer, by its own view of the memory."""
     given = (random_values(d), random_values(k, seed=1), torch.arange(k, dtype=torch.int32) + 3)
     there = [torch.zeros(each.shape, dtype=each.dtype, pin_memory=device.type == "cuda") for each in given]
     x, weights, experts = (each.to(device) for each in given)
@@ -512,7 +505,6 @@ _ATTENTION: dict[Size, tuple[AttentionShape, ...]] = {
 
 
 def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
-    """A token enters the cache and attends: heads normed and rotated."""
     dim, widths = shape.head_dim, [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
     spec = GroupedQuerySpec("grouped_query", shape.heads, shape.kv_heads, dim, shape.window, dim**-0.5, (), "head")
     projected = [random_values(width, seed=seed) for seed, width in enumerate(widths)]
@@ -556,7 +548,6 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
 
 
 def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) -> Prepared:
-    """A token's multi-head latent attention, the absorbed way, against plain torch."""
     heads, nope, rope, v, rank, places = (16, 128, 64, 128, 512, 700) if size == "real" else (2, 20, 8, 17, 128, 60)
     spec = LatentSpec("latent", heads, None, rank, nope, rope, v, (nope + rope) ** -0.5, 1e-6)
     num_rows, at, width = heads * (nope + v), places - 20, 16
@@ -602,7 +593,6 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
 
 
 def _bring(row_units: int, device: torch.device) -> Prepared:
-    """13 rows of a list, to places in any order; no other byte changes."""
     draw = torch.Generator().manual_seed(0)
     host = torch.randint(256, (20, 16 * row_units), generator=draw, dtype=torch.uint8).flatten()
     sources = torch.randperm(20, generator=draw)[:13] * row_units
@@ -618,7 +608,6 @@ def _bring(row_units: int, device: torch.device) -> Prepared:
 
 
 def _enter_rows(device: torch.device) -> Prepared:
-    """The first 1500 of a list of 2000 changes."""
     draw = torch.Generator().manual_seed(0)
     changes = torch.stack([torch.randperm(3000, generator=draw)[:2000], torch.arange(2000) - 7], dim=1).to(torch.int32)
     expected, count = torch.arange(3000, dtype=torch.int32), torch.tensor([1500], dtype=torch.int32, device=device)
@@ -652,10 +641,7 @@ def main(device_name: str, size: Size, first: int) -> int:
 
 
 def _compiled(found: list[Case], device: torch.device) -> dict[int, Prepared]:
-    """Prepares all cases, and compiles what they launch by all cores; tells how long it took.
-
-    A case that cannot be prepared is not among them: it fails in its turn, and is told then.
-    """
+    """Prepares all cases, and compiles their kernels by all cores; a case without inputs fails in its turn."""
     start, processes, made = time.perf_counter(), len(os.sched_getaffinity(0)), dict[int, Prepared]()
     with collected_launches() as jobs:
         for number, case in enumerate(found):

@@ -11,8 +11,6 @@ EXP = 1e-5  # bound of errors of exponentials, of the magnitudes behind a value
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest difference of a kernel's answer from its twin's, and what it may be."""
-
     error: float
     bound: float
 

@@ -1,9 +1,6 @@
-"""Engines on a GPU and the packs that they run.
+"""Engines on a GPU and the packs that they run: synthetic ones with a model's dimensions, or the demo model's.
 
-Packs are synthetic, with a model's dimensions, or the demo model's. The machine may have no network and little time:
-all cores make a pack, in memory if it fits, else on the disk, and it stays for later parts. Measured are an engine's
-prompts and continuations, who computed the running neurons, the bytes that were copied, the memory that the driver
-charges, and each kernel's share of a token.
+All cores make a pack, in memory if it fits, else on the disk, and it stays for later parts.
 """
 
 import gc
@@ -79,7 +76,6 @@ def make_synthetic(results: Results, wanted: PackRequest, is_tiny: bool = False)
 
 
 def _tiny(model: str) -> ModelSpec:
-    """Returns a published model with two narrow layers, four heads, and eight experts, two a token."""
     spec = shrunk(model, 2, vocab_size=_TINY_VOCABULARY)
     router = replace(spec.router, num_experts=8, num_experts_per_tok=2)
     attention = spec.attention
@@ -102,12 +98,10 @@ def make_demo(results: Results, sparsity: float) -> Path:
 
 
 def pack_bytes(folder: Path) -> int:
-    """Returns the bytes of a pack's files."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def remove_packs(is_rehearsal: bool, keep: tuple[str, ...] = ()) -> None:
-    """Removes all packs but those of these names."""
     for folder in _folders(is_rehearsal):
         for path in folder.iterdir() if folder.exists() else ():
             if path.is_dir() and path.name not in keep:
@@ -124,7 +118,6 @@ def _folders(is_rehearsal: bool) -> list[Path]:
 def _folder_for(name: str, num_bytes: int, is_rehearsal: bool) -> Path:
     """Returns a pack's folder: where it exists, else the first place with enough free space.
 
-    A file system in memory may be much smaller than the memory.
     Raises:  OSError if no place has enough.
     """
     folders = _folders(is_rehearsal)
@@ -164,11 +157,7 @@ class EngineRequest:
     share: float | None = None
 
     def options(self, ram_bytes: int) -> EngineOptions:
-        """Returns the engine's options, on a GPU.
-
-        Args:    ram_bytes: of the host, if the request has none; what a virtual machine has free may show only when
-                 it is used.
-        """
+        """Returns the engine's options; `ram_bytes` is the host's, if the request has none."""
         return EngineOptions(
             device="cuda",
             misses=self.misses,
@@ -179,10 +168,7 @@ class EngineRequest:
         )
 
     def run(self, pack: Pack, context_tokens: int) -> GpuRun:
-        """Returns the same for an engine that is built for a share; without one everything fits, or a small share.
-
-        A policy that predicts does so by the next router: these packs have no profile.
-        """
+        """Returns the request for an engine that is built for a share; policies predict by the next router."""
         policy: PolicyName = "lru" if self.policy == "auto" else self.policy
         num_predicted = PRESETS[policy].num_predicted(pack.spec.router.num_experts_per_tok)
         prediction = PredictionPlan(methods_by_layer("router", pack.spec, None), num_predicted, None)
@@ -238,8 +224,6 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An engine that was opened, and what it reports."""
-
     pack: str
     wanted: EngineRequest
     seconds: float
@@ -281,21 +265,13 @@ class TokenProfile:
 
 
 class Running(Protocol):
-    """An engine that is open."""
+    @property
+    def fallbacks(self) -> Sequence[str]: ...
 
     @property
-    def fallbacks(self) -> Sequence[str]:
-        """What the engine did because it could not do what was asked."""
-        ...
+    def decoder(self) -> Decoder | EncoderDecoder: ...
 
-    @property
-    def decoder(self) -> Decoder | EncoderDecoder:
-        """The decoder that runs the pack."""
-        ...
-
-    def close(self) -> None:
-        """Releases everything."""
-        ...
+    def close(self) -> None: ...
 
 
 class SharedEngine:
@@ -309,14 +285,13 @@ class SharedEngine:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Releases the memory."""
         self._opened.close()
 
 
 def open_engine(
     pack: Pack, wanted: EngineRequest, context_tokens: int, clock: Clock, host: HostArena | None = None
 ) -> Running:
-    """Opens the requested engine. In a rehearsal all are built for a share, and the interpreter runs their kernels.
+    """Opens the requested engine; in a rehearsal it is built for a share, and the interpreter runs its kernels.
 
     Args:    host: the pack's experts, if host memory is not limited; None: the engine reads them.
     """
@@ -328,7 +303,6 @@ def open_engine(
 
 
 def link_rate(clock: Clock) -> float:
-    """Returns the bytes a second of a copy of 256 MiB from page-locked memory to the GPU."""
     num_bytes = _MIB if clock.is_rehearsal else 256 * _MIB
     host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=not clock.is_rehearsal)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
@@ -340,7 +314,6 @@ def link_rate(clock: Clock) -> float:
 
 
 def driver_bytes(clock: Clock) -> int:
-    """Returns the used memory of the GPU, by the driver's count."""
     if clock.is_rehearsal:
         return 0
     free, total = torch.cuda.mem_get_info(clock.device)
@@ -362,14 +335,10 @@ class EngineBench:
         results.add(Filled(self.name, self._host.num_bytes, self._host.locked_bytes, seconds))
 
     def close(self) -> None:
-        """Releases the memory and closes the pack."""
         self._opened.close()
 
     def measure(self, wanted: EngineRequest, prompt_tokens: Sequence[int], decode_tokens: int) -> list[Speed]:
-        """Opens an engine and times prompts and continuations from an empty context; adds a row each.
-
-        The first also warms the engine up, and fills its cache: measure at least two.
-        """
+        """Opens an engine; adds a row for each prompt and continuation from an empty context; the first warms up."""
         with closing(self._open(wanted, max(prompt_tokens) + decode_tokens)) as engine:
             return [
                 self._measure(engine, wanted, count, decode_tokens, seed) for seed, count in enumerate(prompt_tokens)
@@ -435,7 +404,6 @@ class EngineBench:
         return speed
 
     def _timed(self, decoder: Decoder | EncoderDecoder, token: int) -> float:
-        """Returns the seconds from a token to the likeliest next one."""
         start = time.perf_counter()
         int(decoder.next_logits([token]).argmax())
         return time.perf_counter() - start
@@ -469,7 +437,6 @@ class _Closing:
         self.engine, self.decoder, self._clock = engine, engine.decoder, clock
 
     def close(self) -> None:
-        """Closes the engine."""
         self.engine.close()
         del self.engine, self.decoder
         if not self._clock.is_rehearsal:
@@ -477,19 +444,16 @@ class _Closing:
 
 
 def give_back_memory() -> None:
-    """Returns the GPU's unused memory to the driver."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def counts(engine: Running) -> GpuCounts:
-    """Returns what an engine's tokens needed since the start."""
     assert isinstance(engine.decoder, CountsNeurons), "a GPU's decoder counts"
     return engine.decoder.counts()
 
 
 def _since(after: GpuCounts, before: GpuCounts) -> GpuCounts:
-    """Returns the counts between two times."""
     return GpuCounts(*(late - early for late, early in zip(astuple(after), astuple(before), strict=True)))
 
 

@@ -1,10 +1,9 @@
 """Parts `timings` and `ncu`: how fast the kernels are at real models' dimensions.
 
-`timings` compares the time of an operation with the bytes it must read: of the selector all rows, of the records those
-of neurons that run, of lists their entries. Launches follow one another in a CUDA graph and read other copies of random
-experts each time, more than the L2 cache holds. `ncu` runs the main kernels once each in a process of their own, in a
-known order, under NVIDIA's profiler; its report is read back as rows, a metric each. Run as a program (`kernels.py
-DEVICE MODEL`), this module launches them, and prints the order as JSON.
+`timings` compares the time of an operation with the bytes it must read; launches read other copies of random experts
+each time, more than the L2 cache holds. `ncu` runs the main kernels once each in a process of their own, in a known
+order, under NVIDIA's profiler, and reads its report back. Run as a program (`kernels.py DEVICE MODEL`), this module
+launches them, and prints the order as JSON.
 """
 
 import csv
@@ -52,8 +51,6 @@ _TOKENS = (16, 128, 512)
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """A model's experts, and how they are stored."""
-
     model: Model
     selector: Selector
     selector_bits: Stored
@@ -140,7 +137,6 @@ class _Lists:
 
     @classmethod
     def allocate(cls, experts: Experts, model: Model, device: torch.device) -> "_Lists":
-        """Allocates for a token's experts."""
         k, f = model.k, model.f
 
         def locked(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -158,7 +154,6 @@ class _Lists:
         return cls(experts, RunningNeurons.allocate(k, f, device), landing, left)
 
     def compact(self, batch: Tensor, is_split: bool) -> None:
-        """Lists the neurons of a batch of experts."""
         share = self.experts.tables.thresholds[:1]  # not read: nothing is missing
         compact(batch, self.experts.tables, self.running, self.landing, share, self.left, is_split)
 
@@ -341,7 +336,6 @@ class Metric:
 
 
 def count(results: Results, clock: Clock) -> None:
-    """Profiles each model's kernels apart."""
     for name in ("tiny",) if clock.is_rehearsal else ("mixtral", "qwen3"):
         results.section(name, partial(_profile, results, clock, name))
 
@@ -367,7 +361,7 @@ def _profile(results: Results, clock: Clock, model: str) -> None:
 
 
 def read_metrics(page: str, model: str, launches: list[list[str]]) -> list[Metric]:
-    """The metrics of ncu's `details` page as CSV; the launches' kernels and cases, in their order.
+    """Returns the metrics of ncu's `details` page as CSV; `launches` are kernels and cases, in their order.
 
     Raises:  AssertionError if the report has other kernels, or in another order.
     """
@@ -427,7 +421,6 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
 
 
 def main(device_name: str, name: str) -> None:
-    """Launches everything once to compile it, then once for the profiler, and tells the order."""
     device = torch.device(device_name)
     clock = Clock(device, device.type == "cpu")
     chosen = launches(clock, _MODELS[name])

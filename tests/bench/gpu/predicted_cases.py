@@ -81,7 +81,6 @@ def paths_case(num_experts: int, device: torch.device) -> Prepared:
 
 
 def routes_case(device: torch.device) -> Prepared:
-    """A network's first layer of 300 units."""
     routes = torch.tensor([[4, 1, 0], [2, 5, 3]])
     first, weights = random_values(300), random_values(300, 2, 8, seed=1).bfloat16()
     expected = (first + multi_hot(routes[None], 8)[0] @ weights.flatten(1).float().T).relu()

@@ -1,11 +1,9 @@
 """Parts `machine` and `transfer`: what the GPU, its memory and its link can do, and how fast it reaches the CPU.
 
-`machine` also times calls of the CPU in a graph, and a flag in page-locked memory to which a thread of the host
-answers. `transfer` brings a fifth of an expert's records from page-locked host memory to the GPU, as in FloE's
-Figure 7: a token's kernel pulls them (`pull_records`), or they are promoted by a list of the host's (`bring`), each
-with so many programs. A copy of as many contiguous bytes is the comparison. The GPU reads host memory by lines of 128
-bytes: rows are brought as they are stored, and at distances that are multiples of 128. `share` is of the rate of a
-copy of 256 MiB. Experts are taken in turn from more memory than the host's caches hold.
+`transfer` brings a fifth of an expert's records from page-locked host memory to the GPU, as in FloE's Figure 7: a
+token's kernel pulls them, or they are promoted by a list of the host's. The comparison is a copy of as many contiguous
+bytes. Rows are brought as they are stored, and at distances that are multiples of 128, the lines that a GPU reads.
+`share` is of the rate of a copy of 256 MiB. Experts come in turn from more memory than the host's caches hold.
 """
 
 import ctypes
@@ -66,20 +64,16 @@ class Model:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """Copies of one random expert, each with its places in `tables`; a launch takes `k` of them.
-
-    `selector_bytes`: of all its rows' parts.   `record_bytes`: of a record's.
-    """
+    """Copies of one random expert; a launch takes `k` of them."""
 
     tables: LayerTables
     layout: ExpertLayout
     batches: tuple[Tensor, ...]
-    selector_bytes: int
-    record_bytes: int
+    selector_bytes: int  # of all its rows' parts
+    record_bytes: int  # of a record's
 
 
 def expert_of(model: Model, selector: Selector, selector_bits: Stored, record_bits: Stored) -> ExpertLayout:
-    """The layout of an expert of these widths, trellises or codecs."""
     chosen, stored = _format(selector_bits), _format(record_bits)
     gate, up = (chosen if selector in (name, "both") else stored for name in ("gate", "up"))
     spec = ExpertSpec("silu", model.f, ("gate", "up", "down"), (), 0)
@@ -169,25 +163,19 @@ class CopyRate:
 
 @dataclass(frozen=True, slots=True)
 class PageLock:
-    """How long it took to page-lock memory of our own."""
-
     num_bytes: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchCost:
-    """Microseconds of the smallest kernel, or of a call of the CPU that has nothing to do.
-
-    As the host launches it, as one of many nodes of a graph, and from the submission of a graph until it is done.
-    """
+    """Microseconds of the smallest kernel, or of a call of the CPU that has nothing to do."""
 
     what: str
     us: float
 
 
 def machine(results: Results, clock: Clock) -> None:
-    """Measures all of it."""
     results.section("memory", lambda: _memory(results, clock))
     results.section("pinned", lambda: _pinned(results, clock))
     results.section("registered", lambda: _registered(results, clock))
@@ -231,7 +219,6 @@ def _registered(results: Results, clock: Clock) -> None:
 
 
 def _link(results: Results, clock: Clock, what: str, host: Tensor) -> None:
-    """Copies each way."""
     num_bytes = host.numel()
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
     seconds = clock.direct(lambda: there.copy_(host, non_blocking=True))
@@ -320,11 +307,9 @@ class _EmptyShare:
         self._share = HostShare(kernels, [[rows]], buffers)
 
     def function(self) -> tuple[int, int]:
-        """Returns the share's function and its argument."""
         return self._share.function(0)
 
     def close(self) -> None:
-        """Closes share and kernels."""
         self._share.close()
         self._kernels.close()
 
@@ -399,7 +384,6 @@ class Transfer:
 
 
 def transfer(results: Results, clock: Clock) -> None:
-    """Runs every width apart."""
     model, rate = _TINY if clock.is_rehearsal else _MIXTRAL, link_rate(clock)
     for bits in (4,) if clock.is_rehearsal else (4, 2):
         stored = expert_of(model, "up", 2, bits).records.row_bytes
@@ -445,14 +429,11 @@ class _HostExperts:
             cudart().cudaHostUnregister(self.rows.data_ptr())
 
     def records(self, number: int) -> NDArray[np.uint8]:
-        """A copy's records: u8 [f, row bytes]."""
         begin = number * self.stride + self.records_begin
         return self.array[begin : begin + self.num_rows * self.row_bytes].reshape(self.num_rows, -1)
 
 
 class _Bench:
-    """All ways for one width."""
-
     def __init__(self, results: Results, clock: Clock, host: _HostExperts, bits: int, rate: float) -> None:
         self._results, self._clock, self._host, self._bits, self._rate = results, clock, host, bits, rate
         self._neurons = _running(host.num_rows)
@@ -518,11 +499,9 @@ class _Pulls:
         return self._clock.direct(self._clock.captured(launch_all), _ROUNDS) / len(self._experts)
 
     def pull(self, num_programs: int, number: int) -> None:
-        """Launches what pulls an expert's rows, as a token does."""
         pull_records(self._experts[number], self._tables, self._running, self._host, False, num_programs)
 
     def bring(self, num_programs: int, number: int) -> None:
-        """Launches what copies them by a list of the host's."""
         sources, arena = self._sources[number], self._tables.arena
         bring(sources, self._targets, self._units, self._host.rows, arena, num_programs)
 
