@@ -1,5 +1,8 @@
 """The twins of Triton kernels in plain torch that nothing else has: what tests and the GPU's checks compare with."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +17,8 @@ from moe_pack.runtime.gpu.kernels.tables import (
     LeftToCpu,
     RunningNeurons,
 )
-from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear
+from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear, run_expert
+from support.random_experts import RandomExpert
 
 
 def gemv_twin(x: Tensor, rows: Tensor, layout: RowLayout | None) -> Tensor:
@@ -25,6 +29,19 @@ def gemv_twin(x: Tensor, rows: Tensor, layout: RowLayout | None) -> Tensor:
 
 def reduce_twin(partials: Tensor, weights: Tensor) -> Tensor:
     return (partials.sum(1) * weights[:, None]).sum(0)
+
+
+def run_experts_plain(
+    x: Tensor, chosen: np.ndarray, weights: Tensor, experts: Sequence[RandomExpert], thresholds: Sequence[float]
+) -> Tensor:
+    """The weighted sums of each token's experts, float32 [T, d], as `grouped` computes them."""
+    y = torch.zeros(x.shape)
+    for number, (expert, threshold) in enumerate(zip(experts, thresholds, strict=True)):
+        tokens, place = (torch.from_numpy(each) for each in np.nonzero(chosen == number))
+        shape = expert.shape
+        out = run_expert(x[tokens].float(), expert.packed(), shape.function, shape.selector, threshold)
+        y[tokens] += weights[tokens, place][:, None] * out
+    return y
 
 
 def listed_in_blocks(running: RunningNeurons, place: int) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
-from support.gpu_layers import layer_of, partly_there, random_layer, running_on
+from support.gpu_layers import group_of, layer_of, partly_there, random_layer, running_on
 from support.interpreted_bf16 import correct_bf16
 from support.kernel_twins import (
     bring_plain,
@@ -28,6 +28,7 @@ from support.kernel_twins import (
     pull_records_plain,
     pull_selectors_plain,
     reduce_twin,
+    run_experts_plain,
 )
 from support.named_formats import Name, label, named_expert, named_format
 from support.random_experts import (
@@ -45,7 +46,7 @@ from torch import Tensor
 
 from gpu.comparing import EXP, Case, Difference, Prepared, against_rms, exact, excess, nans, random_values
 from gpu.predicted_cases import paths_case, pulled_ahead_case, routes_case, substituted_case
-from moe_pack.formats import NeuronFunction, NormSpec, RouterSpec, Selector
+from moe_pack.formats import NeuronFunction, NormSpec, PartFormat, RouterSpec, Selector
 from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
 from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 from moe_pack.runtime.gpu.kernels.attention import (
@@ -57,10 +58,10 @@ from moe_pack.runtime.gpu.kernels.attention import (
     leave_latent,
 )
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, hand_over, norm, reduce
-from moe_pack.runtime.gpu.kernels.grouped import ExpertGroup, combine, max_pairs, pairs_by_expert, plan_tiles, run_group
+from moe_pack.runtime.gpu.kernels.grouped import combine, max_pairs, pairs_by_expert, plan_tiles, run_group
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
-from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
+from moe_pack.runtime.gpu.kernels.pull import NUM_PROGRAMS, bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.router import Routed, Router
 from moe_pack.runtime.gpu.kernels.router import route as route_kernel
@@ -80,6 +81,7 @@ from moe_pack.runtime.model import (
 from moe_pack.runtime.model.attention import latent
 from moe_pack.runtime.model.caches import KvDtype, LayerCache, RowStorage
 from moe_pack.runtime.model.caches.layer_cache import each_sequence
+from moe_pack.runtime.model.matrices import TORCH_DTYPES
 from moe_pack.runtime.model.operations import HeadNorms
 from moe_pack.runtime.model.rotation import Rotation
 
@@ -108,18 +110,19 @@ def cases(size: Size) -> Iterator[Case]:
     """All of them, simple ones first."""
     f, d = _NEURONS[size], _COLS[size]
     for norm_spec in _NORMS:
-        yield Case("norm", f"{norm_spec.kind} {d}", partial(_norm, norm_spec, d))
+        yield Case("norm", f"{norm_spec.kind} {d}", partial(norm_case, norm_spec, d))
     for hidden in (2048, 2880, 4096, 7168) if size == "real" else (64, 192):
-        yield Case("rotate", f"{hidden}", partial(_rotate, hidden))
+        yield Case("rotate", f"{hidden}", partial(rotate_case, (3, hidden), ("residual",)))
     for function in ("silu", "relu", "clamped_swiglu"):
-        yield Case("gated", function, partial(_gated, function, f, d))
+        forms = named_format(4), named_format(16)
+        yield Case("gated", function, partial(gated_case, function, forms, (f, d), _NORMS[0], 0.5))
     for spec in _ROUTERS:
         yield Case("route", f"{spec.kind}, {spec.num_experts} experts, {spec.n_group} groups", partial(_route, spec, d))
         yield Case("route", f"{spec.kind}, {spec.num_experts} experts, substituted", partial(substituted_case, spec))
     for num_experts in (16, 256):
         yield Case("rank, score_paths", f"{num_experts} experts", partial(paths_case, num_experts))
-    yield Case("add_routes", "2 layers of 8 experts", routes_case)
-    yield Case("enter_pulled, forget_pulled", "300 neurons", pulled_ahead_case)
+    yield Case("add_routes", "2 layers of 8 experts", partial(routes_case, 300, 2, True))
+    yield Case("enter_pulled, forget_pulled", "300 neurons", partial(pulled_ahead_case, "up"))
     for name in FORMATS[size]:
         yield Case("gemv", label(name), partial(_gemv, name, size))
         for norm_spec in _NORMS:
@@ -144,14 +147,15 @@ def cases(size: Size) -> Iterator[Case]:
     yield from _token_cases("up, of several kinds", kinds)
     yield Case("run_group, combine", "up, of several kinds, 20 tokens", partial(_grouped, kinds, 20, torch.float32))
     for row_units in (1, 9, 700):
-        yield Case("bring", f"rows of {16 * row_units} bytes", partial(_bring, row_units))
-    yield Case("enter_rows", "1500 changes", _enter_rows)
-    yield Case("reduce", f"8 experts, 16 sums, {d}", partial(_reduce, 8, 16, d))
-    yield Case("hand_over", f"6 experts, {d}", partial(_hand_over, 6, d))
+        yield Case("bring", f"rows of {16 * row_units} bytes", partial(bring_case, row_units, 13, NUM_PROGRAMS))
+    yield Case("enter_rows", "1500 changes", partial(enter_rows_case, 1500))
+    yield Case("reduce", f"8 experts, 16 sums, {d}", partial(reduce_case, (8, 16, d), ("pulled", "host", "residual")))
+    yield Case("hand_over", f"6 experts, {d}", partial(hand_over_case, 6, d))
     for shape in _ATTENTION[size]:
         yield Case("attend", str(shape), partial(_attention, shape))
     for stored in ("BF16", 4, "t5") if size == "real" else (4,):
-        yield Case("enter_latent, attend, leave_latent", str(stored), partial(_latent, stored, size))
+        shape = LatentShape(16, 128, 64, 128, 512, stored, 680, 19) if size == "real" else _TINY_LATENT
+        yield Case("enter_latent, attend, leave_latent", str(stored), partial(latent_case, shape))
 
 
 # --- what lies between products
@@ -169,28 +173,28 @@ def _random_norm(spec: NormSpec, d: int, device: torch.device) -> tuple[Norm, Ca
     return there, plain
 
 
-def _norm(spec: NormSpec, d: int, device: torch.device) -> Prepared:
-    x, (there, plain) = 5 + random_values(d), _random_norm(spec, d, device)
+def norm_case(spec: NormSpec, d: int, device: torch.device) -> Prepared:
+    x, (there, plain) = 5 + random_values(3, d), _random_norm(spec, d, device)
     out, expected = nans(x, device), plain(x)
     launch = partial(norm, x.to(device), there, out)
     return Prepared(launch, lambda: Difference(excess(out, expected, 1 + expected.abs()), 4 * _FLOAT32))
 
 
-def _rotate(d: int, device: torch.device) -> Prepared:
-    """Three tokens there, and back into a residual."""
-    vectors, x, residual = (
-        [random_values(d, seed=seed) + 3 for seed in (1, 2)],
-        random_values(3, d),
-        random_values(3, d, seed=4),
-    )
+def rotate_case(shape: tuple[int, ...], added: Sequence[str], device: torch.device) -> Prepared:
+    """Tokens there, and back, where a residual and a shared expert's output may be added."""
+    d, x = shape[-1], random_values(*shape)
+    vectors = random_values(d, seed=1) + 3, random_values(d, seed=2) - 3
+    others = {name: random_values(*shape, seed=3 + len(name)) for name in added}
     expected = TORCH.rotate(x, Rotation(*vectors))
-    returned = residual + 0.5 * TORCH.rotate_back(x, Rotation(*vectors))
+    returned = 0.5 * (others.get("shared", 0.0) + TORCH.rotate_back(x, Rotation(*vectors)))
+    returned += others.get("residual", 0.0)
     there, matrix = Rotation(*(each.to(device) for each in vectors)), device_matrix(d, device)
-    given, start, out, back = x.to(device), residual.to(device), nans(x, device), nans(x, device)
+    given, on_device = x.to(device), {name: each.to(device) for name, each in others.items()}
+    out, back = nans(x, device), nans(x, device)
 
     def launch() -> None:
         rotate(given, there, matrix, out)
-        rotate_back(given, there, matrix, back, residual=start, scale=0.5)
+        rotate_back(given, there, matrix, back, scale=0.5, **on_device)
 
     def compare() -> Difference:
         error = max(against_rms(out, expected), against_rms(back, returned))
@@ -199,17 +203,37 @@ def _rotate(d: int, device: torch.device) -> Prepared:
     return Prepared(launch, compare)
 
 
-def _gated(function: NeuronFunction, f: int, d: int, device: torch.device) -> Prepared:
-    x, (there, plain) = random_values(d), _random_norm(NormSpec("rms", 1e-6), d, device)
-    stored, products = [], []
-    for name in cast(tuple[Name, ...], (4, 16)):
-        rows, matrix, _ = _matrix(name, f, d)
-        stored.append(StoredRows(rows.to(device), _part(name, d)))
-        products.append(linear(plain(x)[None], matrix)[0])
-    weight, out = torch.tensor([0.5], device=device), nans((f,), device)
-    expected = 0.5 * neuron_of(function).h(products[0], products[1])
-    launch = partial(gated, x.to(device), stored[0], stored[1], function, out, norm=there, weight=weight)
-    return Prepared(launch, lambda: Difference(against_rms(out, expected), 16 * _FLOAT32))
+def gated_case(
+    function: NeuronFunction,
+    forms: tuple[PartFormat | None, PartFormat],
+    shape: tuple[int, int],
+    norm_spec: NormSpec | None,
+    weight: float | None,
+    device: torch.device,
+) -> Prepared:
+    """The neurons of a dense expert, whose gate and up are stored in these formats; None: there is no gate."""
+    (f, d), x, there, stored, products = shape, 1 + random_values(shape[1]), None, [], []
+    normed = x
+    if norm_spec is not None:
+        there, plain = _random_norm(norm_spec, d, device)
+        normed = plain(x)
+    for seed, form in enumerate(forms):
+        if form is not None:
+            layout, raw = random_rows(form, f, d, seed)
+            rows = torch.from_numpy(raw)
+            stored.append(StoredRows(rows.to(device), part_of(layout, "weight")))
+            values = RowMatrix(layout, rows).rows(0, f)
+            products.append((values @ normed, values.abs() @ normed.abs()))
+    factor, out = None if weight is None else torch.tensor([weight], device=device), nans((f,), device)
+    *gates, (u, u_bound) = products
+    g, bound = None, 1.1 * u_bound  # the steepest function is silu
+    if gates:
+        ((g, g_bound),) = gates
+        bound = 1.1 * g_bound * (u.abs() + (function == "clamped_swiglu")) + g.abs() * u_bound
+    times = 1.0 if weight is None else weight
+    expected, gate = times * neuron_of(function).h(g, u), stored[0] if gates else None
+    launch = partial(gated, x.to(device), gate, stored[-1], function, out, norm=there, weight=factor)
+    return Prepared(launch, lambda: Difference(excess(out, expected, times * bound), 4 * _FLOAT32))
 
 
 _ROUTERS = (
@@ -408,16 +432,12 @@ def _grouped(shapes: Sequence[Shape], num_tokens: int, dtype: torch.dtype, devic
     draw = np.random.default_rng(0)
     chosen = np.stack([draw.permutation(len(experts))[:k] for _ in range(num_tokens)])
     weights = torch.rand(num_tokens, k, generator=torch.Generator().manual_seed(3))
-    expected = torch.zeros(num_tokens, d)
-    for e, expert in enumerate(experts):
-        tokens, place = (torch.from_numpy(each) for each in np.nonzero(chosen == e))
-        y = run_expert(x[tokens].float(), expert.packed(), "silu", selector, thresholds[e])
-        expected[tokens] += weights[tokens, place][:, None] * y
-    tables, is_bf16 = layer_of(experts, thresholds=thresholds).tables_on(device), dtype == torch.bfloat16
-    group = ExpertGroup(tables.arena, tables.selector_at, tables.record_at, tables.thresholds, tables.kinds)
+    expected = run_experts_plain(x, chosen, weights, experts, thresholds)
+    group, kind_idx = group_of(layer_of(experts, thresholds=thresholds), device)
+    is_bf16 = dtype == torch.bfloat16
     pairs = pairs_by_expert(chosen, weights.numpy(), np.arange(len(experts)))
     hidden = nans((max_pairs(num_tokens, k, f), f), device)
-    plan = plan_tiles(pairs.counts, tables.kind.cpu().numpy(), group.kinds, len(hidden), is_bf16)
+    plan = plan_tiles(pairs.counts, kind_idx, group.kinds, len(hidden), is_bf16)
     given = [torch.from_numpy(each).to(device) for each in (pairs.tokens, pairs.places, pairs.weights, plan.tiles)]
     there, outputs, y = x.to(device), nans((num_tokens * k, d), device), nans((num_tokens, d), device)
 
@@ -429,33 +449,45 @@ def _grouped(shapes: Sequence[Shape], num_tokens: int, dtype: torch.dtype, devic
     return Prepared(launch, lambda: Difference(against_rms(y, expected), bound))
 
 
-def _reduce(k: int, num_partials: int, d: int, device: torch.device) -> Prepared:
-    """Sums of neurons that are here and of pulled ones, the CPU's share, and a residual."""
-    partials, pulled, weights = (
-        random_values(k, num_partials, d),
-        random_values(k, num_partials + 3, d, seed=3),
-        random_values(k, seed=1),
-    )
-    residual, host = random_values(d, seed=2), random_values(d, seed=4)
-    expected = residual + 2.5 * (reduce_twin(partials, weights) + reduce_twin(pulled, weights) + host)
-    bounds = reduce_twin(partials.abs(), weights.abs()) + reduce_twin(pulled.abs(), weights.abs()) + host.abs()
-    given, out = [each.to(device) for each in (partials, weights, pulled, residual)], nans(residual, device)
-    locked = host.pin_memory() if device.type == "cuda" else host
-    return Prepared(
-        lambda: reduce(given[0], given[1], out, pulled=given[2], host=locked, residual=given[3], scale=2.5),
-        lambda: Difference(excess(out, expected, residual.abs() + 2.5 * bounds), _FLOAT32),
-    )
+def reduce_case(shape: tuple[int, int, int], added: Sequence[str], device: torch.device) -> Prepared:
+    """Sums [k, P, d] of neurons, and what may be added: those of pulled ones, the CPU's, shared experts', a residual.
+
+    Sums go to the residual's memory, if there is one.
+    """
+    (k, num_partials, d), names = shape, ("host", "residual", "shared")
+    weights, partials = random_values(k, seed=1), random_values(*shape)
+    others = {name: random_values(d, seed=2 + seed) for seed, name in enumerate(names) if name in added}
+    pulled = random_values(k, num_partials + 3, d, seed=5) if "pulled" in added else torch.zeros(k, 1, d)
+    sums = torch.cat([partials, pulled], dim=1)
+    inner = [others[name] for name in ("host", "shared") if name in added]
+    start = others.get("residual", torch.zeros(d))
+    expected = start + 2.5 * sum(inner, start=reduce_twin(sums, weights))
+    bounds = start.abs() + 2.5 * sum((each.abs() for each in inner), start=reduce_twin(sums.abs(), weights.abs()))
+    there = {name: each.to(device) for name, each in others.items()}
+    there |= {"pulled": pulled.to(device)} if "pulled" in added else {}
+    if "host" in added and device.type == "cuda":
+        there["host"] = others["host"].pin_memory()
+    given, out = (partials.to(device), weights.to(device)), there.get("residual", nans((d,), device))
+
+    def launch() -> None:
+        if "residual" in added:
+            out.copy_(start)
+        reduce(*given, out, scale=2.5, **there)
+
+    return Prepared(launch, lambda: Difference(excess(out, expected, bounds), _FLOAT32))
 
 
-def _hand_over(k: int, d: int, device: torch.device) -> Prepared:
+def hand_over_case(k: int, d: int, device: torch.device) -> Prepared:
     given = (random_values(d), random_values(k, seed=1), torch.arange(k, dtype=torch.int32) + 3)
     there = [torch.zeros(each.shape, dtype=each.dtype, pin_memory=device.type == "cuda") for each in given]
     x, weights, experts = (each.to(device) for each in given)
 
-    def off() -> float:
-        return max(float((found - wanted).abs().max()) for found, wanted in zip(there, given, strict=True))
+    def compare() -> Difference:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return exact(all(torch.equal(found, wanted) for found, wanted in zip(there, given, strict=True)))
 
-    return Prepared(lambda: hand_over(x, weights, experts, *there), lambda: Difference(off(), 0.0))
+    return Prepared(lambda: hand_over(x, weights, experts, *there), compare)
 
 
 # --- attention
@@ -547,17 +579,34 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
     return Prepared(launch, compare)
 
 
-def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) -> Prepared:
-    heads, nope, rope, v, rank, places = (16, 128, 64, 128, 512, 700) if size == "real" else (2, 20, 8, 17, 128, 60)
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    heads: int
+    nope: int
+    rope: int
+    v: int
+    rank: int
+    stored: PartFormat | Name | Literal["BF16", "F32"]  # how `kv_b` is stored
+    position: int = 40
+    room: int = 100  # positions of the cache behind the token's
+    interleaved: bool = True
+
+
+_TINY_LATENT = LatentShape(2, 20, 8, 17, 128, 4, 40, 19)
+
+
+def latent_case(shape: LatentShape, device: torch.device) -> Prepared:
+    heads, nope, rope, v, rank = shape.heads, shape.nope, shape.rope, shape.v, shape.rank
     spec = LatentSpec("latent", heads, None, rank, nope, rope, v, (nope + rope) ** -0.5, 1e-6)
-    num_rows, at, width = heads * (nope + v), places - 20, 16
+    num_rows, at, width, stored = heads * (nope + v), shape.position, 16, shape.stored
     matrix: Matrix
-    if stored == "BF16":
-        weight = random_values(num_rows, rank).to(torch.bfloat16) / 8
-        matrix, kv_b = StoredMatrix(weight), StoredRows(weight.to(device), stored_part("BF16", rank))
+    if stored in ("BF16", "F32"):
+        weight = random_values(num_rows, rank).to(TORCH_DTYPES[stored]) / 8
+        matrix, kv_b = StoredMatrix(weight), StoredRows(weight.to(device), stored_part(stored, rank))
     else:
-        rows, matrix, _ = _matrix(stored, num_rows, rank)
-        kv_b = StoredRows(rows.to(device), _part(stored, rank))
+        layout, raw = random_rows(stored if isinstance(stored, PartFormat) else named_format(stored), num_rows, rank)
+        matrix = RowMatrix(layout, torch.from_numpy(raw))
+        kv_b = StoredRows(torch.from_numpy(raw).to(device), part_of(layout, "weight"))
     matrices: dict[str, Matrix] = {
         "q": StoredMatrix(random_values(heads * (nope + rope), width)),
         "kv_a": StoredMatrix(random_values(rank + rope, width)),
@@ -565,9 +614,9 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
         "o": StoredMatrix(torch.eye(heads * v)),
     }
     norm_weight, x, turns = 1 + random_values(rank) / 4, random_values(1, width), 9 * random_values(at + 1, rope // 2)
-    cos, sin, keys = turns.cos(), turns.sin(), random_values(1, places, rank + rope, seed=1)
+    cos, sin, keys = turns.cos(), turns.sin(), random_values(1, at + 1 + shape.room, rank + rope, seed=1)
     weights = SimpleNamespace(
-        spec=SimpleNamespace(rope_of=lambda _: SimpleNamespace(interleaved=True)),
+        spec=SimpleNamespace(rope_of=lambda _: SimpleNamespace(interleaved=shape.interleaved)),
         matrix=lambda role: matrices[role.rpartition(".")[2]],
         vector=lambda role: norm_weight,
         operations=TORCH,
@@ -579,40 +628,45 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     there, angles = keys.to(device), (cos.to(device), sin.to(device))
     position = torch.tensor([at], dtype=torch.int32, device=device)
     moved, mixed, out = (nans(shape, device) for shape in ((heads, rank + rope), (heads, rank), (heads * v,)))
-    workspace = AttentionWorkspace.allocate(heads, 1, rank, places, device)
+    workspace = AttentionWorkspace.allocate(heads, 1, rank, keys.shape[1], device)
 
     def launch() -> None:
-        enter_latent((given[0], given[1]), given[2], angles, True, position, spec, kv_b, moved, there)
+        enter_latent((given[0], given[1]), given[2], angles, shape.interleaved, position, spec, kv_b, moved, there)
         attend(moved, (there, there[..., :rank]), position, spec.scale, None, workspace, mixed)
         leave_latent(mixed, spec, kv_b, out)
 
-    return Prepared(launch, lambda: Difference(against_rms(out, expected), _TENSOR_CORES))
+    def compare() -> Difference:
+        error = max(against_rms(out, expected), against_rms(there, cache.keys))
+        return Difference(error, _TENSOR_CORES)
+
+    return Prepared(launch, compare)
 
 
 # --- rows that come
 
 
-def _bring(row_units: int, device: torch.device) -> Prepared:
+def bring_case(row_units: int, count: int, num_programs: int, device: torch.device) -> Prepared:
     draw = torch.Generator().manual_seed(0)
     host = torch.randint(256, (20, 16 * row_units), generator=draw, dtype=torch.uint8).flatten()
-    sources = torch.randperm(20, generator=draw)[:13] * row_units
-    targets = (torch.randperm(16, generator=draw)[:13] * row_units).to(torch.int32)
+    sources = torch.randperm(20, generator=draw)[:count] * row_units
+    targets = (torch.randperm(16, generator=draw)[:count] * row_units).to(torch.int32)
     expected = torch.full((16 * 16 * row_units,), 7, dtype=torch.uint8)
     arena = expected.to(device, copy=True)
     bring_plain(sources, targets, row_units, host, expected)
     rows = host.pin_memory() if device.type == "cuda" else host
     return Prepared(
-        partial(bring, sources.to(device), targets.to(device), row_units, rows, arena),
+        partial(bring, sources.to(device), targets.to(device), row_units, rows, arena, num_programs),
         lambda: exact(torch.equal(arena.cpu(), expected)),
     )
 
 
-def _enter_rows(device: torch.device) -> Prepared:
+def enter_rows_case(number: int, device: torch.device) -> Prepared:
+    """The first of a list of 2000 changes."""
     draw = torch.Generator().manual_seed(0)
     changes = torch.stack([torch.randperm(3000, generator=draw)[:2000], torch.arange(2000) - 7], dim=1).to(torch.int32)
-    expected, count = torch.arange(3000, dtype=torch.int32), torch.tensor([1500], dtype=torch.int32, device=device)
+    expected, count = torch.arange(3000, dtype=torch.int32), torch.tensor([number], dtype=torch.int32, device=device)
     table = expected.to(device, copy=True)
-    expected[changes[:1500, 0].long()] = changes[:1500, 1]
+    expected[changes[:number, 0].long()] = changes[:number, 1]
     listed = changes.pin_memory() if device.type == "cuda" else changes
     return Prepared(partial(enter_rows, listed, count, table), lambda: exact(torch.equal(table.cpu(), expected)))
 

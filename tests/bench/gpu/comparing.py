@@ -28,6 +28,13 @@ class Prepared:
     compare: Callable[[], Difference]
 
 
+def assert_right(prepared: Prepared, bound: float | None = None) -> None:
+    """Launches a case, whose difference from the twin is its bound at most; or another one, which a test knows."""
+    prepared.launch()
+    found = prepared.compare()
+    assert found.error <= (found.bound if bound is None else bound), found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
     """A public operation on one set of inputs. `kernels`: the jitted functions that it launches."""

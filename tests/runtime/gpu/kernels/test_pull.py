@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from gpu import cases
+from gpu.comparing import assert_right
 from support.gpu_layers import PartlyThere, RandomLayer, partly_there, random_layer, random_running, running_on
-from support.kernel_twins import bring_plain, compact_plain, pull_records_plain, pull_selectors_plain
+from support.kernel_twins import compact_plain, pull_records_plain, pull_selectors_plain
 from support.named_formats import named_format
 from support.random_experts import Shape
 
 from moe_pack.formats import Selector
-from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
+from moe_pack.runtime.gpu.kernels.pull import pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.tables import RunningNeurons
 
 CPU = torch.device("cpu")
@@ -120,32 +122,13 @@ def test_selectors_longer_than_all_tiles_of_a_turn_come_whole(kernel_device: tor
 
 @pytest.mark.parametrize(("row_units", "count"), [(1, 13), (1, 1), (9, 12), (512, 3), (700, 13)])
 def test_the_rows_of_a_list_come(row_units: int, count: int, kernel_device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    host = torch.randint(256, (16 * row_units * 20,), generator=generator, dtype=torch.uint8)
-    expected = torch.zeros(16 * row_units * 16, dtype=torch.uint8)
-    sources = torch.randperm(20, generator=generator)[:count] * row_units
-    targets = (torch.randperm(16, generator=generator)[:count] * row_units).to(torch.int32)
-    arena = expected.to(kernel_device, copy=True)
-    rows = host.pin_memory() if kernel_device.type == "cuda" else host
     for num_programs in (1, 4):
-        arena.zero_()
-        bring(sources.to(kernel_device), targets.to(kernel_device), row_units, rows, arena, num_programs)
-        bring_plain(sources, targets, row_units, host, expected)
-        assert torch.equal(arena.cpu(), expected)
+        assert_right(cases.bring_case(row_units, count, num_programs, kernel_device))
 
 
 @pytest.mark.parametrize("count", [0, 1, 1024, 1500])
 def test_entries_of_a_table_change(count: int, kernel_device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    table = torch.arange(3000, dtype=torch.int32)
-    changes = torch.stack([torch.randperm(3000, generator=generator)[:1500], torch.arange(1500) - 7], dim=1)
-    changes = changes.to(torch.int32)
-    expected = table.clone()
-    expected[changes[:count, 0].long()] = changes[:count, 1]
-    there = table.to(kernel_device, copy=True)
-    listed = changes.pin_memory() if kernel_device.type == "cuda" else changes
-    enter_rows(listed, torch.tensor([count], dtype=torch.int32, device=kernel_device), there)
-    assert torch.equal(there.cpu(), expected)
+    assert_right(cases.enter_rows_case(count, kernel_device))
 
 
 def test_what_is_pulled_is_not_in_the_tables(kernel_device: torch.device) -> None:
