@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Literal, cast
 
 import numpy as np
 import torch
+from support.attending import AttendingToken, AttentionShape
 from support.gpu_layers import group_of, layer_of, partly_there, random_layer, running_on
 from support.interpreted_bf16 import correct_bf16
 from support.kernel_twins import (
@@ -47,12 +49,10 @@ from torch import Tensor
 from gpu.comparing import EXP, Case, Difference, Prepared, against_rms, exact, excess, nans, random_values
 from gpu.predicted_cases import paths_case, pulled_ahead_case, routes_case, substituted_case
 from moe_pack.formats import NeuronFunction, NormSpec, PartFormat, RouterSpec, Selector
-from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
+from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
-    Entering,
-    QkNorms,
     attend,
     enter_latent,
     leave_latent,
@@ -82,7 +82,6 @@ from moe_pack.runtime.model.attention import latent
 from moe_pack.runtime.model.caches import KvDtype, LayerCache, RowStorage
 from moe_pack.runtime.model.caches.layer_cache import each_sequence
 from moe_pack.runtime.model.matrices import TORCH_DTYPES
-from moe_pack.runtime.model.operations import HeadNorms
 from moe_pack.runtime.model.rotation import Rotation
 
 CPU = torch.device("cpu")
@@ -151,8 +150,10 @@ def cases(size: Size) -> Iterator[Case]:
     yield Case("enter_rows", "1500 changes", partial(enter_rows_case, 1500))
     yield Case("reduce", f"8 experts, 16 sums, {d}", partial(reduce_case, (8, 16, d), ("pulled", "host", "residual")))
     yield Case("hand_over", f"6 experts, {d}", partial(hand_over_case, 6, d))
-    for shape in _ATTENTION[size]:
-        yield Case("attend", str(shape), partial(_attention, shape))
+    for shape, dtype in _ATTENTION[size]:
+        heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}"
+        name = f"{heads}, position {shape.position} of {shape.places}, window {shape.window}, {dtype}"
+        yield Case("attend", name, partial(_attention, shape, dtype))
     for stored in ("BF16", 4, "t5") if size == "real" else (4,):
         shape = LatentShape(16, 128, 64, 128, 512, stored, 680, 19) if size == "real" else _TINY_LATENT
         yield Case("enter_latent, attend, leave_latent", str(stored), partial(latent_case, shape))
@@ -493,88 +494,48 @@ def hand_over_case(k: int, d: int, device: torch.device) -> Prepared:
 # --- attention
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """A token's attention: sizes, the token's position, and how the cache keeps what was before."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    position: int
-    places: int
-    window: int | None = None
-    sinks: bool = False
-    kv_dtype: KvDtype = "f32"
-
-    def __str__(self) -> str:
-        parts = [f"{self.heads}/{self.kv_heads} heads of {self.head_dim}, position {self.position} of {self.places}"]
-        parts += [f"window {self.window}"] if self.window is not None else []
-        parts += ["sinks"] if self.sinks else []
-        parts += [self.kv_dtype] if self.kv_dtype != "f32" else []
-        return ", ".join(parts)
-
-
 _CODED: tuple[KvDtype, ...] = ("q8", "q4")
-_ATTENTION: dict[Size, tuple[AttentionShape, ...]] = {
+_LARGE = AttentionShape(32, 8, 128, 4095, 4096)
+_FIRST, _ODD = replace(_LARGE, position=0), AttentionShape(8, 8, 80, 300, 320)
+_RING = AttentionShape(64, 8, 64, 5000, 640, window=128, sinks=True)
+_TINY_RING = AttentionShape(4, 2, 64, 70, 40, window=24, sinks=True)
+_ATTENTION: dict[Size, tuple[tuple[AttentionShape, KvDtype], ...]] = {
     "real": (
-        AttentionShape(32, 8, 128, 4095, 4096),
-        AttentionShape(32, 4, 128, 4095, 8192, kv_dtype="bf16"),
-        AttentionShape(32, 8, 128, 0, 4096),
-        AttentionShape(8, 8, 80, 300, 320),
-        AttentionShape(64, 8, 64, 5000, 640, window=128, sinks=True, kv_dtype="bf16"),
-        *(AttentionShape(32, 8, 128, 4095, 4096, kv_dtype=dtype) for dtype in _CODED),
-        *(AttentionShape(32, 8, 128, 0, 4096, kv_dtype=dtype) for dtype in _CODED),
-        *(AttentionShape(8, 8, 80, 300, 320, kv_dtype=dtype) for dtype in _CODED),
-        *(AttentionShape(16, 2, 256, 700, 1024, kv_dtype=dtype) for dtype in _CODED),
-        *(AttentionShape(64, 8, 64, 5000, 640, window=128, sinks=True, kv_dtype=dtype) for dtype in _CODED),
+        (_LARGE, "f32"),
+        (AttentionShape(32, 4, 128, 4095, 8192), "bf16"),
+        (_FIRST, "f32"),
+        (_ODD, "f32"),
+        (_RING, "bf16"),
+        *product((_LARGE, _FIRST, _ODD, AttentionShape(16, 2, 256, 700, 1024), _RING), _CODED),
     ),
     "tiny": (
-        AttentionShape(4, 2, 16, 70, 96),
-        AttentionShape(4, 2, 16, 70, 40, window=24, sinks=True),
-        *(AttentionShape(4, 2, 64, 70, 40, window=24, sinks=True, kv_dtype=dtype) for dtype in _CODED),
+        (AttentionShape(4, 2, 16, 70, 96), "f32"),
+        (replace(_TINY_RING, head_dim=16), "f32"),
+        *((_TINY_RING, dtype) for dtype in _CODED),
     ),
 }
 
 
-def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
-    dim, widths = shape.head_dim, [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    spec = GroupedQuerySpec("grouped_query", shape.heads, shape.kv_heads, dim, shape.window, dim**-0.5, (), "head")
-    projected = [random_values(width, seed=seed) for seed, width in enumerate(widths)]
-    norms = [1 + random_values(dim, seed=seed) / 4 for seed in (3, 4)]
-    turns = 9 * random_values(shape.position + 1, dim // 2, seed=5)
-    cos, sin = turns.cos(), turns.sin()
-    rows = RowStorage(shape.kv_dtype, (dim,))
-    cached = [rows.encode(random_values(shape.kv_heads, shape.places, dim, seed=seed)) for seed in (6, 7)]
-    sinks = random_values(shape.heads, seed=8) if shape.sinks else None
-    at = slice(shape.position, shape.position + 1)
-    cache = LayerCache(cached[0].clone(), cached[1].clone(), shape.position, storage=(rows, rows))
-    expected = TORCH.attend(
-        (projected[0][None], projected[1][None], projected[2][None]),
-        HeadNorms(norms[0], norms[1], 1e-6), (cos[at], sin[at]), False, cache, spec, shape.window, sinks,
-    )  # fmt: skip
-    there = [each.to(device) for each in (*projected, cos, sin, *norms)]
+def _attention(shape: AttentionShape, dtype: KvDtype, device: torch.device) -> Prepared:
+    """A token enters the cache and attends: heads normed and rotated."""
+    token, rows, found = AttendingToken(shape, 0, device), RowStorage(dtype, (shape.head_dim,)), list[Tensor]()
+    cached = (rows.encode(token.cache[0]), rows.encode(token.cache[1]))
+    expected, after = token.expected(cached, rows)
     keys, values = (each.to(device) for each in cached)
-    position = torch.tensor([shape.position], dtype=torch.int32, device=device)
-    rotated, out = nans((shape.heads, dim), device), nans((shape.heads, dim), device)
-    workspace = AttentionWorkspace.allocate(shape.heads, shape.kv_heads, dim, shape.places, device)
-    on_device = None if sinks is None else sinks.to(device)
-    qk_norms = QkNorms(there[5], there[6], 1e-6)
-
-    entering = Entering(there[0], there[1], there[2], qk_norms, False, (there[3], there[4]), interleaved=False)
 
     def launch() -> None:
-        attend(rotated, (keys, values), position, spec.scale, shape.window, workspace, out, on_device, entering, rows)
+        found[:] = token.attended((keys, values), rows=rows)
 
     def compare() -> Difference:
-        error = against_rms(out, expected.view(shape.heads, dim))
+        error = against_rms(found[0], expected)
         if rows.is_coded:
             # A code or a scale of the token's may be the next one where a value lies between two.
-            others = max(int((own.cpu() != its).sum()) for own, its in ((keys, cache.keys), (values, cache.values)))
-            return Difference(error, _CODES) if others <= shape.kv_heads * dim // 50 else exact(False)
-        rounding = 2**-7 if shape.kv_dtype == "bf16" else 4 * _FLOAT32  # to one bfloat16 or the next
-        if excess(keys.float(), cache.keys.float(), 1 + cache.keys.float().abs()) > rounding:
+            others = max(int((own.cpu() != its).sum()) for own, its in zip((keys, values), after, strict=True))
+            return Difference(error, _CODES) if others <= shape.kv_heads * shape.head_dim // 50 else exact(False)
+        rounding = 2**-7 if dtype == "bf16" else 4 * _FLOAT32  # to one bfloat16 or the next
+        if excess(keys.float(), after[0].float(), 1 + after[0].float().abs()) > rounding:
             return exact(False)
-        return Difference(error, 0.02 if shape.kv_dtype == "bf16" else _TENSOR_CORES)
+        return Difference(error, 0.02 if dtype == "bf16" else _TENSOR_CORES)
 
     return Prepared(launch, compare)
 
