@@ -170,12 +170,12 @@ def test_slots_are_as_they_are_played(tmp_path: Path) -> None:
         found = decoder.counts()
     with Pack(folder) as opened:
         native = NativeOperations(kernels_limited_to("portable"))
-        tokens = recorded_tokens(opened, native, ids, 64, methods=["router"])
+        tokens = recorded_tokens(opened, native, ids)
         popularity = np.ones(opened.index.size.shape)
         heat, room = usual_heat(opened.layout, opened.thresholds), expert_bytes_for(opened, run.share)
         placement = place_experts(opened.layout, room, "split", popularity, heat, run.dynamic_share, num_predicted=2)
         most_ahead = int(placement.num_ahead[1])
-        expected = played(placement, PRESETS["lru"], popularity, tokens, method="router", most_ahead=most_ahead)
+        expected = played(placement, PRESETS["lru"], popularity, tokens, most_ahead)
     assert expected.promoted and found.resident == expected.resident
     assert expected.ahead and (found.ahead, found.ahead_ran) == (expected.ahead, expected.ahead_ran)
     assert (found.left, found.promoted) == (expected.left - expected.whole, expected.promoted)
