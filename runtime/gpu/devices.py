@@ -139,7 +139,7 @@ class Queues:
                 torch.cuda.current_stream().wait_stream(self._forks[fork])
                 self._open.remove(fork)
 
-    def beside(self, work: Callable[[], None], after: Sequence["Mark"]) -> "Mark":
+    def beside(self, work: Callable[[], object], after: Sequence["Mark"]) -> "Mark":
         """Launches work in the stream for copies, after marks are reached; returns its end."""
         if self._copy is None:
             work()

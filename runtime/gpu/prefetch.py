@@ -52,22 +52,13 @@ class ExpertPrediction:
         self._layers, self._plan = layers, plan
         self.experts = torch.zeros(plan.num_predicted, dtype=torch.int32, device=device)
         self._scores = torch.zeros(weights.spec.router.num_experts, device=device)
-        self._launch = {layer_idx: self._launches(layer_idx, method) for layer_idx, method in plan.methods.items()}
-
-    def predicts(self, layer_idx: int) -> bool:
-        """Whether a layer has a prediction."""
-        return layer_idx in self._launch
+        # The launches for each predicted layer, while the layer before runs; they get the hidden state before the
+        # layer's norm, float32 [d], which only the method `partial` reads.
+        self.launches = {layer_idx: self._launches(layer_idx, method) for layer_idx, method in plan.methods.items()}
 
     def needs_partial(self, layer_idx: int) -> bool:
         """Whether it predicts a layer by the partial hidden state."""
         return self._plan.methods.get(layer_idx) == "partial"
-
-    def launch(self, layer_idx: int, partial: Tensor) -> None:
-        """Launches the prediction of a layer, while the layer before runs.
-
-        Args:    partial: float32 [d], the hidden state before the layer's norm, if it needs it.
-        """
-        self._launch[layer_idx](partial)
 
     def _launches(self, layer_idx: int, method: prefetch.MethodName) -> Callable[[Tensor], None]:
         layers, scores, experts = self._layers, self._scores, self.experts
@@ -88,11 +79,7 @@ class ExpertPrediction:
         if method == "popularity":
             popular = prefetch.ranked(routing.paths.popularity[layer_idx].astype(np.float32)[None], len(experts))
             fixed = torch.from_numpy(popular[0].astype(np.int32)).to(device)
-
-            def by_popularity(partial: Tensor) -> None:
-                experts.copy_(fixed)
-
-            return by_popularity
+            return lambda partial: experts.copy_(fixed)
         if method == "mlp":
             return self._network(layer_idx, routing.network(layer_idx))
         num_before = min(layer_idx, PATH_MEMORY)
@@ -146,7 +133,7 @@ class RecordPrefetch:
         weights: GpuWeights,
         layers: TokenLayers,
         queues: devices.Queues,
-        host_rows: list[HostRows | None],
+        host_rows: list[HostRows],
     ) -> None:
         memory, spec, device = weights.memory, weights.spec, layers.x.device
         self.prediction, self._weights, self._layers, self._queues = prediction, weights, layers, queues
@@ -178,7 +165,7 @@ class RecordPrefetch:
 
     def pulls(self, layer_idx: int) -> bool:
         """Whether records of a layer are pulled ahead."""
-        return self.prediction.predicts(layer_idx) and self._slots[layer_idx].numel() > 0
+        return layer_idx in self.prediction.launches and self._slots[layer_idx].numel() > 0
 
     def launch(self, layer_idx: int, partial: Tensor, after: devices.Mark) -> None:
         """Launches what predicts the experts of a layer, while the layer before runs, and pulls their records.
@@ -186,12 +173,11 @@ class RecordPrefetch:
         Args:    partial: float32 [d], as for the prediction.   after: what pulls the running layer's own records, which
                  come first.
         """
-        self.prediction.launch(layer_idx, partial)
+        self.prediction.launches[layer_idx](partial)
         if not self.pulls(layer_idx):
             return
         tables, layers = self._weights.memory.layers[layer_idx], self._layers
         host, running, slots = self._host_rows[layer_idx], self._running, self._slots[layer_idx]
-        assert host is not None, "records are pulled from host memory"
         rotation, inputs = self._weights.rotation(layer_idx), layers.normed
         if rotation is not None:
             inputs = self._turned

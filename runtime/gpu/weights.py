@@ -60,7 +60,7 @@ class DeviceMatrix(matrices.InMemoryMatrix):
             matmul.gemv(x[0].contiguous(), self._rows, out[0])
         else:
             x = x.bfloat16() if self._is_bf16 else x.contiguous()
-            matmul.gemm(x, self._rows.raw, self._rows.part, self._rows.row_units, out)
+            matmul.gemm(x, self._rows, out)
         return out
 
 

@@ -139,19 +139,19 @@ def many_calls(
 
 def _plain(d: int, dtype: str, x_dtype: torch.dtype) -> None:
     rows = torch.empty(4096, d, dtype=TORCH_DTYPES[dtype])
-    _gemm(rows, stored_part(dtype, d), rows[0].nbytes // 16, x_dtype)
+    _gemm(StoredRows(rows, stored_part(dtype, d)), x_dtype)
 
 
 def _coded(d: int, width: Name, x_dtype: torch.dtype) -> None:
     layout = row_layout([("weight", named_format(width), False)], d)
     rows = torch.empty(4096, layout.row_bytes, dtype=torch.uint8)
-    _gemm(rows, part_of(layout, "weight"), layout.row_bytes // 16, x_dtype)
+    _gemm(StoredRows(rows, part_of(layout, "weight")), x_dtype)
 
 
-def _gemm(rows: torch.Tensor, part: RowPart, row_units: int, x_dtype: torch.dtype) -> None:
+def _gemm(matrix: StoredRows, x_dtype: torch.dtype) -> None:
     for num_tokens in (8, 512):
-        x = torch.empty(num_tokens, part.num_cols, dtype=x_dtype)
-        gemm(x, rows, part, row_units, torch.empty(num_tokens, len(rows)))
+        x = torch.empty(num_tokens, matrix.part.num_cols, dtype=x_dtype)
+        gemm(x, matrix, torch.empty(num_tokens, len(matrix.rows)))
 
 
 def _coded_group(d: int, width: Name, group: int, selector: Selector, x_dtype: torch.dtype) -> None:

@@ -95,19 +95,9 @@ class RowPart(NamedTuple):
     bias: int  # where a float32 bias begins, -1 where there is none
 
     @property
-    def num_planes(self) -> int:
-        """How many planes its codes lie in."""
-        return 2 if self.kind == AFFINE.value and self.bits == 3 else 1
-
-    @property
     def num_words(self) -> int:
         """NW of a tile of whole rows: words of the first plane, rounded up to a power of two."""
-        return int(triton.next_power_of_2(self.num_cols // self.codes_of_word))
-
-    @property
-    def codes_of_word(self) -> int:
-        """SQ of its first plane: codes of a word."""
-        return int(places(self, 0))
+        return int(triton.next_power_of_2(self.num_cols // int(places(self, 0))))
 
 
 def part_of(rows: RowLayout, name: str) -> RowPart:

@@ -327,11 +327,9 @@ def _gemm(name: Name, num_tokens: int, size: Size, device: torch.device) -> Prep
     n, d = _ROWS[size], _COLS[size]
     rows, matrix, _ = _matrix(name, n, d)
     x, out = random_values(num_tokens, d), nans((num_tokens, n), device)
-    there, stored, part, expected = x.to(device), rows.to(device), _part(name, d), linear(x, matrix)
-    return Prepared(
-        lambda: gemm(there, stored, part, stored.shape[1] // 16, out),
-        lambda: Difference(against_rms(out, expected), _TENSOR_CORES),
-    )
+    stored, expected = StoredRows(rows.to(device), _part(name, d)), linear(x, matrix)
+    launch = partial(gemm, x.to(device), stored, out)
+    return Prepared(launch, lambda: Difference(against_rms(out, expected), _TENSOR_CORES))
 
 
 # --- experts

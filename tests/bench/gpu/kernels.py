@@ -36,7 +36,7 @@ from moe_pack.runtime.gpu.kernels.grouped import (
     plan_tiles,
     run_group,
 )
-from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemm, gemv
+from moe_pack.runtime.gpu.kernels.matmul import gemm, gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.kernels.tables import Landing, LeftToCpu, RunningNeurons
@@ -212,32 +212,31 @@ def _times(
 
 
 def _gemv(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored) -> None:
-    device, matrices = timer.clock.device, make_matrices(timer.clock, rows, cols, bits)
-    x, out, copies = torch.randn(cols).to(device), torch.zeros(rows, device=device), len(matrices.rows)
-    stored = [StoredRows(each, matrices.part) for each in matrices.rows]
-    timed = timer.timed(matrices.num_bytes, lambda i: gemv(x, stored[i], out), copies)
+    device, (matrices, num_bytes) = timer.clock.device, make_matrices(timer.clock, rows, cols, bits)
+    x, out, copies = torch.randn(cols).to(device), torch.zeros(rows, device=device), len(matrices)
+    timed = timer.timed(num_bytes, lambda i: gemv(x, matrices[i], out), copies)
     results.add(DenseTime("gemv", rows, cols, bits, 1, _tflops(rows * cols, timed), timed))
     if bits == 16:
         half = x.to(torch.bfloat16)
-        timed = timer.timed(matrices.num_bytes, lambda i: torch.mv(matrices.rows[i], half), copies)
+        timed = timer.timed(num_bytes, lambda i: torch.mv(matrices[i].rows, half), copies)
         results.add(DenseTime("torch.mv, bf16", rows, cols, bits, 1, _tflops(rows * cols, timed), timed))
 
 
 def _gemm(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored) -> None:
-    matrices = make_matrices(timer.clock, rows, cols, bits)
-    copies = len(matrices.rows)
+    matrices, num_bytes = make_matrices(timer.clock, rows, cols, bits)
+    copies = len(matrices)
     for tokens in (3,) if timer.clock.is_rehearsal else _TOKENS:
         x = torch.randn(tokens, cols).to(timer.clock.device)
         out, work = torch.zeros(tokens, rows, device=x.device), rows * cols * tokens
 
         def product(i: int, x: Tensor = x, out: Tensor = out) -> None:
-            gemm(x, matrices.rows[i], matrices.part, matrices.row_units, out)
+            gemm(x, matrices[i], out)
 
-        timed = timer.timed(matrices.num_bytes, product, copies)
+        timed = timer.timed(num_bytes, product, copies)
         results.add(DenseTime("gemm", rows, cols, bits, tokens, _tflops(work, timed), timed))
         if bits == 16:
             half = x.to(torch.bfloat16)
-            timed = timer.timed(matrices.num_bytes, lambda i, half=half: half @ matrices.rows[i].T, copies)  # type: ignore[misc] # a default
+            timed = timer.timed(num_bytes, lambda i, half=half: half @ matrices[i].rows.T, copies)  # type: ignore[misc] # a default
             results.add(DenseTime("torch.matmul, bf16", rows, cols, bits, tokens, _tflops(work, timed), timed))
 
 
@@ -407,8 +406,8 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
     ]
     vocabulary = 32_000 if is_mixtral else 151_936
     for rows, cols in ((96, 128),) if is_tiny else ((model.d, model.d), (vocabulary, model.d)):
-        matrices, out = make_matrices(clock, rows, cols, 4), torch.zeros(rows, device=device)
-        product = partial(gemv, torch.randn(cols).to(device), StoredRows(matrices.rows[-1], matrices.part), out)
+        (matrices, _), out = make_matrices(clock, rows, cols, 4), torch.zeros(rows, device=device)
+        product = partial(gemv, torch.randn(cols).to(device), matrices[-1], out)
         found.append(Launch("_gemv", f"{rows}x{cols}, 4 bit", product))
     heads, kv_heads, context, dim = (4, 2, 48, 16) if is_tiny else (32, 8 if is_mixtral else 4, 4096, 128)
     for dtype in _KV_DTYPES:

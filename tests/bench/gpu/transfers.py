@@ -31,7 +31,6 @@ from moe_pack.formats import (
     ExpertLayout,
     ExpertSpec,
     PartFormat,
-    RowLayout,
     Selector,
     part_format,
     trellis_format,
@@ -42,8 +41,9 @@ from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import Kernels, extent_rows, open_kernels
 from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers
 from moe_pack.runtime.gpu.devices import HostCalls
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.pull import NUM_PROGRAMS, bring, pull_records
-from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import HERE, HostRows, LayerTables, RunningNeurons, kind_of
 
 _GROUP = 64
@@ -121,31 +121,21 @@ def make_experts(clock: Clock, model: Model, selector: Selector, selector_bits: 
     return Experts(tables, layout, tuple(batch.clone() for batch in batches), selected, records_bytes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Matrices:
-    """Copies of a random dense matrix. `rows`: u8 [n, row bytes], or bf16 [n, d].   `num_bytes`: of one's parts."""
+def make_matrices(clock: Clock, num_rows: int, num_cols: int, bits: Stored) -> tuple[list[StoredRows], int]:
+    """Returns so many copies of a random matrix that they exceed the L2 cache four times, and the bytes of one's parts.
 
-    rows: tuple[Tensor, ...]
-    part: RowPart
-    layout: RowLayout | None
-    row_units: int
-    num_bytes: int
-
-
-def make_matrices(clock: Clock, num_rows: int, num_cols: int, bits: Stored) -> Matrices:
-    """So many copies that they exceed the L2 cache four times; of 16 bits they are plain bf16 values."""
+    Of 16 bits they are plain bf16 values.
+    """
     spread = WeightDistribution(0.0, num_cols**-0.5)
     if bits == 16:
         drawn = np.random.default_rng(0).integers(0, 256, (num_rows, num_cols), np.uint8)
-        values = torch.from_numpy(even_values(spread)[drawn]).view(torch.bfloat16).to(clock.device)
-        num_bytes = 2 * num_rows * num_cols
-        copies = tuple(values.clone() for _ in range(copies_beyond(clock.l2_bytes, num_bytes)))
-        return Matrices(copies, stored_part("BF16", num_cols), None, num_cols // 8, num_bytes)
-    layout = layout_of_rows([("weight", _format(bits), False)], num_cols)
-    rows = torch.from_numpy(random_rows(layout, num_rows, {"weight": spread}, random_stream(2))).to(clock.device)
-    num_bytes = num_rows * layout.parts[0].num_bytes
-    copies = tuple(rows.clone() for _ in range(copies_beyond(clock.l2_bytes, num_bytes)))
-    return Matrices(copies, part_of(layout, "weight"), layout, layout.row_bytes // 16, num_bytes)
+        rows = torch.from_numpy(even_values(spread)[drawn]).view(torch.bfloat16).to(clock.device)
+        num_bytes, part = 2 * num_rows * num_cols, stored_part("BF16", num_cols)
+    else:
+        layout = layout_of_rows([("weight", _format(bits), False)], num_cols)
+        rows = torch.from_numpy(random_rows(layout, num_rows, {"weight": spread}, random_stream(2))).to(clock.device)
+        num_bytes, part = num_rows * layout.parts[0].num_bytes, part_of(layout, "weight")
+    return [StoredRows(rows.clone(), part) for _ in range(copies_beyond(clock.l2_bytes, num_bytes))], num_bytes
 
 
 _MIB = 1 << 20

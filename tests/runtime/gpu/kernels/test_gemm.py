@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, PartFormat, part_format, trellis_format
 from moe_pack.formats.pack.plans import TRELLIS_WIDTHS, format_text
-from moe_pack.runtime.gpu.kernels.matmul import gemm
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemm
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear
 
@@ -48,7 +48,7 @@ def assert_equals_twin(
     x, out = random_tokens(num_tokens, num_cols).to(dtype), torch.full((num_tokens, num_rows), torch.nan, device=device)
     held = torch.from_numpy(rows)
     there = None if bias is None else bias.to(device)
-    gemm(x.to(device), held.to(device), part_of(layout, "weight"), layout.row_bytes // 16, out, bias=there)
+    gemm(x.to(device), StoredRows(held.to(device), part_of(layout, "weight")), out, bias=there)
     assert_close(out, linear(x.float(), RowMatrix(layout, held), bias))
 
 
@@ -68,7 +68,7 @@ def test_tokens_in_bfloat16_multiply_as_in_float32(kernel_device: torch.device) 
 def test_tokens_in_bfloat16_round_stored_values(dtype: str, kernel_device: torch.device) -> None:
     weight = torch.randn(7, 72, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
     x, out = random_tokens(3, 72).to(torch.bfloat16), torch.full((3, 7), torch.nan, device=kernel_device)
-    gemm(x.to(kernel_device), weight.to(kernel_device), stored_part(dtype, 72), weight[0].nbytes // 16, out)
+    gemm(x.to(kernel_device), StoredRows(weight.to(kernel_device), stored_part(dtype, 72)), out)
     assert_close(out, linear(x.float(), StoredMatrix(weight.to(torch.bfloat16))))
 
 
@@ -89,5 +89,5 @@ def test_a_bias_is_added_to_every_token(kernel_device: torch.device) -> None:
 def test_stored_values_multiply_as_their_twin(dtype: str, num_cols: int, kernel_device: torch.device) -> None:
     weight = torch.randn(7, num_cols, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
     x, out = random_tokens(3, num_cols), torch.full((3, 7), torch.nan, device=kernel_device)
-    gemm(x.to(kernel_device), weight.to(kernel_device), stored_part(dtype, num_cols), weight[0].nbytes // 16, out)
+    gemm(x.to(kernel_device), StoredRows(weight.to(kernel_device), stored_part(dtype, num_cols)), out)
     assert_close(out, linear(x, StoredMatrix(weight)))
