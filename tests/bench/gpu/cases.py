@@ -61,7 +61,7 @@ from moe_pack.runtime.gpu.kernels.elementwise import Norm, hand_over, norm, redu
 from moe_pack.runtime.gpu.kernels.grouped import combine, max_pairs, pairs_by_expert, plan_tiles, run_group
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
-from moe_pack.runtime.gpu.kernels.pull import NUM_PROGRAMS, bring, enter_rows, pull_records, pull_selectors
+from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
 from moe_pack.runtime.gpu.kernels.router import Routed, Router
 from moe_pack.runtime.gpu.kernels.router import route as route_kernel
@@ -146,7 +146,7 @@ def cases(size: Size) -> Iterator[Case]:
     yield from _token_cases("up, of several kinds", kinds)
     yield Case("run_group, combine", "up, of several kinds, 20 tokens", partial(_grouped, kinds, 20, torch.float32))
     for row_units in (1, 9, 700):
-        yield Case("bring", f"rows of {16 * row_units} bytes", partial(bring_case, row_units, 13, NUM_PROGRAMS))
+        yield Case("bring", f"rows of {16 * row_units} bytes", partial(bring_case, row_units, 13))
     yield Case("enter_rows", "1500 changes", partial(enter_rows_case, 1500))
     yield Case("reduce", f"8 experts, 16 sums, {d}", partial(reduce_case, (8, 16, d), ("pulled", "host", "residual")))
     yield Case("hand_over", f"6 experts, {d}", partial(hand_over_case, 6, d))
@@ -604,7 +604,7 @@ def latent_case(shape: LatentShape, device: torch.device) -> Prepared:
 # --- rows that come
 
 
-def bring_case(row_units: int, count: int, num_programs: int, device: torch.device) -> Prepared:
+def bring_case(row_units: int, count: int, device: torch.device) -> Prepared:
     draw = torch.Generator().manual_seed(0)
     host = torch.randint(256, (20, 16 * row_units), generator=draw, dtype=torch.uint8).flatten()
     sources = torch.randperm(20, generator=draw)[:count] * row_units
@@ -614,7 +614,7 @@ def bring_case(row_units: int, count: int, num_programs: int, device: torch.devi
     bring_plain(sources, targets, row_units, host, expected)
     rows = host.pin_memory() if device.type == "cuda" else host
     return Prepared(
-        partial(bring, sources.to(device), targets.to(device), row_units, rows, arena, num_programs),
+        partial(bring, sources.to(device), targets.to(device), row_units, rows, arena),
         lambda: exact(torch.equal(arena.cpu(), expected)),
     )
 

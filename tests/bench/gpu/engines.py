@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from support.gpu_runs import GpuRun, gpu_decoder
@@ -48,30 +48,16 @@ _TINY_VOCABULARY = 256
 _ROOT = Path(__file__).parents[3]
 
 
-@dataclass(frozen=True, slots=True)
-class PackFacts:
-    """A pack and the seconds of making it; 0 if it existed already."""
-
-    name: str
-    folder: str
-    layers: int
-    num_bytes: int
-    seconds: float
-
-
 def make_synthetic(results: Results, wanted: PackRequest, is_tiny: bool = False) -> Path:
     """Makes a pack and returns its folder; if tiny, and in a rehearsal, of a model with two narrow layers."""
     spec = _tiny(wanted.model) if is_tiny or results.is_rehearsal else model_spec(wanted.model, None)
     plan = wanted.plan(spec)
     files = pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec))).files()
     folder = _folder_for(wanted.name, sum(file.num_bytes for _, file in files), results.is_rehearsal)
-    start, was_there = time.perf_counter(), (folder / "manifest.json").exists()
-    if not was_there:
+    if not (folder / "manifest.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         character = SyntheticTraits(wanted.sparsity, skewed_popularity(spec, SKEW, 0), CORRELATION, 0)
         synthesize(spec, plan, character, folder, len(os.sched_getaffinity(0)))
-    seconds = 0.0 if was_there else time.perf_counter() - start
-    results.add(PackFacts(wanted.name, str(folder), len(spec.moe_layers), pack_bytes(folder), seconds))
     return folder
 
 
@@ -86,19 +72,12 @@ def _tiny(model: str) -> ModelSpec:
 def make_demo(results: Results, sparsity: float) -> Path:
     """The demo model in 4 bits, with this share of its neurons below their thresholds."""
     folder = _folder_for(f"demo-{sparsity:g}", _DEMO_BYTES, results.is_rehearsal)
-    start, was_there = time.perf_counter(), (folder / "manifest.json").exists()
-    if not was_there:
+    if not (folder / "manifest.json").exists():
         command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(DEMO_MODEL), "--quantizer", "nearest"]
         command += ["--selector-bits", "4", "--record-bits", "4", "--sparsity", str(sparsity), "-o", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{' '.join(command[2:])}: {done.stderr.strip()[-1000:]}"
-    seconds = 0.0 if was_there else time.perf_counter() - start
-    results.add(PackFacts(folder.name, str(folder), 4, pack_bytes(folder), seconds))
     return folder
-
-
-def pack_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def remove_packs(is_rehearsal: bool, keep: tuple[str, ...] = ()) -> None:
@@ -233,16 +212,6 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """A pack's experts read into page-locked memory, once for all engines."""
-
-    pack: str
-    num_bytes: int
-    locked_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class KernelShare:
     """A kernel in whole tokens: launches and microseconds a token, and its share of all kernels' time."""
 
@@ -264,16 +233,6 @@ class TokenProfile:
     token_us: float
 
 
-class Running(Protocol):
-    @property
-    def fallbacks(self) -> Sequence[str]: ...
-
-    @property
-    def decoder(self) -> Decoder | EncoderDecoder: ...
-
-    def close(self) -> None: ...
-
-
 class SharedEngine:
     """The GPU's engine with memory for a share of the experts; in a rehearsal, over plain memory. `close` it."""
 
@@ -282,10 +241,10 @@ class SharedEngine:
     def __init__(self, folder: Path, run: GpuRun, device: torch.device) -> None:
         with ExitStack() as opened:
             self.decoder: Decoder = opened.enter_context(gpu_decoder(folder, run, device))
-            self._opened = opened.pop_all()
+            self.close = opened.pop_all().close
 
-    def close(self) -> None:
-        self._opened.close()
+
+Running = Engine | SharedEngine
 
 
 def open_engine(
@@ -321,21 +280,17 @@ def driver_bytes(clock: Clock) -> int:
 
 
 class EngineBench:
-    """A pack, its experts in host memory, and engines on it, one after the other. Owns pack and memory: `close` it."""
+    """A pack, its experts in host memory, and engines on it, one after the other. Owns pack and memory: `close` it.
+
+    Args:    rate: `link_rate`, measured before.
+    """
 
     def __init__(self, results: Results, clock: Clock, folder: Path, rate: float) -> None:
-        """Reads and page-locks the experts. `rate`: `link_rate`, measured before."""
         self._results, self._clock, self._rate, self.name = results, clock, rate, folder.name
         with ExitStack() as opened:
             self.pack = opened.enter_context(Pack(folder))
-            start = time.perf_counter()
             self._host = opened.enter_context(HostArena(self.pack, clock.device))
-            seconds = time.perf_counter() - start
-            self._opened = opened.pop_all()
-        results.add(Filled(self.name, self._host.num_bytes, self._host.locked_bytes, seconds))
-
-    def close(self) -> None:
-        self._opened.close()
+            self.close = opened.pop_all().close
 
     def measure(self, wanted: EngineRequest, prompt_tokens: Sequence[int], decode_tokens: int) -> list[Speed]:
         """Opens an engine; adds a row for each prompt and continuation from an empty context; the first warms up."""
@@ -359,24 +314,28 @@ class EngineBench:
                     decoder.next_logits([token])
             self._add_profile(wanted, profiled, count, 1e6 * sorted(times)[len(times) // 2])
 
-    def _open(self, wanted: EngineRequest, context_tokens: int) -> "_Closing":
-        clock, start = self._clock, time.perf_counter()
+    def _open(self, wanted: EngineRequest, context_tokens: int) -> Running:
+        clock = self._clock
+        if not clock.is_rehearsal:  # the memory of the engine before goes back to the driver
+            gc.collect()
+            torch.cuda.empty_cache()
+        start = time.perf_counter()
         engine = open_engine(self.pack, wanted, context_tokens, clock, self._host)
         seconds, taken = time.perf_counter() - start, driver_bytes(clock)
         facts = str(report(engine)) if isinstance(engine, Engine) else "a rehearsal"
         self._results.add(Opened(self.name, wanted, seconds, taken, facts, tuple(engine.fallbacks)))
-        return _Closing(engine, clock)
+        return engine
 
     def _measure(
-        self, engine: "_Closing", wanted: EngineRequest, prompt_tokens: int, decode_tokens: int, seed: int
+        self, engine: Running, wanted: EngineRequest, prompt_tokens: int, decode_tokens: int, seed: int
     ) -> Speed:
         decoder, draws = engine.decoder, self._drawn(decode_tokens, 1000 + seed)
         decoder.reset()
         start = time.perf_counter()
         int(decoder.next_logits(self._drawn(prompt_tokens, seed)).argmax())
-        prefill_s, before, read_before = time.perf_counter() - start, counts(engine.engine), disk_bytes(engine.engine)
+        prefill_s, before, read_before = time.perf_counter() - start, counts(engine), disk_bytes(engine)
         times = [self._timed(decoder, token) for token in draws]
-        found, decode_s = _since(counts(engine.engine), before), sum(times)
+        found, decode_s = _since(counts(engine), before), sum(times)
         running = max(found.resident + found.pulled + found.left, 1)
         speed = Speed(
             pack=self.name,
@@ -395,7 +354,7 @@ class EngineBench:
             ahead_per_token=found.ahead / decode_tokens,
             ahead_needed=found.ahead_ran / max(found.ahead, 1),
             bytes_per_token=found.link_bytes / decode_tokens,
-            disk_bytes_per_token=(disk_bytes(engine.engine) - read_before) / decode_tokens,
+            disk_bytes_per_token=(disk_bytes(engine) - read_before) / decode_tokens,
             link_share=found.link_bytes / self._rate / decode_s,
             cpu_share=found.cpu_seconds / decode_s,
             driver_bytes=driver_bytes(self._clock),
@@ -428,24 +387,6 @@ class EngineBench:
                 self.name, kernel, counts[kernel] / num_tokens, times[kernel] / num_tokens, times[kernel] / total
             )
             self._results.add(row)
-
-
-class _Closing:
-    """An engine that returns the GPU's memory to the driver when it is closed."""
-
-    def __init__(self, engine: Running, clock: Clock) -> None:
-        self.engine, self.decoder, self._clock = engine, engine.decoder, clock
-
-    def close(self) -> None:
-        self.engine.close()
-        del self.engine, self.decoder
-        if not self._clock.is_rehearsal:
-            give_back_memory()
-
-
-def give_back_memory() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def counts(engine: Running) -> GpuCounts:
