@@ -188,10 +188,7 @@ def host_rows(pack: Pack, host: devices.HostArena, layer_idx: int) -> list[Exper
 
 
 class PromptShare:
-    """In passes of many tokens, the missing experts that the CPU computes while the link brings the others.
-
-    Owns a thread: `close` it.
-    """
+    """Computes some missing experts of long passes, while the link brings the others. Owns a thread: `close` it."""
 
     def __init__(self, pack: Pack, host: devices.HostArena, kernels: Kernels, rates: "Rates") -> None:
         self._sizes = [[expert.num_bytes for expert in layer] for layer in pack.layout.experts]
@@ -212,9 +209,9 @@ class PromptShare:
         return [expert for place, expert in enumerate(experts) if place in computed]
 
     def start(self, layer_idx: int, x: Tensor, jobs: Sequence[tuple[int, Tokens, Floats]]) -> Future[Tensor]:
-        """Begins to compute experts; returns their weighted sum later: float32 [T, d], for x float32 [T, d].
+        """Begins to compute experts, and returns their weighted sum later: float32 [T, d], for x float32 [T, d].
 
-        Args:    jobs: of each expert its number, tokens and router weights.
+        Args:    jobs: each expert's number, tokens and router weights.
         """
         works = [(self._rows[layer_idx][expert], tokens, weights) for expert, tokens, weights in jobs]
         return self._thread.submit(self._kernels.experts, x, works)
@@ -238,10 +235,7 @@ class Rates:
         return self.link / (self.link + self.cpu)
 
     def computing(self, num_bytes: int, num_tokens: int) -> float:
-        """Returns the seconds of the CPU for an expert of so many bytes: on lines between what was measured.
-
-        For more tokens the time is in proportion to theirs.
-        """
+        """Returns the CPU's seconds for an expert of so many bytes: on lines between measured times."""
         known, times = (0, *MEASURED_TOKENS), (0.0, *self.prompt)
         beyond = max(num_tokens / known[-1], 1.0)
         return num_bytes * beyond * float(np.interp(num_tokens, known, times))
@@ -268,8 +262,7 @@ def link_rate(host: devices.HostArena, device: torch.device) -> float:
 def _cpu_rate(pack: Pack, host: devices.HostArena, kernels: Kernels) -> float:
     """Returns the bytes of records a second that the CPU computes for one token, call by call, as tokens do it.
 
-    Each of k experts has an eighth of its neurons listed: what a token leaves to the CPU of experts with selectors. The
-    layers follow one another, so that no cache has the rows.
+    Each of k experts has an eighth of its neurons listed. The layers follow one another, so that no cache has the rows.
     """
     spec, num_layers = pack.spec, len(pack.layout.experts)
     k, f, d = spec.router.num_experts_per_tok, spec.expert.intermediate_size, spec.hidden_size
@@ -312,7 +305,7 @@ def _prompt_times(pack: Pack, host: devices.HostArena, kernels: Kernels) -> tupl
 
 
 def _median_seconds(actions: Sequence[Callable[[], object]], sizes: Sequence[int] | None = None) -> float:
-    """Returns the median of the actions' seconds, each divided by its size if they have sizes."""
+    """Returns the median of the actions' seconds, each divided by its size if there are sizes."""
     actions[0]()  # the first run also loads memory and kernels
     taken = []
     for number, action in enumerate(actions):

@@ -160,7 +160,6 @@ class MovingSlots(Slots):
         return int(min(_LINK_SHARE * self._link_rate * token_seconds / slot_bytes, len(self._sources)))
 
     def _copy(self, promotions: list[Promotion]) -> None:
-        """Launches the copies of records into their slots; earlier copies have ended."""
         host, memory = self._inputs.host, self._memory
         assert host is not None, "records are promoted from host memory"
 
@@ -193,7 +192,6 @@ class _TokenCounts:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets launches that were no tokens of the caller."""
         self._sums = np.zeros(7, np.int64)  # resident, pulled, left, whole, ahead, ahead and ran, changed
         self._num_tokens = self._pulled_bytes = 0
         self._busy_before = self._busy_seconds()

@@ -66,10 +66,7 @@ def gpu_needs(layout: formats.PackLayout, context_tokens: int, costs: GpuCosts =
 
 
 def divide_gpu(needs: budgets.MemoryNeeds, budget_bytes: int, context_tokens: int) -> budgets.Division:
-    """Divides a GPU's memory into fixed parts and the rest for experts, which `place_experts` divides.
-
-    Raises:  BudgetTooSmall if the largest expert does not fit.
-    """
+    """Divides a GPU's memory into fixed parts and the experts'; raises BudgetTooSmall if the largest does not fit."""
     return budgets.divide_or_refuse(budget_bytes, needs, context_tokens, "raise it, give dense weights fewer bits")
 
 

@@ -26,7 +26,7 @@ from moe_pack.runtime.offload import cache
 
 @dataclass(frozen=True, slots=True)
 class GpuInputs:
-    """What an engine is made of, whatever memory it gets; all of it stays the caller's."""
+    """The parts of an engine that do not depend on its memory; all stay the caller's."""
 
     pack: Pack
     device: torch.device
@@ -137,7 +137,7 @@ class GpuEngine:
 def _cpu_shares(
     inputs: GpuInputs, placement: placements.GpuPlacement, exchange: cpu_share.Exchange, opened: ExitStack
 ) -> tuple[cpu_share.CpuShare | None, cpu_share.PromptShare | None]:
-    """Returns what computes the CPU's share of one token, and of many; `opened` closes them."""
+    """Returns the CPU's shares of one token and of many; `opened` closes them."""
     if placement.is_whole or inputs.misses == "pull":
         return None, None
     calls = devices.HostCalls() if inputs.device.type == "cuda" else None

@@ -1,11 +1,10 @@
 """Prediction of a token's experts on a GPU, a layer ahead, and the records that are pulled for them meanwhile.
 
-`ExpertPrediction` launches the methods of `runtime.offload.prefetch`: popularity, path statistics, the next layer's
-router, a learned network, or the next router on the partial hidden state. `RecordPrefetch` pulls records of predicted
-experts: those of the neurons that their selectors choose for this layer's input (FloE §3.3.2, CORM §4.2), and that the
-GPU lacks, the hottest first, as many as the link brings in the time of a layer's other work. They are in the next
-layer's table while that is listed, and are forgotten afterwards: a wrong prediction changes no answer, and costs only
-time of the link. Importing this needs Triton.
+`ExpertPrediction` launches the methods of `runtime.offload.prefetch`. `RecordPrefetch` pulls records of the neurons
+that the predicted experts' selectors choose for this layer's input (FloE §3.3.2, CORM §4.2) and the GPU lacks, the
+hottest first, as many as the link brings during a layer's other work. They are in the next layer's table while that is
+listed, and are forgotten afterwards: a wrong prediction costs time of the link, and changes no answer. Importing this
+needs Triton.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,10 +41,7 @@ class PredictionPlan:
 
 
 class ExpertPrediction:
-    """Predicts the experts of a token's MoE layers, one after the other. Owns its tensors.
-
-    `experts`: int32 [n] on the device, the last prediction, likeliest first.
-    """
+    """Predicts the experts of a token's MoE layers, one after the other. Owns its tensors."""
 
     def __init__(self, plan: PredictionPlan, weights: GpuWeights, layers: TokenLayers) -> None:
         device = layers.x.device
@@ -124,7 +120,6 @@ class RecordPrefetch:
 
     `totals`: int32 [L, n, 3] on the device: of each layer the predicted experts, their pulled records, and how many of
     these ran; of layers that are not predicted 0 records.
-    Args:    host_rows: of each layer.
     """
 
     def __init__(
@@ -168,10 +163,9 @@ class RecordPrefetch:
         return layer_idx in self.prediction.launches and self._slots[layer_idx].numel() > 0
 
     def launch(self, layer_idx: int, partial: Tensor, after: devices.Mark) -> None:
-        """Launches what predicts the experts of a layer, while the layer before runs, and pulls their records.
+        """Launches the prediction for a layer and the copies of its records, while the layer before runs.
 
-        Args:    partial: float32 [d], as for the prediction.   after: what pulls the running layer's own records, which
-                 come first.
+        Args:    partial: float32 [d], as for the prediction.   after: the end of the running layer's own copies.
         """
         self.prediction.launches[layer_idx](partial)
         if not self.pulls(layer_idx):
@@ -190,10 +184,7 @@ class RecordPrefetch:
         predict.enter_pulled(self._pulled(slots), tables.record_at)
 
     def forget(self, layer_idx: int, running: RunningNeurons) -> None:
-        """Launches what takes a layer's records out of its table, after the layer is listed.
-
-        Args:    running: of the layer.
-        """
+        """Launches the removal of a layer's records from its table, after the layer is listed."""
         tables, experts = self._weights.memory.layers[layer_idx], self._layers.routes[layer_idx]
         predict.forget_pulled(self._pulled(self._slots[layer_idx]), experts, tables, running, self.totals[layer_idx])
 

@@ -1,9 +1,8 @@
 """A pack's weights on a GPU, and passes of many tokens: experts stream through memory while others run.
 
-`GpuWeights` runs the routed experts of a layer for many tokens. Experts that are not resident as a whole are copied
-from host memory, in one piece each, into a ring (`ExpertStream`) that takes all of the dynamic memory. While a layer
-runs, the next one's experts follow, as far as the ring has space. One token runs in `token_step.TokenStep`, without the
-host. Importing this needs Triton.
+Experts that are not resident as a whole are copied from host memory, in one piece each, into a ring (`ExpertStream`)
+that takes all of the dynamic memory. While a layer runs, the next one's experts follow, as far as the ring has space.
+Importing this needs Triton.
 """
 
 from collections import deque
@@ -30,8 +29,6 @@ from moe_pack.runtime.offload import ExpertKey
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """An expert in the ring."""
-
     key: ExpertKey
     begin: int  # in bytes of the dynamic memory
     end: int
@@ -171,10 +168,7 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         router_weights: Tensor,
         partial_state: model.PartialState | None = None,
     ) -> Tensor:
-        """Returns the weighted sum of a layer's routed experts for tokens x float32 [T, d].
-
-        Args:    experts, router_weights: int64 and float32 [T, k].
-        """
+        """Returns the weighted sum of a layer's routed experts [T, k] for tokens x float32 [T, d]."""
         inputs = to_experts(x, self, layer_idx)
         # The host waits once a layer, because it has to know which experts have tokens.
         chosen, weights = experts.cpu(), router_weights.cpu()
@@ -204,7 +198,7 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
     def _start_on_cpu(
         self, share: PromptShare, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, pass_: "_Pass"
     ) -> tuple[Future[Tensor] | None, int]:
-        """Begins to compute some missing experts on the CPU, and puts them last; returns how many others there are."""
+        """Begins to compute some missing experts on the CPU, and puts them last; returns the number of the others."""
         jobs = {expert: (tokens, of_tokens) for expert, tokens, of_tokens in model.tokens_by_expert(experts, weights)}
         num_tokens = [len(jobs[expert][0]) for expert in pass_.missing]
         pieces = [self.stream.missing(ExpertKey(layer_idx, expert)) for expert in pass_.missing]
@@ -323,11 +317,9 @@ class _Pass:
 
     @property
     def order(self) -> list[int]:
-        """The experts with tokens, in the order in which they run."""
         return [*self.static, *self.missing]
 
     def put_last(self, experts: list[int]) -> None:
-        """Puts some missing experts after all others."""
         self.missing = [expert for expert in self.missing if expert not in experts] + experts
         others = sorted(set(range(len(self.pairs.counts))) - set(self.order))
         self.pairs = grouped.pairs_by_expert(self.experts, self.weights, np.array([*self.order, *others]))

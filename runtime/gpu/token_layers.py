@@ -48,10 +48,7 @@ class GroupedAttention:
         )
 
     def run(self, layer: int, x: Tensor, position: Tensor) -> None:
-        """Adds a layer's attention to the hidden state x, float32 [d].
-
-        Args:    position: int32 [1], where the token's keys and values enter the cache.
-        """
+        """Adds a layer's attention to x, float32 [d]; `position`: int32 [1], of the token's keys and values."""
         weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
         projections: tuple[tuple[parts.Projection, Tensor], ...] = (("q", self._q), ("k", self._k), ("v", self._v))
         products = [
@@ -80,10 +77,7 @@ class GroupedAttention:
 
 
 class LatentAttention:
-    """Multi-head latent attention with absorbed projections, as `kernels.attention` computes it. Owns its buffers.
-
-    Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
-    """
+    """Multi-head latent attention with absorbed projections; arguments as for `GroupedAttention`. Owns its buffers."""
 
     def __init__(self, weights: PackWeights, cache: caches.KVCache, angles: caches.Angles) -> None:
         spec, device = weights.spec.attention, cache.device
@@ -205,7 +199,6 @@ class TokenLayers:
         )
 
     def _neurons(self, role: str, x: Tensor, norm: Norm | None, weight: Tensor | None) -> Tensor:
-        """Launches the neurons of a dense expert, float32 [f]."""
         weights, expert = self._weights, self._weights.spec.expert
         up = stored(weights, f"{role}.up")
         gate = stored(weights, f"{role}.gate") if "gate" in expert.matrices else None

@@ -157,8 +157,6 @@ class _SharedExperts(_SplitExperts):
 
 
 class _Buffers:
-    """The tensors of a token's launches that only the device uses."""
-
     def __init__(self, weights: GpuWeights, device: torch.device, num_sms: int, pulled_share: float) -> None:
         spec, offsets = weights.spec, weights.memory.record_at.dtype
         f, k, d = spec.expert.intermediate_size, spec.router.num_experts_per_tok, spec.hidden_size

@@ -65,7 +65,7 @@ class DeviceMatrix(matrices.InMemoryMatrix):
 
 
 def down_biases(pack: formats.Pack, layer_idx: int) -> Tensor | None:
-    """Returns the biases of down of a layer's experts, float32 [E, d] in host memory; None if the family has none.
+    """Returns the biases of down of a layer's experts, float32 [E, d] in host memory; None if there are none.
 
     Raises:  PackError if they are damaged or cannot be read.
     """
@@ -165,7 +165,6 @@ class _Memory:
         return self.bytes[begin : begin + num_bytes]
 
     def begin_of(self, piece: Tensor) -> int:
-        """Returns the first byte of a piece in the allocation."""
         return int(piece.storage_offset() - self.bytes.storage_offset())
 
     def put(self, values: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 A neuron function is `h(g, u) = act(g) * factor(u)`, or `act(u)` without a gate; the twin is `runtime.model.expert`.
 Clamping leaves a NaN a NaN. Norms take the last dimension, one program a vector; their twins are torch's own.
-`reduce` adds the partial sums of a token's experts in a fixed order, times the router's weights, and the CPU's share.
-`hand_over` writes what the CPU needs for its share to host memory.
 """
 
 from typing import NamedTuple
@@ -112,8 +110,6 @@ _COLUMNS = tl.constexpr(32)  # that a program takes: 128 bytes, a cache line
 
 
 class _Summands(NamedTuple):
-    """The arguments of `reduce` that are added, as its kernel takes them."""
-
     partials: Tensor
     pulled: Tensor | None
     weights: Tensor

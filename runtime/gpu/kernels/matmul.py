@@ -1,9 +1,7 @@
 """Products with a matrix of the dense part in its stored bytes: for many tokens, for one token, and one row of it.
 
-The twin of `gemm` and `gemv` is `linear` in `runtime.model.matrix`; `gather_row` reads one row, as an embedding does.
-`normed_gemv` normalizes the token before several products, and `gated` makes the neurons of a dense expert, each in one
-launch. A program of these multiplies some blocks of rows, and loads the codes of a block while it multiplies the one
-before.
+The twin of `gemm` and `gemv` is `linear` in `runtime.model.matrix`. A program multiplies some blocks of rows, and loads
+the codes of a block while it multiplies the one before.
 """
 
 from collections.abc import Sequence
@@ -184,15 +182,11 @@ def _launch_gemv(
 
 
 class _Ending(NamedTuple):
-    """The vector to which a product is added, and the factor before that."""
-
     residual: Tensor | None
     scale: float
 
 
 class _Target(NamedTuple):
-    """One of a launch's matrices and its output, as the kernel takes them."""
-
     rows: Tensor
     out: Tensor
     bias: Tensor | None
@@ -241,16 +235,12 @@ def gated(
 
 
 class _Gemv(NamedTuple):
-    """The constants of `gemv`'s kernel."""
-
     part: RowPart
     blocks: _Blocks
     num_matrices: int
 
 
 class _Gated(NamedTuple):
-    """The constants of `gated`'s kernel."""
-
     gate: RowPart | None
     up: RowPart
     function: int
@@ -258,10 +248,7 @@ class _Gated(NamedTuple):
 
 
 def gather_row(matrix: StoredRows, row_id: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-    """Writes one row of a matrix, times `scale`, to `out`: the embedding of a token.
-
-    Args:    row_id: int32 [1].   out: float32 [d].
-    """
+    """Writes the row of number `row_id`, int32 [1], times `scale`, to `out` float32 [d]: the embedding of a token."""
     part = matrix.part
     _gather_row[(1,)](
         matrix.in_memory, row_id, out, lookup_for(out.device, part), scale, part,

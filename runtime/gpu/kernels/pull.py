@@ -1,11 +1,8 @@
 """Rows copied from host memory into the arena: all kernels of the experts that read host memory.
 
-`pull_records` brings the records that a token needs and the arena lacks to where `neurons.compact` says, and
-`pull_selectors` brings missing selector rows to scratch memory. Neither changes a table, so what they bring is there
-for one token's layer, unless the host enters it. `bring` copies a list of rows that the host makes, and `enter_rows`
-changes a table as the host says.
-
-Every byte is loaded by one program, once. Host memory must be page-locked where the arena is on a GPU.
+`pull_records` and `pull_selectors` bring rows for one token's layer and change no table; `bring` copies a list of rows
+that the host makes, and `enter_rows` changes a table as the host says. Every byte is loaded by one program, once. Host
+memory must be page-locked if the arena is on a GPU.
 """
 
 import triton
@@ -45,7 +42,6 @@ def _block_words(row_units: int) -> int:
 
 @triton.jit
 def _load_host(words_ptr, mask):
-    """Loads words of rows in host memory."""
     return tl.load(words_ptr, mask=mask, other=0)
 
 
