@@ -32,8 +32,9 @@ from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import Engine, EngineOptions, random_prompt, report
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.engine.options import MissesOption
+from moe_pack.runtime.gpu.decoder import GpuDecoder
 from moe_pack.runtime.gpu.devices import HostArena, host_bytes
-from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts
+from moe_pack.runtime.gpu.fit import GpuCounts
 from moe_pack.runtime.gpu.placements import Misses
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, EncoderDecoder
@@ -390,7 +391,7 @@ class EngineBench:
 
 
 def counts(engine: Running) -> GpuCounts:
-    assert isinstance(engine.decoder, CountsNeurons), "a GPU's decoder counts"
+    assert isinstance(engine.decoder, GpuDecoder), "a GPU's decoder counts"
     return engine.decoder.counts()
 
 
