@@ -56,7 +56,7 @@ class ExpertPrediction:
         """Whether it predicts a layer by the partial hidden state."""
         return self._plan.methods.get(layer_idx) == "partial"
 
-    def _launches(self, layer_idx: int, method: prefetch.MethodName) -> Callable[[Tensor], None]:
+    def _launches(self, layer_idx: int, method: prefetch.MethodName) -> Callable[[Tensor], object]:
         layers, scores, experts = self._layers, self._scores, self.experts
         routing, device = self._plan.routing, experts.device
         if method in ("router", "partial"):
@@ -88,7 +88,7 @@ class ExpertPrediction:
 
         return by_paths
 
-    def _network(self, layer_idx: int, network: offload.Predictor) -> Callable[[Tensor], None]:
+    def _network(self, layer_idx: int, network: offload.Predictor) -> Callable[[Tensor], object]:
         layers, scores, experts = self._layers, self._scores, self.experts
         is_deep, h = network.out_weight is not None, len(network.bias)
         padding = -h % _UNIT_STEP if is_deep else 0

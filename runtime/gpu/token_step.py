@@ -189,9 +189,10 @@ class TokenStep:
         device, num_layers = layers.x.device, len(weights.spec.moe_layers)
         self.weights, self.layers, self.inputs, self.spec = weights, layers, inputs, weights.spec
         self.own = _Buffers(weights, device, num_sms, inputs.pulled_share)
-        host = inputs.host
-        extents = () if host is None else enumerate(host.extent_at)  # no records are pulled without host memory
-        self.host_rows = [HostRows(host.rows(l), torch.from_numpy(at // 16).to(device)) for l, at in extents]
+        self.host_rows: list[HostRows] = []  # by layer; none without host memory, from which records are pulled
+        if inputs.host is not None:
+            extents = [torch.from_numpy(at // 16).to(device) for at in inputs.host.extent_at]
+            self.host_rows = [HostRows(inputs.host.rows(l), extent_at) for l, extent_at in enumerate(extents)]
         self.prefetch: RecordPrefetch | None = None
         is_whole = weights.memory.placement.is_whole
         if inputs.prediction is not None and not is_whole:

@@ -31,7 +31,7 @@ from moe_pack.runtime.model import activations
 
 # The same products in float32, summed in another order than torch's, codes and zeros apart.
 TOLERANCE = 1e-5  # of the reference's RMS
-GPU_TOLERANCE = 3e-5  # tensor cores cut sums off; see test_gemm
+GPU_TOLERANCE = 3e-5  # tensor cores cut sums off; see test_matmul
 # Neurons' outputs, times a scale, are rounded to 8 bits: by 2^-9 at most, which partly cancels in sums. The largest of
 # all errors, of tokens whose sizes differ a hundredfold, is some 2% of the RMS over them all.
 BF16_TOLERANCE = 0.03
