@@ -13,7 +13,7 @@ from moe_pack.runtime.engine import machine, numerics
 from moe_pack.runtime.engine.options import EngineOptions
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.gpu import fit
+    from moe_pack.runtime.gpu import devices, fit
     from moe_pack.runtime.model.caches import KvDtype
 
 RunMode = Literal["mapped", "offloaded", "gpu"]
@@ -99,7 +99,7 @@ class GpuFacts(Facts):
     """A run on a GPU: its memory and its use, the policies by which records come and go, and who has missing rows."""
 
     mode: ClassVar[RunMode] = "gpu"
-    memory: fit.DriverMemory
+    memory: devices.GpuMemory
     use: fit.GpuMemoryUse
     preset: offload.Preset
     misses: Literal["pull", "auto", "cpu", "disk"]

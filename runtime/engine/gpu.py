@@ -29,7 +29,7 @@ class GpuRun:
     """A GPU, and what is asked of it."""
 
     device: torch.device
-    memory: fit.DriverMemory
+    memory: devices.GpuMemory
     request: fit.GpuRequest
     ram_bytes: int  # host memory for experts
 
@@ -81,7 +81,7 @@ def build_on_gpu(
                 launch_all()
             ahead.compile_ahead(list(jobs.values()), cpu.num_cpus(), setup.progress)
 
-        engine, use = fit.fit_to_gpu(
+        engine, use = gpu_engine.fit_to_gpu(
             setup.pack, device, run.memory, run.request, inputs.least_bytes, build, compile_kernels
         )
         stack.enter_context(closing(engine))

@@ -169,7 +169,9 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
 
 
 def _gpu(facts: GpuFacts, decoder: model.Decoder | model.EncoderDecoder) -> GpuReport:
-    assert isinstance(decoder, fit.CountsNeurons), "a GPU's decoder counts"
+    from moe_pack.runtime.gpu.decoder import GpuDecoder  # needs Triton, which a GPU's engine has loaded
+
+    assert isinstance(decoder, GpuDecoder), "a GPU's decoder counts"
     names = (facts.misses, facts.preset.name, facts.preset.prediction)
     return GpuReport(*names, facts.use, facts.memory.used_bytes(), facts.locked_bytes, decoder.counts())
 

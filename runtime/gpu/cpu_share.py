@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -78,33 +78,10 @@ class Exchange:
         return cls(x, weights, zeros(k), y, a, counts, neurons, pulled_counts, left)
 
 
-class CpuShare(Protocol):
-    """A way to compute the CPU's share of a layer."""
-
-    # Whether `y` is in the layer's own coordinates; otherwise in those of its rotated experts, as their sum is.
-    adds_output: bool
-
-    def launch(self, turn: int, layer_idx: int) -> None:
-        """Adds the computation of a layer to torch's current stream; without a GPU computes it at once."""
-        ...
-
-    def check(self) -> None:
-        """Raises what has gone wrong since the last call."""
-        ...
-
-    def busy_seconds(self) -> float:
-        """Returns the seconds in which it has computed, since it was opened."""
-        ...
-
-    def close(self) -> None:
-        """Frees what the calls use; no graph may contain one any more."""
-        ...
-
-
 class PoolShare:
     """The native kernels compute from host memory. Owns nothing of its arguments."""
 
-    adds_output = False
+    adds_output = False  # `y` is in the coordinates of the layer's rotated experts, as their sum is
 
     def __init__(
         self, pack: Pack, host: devices.HostArena, kernels: Kernels, exchange: Exchange, calls: devices.HostCalls | None
@@ -124,7 +101,7 @@ class PoolShare:
         self._calls, self._num_layers = calls, num_layers
 
     def launch(self, turn: int, layer_idx: int) -> None:
-        """Adds the computation of a layer; see `CpuShare`."""
+        """Adds the computation of a layer to torch's current stream; without a GPU computes it at once."""
         place = turn * self._num_layers + layer_idx
         if self._calls is None:
             self._share.run(place)
@@ -132,22 +109,22 @@ class PoolShare:
             self._calls.add(*self._share.function(place))
 
     def check(self) -> None:
-        """Raises what has gone wrong; see `CpuShare`."""
+        """Raises the faults since the last call."""
         self._share.check()
 
     def busy_seconds(self) -> float:
-        """Returns the seconds in which the kernels had work; see `CpuShare`."""
+        """Returns the seconds in which the kernels had work, since the share was opened."""
         return self._share.counts().busy_ns / 1e9
 
     def close(self) -> None:
-        """Frees the calls' arguments."""
+        """Frees the calls' arguments; no graph may contain a call any more."""
         self._share.close()
 
 
 class TierShare:
     """The CPU's own engine computes whole experts, which it reads from the disk into its cache."""
 
-    adds_output = True
+    adds_output = True  # `y` is in the layer's own coordinates
 
     def __init__(self, tier: ExpertRunner, exchange: Exchange, calls: devices.HostCalls | None) -> None:
         self._tier, self._exchange, self._calls = tier, exchange, calls
@@ -157,7 +134,7 @@ class TierShare:
         self._functions: dict[tuple[int, int], Callable[..., None]] = {}
 
     def launch(self, turn: int, layer_idx: int) -> None:
-        """Adds the computation of a layer; see `CpuShare`."""
+        """Adds the computation of a layer to torch's current stream; without a GPU computes it at once."""
         if self._calls is None:
             self._compute(turn, layer_idx)
             return
@@ -169,17 +146,17 @@ class TierShare:
         self._calls.add(address, 0)
 
     def check(self) -> None:
-        """Raises what has gone wrong; see `CpuShare`."""
+        """Raises the first fault since the last call."""
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
 
     def busy_seconds(self) -> float:
-        """Returns the seconds in which experts were read and computed; see `CpuShare`."""
+        """Returns the seconds in which experts were read and computed."""
         return self._busy_seconds
 
     def close(self) -> None:
-        """Forgets the calls' functions."""
+        """Forgets the calls' functions; no graph may contain a call any more."""
         self._functions.clear()
 
     @torch.inference_mode()
@@ -198,26 +175,20 @@ class TierShare:
         self._busy_seconds += time.perf_counter() - started
 
 
+CpuShare: TypeAlias = PoolShare | TierShare
+
+
 def host_rows(pack: Pack, host: devices.HostArena, layer_idx: int) -> list[ExpertRows]:
     """Returns a layer's experts in host memory as the kernels take them."""
-    layouts, selector, function = pack.layout.experts[layer_idx], pack.manifest.selector, pack.spec.expert.function
+    selector, function, thresholds = pack.manifest.selector, pack.spec.expert.function, pack.thresholds[layer_idx]
     return [
-        extent_rows(
-            layout,
-            selector,
-            function,
-            float(pack.thresholds[layer_idx, e]),
-            host.extent(layer_idx, e, layout.num_bytes).numpy(),
-        )
-        for e, layout in enumerate(layouts)
+        extent_rows(layout, selector, function, float(threshold), host.extent(layer_idx, e, layout.num_bytes).numpy())
+        for e, (layout, threshold) in enumerate(zip(pack.layout.experts[layer_idx], thresholds, strict=True))
     ]
 
 
 class PromptShare:
-    """In passes of many tokens, the missing experts that the CPU computes while the link brings the others.
-
-    Owns a thread: `close` it.
-    """
+    """Computes some missing experts of long passes, while the link brings the others. Owns a thread: `close` it."""
 
     def __init__(self, pack: Pack, host: devices.HostArena, kernels: Kernels, rates: "Rates") -> None:
         self._sizes = [[expert.num_bytes for expert in layer] for layer in pack.layout.experts]
@@ -238,9 +209,9 @@ class PromptShare:
         return [expert for place, expert in enumerate(experts) if place in computed]
 
     def start(self, layer_idx: int, x: Tensor, jobs: Sequence[tuple[int, Tokens, Floats]]) -> Future[Tensor]:
-        """Begins to compute experts; returns their weighted sum later: float32 [T, d], for x float32 [T, d].
+        """Begins to compute experts, and returns their weighted sum later: float32 [T, d], for x float32 [T, d].
 
-        Args:    jobs: of each expert its number, tokens and router weights.
+        Args:    jobs: each expert's number, tokens and router weights.
         """
         works = [(self._rows[layer_idx][expert], tokens, weights) for expert, tokens, weights in jobs]
         return self._thread.submit(self._kernels.experts, x, works)
@@ -264,10 +235,7 @@ class Rates:
         return self.link / (self.link + self.cpu)
 
     def computing(self, num_bytes: int, num_tokens: int) -> float:
-        """Returns the seconds of the CPU for an expert of so many bytes: on lines between what was measured.
-
-        For more tokens the time is in proportion to theirs.
-        """
+        """Returns the CPU's seconds for an expert of so many bytes: on lines between measured times."""
         known, times = (0, *MEASURED_TOKENS), (0.0, *self.prompt)
         beyond = max(num_tokens / known[-1], 1.0)
         return num_bytes * beyond * float(np.interp(num_tokens, known, times))
@@ -294,8 +262,7 @@ def link_rate(host: devices.HostArena, device: torch.device) -> float:
 def _cpu_rate(pack: Pack, host: devices.HostArena, kernels: Kernels) -> float:
     """Returns the bytes of records a second that the CPU computes for one token, call by call, as tokens do it.
 
-    Each of k experts has an eighth of its neurons listed: what a token leaves to the CPU of experts with selectors. The
-    layers follow one another, so that no cache has the rows.
+    Each of k experts has an eighth of its neurons listed. The layers follow one another, so that no cache has the rows.
     """
     spec, num_layers = pack.spec, len(pack.layout.experts)
     k, f, d = spec.router.num_experts_per_tok, spec.expert.intermediate_size, spec.hidden_size
@@ -338,7 +305,7 @@ def _prompt_times(pack: Pack, host: devices.HostArena, kernels: Kernels) -> tupl
 
 
 def _median_seconds(actions: Sequence[Callable[[], object]], sizes: Sequence[int] | None = None) -> float:
-    """Returns the median of the actions' seconds, each divided by its size if they have sizes."""
+    """Returns the median of the actions' seconds, each divided by its size if there are sizes."""
     actions[0]()  # the first run also loads memory and kernels
     taken = []
     for number, action in enumerate(actions):

@@ -1,7 +1,7 @@
-"""The decoder on a GPU: it repeats a token's launches, and decides on its slots while they run.
+"""The decoder on a GPU: it repeats a token's launches, and decides on the slots while they run.
 
-`GpuDecoder` runs `token_step.TokenStep`: between two tokens the host enters records in the tables, and while a token
-runs it decides on those that the token before lacked (`MovingSlots`, with `residency`). Importing this needs Triton.
+Between two tokens the host enters records in the tables. While a token runs, it decides on the records that the token
+before lacked (`MovingSlots`, with `residency`). Importing this needs Triton.
 """
 
 import time
@@ -34,7 +34,7 @@ _INTERPRETED_SMS = 1  # programs run one after the other
 
 
 class Slots:
-    """The slots of a GPU's memory for experts, which tokens fill; here there are none."""
+    """The slots of a GPU's memory for experts, which tokens fill; this class has none."""
 
     promoted_rows = 0
     promoted_bytes = 0
@@ -44,23 +44,23 @@ class Slots:
         return 0
 
     def load(self, turn: int) -> None:
-        """Launches what makes the slots of a turn known to a token's launches."""
+        """Launches the copy of a turn's slots to where a token's launches read them."""
 
     def between_tokens(self, last: int, begin: devices.Mark, token_seconds: float) -> None:
-        """Decides on the slots, while a token runs, by what the token before it lacked, for the token after it.
+        """Decides on the slots while a token runs, by the records that the token before lacked, for the token after.
 
-        Args:    last: the turn of the token before.   begin: of the token that runs; what its tables do not name may be
-                 overwritten after that.   token_seconds: that a token takes.
+        Args:    last: the turn of the token before.   begin: of the token that runs; afterwards memory that its tables
+                 do not name may be overwritten.   token_seconds: the duration of a token.
         """
 
     def token_ended(self) -> None:
-        """Takes note that a token has run, whose routes are still to be looked at."""
+        """Records that a token has run; its routes are still to be read."""
 
     def forget_token(self) -> None:
-        """Forgets the token that has run: it was none of the caller's."""
+        """Forgets the token that has run, which was none of the caller's."""
 
     def empty(self) -> None:
-        """Forgets what the slots have, because a pass of many tokens uses their memory."""
+        """Forgets the slots' records, because a pass of many tokens uses their memory."""
 
 
 class MovingSlots(Slots):
@@ -98,15 +98,15 @@ class MovingSlots(Slots):
         return self.residency.promoted_rows
 
     def num_changes(self, turn: int) -> int:
-        """Returns how many entries the last decision changed."""
+        """Returns the number of entries that the last decision changed."""
         return self._num_entries[turn]
 
     def load(self, turn: int) -> None:
-        """Launches the copy of the offsets of slots to pull into."""
+        """Launches the copy of the offsets of the slots to pull into."""
         self._memory.landing_slots.copy_(self._landing[turn], non_blocking=True)
 
     def between_tokens(self, last: int, begin: devices.Mark, token_seconds: float) -> None:
-        """Enters what has arrived, promotes records that were missing, and writes the table's changes; see `Slots`."""
+        """Enters arrived records, promotes missing ones, and writes the table's changes."""
         residency, exchange, step = self.residency, self._inputs.exchange, self._step
         experts = step.routes[last].numpy()
         if self._undecided:
@@ -132,7 +132,7 @@ class MovingSlots(Slots):
         self._landing[last] = torch.from_numpy(residency.landing[last])
 
     def token_ended(self) -> None:
-        """Takes note of the token, whose records now lie in slots."""
+        """Records that the token's records now lie in slots."""
         self._undecided, self._is_empty = True, False
 
     def forget_token(self) -> None:
@@ -153,14 +153,13 @@ class MovingSlots(Slots):
         self._undecided, self._is_empty = False, True
 
     def _most_promoted(self, token_seconds: float) -> int:
-        """Returns how many records may be copied while a token runs: none where a token itself needs the link."""
+        """Returns how many records may be copied while a token runs: none if tokens themselves use the link."""
         if self._inputs.pulled_share > 0:
             return 0
         slot_bytes = int(self._memory.placement.slot_bytes.max())
         return int(min(_LINK_SHARE * self._link_rate * token_seconds / slot_bytes, len(self._sources)))
 
     def _copy(self, promotions: list[Promotion]) -> None:
-        """Launches the copies of records into their slots; the copies before have ended."""
         host, memory = self._inputs.host, self._memory
         assert host is not None, "records are promoted from host memory"
 
@@ -185,8 +184,6 @@ class MovingSlots(Slots):
 
 
 class _TokenCounts:
-    """The neurons and bytes that tokens needed until now."""
-
     def __init__(
         self, memory: ExpertMemory, step: token_step.TokenStep, inputs: token_step.StepInputs, slots: Slots
     ) -> None:
@@ -195,14 +192,12 @@ class _TokenCounts:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what launches have counted that were no tokens of the caller."""
         self._sums = np.zeros(7, np.int64)  # resident, pulled, left, whole, ahead, ahead and ran, changed
         self._num_tokens = self._pulled_bytes = 0
         self._busy_before = self._busy_seconds()
         self._slots.forget_token()
 
     def add(self, turn: int) -> None:
-        """Adds the token that has run."""
         step, totals = self._step, self._step.totals[turn].numpy()
         running, left = (
             totals[..., tables.HERE] + totals[..., tables.PULLED] + totals[..., tables.LEFT],
@@ -221,7 +216,6 @@ class _TokenCounts:
         self._num_tokens += 1
 
     def result(self) -> fit.GpuCounts:
-        """Returns what has been counted."""
         resident, pulled, left, whole, ahead, ahead_ran, changed = self._sums.tolist()
         counts = (resident, pulled, left, whole, self._slots.promoted_rows, ahead, ahead_ran, changed)
         link_bytes = self._slots.promoted_bytes + self._pulled_bytes
@@ -232,11 +226,11 @@ class _TokenCounts:
 
 
 class GpuDecoder(Decoder):
-    """A decoder on a GPU; see `Decoder`. Logits are returned in host memory.
+    """A decoder on a GPU, whose logits are in host memory.
 
     Before `prepare`, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
-    Args:    residency: decides on the slots; None if there are none.   chunk_tokens: of a forward pass of several
-             tokens.   cache_dtype: of keys and values.   link_rate: bytes a second that promotions may count on.
+    Args:    residency: decides on the slots; None without slots.   chunk_tokens: of a forward pass of several tokens.
+             cache_dtype: of keys and values.   link_rate: bytes a second that promotions may count on.
     """
 
     def __init__(
@@ -271,7 +265,7 @@ class GpuDecoder(Decoder):
         self._token_seconds = _FIRST_TOKEN_SECONDS
 
     def logits(self, ids: list[int]) -> Tensor:
-        """Returns logits in host memory; see `Decoder.logits`."""
+        """Returns logits in host memory."""
         if self._is_alone(ids):
             return self._one(ids[0])[None].clone()
         return torch.cat(
@@ -283,12 +277,12 @@ class GpuDecoder(Decoder):
         )
 
     def extend(self, sequence: kv_cache.CachedSequence, ids: list[int]) -> Tensor:
-        """Returns the last logits in host memory, valid until the next call; see `Decoder.next_logits`."""
+        """Returns the last logits in host memory, valid until the next call."""
         return self._one(ids[0]) if self._is_alone(ids) else super().extend(sequence, ids).cpu()
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Captures a token's launches as a graph for each turn, after running them so that all kernels are loaded."""
+        """Captures a token's launches as a graph for each turn; a run before loads all kernels."""
         if not self._is_cuda:
             return
         launches = list(self._runs)
@@ -308,7 +302,7 @@ class GpuDecoder(Decoder):
 
     @torch.inference_mode()
     def tune(self) -> None:
-        """Chooses the share of missing records that the link brings, by the time that tokens take with it."""
+        """Chooses the share of missing records that the link brings, by the duration of tokens."""
         if self._inputs.share is None or not self._inputs.pulled_share or self._inputs.by_expert:
             return
         draw = torch.Generator().manual_seed(0)
@@ -331,7 +325,7 @@ class GpuDecoder(Decoder):
         self._counts.clear()
 
     def _limit_prefetch(self, stream: "torch.cuda.Stream") -> None:
-        """Lets records be pulled ahead as long as a layer's other work takes, as measured now."""
+        """Allows as many records to be pulled ahead as the link brings during a layer's other work, measured now."""
         prefetch, placement = self._step.prefetch, self._gpu_weights.memory.placement
         if prefetch is None:
             return
@@ -358,7 +352,7 @@ class GpuDecoder(Decoder):
         return self._step.routes[1 - self._turn]
 
     def counts(self) -> fit.GpuCounts:
-        """Returns what tokens that ran alone needed until now."""
+        """Returns the needs of the tokens that ran alone until now."""
         return self._counts.result()
 
     def _is_alone(self, ids: list[int]) -> bool:

@@ -1,13 +1,8 @@
 """The GPU as the engines see it: its memory, its queues, and page-locked host memory; importing this needs no Triton.
 
-`GpuMemory` says what the driver charges this process for, context, kernels and libraries included. nvidia-smi shows the
-same figure, and a budget is compared with it. PyTorch's own figures omit what others allocated.
-
-`Queues` say what runs beside what, and in which order. `HostCalls` let a graph call the CPU.
-
-`HostArena` has all experts of a pack in host memory, in one mapping that is page-locked if a GPU reads it. It does not
-use PyTorch's allocator of page-locked memory, which rounds up to powers of two. A pack that does not fit into host
-memory is computed by the CPU's own engine (`cpu_share`).
+`GpuMemory` has the driver's figure, as nvidia-smi shows it, with context, kernels and libraries: a budget is compared
+with it. `HostArena` is one mapping with all experts, page-locked if a GPU reads it. PyTorch's allocator of page-locked
+memory rounds up to powers of two. The CPU's own engine computes packs that do not fit into host memory (`cpu_share`).
 """
 
 import ctypes
@@ -75,7 +70,6 @@ class _NvmlGpu:
     before_bytes: int = 0  # in use when it was listed
 
     def used_bytes(self) -> int:
-        """Returns the bytes in use by all processes."""
         memory = _MemoryInfo()
         fault = self.library.nvmlDeviceGetMemoryInfo(self.handle, ctypes.byref(memory))
         assert fault == 0, "the library listed this GPU"
@@ -139,7 +133,7 @@ class Queues:
                 torch.cuda.current_stream().wait_stream(self._forks[fork])
                 self._open.remove(fork)
 
-    def beside(self, work: Callable[[], None], after: Sequence["Mark"]) -> "Mark":
+    def beside(self, work: Callable[[], object], after: Sequence["Mark"]) -> "Mark":
         """Launches work in the stream for copies, after marks are reached; returns its end."""
         if self._copy is None:
             work()
@@ -179,7 +173,7 @@ class Mark:
 class HostCalls:
     """Calls C functions from a stream, by the driver's `cuLaunchHostFunc`; a graph that captures a call repeats it.
 
-    Raises:  RunError if the driver's library cannot be loaded.
+    Raises:  RunError if the driver's library cannot be loaded, or refuses a call.
     """
 
     def __init__(self) -> None:
@@ -193,10 +187,7 @@ class HostCalls:
         self._launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
     def add(self, function: int, argument: int) -> None:
-        """Adds a call of the function at an address, `void f(void*)`, to torch's current stream.
-
-        Raises:  RunError if the driver refuses it.
-        """
+        """Adds a call of the function at an address, `void f(void*)`, to torch's current stream."""
         fault = self._launch(torch.cuda.current_stream().cuda_stream, function, argument)
         if fault:
             raise formats.RunError(f"--misses: the driver refuses to call the CPU (error {fault}); use --misses pull")
@@ -276,10 +267,7 @@ class HostArena:
         return self.bytes[begin : begin + num_bytes]
 
     def close(self) -> None:
-        """Unlocks the memory and releases it; it is freed with the last tensor that refers to it.
-
-        Waits for the GPU first, because a kernel or a copy may still read the memory.
-        """
+        """Unlocks the memory after the GPU has ended its work; it is freed with the last tensor that refers to it."""
         if self._locked:
             torch.cuda.synchronize()
         for address in self._locked:
@@ -313,10 +301,7 @@ class HostArena:
                 os.close(file)
 
     def _lock(self) -> None:
-        """Page-locks the memory layer by layer, until the driver refuses one.
-
-        A copy must not cross memory that two calls locked, or that is locked in part; no copy crosses layers.
-        """
+        """Page-locks layers until the driver refuses one: a copy must not cross memory that two calls locked."""
         address, cudart = self.bytes.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
         begins = [begin for begin, _ in self._layers]
         for begin, end in zip(begins, [*begins[1:], self.num_bytes], strict=True):
@@ -333,8 +318,6 @@ def host_bytes(pack: formats.Pack) -> int:
 
 
 class _ArenaLayout(NamedTuple):
-    """The places of experts in a `HostArena`."""
-
     extent_at: list[Array]  # int64 [E] for each layer, where extents begin in it
     layers: list[tuple[int, int]]  # where each layer begins and ends in the mapping
     num_bytes: int  # the mapping's length
@@ -360,10 +343,7 @@ def _opened(pack: formats.Pack, name: str) -> int:
 def _read_extent(
     pack: formats.Pack, layer_idx: int, expert: int, file: int, raw: NDArray[np.uint8], verify: bool
 ) -> None:
-    """Reads an expert into `raw`, and checks its checksum if `verify`.
-
-    Raises:  PackError if it is damaged or cannot be read.
-    """
+    """Reads an expert into `raw`; raises PackError if it cannot be read or, with `verify`, is damaged."""
     name, begin = pack.manifest.expert_files[layer_idx].name, pack.layout.offsets[layer_idx][expert]
     view, done = raw.data, 0
     while done < len(raw):

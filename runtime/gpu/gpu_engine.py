@@ -1,8 +1,10 @@
-"""The engine on a GPU for a pack: memory of experts, weights, the CPU's share and decoder, put together.
+"""The engine on a GPU for a pack, and its fit into a budget; importing this needs Triton.
 
-Importing this needs Triton.
+The memory of driver, kernels and forward passes is not assumed. A first engine gets the least memory for experts, runs
+every kernel and its longest passes, and is measured. The engine that stays gets the rest of the budget for its experts.
 """
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -12,27 +14,34 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import Pack
+from moe_pack import formats
+from moe_pack.runtime import model
 from moe_pack.runtime.cpu import Kernels
-from moe_pack.runtime.gpu import cpu_share, decoder, devices, placements, token_step
+from moe_pack.runtime.gpu import cpu_share, decoder, devices, fit, placements, token_step
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.gpu.prefill import GpuWeights
 from moe_pack.runtime.gpu.residency import Residency
 from moe_pack.runtime.gpu.weights import ExpertMemory
-from moe_pack.runtime.model import ExpertRunner
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload import cache
+from moe_pack.runtime.offload import budgets, cache
+
+_ROUNDING_BYTES = 4 << 20  # the driver allocates in pieces of 2 MiB
+_LENGTH_STEP = 16  # tokens: lengths in between use the same kernels (`gemm`)
+_HEADS = ("head", "embed")  # the roles that can give logits
+# An allocation of torch with so many bytes or more has a piece of the driver's memory of its own. Smaller ones share
+# pieces of 20 MiB, and there may be one piece more than was measured.
+_OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class GpuInputs:
-    """What an engine is made of, whatever memory it gets; all of it stays the caller's."""
+    """The parts of an engine that do not depend on its memory; all stay the caller's."""
 
-    pack: Pack
+    pack: formats.Pack
     device: torch.device
     misses: placements.Misses  # who has missing records
     host: devices.HostArena | None  # experts in host memory; None if `tier` has them
-    tier: ExpertRunner | None  # the CPU's own engine
+    tier: model.ExpertRunner | None  # the CPU's own engine
     kernels: Kernels | None  # compute the CPU's share; None if everything is pulled or `tier` computes
     # By which the CPU computes some of the missing experts in passes of many tokens; None if it computes none.
     rates: cpu_share.Rates | None
@@ -137,7 +146,7 @@ class GpuEngine:
 def _cpu_shares(
     inputs: GpuInputs, placement: placements.GpuPlacement, exchange: cpu_share.Exchange, opened: ExitStack
 ) -> tuple[cpu_share.CpuShare | None, cpu_share.PromptShare | None]:
-    """Returns what computes the CPU's share of one token, and of many; `opened` closes them."""
+    """Returns the CPU's shares of one token and of many; `opened` closes them."""
     if placement.is_whole or inputs.misses == "pull":
         return None, None
     calls = devices.HostCalls() if inputs.device.type == "cuda" else None
@@ -158,3 +167,111 @@ def _residency(inputs: GpuInputs, memory: ExpertMemory, placement: placements.Gp
     k = inputs.pack.spec.router.num_experts_per_tok
     facts = cache.CacheFacts(pages, int(placement.num_slots.sum()), k, inputs.popularity)
     return Residency(placement, memory.static_at, memory.slots_at, inputs.eviction(facts))
+
+
+def fit_to_gpu(
+    pack: formats.Pack,
+    device: torch.device,
+    memory: devices.GpuMemory,
+    request: fit.GpuRequest,
+    least_bytes: int,
+    build: Callable[[int, int], GpuEngine],
+    compile_ahead: Callable[[Callable[[], None]], object] = lambda run: None,
+) -> tuple[GpuEngine, fit.GpuMemoryUse]:
+    """Returns an engine whose experts have the rest of the budget, and its use of memory.
+
+    Args:    least_bytes: the least that experts run in.   build: builds an engine with so many bytes for experts, and
+             at most so many tokens a forward pass.   compile_ahead: compiles all kernels that a function launches.
+    Raises:  BudgetTooSmall.
+    """
+    _free_unused_memory()  # torch may keep memory of an earlier engine
+    torch.zeros(1, device=device)  # makes the driver's context
+    context_bytes = memory.used_bytes()
+    budget = request.budget_bytes or fit.usual_budget(context_bytes + memory.free_bytes())
+    chunk = _chunk_tokens(pack, request, budget, context_bytes)
+    with closing(build(least_bytes, chunk)) as first:
+        compile_ahead(lambda: run_everything(pack, first, chunk))
+        first.prepare()
+        run_everything(pack, first, chunk)
+        overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache.num_bytes
+    _free_unused_memory()
+    overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
+    expert_bytes = budget - overhead_kept
+    if expert_bytes < least_bytes:
+        needed, experts = overhead_kept + least_bytes, formats.size_text(least_bytes)
+        reason = (
+            f"at least {formats.size_text(needed)} are needed: {experts} for experts, the rest for everything else, "
+            "as measured"
+        )
+        raise budgets.BudgetTooSmall(budget, needed, reason, "give more, take --device cpu")
+    built = build(expert_bytes, chunk)
+    built.prepare()
+    built.tune()
+    dense = pack.manifest.totals.dense
+    rest = overhead - dense - cache_bytes
+    return built, fit.GpuMemoryUse(budget, dense, cache_bytes, built.expert_bytes, built.dynamic_bytes, rest)
+
+
+def _chunk_tokens(pack: formats.Pack, request: fit.GpuRequest, budget: int, context_bytes: int) -> int:
+    """Returns the most tokens of a forward pass, by an estimate."""
+    costs = fit.GpuCosts(request.cache_dtype, context_bytes)
+    needs = fit.gpu_needs(pack.layout, request.context_tokens, costs)
+    most = fit.divide_gpu(needs, budget, request.context_tokens).chunk_tokens
+    return min(request.chunk_tokens or most, most, request.context_tokens)
+
+
+def run_everything(pack: formats.Pack, built: GpuEngine, chunk_tokens: int) -> None:
+    """Runs every kernel that the engine can launch, and its longest passes.
+
+    Afterwards no prompt and no token loads another kernel or takes more memory. The kernel of a product depends on the
+    number of tokens, in steps of 16 or more, and on the format of rows: an expert of each format, and a matrix of each
+    format and shape, run with every such number. Torch's unused memory is given back before the passes, which show how
+    much memory is needed.
+    """
+    decoder, weights, device = built.decoder, built.weights, built.decoder.device
+    d, k = pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
+    lengths = {1, *range(_LENGTH_STEP, chunk_tokens, _LENGTH_STEP), chunk_tokens}
+    for length in sorted(lengths, reverse=True):  # the allocator cuts shorter ones from what the longest has left
+        for layer_idx, experts in _experts_of_each_format(pack):
+            chosen = torch.tensor(experts, device=device).expand(length, k)
+            x = torch.zeros(length, d, device=device)
+            model.run_experts(x, chosen, torch.ones_like(chosen) / k, weights, layer_idx)
+        for role, num_cols in _matrices_of_each_format(pack):
+            if length <= fit.LOGITS_AT_ONCE or role not in _HEADS:
+                model.linear(torch.zeros(length, num_cols, device=device), weights.matrix(role))
+    _free_unused_memory()
+    context = decoder.cache.context_tokens
+    for start, num_tokens in ((0, chunk_tokens), (context - chunk_tokens, chunk_tokens), (context - 1, 1)):
+        decoder.reset()
+        decoder.cache.num_tokens = start
+        decoder.logits([0] * num_tokens)
+    decoder.reset()
+
+
+def _experts_of_each_format(pack: formats.Pack) -> list[tuple[int, list[int]]]:
+    """Returns layers, each with as many experts as a token has, so that every format of experts is among them."""
+    k, seen, choices = pack.spec.router.num_experts_per_tok, set[formats.ExpertLayout](), list[tuple[int, list[int]]]()
+    for layer_idx, layer in enumerate(pack.layout.experts):
+        for number, layout in enumerate(layer):
+            if layout not in seen:
+                others = [other for other in range(len(layer)) if other != number]
+                chosen = sorted([number, *others[: k - 1]])
+                choices.append((layer_idx, chosen))
+                seen |= {layer[each] for each in chosen}
+    return choices
+
+
+def _matrices_of_each_format(pack: formats.Pack) -> list[tuple[str, int]]:
+    """Returns the role and the columns of a dense matrix of each format and shape that multiplies tokens."""
+    matrices: dict[object, tuple[str, int]] = {}
+    for dense in pack.layout.dense:
+        role, shape = dense.role.name, dense.role.shape
+        is_product = (role != "embed" or pack.spec.tied_head) and not role.endswith(".kv_b")
+        if len(shape) == 2 and is_product:
+            matrices.setdefault((dense.rows, dense.dtype, shape, role in _HEADS), (role, shape[1]))
+    return list(matrices.values())
+
+
+def _free_unused_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

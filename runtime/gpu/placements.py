@@ -1,11 +1,9 @@
 """The division of a GPU's memory for experts: rows that are resident for the whole run, and memory for all others.
 
-Only numbers: nothing is allocated here. The fractional knapsack of `runtime.offload.budget` chooses the *static* rows,
-in whole selectors and the first records of each expert, which packs store hottest first. The rest is *dynamic* memory:
-in decode it has slots of one record each, a layer's own, for records that came later; if missing records are pulled
-over the link, scratch memory for those of one layer that find no slot; and if experts are predicted, memory for records
-that are pulled before their layer begins. In passes of many tokens the same memory holds whole experts on their way,
-and the slots are empty afterwards.
+Only numbers: nothing is allocated here. The fractional knapsack of `runtime.offload.budget` chooses the *static* rows:
+whole selectors and the first records of each expert, which packs store hottest first. *Dynamic* memory has slots of one
+record each, a layer's own, scratch memory for pulled records of one layer without a slot, and memory for records that
+are pulled before their layer begins. In passes of many tokens it holds whole experts on their way.
 """
 
 from dataclasses import dataclass
@@ -182,7 +180,7 @@ def work_of_whole(layout: formats.PackLayout, heat: Array) -> Array:
 
 
 def _most_popular(expert_bytes: Array, popularity: Array, num_bytes: int) -> Array:
-    """Returns the experts to keep in so many bytes: the most popular of all layers, smaller ones where others end."""
+    """Returns the most popular experts of all layers for so many bytes: smaller ones where others do not fit."""
     is_static = np.zeros(expert_bytes.shape, bool)
     shares = popularity / popularity.sum(axis=1, keepdims=True)
     for place in np.argsort(-shares.ravel(), kind="stable").tolist():
@@ -240,12 +238,11 @@ class _Sizes:
         return int(offsets + landing + L * (_TABLES_A_LAYER * LINE_BYTES + 24 * E) + self.extra_bytes * L * E)
 
     def whole(self) -> GpuPlacement:
-        """Returns the placement with all experts static."""
         shape = self.record_rows.shape
         return self.placement(np.ones(shape, bool), np.full(shape, self.num_rows), 0)
 
     def least(self) -> GpuPlacement:
-        """Returns the placement without static rows. It has slots for everything that a larger one has slots for."""
+        """Returns the placement without static rows, with slots for everything that a larger one has slots for."""
         has_selector = self.selector_rows == 0
         first = np.zeros_like(self.selector_rows)
         num_slots = 2 * self.num_predicted * bool(self.has_link.any())

@@ -1,11 +1,10 @@
 """Prediction of a token's experts on a GPU, a layer ahead, and the records that are pulled for them meanwhile.
 
-`ExpertPrediction` launches the methods of `runtime.offload.prefetch`: popularity, path statistics, the next layer's
-router, a learned network, or the next router on the partial hidden state. `RecordPrefetch` pulls records of predicted
-experts: those of the neurons that their selectors choose for this layer's input (FloE §3.3.2, CORM §4.2), and that the
-GPU lacks, the hottest first, as many as the link brings in the time of a layer's other work. They are in the next
-layer's table while that is listed, and are forgotten afterwards: a wrong prediction changes no answer, and costs only
-time of the link. Importing this needs Triton.
+`ExpertPrediction` launches the methods of `runtime.offload.prefetch`. `RecordPrefetch` pulls records of the neurons
+that the predicted experts' selectors choose for this layer's input (FloE §3.3.2, CORM §4.2) and the GPU lacks, the
+hottest first, as many as the link brings during a layer's other work. They are in the next layer's table while that is
+listed, and are forgotten afterwards: a wrong prediction costs time of the link, and changes no answer. Importing this
+needs Triton.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,34 +41,22 @@ class PredictionPlan:
 
 
 class ExpertPrediction:
-    """Predicts the experts of a token's MoE layers, one after the other. Owns its tensors.
-
-    `experts`: int32 [n] on the device, the last prediction, likeliest first.
-    """
+    """Predicts the experts of a token's MoE layers, one after the other. Owns its tensors."""
 
     def __init__(self, plan: PredictionPlan, weights: GpuWeights, layers: TokenLayers) -> None:
         device = layers.x.device
         self._layers, self._plan = layers, plan
         self.experts = torch.zeros(plan.num_predicted, dtype=torch.int32, device=device)
         self._scores = torch.zeros(weights.spec.router.num_experts, device=device)
-        self._launch = {layer_idx: self._launches(layer_idx, method) for layer_idx, method in plan.methods.items()}
-
-    def predicts(self, layer_idx: int) -> bool:
-        """Whether a layer has a prediction."""
-        return layer_idx in self._launch
+        # The launches for each predicted layer, while the layer before runs; they get the hidden state before the
+        # layer's norm, float32 [d], which only the method `partial` reads.
+        self.launches = {layer_idx: self._launches(layer_idx, method) for layer_idx, method in plan.methods.items()}
 
     def needs_partial(self, layer_idx: int) -> bool:
         """Whether it predicts a layer by the partial hidden state."""
         return self._plan.methods.get(layer_idx) == "partial"
 
-    def launch(self, layer_idx: int, partial: Tensor) -> None:
-        """Launches the prediction of a layer, while the layer before runs.
-
-        Args:    partial: float32 [d], the hidden state before the layer's norm, if it needs it.
-        """
-        self._launch[layer_idx](partial)
-
-    def _launches(self, layer_idx: int, method: prefetch.MethodName) -> Callable[[Tensor], None]:
+    def _launches(self, layer_idx: int, method: prefetch.MethodName) -> Callable[[Tensor], object]:
         layers, scores, experts = self._layers, self._scores, self.experts
         routing, device = self._plan.routing, experts.device
         if method in ("router", "partial"):
@@ -88,11 +75,7 @@ class ExpertPrediction:
         if method == "popularity":
             popular = prefetch.ranked(routing.paths.popularity[layer_idx].astype(np.float32)[None], len(experts))
             fixed = torch.from_numpy(popular[0].astype(np.int32)).to(device)
-
-            def by_popularity(partial: Tensor) -> None:
-                experts.copy_(fixed)
-
-            return by_popularity
+            return lambda partial: experts.copy_(fixed)
         if method == "mlp":
             return self._network(layer_idx, routing.network(layer_idx))
         num_before = min(layer_idx, PATH_MEMORY)
@@ -105,7 +88,7 @@ class ExpertPrediction:
 
         return by_paths
 
-    def _network(self, layer_idx: int, network: offload.Predictor) -> Callable[[Tensor], None]:
+    def _network(self, layer_idx: int, network: offload.Predictor) -> Callable[[Tensor], object]:
         layers, scores, experts = self._layers, self._scores, self.experts
         is_deep, h = network.out_weight is not None, len(network.bias)
         padding = -h % _UNIT_STEP if is_deep else 0
@@ -137,7 +120,6 @@ class RecordPrefetch:
 
     `totals`: int32 [L, n, 3] on the device: of each layer the predicted experts, their pulled records, and how many of
     these ran; of layers that are not predicted 0 records.
-    Args:    host_rows: of each layer.
     """
 
     def __init__(
@@ -146,7 +128,7 @@ class RecordPrefetch:
         weights: GpuWeights,
         layers: TokenLayers,
         queues: devices.Queues,
-        host_rows: list[HostRows | None],
+        host_rows: list[HostRows],
     ) -> None:
         memory, spec, device = weights.memory, weights.spec, layers.x.device
         self.prediction, self._weights, self._layers, self._queues = prediction, weights, layers, queues
@@ -178,20 +160,18 @@ class RecordPrefetch:
 
     def pulls(self, layer_idx: int) -> bool:
         """Whether records of a layer are pulled ahead."""
-        return self.prediction.predicts(layer_idx) and self._slots[layer_idx].numel() > 0
+        return layer_idx in self.prediction.launches and self._slots[layer_idx].numel() > 0
 
     def launch(self, layer_idx: int, partial: Tensor, after: devices.Mark) -> None:
-        """Launches what predicts the experts of a layer, while the layer before runs, and pulls their records.
+        """Launches the prediction for a layer and the copies of its records, while the layer before runs.
 
-        Args:    partial: float32 [d], as for the prediction.   after: what pulls the running layer's own records, which
-                 come first.
+        Args:    partial: float32 [d], as for the prediction.   after: the end of the running layer's own copies.
         """
-        self.prediction.launch(layer_idx, partial)
+        self.prediction.launches[layer_idx](partial)
         if not self.pulls(layer_idx):
             return
         tables, layers = self._weights.memory.layers[layer_idx], self._layers
         host, running, slots = self._host_rows[layer_idx], self._running, self._slots[layer_idx]
-        assert host is not None, "records are pulled from host memory"
         rotation, inputs = self._weights.rotation(layer_idx), layers.normed
         if rotation is not None:
             inputs = self._turned
@@ -204,10 +184,7 @@ class RecordPrefetch:
         predict.enter_pulled(self._pulled(slots), tables.record_at)
 
     def forget(self, layer_idx: int, running: RunningNeurons) -> None:
-        """Launches what takes a layer's records out of its table, after the layer is listed.
-
-        Args:    running: of the layer.
-        """
+        """Launches the removal of a layer's records from its table, after the layer is listed."""
         tables, experts = self._weights.memory.layers[layer_idx], self._layers.routes[layer_idx]
         predict.forget_pulled(self._pulled(self._slots[layer_idx]), experts, tables, running, self.totals[layer_idx])
 

@@ -1,16 +1,14 @@
 """A pack's weights on a GPU, and passes of many tokens: experts stream through memory while others run.
 
-`GpuWeights` runs the routed experts of a layer for many tokens. Experts that are not resident as a whole are copied
-from host memory, in one piece each, into a ring (`ExpertStream`) that takes all of the dynamic memory. While a layer
-runs, the next one's experts follow, as far as the ring has space. One token runs in `token_step.TokenStep`, without the
-host. Importing this needs Triton.
+Experts that are not resident as a whole are copied from host memory, in one piece each, into a ring (`ExpertStream`)
+that takes all of the dynamic memory. While a layer runs, the next one's experts follow, as far as the ring has space.
+Importing this needs Triton.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +29,6 @@ from moe_pack.runtime.offload import ExpertKey
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """An expert in the ring."""
-
     key: ExpertKey
     begin: int  # in bytes of the dynamic memory
     end: int
@@ -65,10 +61,6 @@ class ExpertStream:
         for entry in self._entries:
             self._queues.wait_for(entry.copied)
 
-    def num_experts(self, layer_idx: int) -> int:
-        """Returns how many experts a layer has."""
-        return len(self._memory.kinds[layer_idx])
-
     def is_static(self, key: ExpertKey) -> bool:
         """Whether all rows of an expert are resident for the whole run."""
         placement = self._memory.placement
@@ -83,7 +75,7 @@ class ExpertStream:
         """Begins to copy an expert's missing rows; returns whether the ring has space."""
         assert self._host is not None, "experts are in host memory"
         layout = self._pack.layout.experts[key.layer_idx][key.expert]
-        start, stop = self._missing(key)
+        start, stop = self.missing(key)
         size = -(-(stop - start) // devices.LINE_BYTES) * devices.LINE_BYTES
         begin = self._end if self._end + size <= len(self._ring) else 0
         marks = self._overwritten(begin, begin + size)
@@ -91,7 +83,7 @@ class ExpertStream:
             return False
         source = self._host.extent(key.layer_idx, key.expert, layout.num_bytes)[start:stop]
         to = self._ring[begin : begin + stop - start]
-        copied = self._queues.beside(lambda: _copy(to, source), marks)
+        copied = self._queues.beside(lambda: to.copy_(source, non_blocking=True), marks)
         self._entries.append(_Coming(key, begin, begin + size, copied))
         self._end = begin + size
         return True
@@ -99,7 +91,7 @@ class ExpertStream:
     def rows_at(self, entry: _Coming) -> tuple[int, int]:
         """Returns where selector row 0 and record 0 would lie, in units of 16 bytes, as far as they are in the ring."""
         layout = self._pack.layout.experts[entry.key.layer_idx][entry.key.expert]
-        begin = self._memory.dynamic_at + (entry.begin - self._missing(entry.key)[0]) // 16
+        begin = self._memory.dynamic_at + (entry.begin - self.missing(entry.key)[0]) // 16
         return begin, begin + layout.selector_bytes // 16
 
     def release(self, keys: Sequence[ExpertKey], done: devices.Mark) -> None:
@@ -108,16 +100,11 @@ class ExpertStream:
             if entry.key in keys and entry.done is None:
                 entry.done = done
 
-    def present(self) -> list[ExpertKey]:
-        """Returns the experts that are on their way or there."""
-        return [entry.key for entry in self._entries if entry.done is None]
+    def release_others(self, keys: Sequence[ExpertKey], done: devices.Mark) -> None:
+        """Gives back the space of all other experts after a mark."""
+        self.release([entry.key for entry in self._entries if entry.key not in keys], done)
 
-    def missing_bytes(self, key: ExpertKey) -> int:
-        """Returns how many bytes of an expert are not resident."""
-        start, stop = self._missing(key)
-        return stop - start
-
-    def _missing(self, key: ExpertKey) -> tuple[int, int]:
+    def missing(self, key: ExpertKey) -> tuple[int, int]:
         """Returns the part of an expert's extent that is not resident: one piece, in bytes."""
         placement, layout = self._memory.placement, self._pack.layout.experts[key.layer_idx][key.expert]
         stop = layout.selector_bytes + layout.records_bytes
@@ -136,10 +123,6 @@ class ExpertStream:
             rest.append(_Coming(entry.key, end, entry.end, entry.copied, entry.done))
         self._entries = deque(rest)
         return [entry.done for entry in in_way if entry.done is not None]
-
-
-def _copy(to: Tensor, source: Tensor) -> None:
-    to.copy_(source, non_blocking=True)
 
 
 class GpuWeights(model.PackWeights, model.ExpertRunner):
@@ -185,14 +168,12 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         router_weights: Tensor,
         partial_state: model.PartialState | None = None,
     ) -> Tensor:
-        """Returns the weighted sum of a layer's routed experts for tokens x float32 [T, d].
-
-        Args:    experts, router_weights: int64 and float32 [T, k].
-        """
+        """Returns the weighted sum of a layer's routed experts [T, k] for tokens x float32 [T, d]."""
         inputs = to_experts(x, self, layer_idx)
         # The host waits once a layer, because it has to know which experts have tokens.
         chosen, weights = experts.cpu(), router_weights.cpu()
-        pass_ = _Pass.of(layer_idx, chosen, weights, self.stream)
+        num_experts = len(self.memory.kinds[layer_idx])
+        pass_ = _Pass.of(layer_idx, chosen, weights, self.stream, num_experts)
         self.bytes_read += sum(self._pack.layout.experts[layer_idx][expert].num_bytes for expert in pass_.order)
         outputs, x_of_gpu = self._outputs[: chosen.numel()], inputs.bfloat16() if self._is_fast else inputs
         others = on_cpu = None
@@ -203,7 +184,7 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
             on_cpu, num_streamed = self._start_on_cpu(self._share, layer_idx, inputs, chosen, weights, pass_)
         if num_streamed < len(pass_.missing):
             outputs.zero_()  # of those the GPU does not compute
-        pairs = _PairsOnDevice.of(pass_, self._device)
+        pairs = [torch.from_numpy(each).to(self._device) for each in pass_.pairs[:3]]
         self._run(pass_, pairs, 0, len(pass_.static), x_of_gpu, outputs)
         self._stream_and_run(pass_, pairs, num_streamed, x_of_gpu, outputs)
         self._stream_ahead(layer_idx + 1, chosen.numel())
@@ -217,10 +198,11 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
     def _start_on_cpu(
         self, share: PromptShare, layer_idx: int, x: Tensor, experts: Tensor, weights: Tensor, pass_: "_Pass"
     ) -> tuple[Future[Tensor] | None, int]:
-        """Begins to compute some missing experts on the CPU, and puts them last; returns how many others there are."""
+        """Begins to compute some missing experts on the CPU, and puts them last; returns the number of the others."""
         jobs = {expert: (tokens, of_tokens) for expert, tokens, of_tokens in model.tokens_by_expert(experts, weights)}
         num_tokens = [len(jobs[expert][0]) for expert in pass_.missing]
-        num_bytes = [self.stream.missing_bytes(ExpertKey(layer_idx, expert)) for expert in pass_.missing]
+        pieces = [self.stream.missing(ExpertKey(layer_idx, expert)) for expert in pass_.missing]
+        num_bytes = [stop - start for start, stop in pieces]
         on_cpu = share.choose(layer_idx, pass_.missing, num_tokens, num_bytes)
         pass_.put_last(on_cpu)
         if not on_cpu:
@@ -228,12 +210,11 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         started = share.start(layer_idx, x.cpu(), [(expert, *jobs[expert]) for expert in on_cpu])
         return started, len(pass_.missing) - len(on_cpu)
 
-    def _stream_and_run(self, pass_: "_Pass", pairs: "_PairsOnDevice", number: int, x: Tensor, outputs: Tensor) -> None:
+    def _stream_and_run(self, pass_: "_Pass", pairs: list[Tensor], number: int, x: Tensor, outputs: Tensor) -> None:
         """Runs the first missing experts, as many at once as the ring has space for."""
         layer_idx = pass_.layer_idx
         waiting = [ExpertKey(layer_idx, expert) for expert in pass_.missing[:number]]
-        unused = [key for key in self.stream.present() if key not in waiting]
-        self.stream.release(unused, self._queues.mark())
+        self.stream.release_others(waiting, self._queues.mark())
         start = len(pass_.static)
         while waiting:
             group = list[ExpertKey]()
@@ -255,7 +236,7 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
             if not (self.stream.is_static(key) or self.stream.find(key) or self.stream.request(key)):
                 return
 
-    def _run(self, pass_: "_Pass", pairs: "_PairsOnDevice", start: int, stop: int, x: Tensor, outputs: Tensor) -> None:
+    def _run(self, pass_: "_Pass", pairs: list[Tensor], start: int, stop: int, x: Tensor, outputs: Tensor) -> None:
         """Runs experts `start` to `stop` of a pass, whose rows are all resident or in the ring."""
         experts, counts = pass_.order[start:stop], pass_.pairs.counts[start:stop]
         if not counts.sum():
@@ -265,17 +246,9 @@ class GpuWeights(model.PackWeights, model.ExpertRunner):
         plan = grouped.plan_tiles(counts, kind_idx, kinds, len(self._hidden), is_bf16=x.dtype == torch.bfloat16)
         first = int(pass_.pairs.counts[:start].sum())
         some = slice(first, first + int(counts.sum()))
-        grouped.run_group(
-            x.contiguous(),
-            pairs.tokens[some],
-            pairs.places[some],
-            pairs.weights[some],
-            self._group(pass_.layer_idx, experts),
-            plan,
-            torch.from_numpy(plan.tiles).to(self._device),
-            self._hidden,
-            outputs,
-        )
+        tokens, places, weights = (each[some] for each in pairs)
+        group, tiles = self._group(pass_.layer_idx, experts), torch.from_numpy(plan.tiles).to(self._device)
+        grouped.run_group(x.contiguous(), tokens, places, weights, group, plan, tiles, self._hidden, outputs)
 
     def _group(self, layer_idx: int, experts: Sequence[int]) -> grouped.ExpertGroup:
         """Returns some experts of a layer with the places of all their rows; waits for their copies."""
@@ -332,12 +305,11 @@ class _Pass:
     pairs: grouped.Pairs
 
     @classmethod
-    def of(cls, layer_idx: int, experts: Tensor, weights: Tensor, stream: ExpertStream) -> "_Pass":
+    def of(cls, layer_idx: int, experts: Tensor, weights: Tensor, stream: ExpertStream, num_experts: int) -> "_Pass":
         numbers = [(expert, ExpertKey(layer_idx, expert)) for expert in torch.unique(experts).tolist()]
         static = [expert for expert, key in numbers if stream.is_static(key)]
         missing = [expert for expert, key in numbers if not stream.is_static(key)]
         missing.sort(key=lambda expert: stream.find(ExpertKey(layer_idx, expert)) is None)  # first what is on its way
-        num_experts = stream.num_experts(layer_idx)
         others = sorted(set(range(num_experts)) - {expert for expert, _ in numbers})
         order = np.array([*static, *missing, *others])
         pairs = grouped.pairs_by_expert(experts.numpy(), weights.numpy(), order)
@@ -345,24 +317,9 @@ class _Pass:
 
     @property
     def order(self) -> list[int]:
-        """The experts with tokens, in the order in which they run."""
         return [*self.static, *self.missing]
 
     def put_last(self, experts: list[int]) -> None:
-        """Puts some missing experts after all others."""
         self.missing = [expert for expert in self.missing if expert not in experts] + experts
         others = sorted(set(range(len(self.pairs.counts))) - set(self.order))
         self.pairs = grouped.pairs_by_expert(self.experts, self.weights, np.array([*self.order, *others]))
-
-
-class _PairsOnDevice(NamedTuple):
-    """`Pairs` on the device."""
-
-    tokens: Tensor
-    places: Tensor
-    weights: Tensor
-
-    @classmethod
-    def of(cls, pass_: _Pass, device: torch.device) -> "_PairsOnDevice":
-        pairs = pass_.pairs
-        return cls(*(torch.from_numpy(each).to(device) for each in (pairs.tokens, pairs.places, pairs.weights)))

@@ -1,17 +1,17 @@
-"""Which records lie in a GPU's slots: the host's decisions, made while a token runs.
+"""The records in a GPU's slots: the host's decisions, made while a token runs.
 
-The GPU computes with the tables that it has, and what it lacks the CPU computes or the link brings (`token_step`).
-While a token runs, the host looks at what the token before it lacked, and decides what changes before the token after
-it. It gives slots to missing records and takes them from others by any eviction policy of `runtime.offload`:
+The GPU computes with the tables that it has, and the CPU or the link has the rest (`token_step`). While a token runs,
+the host reads what the token before it lacked, and decides on the changes before the token after it. It gives slots to
+missing records and takes them from others by any eviction policy of `runtime.offload`:
 
     slot:  free -> a landing slot, into which the GPU pulls a record by itself -> in the tables
            free -> on its way, copied while tokens run                         -> in the tables
            in the tables -> evicted: no longer in the tables of the next token -> free
 
-A slot gets another record only after a token has begun without it, so that no running token reads what is overwritten:
-`decide` evicts after it has given slots, and what it evicts is given after the next `changes`. Landing slots are of two
-sets, which tokens use in turn, so that the host has the time of a token to look at one. Slots belong to layers; of an
-expert that gives slots, the coldest records go first. `Residency` moves no bytes: `decoder` does.
+A slot gets another record only after a token has begun without it, so that no running token reads overwritten memory:
+`decide` evicts after it has given slots, and the evicted ones are given after the next `changes`. Tokens use two sets
+of landing slots in turn, so that the host has the time of a token to read one. Slots belong to layers; of an expert
+that gives slots, the coldest records go first. `Residency` moves no bytes: `decoder` does.
 """
 
 from collections.abc import Callable
@@ -144,10 +144,9 @@ class Residency:
         self._landing_slots[turn, filled], self.landing[turn, filled] = taken, self._units[taken]
 
     def decide(self, token: TokenRoutes, most_rows: int) -> list[Promotion]:
-        """Returns the records to promote after a token, and evicts others so that slots are free for the next.
+        """Returns at most `most_rows` records to promote after a token, and evicts others to free slots for the next.
 
         The caller copies them, and says so with `arrived`. Pulled records come first: they are there already.
-        Args:    most_rows: to promote.
         """
         for l, chosen in enumerate(token.experts.tolist()):
             self._eviction.routed(l, sorted(set(chosen)), None if token.scores is None else token.scores[l])
@@ -189,7 +188,7 @@ class Residency:
     def _promote(self, token: TokenRoutes, order: Array, most: int) -> tuple[list[Promotion], Array]:
         """Gives free slots to missing records of some layers; returns these, and how many each of all layers lacks.
 
-        Of layers that come too late to give any it returns zero.
+        For layers that come too late to give any it returns zero.
         """
         L, E, f = self.at.shape
         lacking = np.zeros(L, np.int64)
@@ -236,10 +235,9 @@ class Residency:
         counts += num_new
 
     def _make_space(self, l: int, number: int, can_give: Array) -> int:
-        """Evicts so many records of a layer's experts, those worth least first, and of an expert the coldest first.
+        """Evicts a layer's records, those of the least worthy experts first, the coldest first; returns their number.
 
         Args:    can_give: int64 [E], slots of each expert that may go.
-        Returns: how many were evicted.
         """
         by_worth = np.argsort(self._eviction.worth(l)[l], kind="stable")
         by_worth = by_worth[can_give[by_worth] > 0]
@@ -272,7 +270,6 @@ class Residency:
         return slots
 
     def _give(self, slots: Array) -> None:
-        """Makes slots free."""
         slots = slots[np.argsort(self._layer_of[slots], kind="stable")]
         layers = self._layer_of[slots]
         self._free[self._begins[layers] + self._num_free[layers] + _numbers(layers)] = slots

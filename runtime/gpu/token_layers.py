@@ -1,9 +1,7 @@
-"""One token's layers on a GPU, as launches that a CUDA graph can capture, without the routed experts.
+"""One token's layers on a GPU without the routed experts, as launches that a CUDA graph can capture.
 
-`GroupedAttention` and `LatentAttention` run one token's attention; `TokenLayers` runs one token through the model, and
-`token_step.TokenStep` adds the experts. They only launch: buffers are allocated here, weights and the key-value cache
-elsewhere, and the device itself reads which token runs and at which position. The host decides, allocates and waits for
-nothing in between. Importing this needs Triton.
+The device itself reads the token and its position; the host decides, allocates and waits for nothing in between.
+`token_step.TokenStep` adds the experts. Importing this needs Triton.
 """
 
 import torch
@@ -25,7 +23,7 @@ def stored(weights: PackWeights, role: str) -> matmul.StoredRows:
 
 
 def norm_of(weights: PackWeights, role: str) -> Norm:
-    """Returns one of the norms that the spec's `norm` describes."""
+    """Returns a norm of the kind that the spec names."""
     bias = weights.vector(f"{role}_bias") if weights.spec.norm.kind == "layer" else None
     return Norm(weights.vector(role), bias, weights.spec.norm.eps)
 
@@ -50,10 +48,7 @@ class GroupedAttention:
         )
 
     def run(self, layer: int, x: Tensor, position: Tensor) -> None:
-        """Adds a layer's attention to the hidden state x, float32 [d], whose norm it gets.
-
-        Args:    position: int32 [1], the token's; its keys and values enter the cache there.
-        """
+        """Adds a layer's attention to x, float32 [d]; `position`: int32 [1], of the token's keys and values."""
         weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
         projections: tuple[tuple[parts.Projection, Tensor], ...] = (("q", self._q), ("k", self._k), ("v", self._v))
         products = [
@@ -82,10 +77,7 @@ class GroupedAttention:
 
 
 class LatentAttention:
-    """Multi-head latent attention, with absorbed projections, as `kernels.attention` computes it. Owns its buffers.
-
-    Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
-    """
+    """Multi-head latent attention with absorbed projections; arguments as for `GroupedAttention`. Owns its buffers."""
 
     def __init__(self, weights: PackWeights, cache: kv_cache.KVCache, angles: caches.Angles) -> None:
         spec, device = weights.spec.attention, cache.device
@@ -101,7 +93,7 @@ class LatentAttention:
         self._workspace = attention.AttentionWorkspace.allocate(heads, 1, rank, cache.context_tokens, device)
 
     def run(self, layer: int, x: Tensor, position: Tensor) -> None:
-        """Adds a layer's attention to x; arguments as for `GroupedAttention.run`."""
+        """Adds a layer's attention to x, as `GroupedAttention.run`."""
         weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
         kv = matmul.Product(stored(weights, f"{role}.kv_a"), self._kv)
         if spec.q_lora_rank is None:
@@ -161,8 +153,8 @@ class TokenLayers:
     def run(self, layer: int, x: Tensor) -> None:
         """Launches a layer without its routed experts: its attention, and its dense expert if it has one.
 
-        Args:    x: float32 [d], changed in place: the token's hidden state, or what a prediction has of it; the keys
-                 and values of the last such call stay in the cache.
+        Args:    x: float32 [d], changed in place: the hidden state, or a prediction's part of it. The last call for a
+                 layer leaves its keys and values in the cache.
         """
         self._attention.run(layer, x, self.control[1:])
         if layer not in self._layer_idx:
@@ -173,10 +165,7 @@ class TokenLayers:
             )
 
     def route(self, layer_idx: int, changed: ChangedChoice | None = None) -> Tensor | None:
-        """Launches the router of a MoE layer, which writes to `routes`, and the shared experts.
-
-        Returns the shared experts' output, float32 [d], if there is one.
-        """
+        """Launches a MoE layer's router, which writes to `routes`, and the shared experts; returns their output [d]."""
         role, shared = f"layers.{self._weights.spec.moe_layers[layer_idx]}", self._weights.spec.shared_expert
         route(self.x, self.router(layer_idx), self.routes[layer_idx], self._routed[layer_idx], changed)
         if shared is None:
@@ -210,7 +199,6 @@ class TokenLayers:
         )
 
     def _neurons(self, role: str, x: Tensor, norm: Norm | None, weight: Tensor | None) -> Tensor:
-        """Launches the neurons of a dense expert, float32 [f], for x, which is normalized first if there is a norm."""
         weights, expert = self._weights, self._weights.spec.expert
         up = stored(weights, f"{role}.up")
         gate = stored(weights, f"{role}.gate") if "gate" in expert.matrices else None

@@ -1,9 +1,8 @@
-"""One token on a GPU: its launches, which a CUDA graph repeats.
+"""One token on a GPU, as launches that a CUDA graph repeats; importing this needs Triton.
 
-`TokenStep` launches a forward pass. Of each layer's experts the GPU computes those in its memory. At the same time, on
-forks of the graph, the CPU computes what is left to it (`cpu_share`), and records are pulled over the link, those of
-the next layer's predicted experts too (`prefetch`). Nothing in it waits for Python; `decoder.GpuDecoder` runs it.
-Importing this needs Triton.
+The GPU computes those experts of a layer that are in its memory. On forks of the graph the CPU computes its share
+(`cpu_share`), and the link brings missing records and those of the next layer's predicted experts (`prefetch`). No
+launch waits for Python; `decoder.GpuDecoder` runs them.
 """
 
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from moe_pack.runtime.gpu.token_layers import TokenLayers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Substitution:
-    """Experts in place of missing ones with low scores, which changes the answer."""
+    """Resident experts run in place of missing ones with low scores, which changes the answer."""
 
     alpha: float  # 0 to 1, as in `runtime.offload.split.substitute`
     is_resident: NDArray[np.bool_]  # [L, E], experts that may stand in for others, and that no other replaces
@@ -36,7 +35,7 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """All that a token's launches use, except weights and buffers of their own."""
+    """All that a token's launches use, except weights and their own buffers."""
 
     queues: devices.Queues
     host: devices.HostArena | None  # experts in page-locked memory; None if the CPU's own engine has them
@@ -53,26 +52,24 @@ class StepInputs:
 
 
 class _LayerExperts:
-    """The launches of a layer's experts, of which all rows are resident for the whole run."""
+    """The launches of a layer's experts that are resident for the whole run."""
 
     is_whole = True
     _is_split = False
 
-    def __init__(
-        self, layer_idx: int, weights: GpuWeights, layers: TokenLayers, inputs: StepInputs, own: "_Buffers"
-    ) -> None:
-        memory = weights.memory
-        self._experts, self._running = layers.routes[layer_idx], own.running[layer_idx]
+    def __init__(self, step: "TokenStep", layer_idx: int) -> None:
+        memory, inputs = step.weights.memory, step.inputs
+        self._experts, self._running = step.layers.routes[layer_idx], step.own.running[layer_idx]
         self._tables, self._landing = memory.layers[layer_idx], memory.landing[layer_idx]
         self._left = [of_turn[layer_idx] for of_turn in inputs.exchange.left]
-        self._queues, self._own, self._by_expert = inputs.queues, own, inputs.by_expert
+        self._queues, self._own, self._by_expert = inputs.queues, step.own, inputs.by_expert
         self._whole_records = float(inputs.whole_records[layer_idx])
 
     def launch(self, turn: int, x: Tensor, then: Callable[[devices.Mark], None]) -> Tensor | None:
-        """Launches the experts; returns the partial sums of pulled neurons, which stand apart; None if none are pulled.
+        """Launches the experts; returns the partial sums of pulled neurons if they are not among the others.
 
-        Args:    x: float32 [d], as the experts' stored rows get it.   then: launches work that runs with the longest
-                 kernel, after the layer's own records are there.
+        Args:    x: float32 [d], the stored rows' input.   then: launches what runs at the same time as the longest
+                 kernel; it gets the mark after the layer's own records.
         """
         self._list(x, None, self._left[turn])
         self._pull()
@@ -81,7 +78,7 @@ class _LayerExperts:
         return None
 
     def _list(self, x: Tensor, selector_units: Tensor | None, left: LeftToCpu) -> None:
-        """Launches what finds the neurons that run, and decides who computes them."""
+        """Launches the search for running neurons, and the decision who computes them."""
         experts, tables, running, own = self._experts, self._tables, self._running, self._own
         select(x, experts, tables, running, selector_units)
         compact(
@@ -94,22 +91,14 @@ class _LayerExperts:
 
 
 class _PulledExperts(_LayerExperts):
-    """The launches of a layer's experts, whose missing rows the link brings, so that the GPU computes all."""
+    """The launches of a layer's experts that the GPU computes alone: the link brings missing rows."""
 
     is_whole = False
 
-    def __init__(
-        self,
-        layer_idx: int,
-        weights: GpuWeights,
-        layers: TokenLayers,
-        inputs: StepInputs,
-        own: "_Buffers",
-        host_rows: HostRows,
-    ) -> None:
-        super().__init__(layer_idx, weights, layers, inputs, own)
-        self._host_rows = host_rows
-        self._lacks_selectors = not weights.memory.placement.has_selector[layer_idx].all()
+    def __init__(self, step: "TokenStep", layer_idx: int) -> None:
+        super().__init__(step, layer_idx)
+        self._host_rows = step.host_rows[layer_idx]
+        self._lacks_selectors = not step.weights.memory.placement.has_selector[layer_idx].all()
 
     def _list(self, x: Tensor, selector_units: Tensor | None, left: LeftToCpu) -> None:
         if self._lacks_selectors:
@@ -123,25 +112,18 @@ class _PulledExperts(_LayerExperts):
 
 
 class _SplitExperts(_LayerExperts):
-    """The launches of a layer's experts, whose missing rows the CPU computes."""
+    """The launches of a layer's experts with missing rows that the CPU computes."""
 
     is_whole = False
     _is_split = True
 
-    def __init__(
-        self,
-        layer_idx: int,
-        weights: GpuWeights,
-        layers: TokenLayers,
-        inputs: StepInputs,
-        own: "_Buffers",
-        share: cpu_share.CpuShare,
-    ) -> None:
-        super().__init__(layer_idx, weights, layers, inputs, own)
-        self._layer_idx, self._share, self._exchange, self._layers = layer_idx, share, inputs.exchange, layers
+    def __init__(self, step: "TokenStep", layer_idx: int) -> None:
+        super().__init__(step, layer_idx)
+        assert step.inputs.share is not None, "what is neither resident nor pulled has a share of the CPU"
+        self._layer_idx, self._share = layer_idx, step.inputs.share
+        self._exchange, self._layers = step.inputs.exchange, step.layers
 
     def launch(self, turn: int, x: Tensor, then: Callable[[devices.Mark], None]) -> Tensor | None:
-        """Launches the experts; see `_LayerExperts.launch`."""
         self._list(x, None, self._left[turn])
         # Before records are pulled: while they are, these few bytes take the link ten times as long (H200).
         given, there = self._layers.normed if self._share.adds_output else x, self._exchange
@@ -149,34 +131,23 @@ class _SplitExperts(_LayerExperts):
         own_pulled = self._queues.mark()
         with self._queues.forked("cpu"):
             self._share.launch(turn, self._layer_idx)
-        pulled, own_pulled = self._pull_beside(x, own_pulled)
+        pulled, own_pulled = self._pull_share(x, own_pulled)
         then(own_pulled)
         neurons(x, self._experts, self._tables, self._running, self._own.partials, "here")
         return pulled
 
-    def _pull_beside(self, x: Tensor, own_pulled: devices.Mark) -> tuple[Tensor | None, devices.Mark]:
-        """Launches what the link brings of the missing records: nothing."""
+    def _pull_share(self, x: Tensor, own_pulled: devices.Mark) -> tuple[Tensor | None, devices.Mark]:
         return None, own_pulled
 
 
 class _SharedExperts(_SplitExperts):
-    """The launches of a layer's experts, whose missing rows the CPU and the link share."""
+    """The launches of a layer's experts with missing rows that the CPU and the link share."""
 
-    def __init__(
-        self,
-        layer_idx: int,
-        weights: GpuWeights,
-        layers: TokenLayers,
-        inputs: StepInputs,
-        own: "_Buffers",
-        share: cpu_share.CpuShare,
-        host_rows: HostRows,
-    ) -> None:
-        super().__init__(layer_idx, weights, layers, inputs, own, share)
-        self._host_rows = host_rows
+    def __init__(self, step: "TokenStep", layer_idx: int) -> None:
+        super().__init__(step, layer_idx)
+        self._host_rows = step.host_rows[layer_idx]
 
-    def _pull_beside(self, x: Tensor, own_pulled: devices.Mark) -> tuple[Tensor | None, devices.Mark]:
-        """Launches the copies and sums of pulled records on a fork; returns their sums, and when they are there."""
+    def _pull_share(self, x: Tensor, own_pulled: devices.Mark) -> tuple[Tensor | None, devices.Mark]:
         with self._queues.forked("link"):
             pull_records(self._experts, self._tables, self._running, self._host_rows, is_split=True)
             own_pulled = self._queues.mark()
@@ -186,8 +157,6 @@ class _SharedExperts(_SplitExperts):
 
 
 class _Buffers:
-    """The tensors of a token's launches that only the device uses."""
-
     def __init__(self, weights: GpuWeights, device: torch.device, num_sms: int, pulled_share: float) -> None:
         spec, offsets = weights.spec, weights.memory.record_at.dtype
         f, k, d = spec.expert.intermediate_size, spec.router.num_experts_per_tok, spec.hidden_size
@@ -209,7 +178,7 @@ class _Buffers:
 
 
 class TokenStep:
-    """The launches of one token, experts included, and page-locked memory for what the host exchanges with them.
+    """The launches of one token, experts included, and the page-locked memory that the host exchanges with them.
 
     Args:    num_sms: multiprocessors of the GPU, by which work is divided.   most_changes: of a token.
     """
@@ -218,66 +187,68 @@ class TokenStep:
         self, weights: GpuWeights, layers: TokenLayers, inputs: StepInputs, num_sms: int, most_changes: int
     ) -> None:
         device, num_layers = layers.x.device, len(weights.spec.moe_layers)
-        self._weights, self._layers, self._inputs, self.spec = weights, layers, inputs, weights.spec
-        self._own = _Buffers(weights, device, num_sms, inputs.pulled_share)
-        host = inputs.host
-        rows = [None if host is None else _host_rows(host, l, device) for l in range(num_layers)]
+        self.weights, self.layers, self.inputs, self.spec = weights, layers, inputs, weights.spec
+        self.own = _Buffers(weights, device, num_sms, inputs.pulled_share)
+        self.host_rows: list[HostRows] = []  # by layer; none without host memory, from which records are pulled
+        if inputs.host is not None:
+            extents = [torch.from_numpy(at // 16).to(device) for at in inputs.host.extent_at]
+            self.host_rows = [HostRows(inputs.host.rows(l), extent_at) for l, extent_at in enumerate(extents)]
         self.prefetch: RecordPrefetch | None = None
         is_whole = weights.memory.placement.is_whole
         if inputs.prediction is not None and not is_whole:
             prediction = ExpertPrediction(inputs.prediction, weights, layers)
-            self.prefetch = RecordPrefetch(prediction, weights, layers, inputs.queues, rows)
-        self._experts = [_layer_experts(l, weights, layers, inputs, self._own, rows[l]) for l in range(num_layers)]
+            self.prefetch = RecordPrefetch(prediction, weights, layers, inputs.queues, self.host_rows)
+        self._experts = [_layer_experts(self, l) for l in range(num_layers)]
         self._choices = [None if is_whole else self._changed_choice(l) for l in range(num_layers)]
         self._own_pulled = devices.Mark(None)  # reached when what a layer itself pulls is there
         self._copies: list[tuple[Tensor, Tensor]] = []  # page-locked memory of all turns, and what is copied to it
         self.routes = self._page_locked(layers.routes)  # int32 [turns, L, k]
-        self.totals = self._page_locked(self._own.totals)  # int32 [turns, L, k, 4]: HERE, PULLED, LEFT, MISSING
+        self.totals = self._page_locked(self.own.totals)  # int32 [turns, L, k, 4]: HERE, PULLED, LEFT, MISSING
         # float32 [turns, L, E], if the policy needs scores.
         self.router_logits = self._page_locked(layers.router_logits if inputs.needs_scores else None)
         # int32 [turns, L, n, 3], the prefetch's totals.
         self.ahead = self._page_locked(None if self.prefetch is None else self.prefetch.totals)
         # int32 [turns, L], experts that ran in place of the routers'.
-        self.num_changed = self._page_locked(self._own.num_changed if any(self._choices) else None)
+        self.num_changed = self._page_locked(self.own.num_changed if any(self._choices) else None)
         # [turns, most_changes, 2], places and values for the table of records, which the host writes.
         shape, offsets = (placements.NUM_TURNS, most_changes, 2), weights.memory.record_at.dtype
         self.changes = torch.zeros(shape, dtype=offsets, pin_memory=device.type == "cuda")
 
     def run(self, turn: int, num_changes: Tensor) -> None:
-        """Launches the whole forward pass, from the token in `control` to `logits`, `routes` and `totals`.
+        """Launches the forward pass, from the token in `control` to `logits`, `routes` and `totals`.
 
-        Args:    num_changes: int32 [1] on the device: entries of `changes` that count.
+        Args:    num_changes: int32 [1] on the device, the valid entries of `changes`.
         """
-        layers, spec = self._layers, self.spec
+        layers, spec = self.layers, self.spec
         if self.changes.numel():
-            enter_rows(self.changes[turn], num_changes, self._weights.memory.record_at.view(-1))
+            enter_rows(self.changes[turn], num_changes, self.weights.memory.record_at.view(-1))
         layers.start()
         layer_idx = 0
         for layer in range(spec.num_hidden_layers):
             layers.run(layer, layers.x)
             if layer in spec.moe_layers:
-                self._inputs.queues.join("next")
+                self.inputs.queues.join("next")
                 shared = layers.route(layer_idx, self._choices[layer_idx])
                 self._add_experts(turn, layer_idx, shared)
                 layer_idx += 1
-        self._inputs.queues.join("next")
+        self.inputs.queues.join("next")
         layers.finish()
         for there, here in self._copies:
             there[turn].copy_(here, non_blocking=True)
 
     def pull(self, share: float) -> None:
-        """Lets the link bring another share of the missing records; graphs that were captured read it too."""
-        self._own.pulled_share.fill_(share)
+        """Lets the link bring another share of the missing records, in captured graphs too."""
+        self.own.pulled_share.fill_(share)
 
     def run_layers(self) -> None:
-        """Launches the layers without their routed experts, for timing: their results mean nothing."""
+        """Launches the layers without their routed experts, for timing; their results mean nothing."""
         for layer in range(self.spec.num_hidden_layers):
-            self._layers.run(layer, self._layers.x)
+            self.layers.run(layer, self.layers.x)
         for layer_idx in range(len(self._experts)):
-            self._layers.route(layer_idx)
+            self.layers.route(layer_idx)
 
     def _page_locked(self, here: Tensor | None) -> Tensor:
-        """Returns memory for each turn's copy of a tensor; without one, of no values."""
+        """Returns memory for each turn's copy of a tensor, which has no values if there is no tensor."""
         if here is None:
             return torch.zeros((placements.NUM_TURNS, 0), dtype=torch.int32)
         there = torch.zeros((placements.NUM_TURNS, *here.shape), dtype=here.dtype, pin_memory=here.is_cuda)
@@ -285,11 +256,10 @@ class TokenStep:
         return there
 
     def _changed_choice(self, layer_idx: int) -> ChangedChoice | None:
-        """Returns what changes the choice of a layer's router, if anything does."""
-        number, k = self._own.num_changed[layer_idx : layer_idx + 1], self.spec.router.num_experts_per_tok
-        plan, substitution, prefetch = self._inputs.prediction, self._inputs.substitution, self.prefetch
+        number, k = self.own.num_changed[layer_idx : layer_idx + 1], self.spec.router.num_experts_per_tok
+        plan, substitution, prefetch = self.inputs.prediction, self.inputs.substitution, self.prefetch
         runs_predicted = plan is not None and plan.runs_predicted and plan.num_predicted >= k
-        if runs_predicted and prefetch is not None and prefetch.prediction.predicts(layer_idx):
+        if runs_predicted and prefetch is not None and layer_idx in prefetch.prediction.launches:
             return ChangedChoice(prefetch.prediction.experts, None, 0.0, number)
         if substitution is None:
             return None
@@ -297,16 +267,16 @@ class TokenStep:
         return ChangedChoice(None, is_resident, substitution.alpha, number)
 
     def _add_experts(self, turn: int, layer_idx: int, shared: Tensor | None) -> None:
-        """Launches a layer's experts; adds them and the shared experts' output to the hidden state."""
-        layers, rotated, share = self._layers, self._weights.rotation(layer_idx), self._inputs.share
-        x, own, experts = layers.normed, self._own, self._experts[layer_idx]
+        """Launches a layer's experts; adds their sum and the shared experts' output to the hidden state."""
+        layers, rotated, share = self.layers, self.weights.rotation(layer_idx), self.inputs.share
+        x, own, experts = layers.normed, self.own, self._experts[layer_idx]
         if rotated is not None:
             x = own.turned
             rotation.rotate(layers.normed, rotated, own.matrix, x)
         pulled = experts.launch(turn, x, lambda own_pulled: self._look_ahead(layer_idx, own_pulled))
         self._look_ahead_by_partial(layer_idx, shared)
-        self._inputs.queues.join("cpu", "link")
-        y = self._inputs.exchange.y
+        self.inputs.queues.join("cpu", "link")
+        y = self.inputs.exchange.y
         if share is None or experts.is_whole:
             self._add_up(layer_idx, layers.x, shared, pulled, None)
         elif share.adds_output:
@@ -319,9 +289,9 @@ class TokenStep:
     def _add_up(
         self, layer_idx: int, out: Tensor, shared: Tensor | None, pulled: Tensor | None, host: Tensor | None
     ) -> None:
-        """Launches the sum of a layer's outputs and the hidden state, which it writes to `out`."""
-        layers, rotated, scale = self._layers, self._weights.rotation(layer_idx), self.spec.residual_multiplier
-        own, weights = self._own, self._layers.router_weights
+        """Launches the sum of a layer's outputs and the hidden state, which goes to `out`."""
+        layers, rotated, scale = self.layers, self.weights.rotation(layer_idx), self.spec.residual_multiplier
+        own, weights = self.own, self.layers.router_weights
         if rotated is None:
             sums = {"pulled": pulled, "host": host, "residual": layers.x, "shared": shared}
             elementwise.reduce(own.partials, weights, out, scale=scale, **sums)
@@ -330,53 +300,38 @@ class TokenStep:
             rotation.rotate_back(own.sum, rotated, own.matrix, out, residual=layers.x, shared=shared, scale=scale)
 
     def _look_ahead(self, layer_idx: int, own_pulled: devices.Mark) -> None:
-        """Launches, on a fork, what predicts the next layer's experts, and pulls records of these."""
+        """Launches the next layer's prediction on a fork, and pulls the records of the predicted experts."""
         prefetch, next_idx = self.prefetch, layer_idx + 1
         self._own_pulled = own_pulled
         if prefetch is None:
             return
-        with self._inputs.queues.forked("next"):
+        with self.inputs.queues.forked("next"):
             if prefetch.pulls(layer_idx):
-                prefetch.forget(layer_idx, self._own.running[layer_idx])
-            if prefetch.prediction.predicts(next_idx) and not prefetch.prediction.needs_partial(next_idx):
-                prefetch.launch(next_idx, self._layers.x, own_pulled)
+                prefetch.forget(layer_idx, self.own.running[layer_idx])
+            if next_idx in prefetch.prediction.launches and not prefetch.prediction.needs_partial(next_idx):
+                prefetch.launch(next_idx, self.layers.x, own_pulled)
 
     def _look_ahead_by_partial(self, layer_idx: int, shared: Tensor | None) -> None:
-        """Launches the same where the partial hidden state predicts: the next attention comes first, on no fork."""
-        prefetch, queues, next_idx, partial = self.prefetch, self._inputs.queues, layer_idx + 1, self._own.partial
+        """Launches a prediction by the partial hidden state: the next attention comes first, on no fork."""
+        prefetch, queues, next_idx, partial = self.prefetch, self.inputs.queues, layer_idx + 1, self.own.partial
         if prefetch is None or not prefetch.prediction.needs_partial(next_idx):
             return
         queues.join("next")
         self._add_up(layer_idx, partial, shared, None, None)
         for layer in range(self.spec.moe_layers[layer_idx] + 1, self.spec.moe_layers[next_idx] + 1):
-            self._layers.run(layer, partial)
+            self.layers.run(layer, partial)
         with queues.forked("next"):
             prefetch.launch(next_idx, partial, self._own_pulled)
 
 
-def _layer_experts(
-    layer_idx: int,
-    weights: GpuWeights,
-    layers: TokenLayers,
-    inputs: StepInputs,
-    own: _Buffers,
-    host_rows: HostRows | None,
-) -> _LayerExperts:
-    """Returns the launches of a layer's experts, by who has their missing rows."""
-    placement, given = weights.memory.placement, (layer_idx, weights, layers, inputs, own)
-    is_full = placement.first_dynamic[layer_idx] == weights.spec.expert.intermediate_size
+def _layer_experts(step: TokenStep, layer_idx: int) -> _LayerExperts:
+    memory, inputs = step.weights.memory, step.inputs
+    placement, landing = memory.placement, memory.landing[layer_idx]
+    is_full = placement.first_dynamic[layer_idx] == step.spec.expert.intermediate_size
     if is_full.all() and placement.has_selector[layer_idx].all():
-        return _LayerExperts(*given)
+        return _LayerExperts(step, layer_idx)
     if placement.misses == "pull":
-        assert host_rows is not None, "records are pulled from host memory"
-        return _PulledExperts(*given, host_rows)
-    assert inputs.share is not None, "what is neither resident nor pulled has a share of the CPU"
-    landing = weights.memory.landing[layer_idx]
+        return _PulledExperts(step, layer_idx)
     if inputs.pulled_share > 0 and landing.slots.shape[1] + landing.num_scratch > 0:
-        assert host_rows is not None, "records are pulled from host memory"
-        return _SharedExperts(*given, inputs.share, host_rows)
-    return _SplitExperts(*given, inputs.share)
-
-
-def _host_rows(host: devices.HostArena, layer_idx: int, device: torch.device) -> HostRows:
-    return HostRows(host.rows(layer_idx), torch.from_numpy(host.extent_at[layer_idx] // 16).to(device))
+        return _SharedExperts(step, layer_idx)
+    return _SplitExperts(step, layer_idx)

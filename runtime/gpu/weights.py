@@ -1,8 +1,7 @@
 """A pack's weights in a GPU's memory: dense matrices as they are stored, and rows of experts.
 
-`DeviceMatrix` is a dense matrix that Triton kernels multiply as it is stored. `ExpertMemory` is the GPU's memory for
-experts, in one allocation: rows that are resident for the whole run, memory for the others, and tables of where rows
-lie. `placement` divides it, `residency` decides what lies in the slots, and `prefill` uses the same memory for experts
+`ExpertMemory` is one allocation: rows that are resident for the whole run, memory for the others, and tables of the
+rows' places. `placements` divides it, `residency` decides on the slots, and `prefill` uses the same memory for experts
 on their way. Importing this needs Triton.
 """
 
@@ -23,10 +22,9 @@ from moe_pack.runtime.model.compute import matrices
 
 
 class DeviceMatrix(matrices.InMemoryMatrix):
-    """A matrix [num_rows, num_cols] in the pack's row layout, or in plain values; see `Matrix`.
+    """A matrix [num_rows, num_cols] in the pack's row layout, or in plain values.
 
-    Args:    raw: u8, all bytes of the matrix, on the device.   is_bf16: whether products of many tokens take them in
-             bfloat16.
+    Args:    raw: u8, all bytes of the matrix, on the device.   is_bf16: whether products of many tokens take bfloat16.
     """
 
     def __init__(self, dense: DenseLayout, raw: Tensor, is_bf16: bool = False) -> None:
@@ -62,12 +60,12 @@ class DeviceMatrix(matrices.InMemoryMatrix):
             matmul.gemv(x[0].contiguous(), self._rows, out[0])
         else:
             x = x.bfloat16() if self._is_bf16 else x.contiguous()
-            matmul.gemm(x, self._rows.raw, self._rows.part, self._rows.row_units, out)
+            matmul.gemm(x, self._rows, out)
         return out
 
 
 def down_biases(pack: formats.Pack, layer_idx: int) -> Tensor | None:
-    """Returns the biases of down of a layer's experts, float32 [E, d] in host memory; None if the family has none.
+    """Returns the biases of down of a layer's experts, float32 [E, d] in host memory; None if there are none.
 
     Raises:  PackError if they are damaged or cannot be read.
     """
@@ -167,7 +165,6 @@ class _Memory:
         return self.bytes[begin : begin + num_bytes]
 
     def begin_of(self, piece: Tensor) -> int:
-        """Returns where a piece begins in the allocation, in bytes."""
         return int(piece.storage_offset() - self.bytes.storage_offset())
 
     def put(self, values: Tensor) -> Tensor:

@@ -1,12 +1,9 @@
 """`make gpu-check`: everything that only a GPU can show, in three calls of nine minutes at most.
 
 Each part of a call has a process, a time limit and a file of its own, which is whole after every row: a part that dies
-or runs out of time costs the others nothing. Results go to the folder that $OUT names, else to build/gpu; `make
-gpu-report` publishes them. Nothing is installed: the rooms are linked under build/rooms, and the native kernels are
-built in place where there is a compiler.
-
-Without a GPU it is a rehearsal: the same code at tiny sizes, kernels by Triton's interpreter; its files are marked, and
-lie in build/. A rehearsal shows that the parts run, never how fast.
+or runs out of time costs the others nothing. Nothing is installed: the rooms are linked under build/rooms, and the
+native kernels are built in place where there is a compiler. Without a GPU it is a rehearsal at tiny sizes, with kernels
+by Triton's interpreter: it shows that the parts run, never how fast.
 """
 
 import json
@@ -85,8 +82,6 @@ _REHEARSAL_TIMES = 4  # the time that the interpreter may take
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part: the call that it belongs to, the most seconds it may take, and what runs it."""
-
     call: int
     seconds: float
     module: str
@@ -113,8 +108,6 @@ CALLS = sorted({part.call for part in PARTS.values()})
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A part that ran: its file, and what that says of it."""
-
     name: str
     path: Path
     state: str
@@ -163,7 +156,6 @@ def main(calls: str, parts: str | None, limit: float, out: Path | None, revision
 
 
 def _chosen(calls: str, parts: str | None) -> dict[int, list[str]]:
-    """The parts to run, by call."""
     wanted = [name for name in parts.split(",") if name] if parts is not None else list(PARTS)
     if unknown := [name for name in wanted if name not in PARTS]:
         raise click.UsageError(f"--part: found {unknown[0]}, expected some of {', '.join(PARTS)}")
@@ -198,9 +190,9 @@ def _usual_folder(is_rehearsal: bool) -> Path:
 
 
 def run_call(names: list[str], stem: Path, limit_s: float, revision: str, is_rehearsal: bool) -> list[Ended]:
-    """Runs parts, each within its own limit and the call's; their files become one, which is whole after every part.
+    """Runs parts within their own limits and the call's; their files become one, which is whole after every part.
 
-    On a machine that cannot run the checks (`preflight`) nothing else runs.
+    If `preflight` fails, nothing else runs.
     """
     end, ended = time.monotonic() + limit_s, list[Ended]()
     whole = stem.with_name(f"{stem.name}.json")
@@ -258,7 +250,7 @@ def _kill_session(session: int) -> None:
 
 
 def _ended(name: str, path: Path, state: str | None, seconds: float) -> Ended:
-    """What a part's file says; how it was ended, if it did not end of itself, is added to the file."""
+    """Reads a part's file; notes in it how the part was ended, if it did not end of itself."""
     if not path.exists():
         return Ended(name, path, state or "failed before it began", 0, seconds, {})
     whole: dict[str, Any] = json.loads(path.read_text())
@@ -277,7 +269,6 @@ def _write(path: Path, whole: dict[str, Any]) -> None:
 
 
 def table(ended: list[Ended]) -> list[str]:
-    """A line a part, and one for each section that failed."""
     lines = ["| part | state | rows | seconds |", "| --- | --- | ---: | ---: |"]
     lines += [f"| {p.name} | {p.state} | {p.num_rows} | {p.seconds:.0f} |" for p in ended]
     for part in ended:

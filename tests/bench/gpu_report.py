@@ -1,9 +1,8 @@
-"""`make gpu-report`: the page of what GPUs measured and of what is predicted of them, and a picture.
+"""`make gpu-report`: the page of measured and predicted figures of GPUs, and a picture.
 
     python tests/bench/gpu_report.py build/gpu/gpu-*.json
 
-makes of each file of `make gpu-check` a compact one in docs/benchmarks, and of all that are there gpu.md and gpu.svg in
-the same folder: a table for each kind of figure, with rows of each run. The predictions are those of gpu_roofline.py.
+makes of each file of `make gpu-check` a compact one in docs/benchmarks, and of all that are there gpu.md and gpu.svg.
 """
 
 import json
@@ -27,7 +26,6 @@ def compact_name(path: Path, whole: dict[str, Any]) -> str:
 
 
 def measured_page(runs: list[Run], picture: str) -> str:
-    """Returns the page's part of measured figures, in Markdown."""
     lines = [
         "# GPUs: figures",
         "",

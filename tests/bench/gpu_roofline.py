@@ -23,27 +23,10 @@ import click
 from benchlib import ROOT, table
 from gpu.launches import CPU_CALL, TO_GPU, TO_HOST, WAIT, Mode, TokenLaunches, count, is_kernel
 from gpu.packs import MIXTRAL, QWEN3, SKEW
-from gpu.roofline import (
-    CONTEXT_TOKENS,
-    CPU_RATES,
-    NUM_SMS,
-    Misses,
-    Setup,
-    Subject,
-    kernel_times,
-    predict,
-)
+from gpu.roofline import CONTEXT_TOKENS, CPU_RATES, NUM_SMS, Misses, Setup, Subject, kernel_times, predict
 from gpu.runs import Run
 
-from moe_pack.convert.plan.machines import (
-    BANDWIDTH_SHARE,
-    CALL_S,
-    GPU_TOKEN_S,
-    GPUS,
-    LAUNCH_S,
-    LINK_SHARE,
-    known_gpu,
-)
+from moe_pack.convert.plan.machines import BANDWIDTH_SHARE, CALL_S, GPU_TOKEN_S, GPUS, LAUNCH_S, LINK_SHARE, known_gpu
 from moe_pack.runtime.gpu.fit import usual_budget
 
 COUNTS = ROOT / "docs" / "benchmarks" / "gpu-launches.jsonl"
@@ -85,12 +68,10 @@ class Counts:
     launches: tuple[TokenLaunches, ...]
 
     def of(self, model: str) -> dict[Mode, TokenLaunches]:
-        """Returns a model's launches by mode."""
         return {each.mode: each for each in self.launches if each.model == model}
 
     @classmethod
     def read(cls, path: Path) -> "Counts":
-        """Reads the file that `write` wrote."""
         first, *lines = map(json.loads, path.read_text().splitlines())
         return cls(first["commit"], first["date"], tuple(map(TokenLaunches.from_json, lines)))
 
@@ -101,7 +82,6 @@ class Counts:
 
 
 def count_all() -> Counts:
-    """Counts the launches of all models, at this commit."""
     found = list[TokenLaunches]()
     with TemporaryDirectory() as folder:
         for model in _COUNTED.values():
@@ -115,7 +95,7 @@ def count_all() -> Counts:
 def measured_ms(runs: Sequence[Run]) -> Measured:
     """Returns the median milliseconds of a token by GPU, pack and budget in bytes (None: all free memory), with `auto`.
 
-    Of several runs on a GPU those of the last commit count; rehearsals do not.
+    The last commit's run on a GPU counts; rehearsals do not.
     """
     last = {known.name: run for run in runs if not run.is_rehearsal and (known := known_gpu(run.gpu))}
     return {
@@ -127,7 +107,6 @@ def measured_ms(runs: Sequence[Run]) -> Measured:
 
 
 def predictions(runs: Sequence[Run]) -> str:
-    """Returns the page's part of predictions, in Markdown."""
     subjects, counts = {name: Subject.of(request) for name, request in _MODELS.items()}, Counts.read(COUNTS)
     blocks = [
         "# Predictions",
@@ -156,7 +135,6 @@ def _wrapped(block: str) -> str:
 
 
 def _launches(counts: Counts) -> Iterator[str]:
-    """Returns the section on a token's launches."""
     yield "## Launches of a token"
     yield (
         "Counted in plain memory, where the engine of a shrunk model makes the launches of one token. What a layer "
@@ -183,7 +161,6 @@ def _launches(counts: Counts) -> Iterator[str]:
 
 
 def _assumptions() -> Iterator[str]:
-    """Returns the section on what predictions are made of."""
     yield "## What predictions assume"
     body = []
     for name, num_sms in NUM_SMS.items():
@@ -216,7 +193,6 @@ def _assumptions() -> Iterator[str]:
 
 
 def _kernels(subjects: dict[str, Subject], counts: Counts) -> Iterator[str]:
-    """Returns the section on a token's time by kernel."""
     yield "## A token by kernel, everything resident"
     yield "MB that must be moved, and the predicted ms."
     for name, subject in subjects.items():
@@ -235,7 +211,6 @@ def _kernels(subjects: dict[str, Subject], counts: Counts) -> Iterator[str]:
 
 
 def _speeds(subjects: dict[str, Subject], counts: Counts, measured: Measured) -> Iterator[str]:
-    """Returns the section on speeds by budget."""
     yield "## Tokens a second by budget"
     yield (
         "With `--misses cpu` the CPU computes what is missing; with `pull` the link brings it; with `auto` the link "
@@ -269,7 +244,6 @@ def _budgets(gpu: str) -> Iterator[tuple[str, int | None, int]]:
 
 
 def _speed_table(subject: Subject, counts: Counts, measured: Measured) -> Table:
-    """Returns predicted speeds, and measured ones where there are any."""
     launches, body = counts.of(subject.request.model), list[list[object]]()
     for gpu in NUM_SMS:
         for name, option, budget in _budgets(gpu):

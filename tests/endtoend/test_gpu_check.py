@@ -143,7 +143,7 @@ def test_results_go_to_the_folder_that_out_names_as_one_file_a_call(
     assert whole["rehearsal"] is True and whole["gpu"] is None
     (part,) = whole["parts"]
     assert (part["part"], part["state"]) == ("machine", "done")
-    assert {row["kind"] for row in part["rows"]} == {"CopyRate", "PageLock", "LaunchCost"}
+    assert {row["kind"] for row in part["rows"]} == {"CopyRate", "LaunchCost"}
 
 
 @pytest.mark.parametrize(
@@ -437,8 +437,8 @@ def test_every_part_runs_where_nothing_is_installed_but_what_the_page_names(tmp_
     parts = rehearsed(tmp_path)
     assert {name: part["state"] for name, part in parts.items()} == dict.fromkeys(PARTS, "done")
     kinds = {name: {row["kind"] for row in part["rows"]} for name, part in parts.items()}
-    assert kinds["demo"] == {"PackFacts", "Answers", "Promise"}
-    assert kinds["mixtral"] == kinds["qwen3"] == {"PackFacts", "Filled", "Opened", "Speed", "Ratio"}
+    assert kinds["demo"] == {"Answers", "Promise"}
+    assert kinds["mixtral"] == kinds["qwen3"] == {"Opened", "Speed", "Ratio"}
     answers = [row for row in parts["demo"]["rows"] if row["kind"] == "Answers"]
     # Each token's logits are its own: were they one memory's, all but the last would differ.
     assert all(row["tokens"] >= 3 and row["worst_token"] < 1e-4 and row["greedy_equal"] for row in answers)

@@ -85,18 +85,16 @@ def calls(
     widths: tuple[Name, ...], dims: tuple[int, ...], selectors: tuple[Selector, ...] = SELECTORS
 ) -> Iterator[Call]:
     """Every call to compile; what does not depend on widths or hidden sizes comes with 16 bits, and with 4096."""
-    from support.many_calls import many_calls
-    from support.row_calls import dense_calls, running_calls
-    from support.token_calls import latent_calls, pull_calls, token_calls
+    from support import kernel_calls
 
-    yield from dense_calls(widths, dims)
-    yield from running_calls(widths, dims, selectors)
-    yield from many_calls(widths, dims, [selector for selector in selectors if selector in ("up", "none")])
+    yield from kernel_calls.dense_calls(widths, dims)
+    yield from kernel_calls.running_calls(widths, dims, selectors)
+    yield from kernel_calls.many_calls(widths, dims, [each for each in selectors if each in ("up", "none")])
     bits = tuple(width for width in widths if isinstance(width, int))
-    yield from pull_calls(bits, dims)
+    yield from kernel_calls.pull_calls(bits, dims)
     if 4096 in dims:
-        yield from latent_calls(bits)
-        yield from token_calls() if 16 in widths else ()
+        yield from kernel_calls.latent_calls(bits)
+        yield from kernel_calls.token_calls() if 16 in widths else ()
 
 
 # --- how it is compiled
@@ -107,11 +105,9 @@ class _Utils:
         self._built = built
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        """What the driver says of a module it loads: module, function, registers, spills, threads at most."""
         return 0, 0, 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """What Triton asks of a device, whose number is its capability."""
         return {"max_shared_mem": SHARED_BYTES[device], "multiprocessor_count": 132, "warpSize": 32}
 
 
@@ -137,11 +133,9 @@ class RecordingDriver:
         return self.capability
 
     def get_current_stream(self, device: int) -> int:
-        """None to speak of."""
         return 0
 
     def get_current_target(self) -> Any:
-        """The GPU compiled for."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.capability, 32)
@@ -224,7 +218,6 @@ def _cuobjdump(option: str, path: str) -> str:
 
 
 def main() -> None:
-    """Compiles, and writes a JSON line a kernel."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
     parser.add_argument("--widths", default=_listed(WIDTHS))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from moe_pack.runtime.gpu.kernels.grouped import ExpertGroup
 from moe_pack.runtime.gpu.kernels.tables import (
     HostRows,
     Landing,
@@ -19,13 +20,10 @@ from support.random_experts import RandomExpert, Shape, random_expert
 
 @dataclass(frozen=True, slots=True)
 class RandomLayer:
-    """Experts, and the tables of where their rows lie."""
-
     experts: tuple[RandomExpert, ...]
     tables: LayerTables
 
     def tables_on(self, device: torch.device) -> LayerTables:
-        """The tables on a device."""
         held, at = self.tables, self.tables.selector_at
         return replace(
             held,
@@ -148,7 +146,6 @@ def random_running(
 
 
 def running_on(running: RunningNeurons, device: torch.device) -> RunningNeurons:
-    """A copy on a device."""
     each = ("a", "blocks", "counts", "neurons", "units", "totals")
     return running._replace(**{name: getattr(running, name).clone().to(device) for name in each})
 
@@ -187,6 +184,13 @@ def layer_of(experts: Sequence[RandomExpert], seed: int = 0, thresholds: Sequenc
         torch.stack(biases) if biases else None,
     )
     return RandomLayer(tuple(experts), tables)
+
+
+def group_of(layer: RandomLayer, device: torch.device) -> tuple[ExpertGroup, np.ndarray]:
+    """The layer's experts as a group on a device, and each one's kind."""
+    tables = layer.tables_on(device)
+    where = (tables.arena, tables.selector_at, tables.record_at)
+    return ExpertGroup(*where, tables.thresholds, tables.kinds, tables.down_bias), layer.tables.kind.numpy()
 
 
 def _rows(expert: RandomExpert) -> list[tuple[tuple[int, int], np.ndarray]]:

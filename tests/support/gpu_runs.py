@@ -75,7 +75,6 @@ def gpu_engine(
     device: torch.device = CPU,
     eviction: Callable[[CacheFacts], Eviction] | None = None,
 ) -> Iterator[GpuEngine]:
-    """Builds the engine; `eviction` is in place of the policy's."""
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
         host: HostArena | None = None
@@ -113,7 +112,6 @@ def gpu_decoder(
 
 
 def reference_logits(folder: Path, ids: list[int] = IDS) -> torch.Tensor:
-    """Returns a pack's logits, in plain torch."""
     with Pack(folder) as pack:
         return Decoder(PackWeights(pack, CPU), max(64, len(ids))).logits(ids)
 

@@ -1,5 +1,8 @@
 """The twins of Triton kernels in plain torch that nothing else has: what tests and the GPU's checks compare with."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +17,8 @@ from moe_pack.runtime.gpu.kernels.tables import (
     LeftToCpu,
     RunningNeurons,
 )
-from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear
+from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear, run_expert
+from support.random_experts import RandomExpert
 
 
 def gemv_twin(x: Tensor, rows: Tensor, layout: RowLayout | None) -> Tensor:
@@ -24,8 +28,20 @@ def gemv_twin(x: Tensor, rows: Tensor, layout: RowLayout | None) -> Tensor:
 
 
 def reduce_twin(partials: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum in plain torch, float32 [d]."""
     return (partials.sum(1) * weights[:, None]).sum(0)
+
+
+def run_experts_plain(
+    x: Tensor, chosen: np.ndarray, weights: Tensor, experts: Sequence[RandomExpert], thresholds: Sequence[float]
+) -> Tensor:
+    """The weighted sums of each token's experts, float32 [T, d], as `grouped` computes them."""
+    y = torch.zeros(x.shape)
+    for number, (expert, threshold) in enumerate(zip(experts, thresholds, strict=True)):
+        tokens, place = (torch.from_numpy(each) for each in np.nonzero(chosen == number))
+        shape = expert.shape
+        out = run_expert(x[tokens].float(), expert.packed(), shape.function, shape.selector, threshold)
+        y[tokens] += weights[tokens, place][:, None] * out
+    return y
 
 
 def listed_in_blocks(running: RunningNeurons, place: int) -> list[int]:
@@ -45,7 +61,6 @@ def compact_plain(
     whole_records: float = 0.0,
     by_expert: bool = False,
 ) -> None:
-    """Does as `compact`, on the host, a neuron at a time."""
     num_slots, share = landing.slots.shape[1], share.cpu()
     balanced = _balanced_plain(experts, tables, running, landing, float(share), whole_records)
     if tables.selector_at is not None:
@@ -104,7 +119,6 @@ def _balanced_plain(
 def pull_records_plain(
     experts: Tensor, tables: LayerTables, running: RunningNeurons, host: HostRows, is_split: bool
 ) -> None:
-    """Does as `pull_records`, on the host, a row at a time."""
     for place, e in enumerate(experts.tolist()):
         kind = tables.kinds[int(tables.kind[e])]
         here, pulled = running.totals[place, [HERE, PULLED]].tolist()
@@ -118,7 +132,6 @@ def pull_records_plain(
 def pull_selectors_plain(
     experts: Tensor, tables: LayerTables, host: HostRows, scratch_at: int, selector_units: Tensor
 ) -> None:
-    """Does as `pull_selectors`, on the host, a row at a time."""
     assert tables.selector_at is not None
     f, most = tables.selector_at.shape[1], max(kind.selector_units for kind in tables.kinds)
     for place, e in enumerate(experts.tolist()):
@@ -131,7 +144,6 @@ def pull_selectors_plain(
 
 
 def bring_plain(sources: Tensor, targets: Tensor, row_units: int, host_rows: Tensor, arena: Tensor) -> None:
-    """Does as `bring`, on the host, a row at a time."""
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
         _copy_row(host_rows, source, arena, target, row_units)
 

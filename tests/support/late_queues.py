@@ -34,7 +34,6 @@ class LateQueues(Queues):
         self._late = deque[tuple[LateMark, Callable[[], None]]]()
 
     def beside(self, work: Callable[[], None], after: Sequence[Mark]) -> Mark:
-        """Takes note of work; see `Queues`."""
         for mark in after:
             self.wait_for(mark)
         mark = LateMark(self)
@@ -42,16 +41,13 @@ class LateQueues(Queues):
         return mark
 
     def wait_for(self, mark: Mark) -> None:
-        """Does all work up to a mark."""
         if isinstance(mark, LateMark):
             self.run_until(mark)
 
     def has(self, mark: LateMark) -> bool:
-        """Whether this work is still to be done."""
         return any(mark is other for other, _ in self._late)
 
     def run_until(self, mark: LateMark) -> None:
-        """Does all work up to a mark."""
         while self.has(mark):
             self._late.popleft()[1]()
 

@@ -26,11 +26,10 @@ def launched(folder: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    """Launches everything and writes the counts."""
     from triton.runtime.driver import driver
 
     from moe_pack.formats import Pack
-    from moe_pack.runtime.gpu.fit import run_everything
+    from moe_pack.runtime.gpu.gpu_engine import run_everything
     from moe_pack.runtime.gpu.kernels.ahead import collected_launches
     from support.compiled_kernels import RecordingDriver
     from support.gpu_runs import GpuRun, gpu_engine

@@ -1,99 +1,71 @@
 """The slots of a GPU's memory, played on recorded tokens without computing anything."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.placements import GpuPlacement
 from moe_pack.runtime.gpu.residency import MOST_KEPT, Promotion, Residency, TokenRoutes
-from moe_pack.runtime.model import Decoder, NativeOperations, PartialState
+from moe_pack.runtime.model import Decoder, NativeOperations
 from moe_pack.runtime.model.compute.weights import to_experts
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload import CacheFacts, Preset, Routing
+from moe_pack.runtime.offload import CacheFacts, Preset
 from moe_pack.runtime.offload.eviction import eviction_of
-from moe_pack.runtime.offload.paths import PATH_MEMORY
-from moe_pack.runtime.offload.prefetch import MethodName, PredictionInput, make_prediction, ranked
+from moe_pack.runtime.offload.prefetch import PredictionInput, make_prediction, ranked
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlayedToken:
-    """A token's experts, int64 [L, k], and the running neurons of each, rising.
-
-    `predicted`: by method, of each layer the predicted experts, likeliest first, and the neurons that their selectors
-    would run on the input of the layer before, rising; none of the first layer.
-    """
-
-    experts: NDArray[np.int64]
-    neurons: list[list[NDArray[np.int32]]]
-    predicted: Mapping[MethodName, list[list[tuple[int, NDArray[np.int32]]]]] = field(default_factory=dict)
+    experts: NDArray[np.int64]  # [L, k]
+    neurons: list[list[NDArray[np.int32]]]  # of each layer and expert, that run, rising
+    # Of each layer the predicted experts, likeliest first, and the neurons that their selectors would run on the input
+    # of the layer before, rising; none of the first layer.
+    predicted: list[list[tuple[int, NDArray[np.int32]]]]
 
 
 class _Recording(MappedPackWeights):
-    """Weights that take note of experts and running neurons, and of those that are predicted for the next layer."""
+    """Weights that note experts and running neurons, and those that the next layer's router predicts."""
 
-    def __init__(
-        self, pack: Pack, operations: NativeOperations, routing: Routing | None, methods: Sequence[MethodName]
-    ) -> None:
+    def __init__(self, pack: Pack, operations: NativeOperations) -> None:
         super().__init__(pack, operations)
         self.seen: list[tuple[NDArray[np.int64], list[NDArray[np.int32]]]] = []
-        self.ahead: list[dict[MethodName, list[tuple[int, NDArray[np.int32]]]]] = []
-        self._predictions = {method: make_prediction(method, self, routing) for method in methods}
+        self.ahead: list[list[tuple[int, NDArray[np.int32]]]] = []
+        self._prediction = make_prediction("router", self, None)
 
-    def run_experts(
-        self,
-        layer_idx: int,
-        x: Tensor,
-        experts: Tensor,
-        router_weights: Tensor,
-        partial_state: PartialState | None = None,
-    ) -> Tensor:
+    def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor, *rest: Any) -> Tensor:
         self.seen.append((experts[0].numpy(), self._running(layer_idx, x, experts[0].tolist())))
-        self.ahead.append({})
+        self.ahead.append([])
         next_idx = layer_idx + 1
-        for method, prediction in self._predictions.items() if next_idx < len(self.spec.moe_layers) else ():
-            assert prediction is not None, "every method predicts"
-            routes = np.stack([chosen for chosen, _ in self.seen[-min(next_idx, PATH_MEMORY) :]])[None]
-            scores = prediction.scores(next_idx, PredictionInput(x, routes))
-            if scores is not None:
-                likeliest = ranked(scores, experts.shape[1])[0].tolist()
-                running = self._running(next_idx, x, likeliest)
-                self.ahead[-1][method] = list(zip(likeliest, running, strict=True))
-        return super().run_experts(layer_idx, x, experts, router_weights, partial_state)
+        if next_idx < len(self.spec.moe_layers) and self._prediction is not None:
+            scores = self._prediction.scores(next_idx, PredictionInput(x, self.seen[-1][0][None, None]))
+            assert scores is not None, "routers predict every layer"
+            likeliest = ranked(scores, experts.shape[1])[0].tolist()
+            self.ahead[-1] = list(zip(likeliest, self._running(next_idx, x, likeliest), strict=True))
+        return super().run_experts(layer_idx, x, experts, router_weights, *rest)
 
     def _running(self, layer_idx: int, x: Tensor, experts: list[int]) -> list[NDArray[np.int32]]:
         """The neurons that experts of a layer would run on x, float32 [1, d]."""
-        rows = [self._mapped_expert(layer_idx, expert).rows for expert in experts]
-        works = [(each, np.zeros(1, np.int64)) for each in rows]
+        works = [(self._mapped_expert(layer_idx, expert).rows, np.zeros(1, np.int64)) for expert in experts]
         found = self.operations.kernels.select_each(to_experts(x, self, layer_idx), works)
         return [each.neurons.numpy().copy() for each in found]
 
 
-def recorded_tokens(
-    pack: Pack,
-    operations: NativeOperations,
-    ids: Sequence[int],
-    context_tokens: int,
-    routing: Routing | None = None,
-    methods: Sequence[MethodName] = (),
-) -> list[PlayedToken]:
-    """Runs tokens one by one, in windows of `context_tokens`, and returns what they needed, and what is predicted."""
-    weights, num_layers = _Recording(pack, operations, routing, methods), len(pack.layout.experts)
-    decoder = Decoder(weights, context_tokens)
-    for start in range(0, len(ids), context_tokens):
-        decoder.reset()
-        for token in ids[start : start + context_tokens]:
-            decoder.next_logits([token])
+def recorded_tokens(pack: Pack, operations: NativeOperations, ids: Sequence[int]) -> list[PlayedToken]:
+    """Runs tokens one by one, and returns what they needed, and what is predicted."""
+    weights, num_layers = _Recording(pack, operations), len(pack.layout.experts)
+    decoder = Decoder(weights, len(ids))
+    for token in ids:
+        decoder.next_logits([token])
     tokens = []
     for place in range(0, len(weights.seen), num_layers):
         step, ahead = weights.seen[place : place + num_layers], weights.ahead[place : place + num_layers]
-        predicted = {method: [[], *(layer.get(method, []) for layer in ahead[:-1])] for method in methods}
         experts = np.stack([experts for experts, _ in step])
-        tokens.append(PlayedToken(experts, [neurons for _, neurons in step], predicted))
+        tokens.append(PlayedToken(experts, [neurons for _, neurons in step], [[], *ahead[:-1]]))
     return tokens
 
 
@@ -116,7 +88,7 @@ def residency_of(placement: GpuPlacement, preset: Preset, popularity: NDArray[np
 class PlayedSlots:
     """Running neurons whose records were resident, and others; records that were promoted.
 
-    `whole`: of the others, those of experts without a resident selector, `whole_experts`, which the CPU selects itself.
+    `whole`: of the others, those of experts without a resident selector, which the CPU selects itself.
     `ahead`: records that were pulled because their experts were predicted; `ahead_ran`: of these, those that ran, which
     count as resident.
     """
@@ -124,7 +96,6 @@ class PlayedSlots:
     resident: int
     left: int
     whole: int
-    whole_experts: int
     promoted: int
     ahead: int
     ahead_ran: int
@@ -135,18 +106,16 @@ def played(
     preset: Preset,
     popularity: NDArray[np.float64],
     tokens: Sequence[PlayedToken],
-    most_rows: int = MOST_KEPT,
-    method: MethodName | None = None,
-    most_ahead: int = 0,
+    most_ahead: int,
 ) -> PlayedSlots:
     """Plays tokens whose missing records the CPU computes; promoted records arrive before the next token but one.
 
-    Args:    method: predicts experts; for each of them at most `most_ahead` records are pulled ahead.
+    Args:    most_ahead: records that are pulled ahead for each predicted expert, at most.
     """
     f = 1 + max(int(neurons.max(initial=0)) for token in tokens for layer in token.neurons for neurons in layer)
     f = max(f, int(placement.first_dynamic.max()))
-    residency = residency_of(placement, preset, popularity, f) if preset.keeps else None
-    at, resident, left, whole, whole_experts = static_table(placement, f), 0, 0, 0, 0
+    residency = residency_of(placement, preset, popularity, f)
+    at, resident, left, whole = static_table(placement, f), 0, 0, 0
     ahead = ahead_ran = 0
     coming: list[Promotion] = []
     last: TokenRoutes | None = None
@@ -154,7 +123,7 @@ def played(
         missing = dict[tuple[int, int], NDArray[np.int32]]()
         for l, layer in enumerate(token.neurons):
             pulled = dict[int, NDArray[np.int32]]()
-            for expert, neurons in token.predicted[method][l] if method is not None else ():
+            for expert, neurons in token.predicted[l]:
                 if placement.has_selector[l, expert]:
                     pulled[expert] = neurons[at[l, expert, neurons] < 0][:most_ahead]
             ahead += sum(map(len, pulled.values()))
@@ -168,24 +137,13 @@ def played(
                 resident += int(is_here.sum())
                 left += int((~is_here).sum())
                 whole += 0 if has_selector else len(neurons)
-                whole_experts += not has_selector
                 missing[l, place] = neurons[~is_here] if has_selector else neurons[:0]
-        if residency is None:
-            continue
         residency.arrived(coming)
-        coming = [] if last is None else residency.decide(last, most_rows)
+        coming = [] if last is None else residency.decide(last, MOST_KEPT)
         changes = residency.changes()
         at.reshape(-1)[changes.places] = changes.values
         counts = np.zeros(token.experts.shape, np.int64)
         for key, neurons in missing.items():
             counts[key] = len(neurons)
         last = TokenRoutes(token.experts, counts, lambda l, place, missing=missing: missing[l, place], None)  # type: ignore[misc]  # bound now
-    promoted = 0 if residency is None else residency.promoted_rows
-    return PlayedSlots(resident, left, whole, whole_experts, promoted, ahead, ahead_ran)
-
-
-def popularity_of(tokens: Sequence[PlayedToken], num_experts: int) -> NDArray[np.float64]:
-    """Returns how often each expert was chosen, plus one: float64 [L, E]."""
-    experts = torch.from_numpy(np.stack([token.experts for token in tokens]))  # [T, L, k]
-    counts = torch.nn.functional.one_hot(experts, num_experts).sum(dim=(0, 2))
-    return 1 + counts.numpy().astype(np.float64)
+    return PlayedSlots(resident, left, whole, residency.promoted_rows, ahead, ahead_ran)

@@ -101,10 +101,7 @@ def collected_launches() -> Iterator[dict[Any, CompileJob]]:
 
 
 def compile_ahead(jobs: list[CompileJob], num_processes: int, progress: Progress = NO_PROGRESS) -> int:
-    """Compiles the jobs that Triton's cache lacks, and returns how many they are.
-
-    If a kernel cannot be compiled, this function is silent; the kernel's launch raises the error.
-    """
+    """Compiles the jobs that Triton's cache lacks, and returns their number; faults appear at the kernel's launch."""
     missing = [] if INTERPRETED else [job for job in jobs if not job.is_cached()]
     num_processes = min(num_processes, len(missing))
     if len(missing) < _FEWEST or num_processes < 2:
@@ -124,10 +121,7 @@ def compile_ahead(jobs: list[CompileJob], num_processes: int, progress: Progress
 
 
 def _compile_elsewhere(jobs: list[CompileJob], one_is_compiled: Callable[[], None]) -> None:
-    """Compiles some jobs in a process of its own, which imports this module and nothing of the caller's.
-
-    If the process cannot be started or ends early, the remaining kernels are compiled when they are launched.
-    """
+    """Compiles some jobs in a process of its own; its end leaves the others to their launches."""
     command = [sys.executable, "-c", _WORKER, *sys.path]
     with suppress(OSError), subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"

@@ -1,25 +1,22 @@
 """Attention of one token: its queries, keys and values are made, the cache is read, and heads are mixed.
 
-`attend` runs one token's queries over the cache. With grouped queries it normalizes and rotates heads first, and writes
-keys and values to the cache: each program makes its queries, and the split with the last position its key. With fewer
-places than positions the cache is a ring: the token overwrites a position that no query sees any more. The twin is
-`Operations.attend`.
+`attend` runs one token's queries over the cache. With grouped queries it norms and rotates heads first, and writes the
+token's key and value to the cache. With fewer places than positions the cache is a ring: the token overwrites a
+position that no query sees any more. The twin is `Operations.attend`.
 
-The positions that a token sees are divided into splits; each split is a program, and the results of splits are
-combined, by a launch of their own: the last program of the heads that share keys would read up to 2 MiB for them. Up to
-16 query heads that share keys are in one tile. Positions are divided evenly whatever their number, so nothing depends
-on values that only the host knows; splits without positions return at once. A layer whose window is shorter than the
-context may keep its positions in a ring, and a head may have a sink, a logit without a value. In latent attention the
-values are the first columns of the keys. Products are 3xTF32 on a GPU, which lose no more than float32 sums do.
+Each program takes a split of the positions, and a launch of its own combines the splits: the last program of the heads
+that share keys would read up to 2 MiB for them. Up to 16 query heads that share keys are in one tile. Positions are
+divided evenly whatever their number, so nothing depends on values that only the host knows. A head may have a sink, a
+logit without a value. In latent attention the values are the first columns of the keys. Products are 3xTF32 on a GPU,
+which lose no more than float32 sums do.
 
-A cache may have codes (`q8`, `q4`) in the rows that `runtime.model.caches.storage` describes, for grouped queries. A
-launch of its own then rotates queries once more, by the signs and the Hadamard matrix of rows, and writes the token's
-key and value as codes, a program a head: they depend on the largest value of a block. What is added up of values is
-rotated back where splits are combined.
+A cache of grouped queries may have codes (`q8`, `q4`) in the rows of `runtime.model.caches.storage`. A launch of its
+own then rotates queries once more, by the signs and the Hadamard matrix of rows, and writes the token's key and value
+as codes, a program a head. The sum of values is rotated back when splits are combined.
 
-`enter_latent`, `attend` and `leave_latent` are one token's latent attention: queries move into the latent's space, and
-mixes of latents move out of it. Both read the rows of `kv_b`, plain values or in the pack's row layout, as they lie:
-for each head `nope` rows of W_k, then the rows of W_v. The twin is the latent attention of `runtime.model.attention`.
+`enter_latent`, `attend` and `leave_latent` are one token's latent attention. They read the rows of `kv_b`, plain values
+or in the pack's row layout, as they lie: for each head `nope` rows of W_k, then the rows of W_v. The twin is the latent
+attention of `runtime.model.attention`.
 """
 
 from collections.abc import Iterable
@@ -60,7 +57,7 @@ class Entering(NamedTuple):
 
 
 class _New(NamedTuple):
-    """A token's queries, keys and values, with the tensors that norm and rotate them, as kernels take them."""
+    """A token's queries, keys and values, and the tensors that norm and rotate them, as kernels take them."""
 
     q: Tensor
     k: Tensor
@@ -145,13 +142,11 @@ _range = _interpreted_range if triton.knobs.runtime.interpret else tl.range
 
 
 def _block_s(width: int) -> int:
-    """Returns how many positions a tile has."""
     return 32 if width <= _USUAL_WIDTH else 16
 
 
 @triton.constexpr_function
 def _block_v(width: int) -> int:
-    """Returns how many columns of values a tile has."""
     return max(16, int(triton.next_power_of_2(width)))
 
 
@@ -182,8 +177,6 @@ class _Cache(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """The constants of a launch of `attend`."""
-
     num_heads: int
     group: int  # query heads that share keys
     tiles: int  # of these heads
@@ -333,7 +326,7 @@ def _attend_kernel(q_ptr, cache, position_ptr, sinks_ptr, workspace, out_ptr, ne
 
 @triton.jit
 def _enter(q_ptr, cache, new, heads, is_head, kv_head, position, is_last, SHAPE: tl.constexpr):
-    """Writes a tile's rotated queries; if `is_last` the token's key and value too."""
+    """Writes a tile's rotated queries, and if `is_last` the token's key and value."""
     FORM: tl.constexpr = SHAPE.form
     WIDTH: tl.constexpr = SHAPE.width
     c = tl.arange(0, _block_v(WIDTH))
@@ -582,8 +575,6 @@ _ROWS = tl.constexpr(16)  # rows that are read at once
 
 
 class _LatentShape(NamedTuple):
-    """The constants of latent attention's kernels."""
-
     num_heads: int
     nope: int
     v: int
@@ -627,10 +618,7 @@ def enter_latent(
 
 
 def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: StoredRows, out: Tensor) -> None:
-    """Writes each head's values, W_v times its mix of latents.
-
-    Args:    mixed: float32 [num_heads, rank], from `attend`.   out: float32 [num_heads * v].
-    """
+    """Writes each head's values float32 [num_heads * v]: W_v times its mix of latents, float32 [num_heads, rank]."""
     _leave_latent_kernel[(spec.num_heads, triton.cdiv(spec.v_head_dim, _ROWS.value))](
         mixed, kv_b.raw, out, lookup_for(mixed.device, kv_b.part), _latent_shape(spec, kv_b),
         num_warps=4, enable_fp_fusion=True,

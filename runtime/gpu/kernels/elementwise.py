@@ -2,8 +2,6 @@
 
 A neuron function is `h(g, u) = act(g) * factor(u)`, or `act(u)` without a gate. Twin: `runtime.model.compute.expert`.
 Clamping leaves a NaN a NaN. Norms take the last dimension, one program a vector; their twins are torch's own.
-`reduce` adds the partial sums of a token's experts in a fixed order, times the router's weights, and the CPU's share.
-`hand_over` writes what the CPU needs for its share to host memory.
 """
 
 from typing import NamedTuple
@@ -97,14 +95,7 @@ def hand_over(
 
 @triton.jit(do_not_specialize=PER_LAYER)
 def _hand_over(
-    x_ptr,
-    weights_ptr,
-    experts_ptr,
-    x_there_ptr,
-    weights_there_ptr,
-    experts_there_ptr,
-    D: tl.constexpr,
-    K: tl.constexpr,
+    x_ptr, weights_ptr, experts_ptr, x_there_ptr, weights_there_ptr, experts_there_ptr, D: tl.constexpr, K: tl.constexpr
 ):
     column = tl.program_id(0) * _HANDED + tl.arange(0, _HANDED)
     tl.store(x_there_ptr + column, tl.load(x_ptr + column, mask=column < D), mask=column < D)
@@ -119,8 +110,6 @@ _COLUMNS = tl.constexpr(32)  # that a program takes: 128 bytes, a cache line
 
 
 class _Summands(NamedTuple):
-    """The arguments of `reduce` that are added, as its kernel takes them."""
-
     partials: Tensor
     pulled: Tensor | None
     weights: Tensor

@@ -196,8 +196,6 @@ def run_group(
 
 
 class _Rows(NamedTuple):
-    """The rows of a group's experts, as kernels take them."""
-
     arena: Tensor
     gate: Tensor | None  # [G, f], where the rows are that contain gate
     up: Tensor
@@ -217,8 +215,6 @@ class _Rows(NamedTuple):
 
 
 class _Neurons(NamedTuple):
-    """The constants by which neurons' outputs are computed."""
-
     gate: RowPart | None
     up: RowPart
     selector: int
@@ -235,7 +231,7 @@ def combine(outputs: Tensor, y: Tensor) -> None:
 
 
 def _most_hidden_tokens(kind: ExpertKind, is_bf16: bool) -> int:
-    """Returns the most tokens for which a program computes neurons' outputs: so many that registers do not spill."""
+    """Returns the most tokens of a program for neurons' outputs whose registers do not spill."""
     parts = tuple(part.part for part in (kind.gate, kind.up) if part is not None)
     # With codes of 1 bit, and with words of two registers from a trellis's table, 32 tokens spill registers (sm_120).
     is_wide = has_wide_entries(parts) or any(part.bits == 1 for part in parts)
@@ -244,13 +240,11 @@ def _most_hidden_tokens(kind: ExpertKind, is_bf16: bool) -> int:
 
 
 def _summed_neurons(part: RowPart, is_bf16: bool) -> int:
-    """Returns how many neurons' down rows are multiplied at once: the fewer instructions, the more of them."""
+    """Returns how many neurons' down rows are multiplied at once: more of them take fewer instructions."""
     return 32 if not is_bf16 or has_wide_entries((part,)) else 64  # or registers spill (sm_80)
 
 
 class _Down(NamedTuple):
-    """The constants by which down rows are multiplied."""
-
     part: RowPart
     f: int
     is_bf16: bool

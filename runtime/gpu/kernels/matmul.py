@@ -1,9 +1,7 @@
 """Products with a matrix of the dense part in its stored bytes: for many tokens, for one token, and one row of it.
 
-The twin of `gemm` and `gemv` is `linear` in `runtime.model.compute.matrices`. `gather_row` reads one row, an embedding.
-`normed_gemv` normalizes the token before several products, and `gated` makes the neurons of a dense expert, each in one
-launch. A program of these multiplies some blocks of rows, and loads the codes of a block while it multiplies the one
-before.
+The twin of `gemm` and `gemv` is `linear` in `compute.matrices`. A program multiplies some blocks of rows, and loads
+the codes of a block while it multiplies the one before.
 """
 
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from moe_pack.runtime.gpu.kernels.products import (
     add_part,
     add_product,
     dot_part,
+    has_two_planes,
     load_normed_part,
     load_part,
     load_tokens,
@@ -36,24 +35,22 @@ MAX_TOKENS_IN_TWO = 32
 _MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of the GPU busy
 
 
-def gemm(x: Tensor, rows: Tensor, part: RowPart, row_units: int, out: Tensor, *, bias: Tensor | None = None) -> None:
-    """Writes `x @ W.T + bias` to `out`; W is decoded in registers only.
+def gemm(x: Tensor, matrix: "StoredRows", out: Tensor, *, bias: Tensor | None = None) -> None:
+    """Writes `x @ matrix.T + bias` to `out`; the matrix is decoded in registers only.
 
-    If x is float32, products are as exact as float32's. If x is bfloat16, W is rounded to bfloat16 (codes are exact in
-    it), and products are summed in float32.
-
-    Args:    x: float32 or bfloat16 [T, d], contiguous.   rows: u8 [n, row bytes], or bf16, f16 or float32 [n, d];
-             contiguous, from a multiple of 16 bytes on.   part: `part_of` or `stored_part`.   row_units: bytes of a row
-             by 16.   out: float32 [T, n], contiguous.   bias: float32 [n].
+    If x is float32, products are as exact as float32's. If x is bfloat16, the matrix is rounded to bfloat16 (codes are
+    exact in it), and products are summed in float32.
+    Args:    x: float32 or bfloat16 [T, d], contiguous.   matrix: [n, d].   out: float32 [T, n], contiguous.
+             bias: float32 [n].
     """
-    num_tokens, num_rows = out.shape
+    (num_tokens, num_rows), part = out.shape, matrix.part
     in_two = part.bits == 1 or part.kind in (F32.value, TRELLIS.value)
     tokens = min(MAX_TOKENS_IN_TWO if in_two else MAX_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
     programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, 64)
     tile = TokenTile(tile_cols(part), tokens, 64 if programs >= _MANY_PROGRAMS else 32)
     _gemm[triton.cdiv(num_rows, tile.rows), triton.cdiv(num_tokens, tokens)](
-        x, RowBytes(rows.view(torch.uint8), row_units), bias, out, lookup_for(x.device, part), num_tokens, num_rows,
-        part, tile, num_warps=num_warps(tokens, tile.rows), enable_fp_fusion=True,
+        x, matrix.in_memory, bias, out, lookup_for(x.device, part), num_tokens, num_rows, part, tile,
+        num_warps=num_warps(tokens, tile.rows), enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -78,17 +75,7 @@ def num_warps(block_tokens: int, block_rows: int) -> int:
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
-def _gemm(
-    x_ptr,
-    rows,
-    bias_ptr,
-    out_ptr,
-    lookup_ptr,
-    num_tokens,
-    num_rows,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _gemm(x_ptr, rows, bias_ptr, out_ptr, lookup_ptr, num_tokens, num_rows, PART: tl.constexpr, TILE: tl.constexpr):
     D: tl.constexpr = PART.num_cols
     ROWS: tl.constexpr = TILE.rows
     TOKENS: tl.constexpr = TILE.tokens
@@ -195,15 +182,11 @@ def _launch_gemv(
 
 
 class _Ending(NamedTuple):
-    """The vector to which a product is added, and the factor before that."""
-
     residual: Tensor | None
     scale: float
 
 
 class _Target(NamedTuple):
-    """One of a launch's matrices and its output, as the kernel takes them."""
-
     rows: Tensor
     out: Tensor
     bias: Tensor | None
@@ -241,7 +224,7 @@ def gated(
     tile, f, lookup = dot_tile(parts), len(out), lookup_for(x.device, *parts)
     assert norm is None or max(part.bias for part in parts) < 0, "a norm's factor multiplies the products, and no bias"
     # Both matrices' codes are loaded at once: with as many rows of a trellis or of two planes, registers spill.
-    has_much = lookup is not None or any(part.num_planes > 1 for part in parts)
+    has_much = lookup is not None or any(map(has_two_planes, parts))
     block_rows = max(1, tile.rows // len(parts)) if has_much else tile.rows
     blocks = _Blocks(block_rows, blocks_of_program(f, block_rows), norm is not None)
     how = _Gated(None if gate is None else gate.part, up.part, FUNCTIONS[function], blocks)
@@ -252,16 +235,12 @@ def gated(
 
 
 class _Gemv(NamedTuple):
-    """The constants of `gemv`'s kernel."""
-
     part: RowPart
     blocks: _Blocks
     num_matrices: int
 
 
 class _Gated(NamedTuple):
-    """The constants of `gated`'s kernel."""
-
     gate: RowPart | None
     up: RowPart
     function: int
@@ -269,10 +248,7 @@ class _Gated(NamedTuple):
 
 
 def gather_row(matrix: StoredRows, row_id: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-    """Writes one row of a matrix, times `scale`, to `out`: the embedding of a token.
-
-    Args:    row_id: int32 [1].   out: float32 [d].
-    """
+    """Writes the row of number `row_id`, int32 [1], times `scale`, to `out` float32 [d]: the embedding of a token."""
     part = matrix.part
     _gather_row[(1,)](
         matrix.in_memory, row_id, out, lookup_for(out.device, part), scale, part,

@@ -1,16 +1,13 @@
 """The experts of one token: which neurons run, one list of them with the place of each record, and their outputs.
 
 `select` multiplies selectors, applies the threshold, and lists the running neurons of each block. `compact` makes one
-list an expert of those that the GPU computes, and decides which records are pulled from host memory and which neurons
-are left to the CPU. `neurons` computes the rest of the listed neurons' products and sums their down rows. It reads a
-record in one pass, each byte once. Each of P programs takes an equal share of a list, whatever memory its records are
-in, and writes a partial sum; `reduce` adds partial sums in a fixed order.
+list an expert of those that the GPU computes, and decides which records are pulled and which neurons are left to the
+CPU. `neurons` computes the rest of the listed neurons' products and sums their down rows. Each of P programs takes an
+equal share of a list, and writes a partial sum; `reduce` adds partial sums in a fixed order.
 
 Each takes one launch, whatever kinds of experts a layer has. Programs of all kinds have as many threads; an expert
-whose rows have fewer words takes several rows at a time instead (`products.zero_part`).
-
-While a program multiplies some rows, the next ones are on their way. It loads a row's place just before the row: list
-entries lie side by side, so that all but the first are in the nearest cache.
+whose rows have fewer words takes several rows at a time instead (`products.zero_part`). While a program multiplies some
+rows, the next ones are on their way.
 """
 
 from typing import Literal, NamedTuple
@@ -69,16 +66,11 @@ def _part(kinds: tuple[_Products, ...], number: int, field: str) -> RowPart | No
 
 @triton.constexpr_function
 def _value(kinds: tuple[_Products, ...], number: int, field: str) -> int:
-    """Returns a field of a kind that is a number."""
     return int(getattr(_Products(*kinds[number]), field))
 
 
 def select(
-    x: Tensor,
-    experts: Tensor,
-    tables: LayerTables,
-    running: RunningNeurons,
-    selector_units: Tensor | None = None,
+    x: Tensor, experts: Tensor, tables: LayerTables, running: RunningNeurons, selector_units: Tensor | None = None
 ) -> None:
     """Finds the neurons that run, and counts how many of them have no record in the arena.
 
@@ -103,7 +95,6 @@ def select(
 
 
 def _part_in(selector: bool, matrix: StoredPart | None) -> RowPart | None:
-    """Returns a matrix's part if it is in selector rows, or in records."""
     return matrix.part if matrix is not None and matrix.in_selector == selector else None
 
 
@@ -237,7 +228,6 @@ def _activate(
 
 @triton.jit
 def _load_rows(arena_ptr, units, live, PART: tl.constexpr):
-    """Loads the codes of some rows, and their scales: both of `load_part` and of `load_part_scales`."""
     return load_part(arena_ptr, units, live, PART), load_part_scales(arena_ptr, units, live, PART)
 
 
@@ -261,21 +251,19 @@ def compact(
 ) -> None:
     """Lists the neurons that the GPU computes with their records, and those that it leaves to the CPU.
 
-    Of an expert's m running neurons without a record in the arena, ascending, those that are pulled go to the landing's
-    S slots first, then to its scratch memory.
+    An expert has m running neurons without a record in the arena, ascending. Pulled ones go to the landing's S slots
+    first, then to its scratch memory; `left.pulled` and `left.pulled_counts` name those in slots.
     - If not `is_split`, all are pulled. The list has all running neurons in ascending order, so that sums do not depend
-      on what is in the arena. `totals` is (their number, 0, 0, m), and `left.counts`, `left.neurons` and `left.a` are
-      not written.
-    - If `is_split`, the first floor(m * share) are pulled, as far as there is memory, and listed after those whose
-      records are in the arena; the CPU computes the others. It computes the whole expert if selector rows are missing.
-      For w such experts, each as much work as `whole_records` records, the link brings more of what the other experts
-      lack, M records together: the share is min(1, share * (1 + w * whole_records / M)).
-    - If `by_expert` too, all that an expert lacks is pulled, as far as there is memory, or nothing is: experts are
-      taken from both ends, the next one by the part that has cost less time so far, of equal ones by the link, which
-      takes the first, where the CPU takes the last. The CPU begins with the w whole experts. A record costs its bytes,
-      divided by `share` on the link, by 1 - `share` on the CPU. Source: Importance-Driven Expert Scheduling, Algorithm
-      2, for a batch of one token, where the order is the router's, best first.
-    `left.pulled` and `left.pulled_counts` say what is pulled to slots.
+      on the arena. `totals` is (their number, 0, 0, m); `left.counts`, `left.neurons` and `left.a` are not written.
+    - If `is_split`, the first floor(m * share) are pulled, as far as there is memory, and listed after those in the
+      arena; the CPU computes the others, and whole experts that lack selector rows. With w such experts, each as much
+      work as `whole_records` records, and M missing records of the others, the link brings more: the share is
+      min(1, share * (1 + w * whole_records / M)).
+    - If `by_expert` too, all that an expert lacks is pulled, as far as there is memory, or nothing. Experts are taken
+      from both ends, the next one by the part that has cost less time so far, of equal ones by the link. It takes the
+      first, and the CPU the last. The CPU begins with the w whole experts. A record costs its bytes, divided by `share`
+      on the link, by 1 - `share` on the CPU. Source: Importance-Driven Expert Scheduling, Algorithm 2, for a batch of
+      one token, in the router's order, best first.
     Args:    experts: int32 [k].   running: from `select`; `neurons`, `units` and `totals` are overwritten.
              share: float32 [1] on the device, 0 to 1, of all work of the CPU; if `by_expert`, the link's rate divided
              by both rates; not read if not `is_split`.
@@ -296,8 +284,6 @@ def compact(
 
 
 class _Split(NamedTuple):
-    """The constants of `compact`'s kernel."""
-
     is_split: bool
     by_expert: bool
     has_selector: bool
@@ -446,7 +432,7 @@ def _num_pulled(experts_ptr, tables, all_missing_ptr, share_ptr, num_missing, mo
 def _store_totals(
     running, tables, left_counts_ptr, place, expert, num_running, num_missing, num_pulled, SPLIT: tl.constexpr
 ):
-    """Writes an expert's totals, and how many neurons it leaves to the CPU."""
+    """Writes an expert's totals, and its number of neurons for the CPU."""
     num_here, num_left, num_pulled_too = num_running, 0, 0  # all that run are in one list
     if SPLIT.is_split:
         num_here, num_left, num_pulled_too = num_running - num_missing, num_missing - num_pulled, num_pulled
@@ -487,15 +473,7 @@ def neurons(
 
 @triton.jit(do_not_specialize=(*PER_LAYER, "is_pulled"))
 def _neurons_kernel(
-    x_ptr,
-    experts_ptr,
-    tables,
-    running,
-    partials_ptr,
-    lookup_ptr,
-    is_pulled,
-    F: tl.constexpr,
-    KINDS: tl.constexpr,
+    x_ptr, experts_ptr, tables, running, partials_ptr, lookup_ptr, is_pulled, F: tl.constexpr, KINDS: tl.constexpr
 ):
     # A program takes an equal share of the list: of its first range, or of the second if the pulled ones are summed.
     place, program = tl.program_id(0), tl.program_id(1)
@@ -586,7 +564,6 @@ def _list_activations(a_ptr, neurons_ptr, idx, last, IS_SELECTED: tl.constexpr):
 
 @triton.jit
 def _add_bias(y_ptr, bias_ptr, D: tl.constexpr):
-    """Adds a bias to y [D]."""
     for begin in range(0, D, 1024):
         c = begin + tl.arange(0, 1024)
         y = tl.load(y_ptr + c, mask=c < D, other=0.0)

@@ -1,10 +1,8 @@
 """The experts of the next layer, predicted for one token, and the records that were pulled for them.
 
-A prediction is scores of all experts (`matmul.gemv` gives those of a router or a network, `score_paths` those of path
-statistics), of which `rank` takes the best. `enter_pulled` enters their records in the next layer's table, and
-`forget_pulled` takes them out after that layer has been listed, and counts how many were needed.
-
-The twins are `runtime.offload.prefetch` and `runtime.offload.paths`.
+A prediction is scores of all experts, of which `rank` takes the best. `enter_pulled` enters their records in the next
+layer's table; `forget_pulled` takes them out after that layer has been listed, and counts the needed ones. The twins
+are `runtime.offload.prefetch` and `runtime.offload.paths`.
 """
 
 from typing import NamedTuple
@@ -36,14 +34,7 @@ def rank(scores: Tensor, experts: Tensor, *, bias: Tensor | None = None, is_sigm
 
 
 @triton.jit
-def _rank_kernel(
-    scores_ptr,
-    bias_ptr,
-    experts_ptr,
-    E: tl.constexpr,
-    N: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-):
+def _rank_kernel(scores_ptr, bias_ptr, experts_ptr, E: tl.constexpr, N: tl.constexpr, IS_SIGMOID: tl.constexpr):
     index = tl.arange(0, triton.next_power_of_2(E))[None, :]
     mask = index < E
     scores = tl.load(scores_ptr + index, mask=mask, other=-float("inf"))
@@ -111,10 +102,7 @@ class LayerPaths(NamedTuple):
 
     @classmethod
     def of(cls, paths: PathStatistics, layer_idx: int, num_before: int, device: torch.device) -> "LayerPaths":
-        """Returns the statistics of a layer.
-
-        Args:    num_before: p, the layers before of which a prediction gets the routes, at most `PATH_MEMORY`.
-        """
+        """Returns the statistics of a layer for predictions by the routes of the `num_before` layers before."""
         tables = [paths.log_shares(layer_idx, back) for back in range(num_before, 0, -1)]
         E = paths.popularity.shape[1]
         hashes = np.random.default_rng(layer_idx).integers(0, 1 << _HASH_BITS, (num_before, E))

@@ -227,7 +227,7 @@ def load_part_scales(arena_ptr, units, live, PART: tl.constexpr):
     """Loads all that `dot_loaded` and `add_loaded` need of some rows in addition to their codes.
 
     Returns:  scales and zeros of the first plane's chunks, float32 [R, QS, NC], scales of the second plane's chunks,
-              and biases, float32 [R]. What a part does not have is another one of them, and not used.
+              and biases, float32 [R]. A part without one of them gets another one, which is not used.
     """
     bias = tl.zeros([units.shape[0]], tl.float32)
     if PART.bias >= 0:

@@ -1,11 +1,8 @@
 """Rows copied from host memory into the arena: all kernels of the experts that read host memory.
 
-`pull_records` brings the records that a token needs and the arena lacks to where `neurons.compact` says, and
-`pull_selectors` brings missing selector rows to scratch memory. Neither changes a table, so what they bring is there
-for one token's layer, unless the host enters it. `bring` copies a list of rows that the host makes, and `enter_rows`
-changes a table as the host says.
-
-Every byte is loaded by one program, once. Host memory must be page-locked where the arena is on a GPU.
+`pull_records` and `pull_selectors` bring rows for one token's layer and change no table; `bring` copies a list of rows
+that the host makes, and `enter_rows` changes a table as the host says. Every byte is loaded by one program, once. Host
+memory must be page-locked if the arena is on a GPU.
 """
 
 import triton
@@ -23,25 +20,17 @@ _LANES = tl.constexpr(32)  # list entries that a program looks at together
 _CHANGES = tl.constexpr(1024)  # entries of a table that a program changes
 
 
-def pull_records(
-    experts: Tensor,
-    tables: LayerTables,
-    running: RunningNeurons,
-    host: HostRows,
-    is_split: bool,
-    num_programs: int = NUM_PROGRAMS,
-) -> None:
+def pull_records(experts: Tensor, tables: LayerTables, running: RunningNeurons, host: HostRows, is_split: bool) -> None:
     """Copies the listed records that the arena lacks from host memory to where the list says.
 
     Args:    experts: int32 [k].   running: from `compact`; if `is_split`, only its second range is pulled.
-             num_programs: that share an expert's list, for all experts.
     """
     (k,), f = experts.shape, tables.record_at.shape[1]
     block_words = _block_words(max(kind.record_units for kind in tables.kinds))
     record_units, selector_units = zip(
         *((kind.record_units, kind.selector_units) for kind in tables.kinds), strict=True
     )
-    _pull_records_kernel[k, max(1, num_programs // k)](
+    _pull_records_kernel[k, max(1, NUM_PROGRAMS // k)](
         experts, tables.pointers, running, host, f, record_units, selector_units, is_split,
         min(_TILE_WORDS // block_words, _LANES.value), block_words, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -53,7 +42,6 @@ def _block_words(row_units: int) -> int:
 
 @triton.jit
 def _load_host(words_ptr, mask):
-    """Loads words of rows in host memory."""
     return tl.load(words_ptr, mask=mask, other=0)
 
 
@@ -122,24 +110,18 @@ def _pull_records_kernel(
 
 
 def pull_selectors(
-    experts: Tensor,
-    tables: LayerTables,
-    host: HostRows,
-    scratch_at: int,
-    selector_units: Tensor,
-    num_programs: int = NUM_PROGRAMS,
+    experts: Tensor, tables: LayerTables, host: HostRows, scratch_at: int, selector_units: Tensor
 ) -> None:
     """Copies missing selector rows to scratch memory, and writes where these experts' selector rows are.
 
     An expert's selector rows are all in the arena or all missing: the offset of the first says which.
     Args:    experts: int32 [k].   scratch_at: where the scratch memory begins, in units of 16 bytes; for each expert
-             it is as large as the selector rows of the layer's largest kind.   selector_units: [k, f],
-             overwritten.   num_programs: for all experts.
+             it is as large as the selector rows of the layer's largest kind.   selector_units: [k, f], overwritten.
     """
     assert tables.selector_at is not None, "a selector is stored"
     (k,), f = experts.shape, tables.record_at.shape[1]
     units = tuple(kind.selector_units for kind in tables.kinds)
-    _pull_selectors_kernel[k, max(1, num_programs // k)](
+    _pull_selectors_kernel[k, max(1, NUM_PROGRAMS // k)](
         experts, tables.pointers, selector_units, host, f, scratch_at, units, max(units), _TILE_WORDS,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -185,14 +167,7 @@ def _pull_selectors_kernel(
             part += tl.num_programs(1)
 
 
-def bring(
-    sources: Tensor,
-    targets: Tensor,
-    row_units: int,
-    host_rows: Tensor,
-    arena: Tensor,
-    num_programs: int = NUM_PROGRAMS,
-) -> None:
+def bring(sources: Tensor, targets: Tensor, row_units: int, host_rows: Tensor, arena: Tensor) -> None:
     """Copies a list of rows from host memory to the arena.
 
     Args:    sources: int64 [n], targets: [n], on the arena's device: offsets in `host_rows` and in `arena`, in
@@ -200,7 +175,7 @@ def bring(
     """
     block_words = _block_words(row_units)
     block_rows = _TILE_WORDS // block_words
-    _bring_kernel[(max(1, min(num_programs, triton.cdiv(len(sources), block_rows))),)](
+    _bring_kernel[(max(1, min(NUM_PROGRAMS, triton.cdiv(len(sources), block_rows))),)](
         sources, targets, len(sources), host_rows, arena, row_units, block_rows, block_words,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -208,14 +183,7 @@ def bring(
 
 @triton.jit(do_not_specialize=("sources_ptr", "targets_ptr", "num_rows", "row_units"))
 def _bring_kernel(
-    sources_ptr,
-    targets_ptr,
-    num_rows,
-    host_ptr,
-    arena_ptr,
-    row_units,
-    BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    sources_ptr, targets_ptr, num_rows, host_ptr, arena_ptr, row_units, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr
 ):
     first = tl.program_id(0) * BLOCK_R
     while first < num_rows:

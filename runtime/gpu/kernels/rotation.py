@@ -30,7 +30,7 @@ def rotate(x: Tensor, rotation: Rotation, matrix: Tensor, out: Tensor) -> None:
 
     Args:    x, out: float32 [d] or [T, d], contiguous, in different memory.   matrix: of `device_matrix`.
     """
-    _launch(x, rotation.input, matrix, out, None, None, 1.0, is_scaled_first=True)
+    _launch(x, rotation.input, matrix, out, True)
 
 
 def rotate_back(
@@ -48,7 +48,7 @@ def rotate_back(
     Args:    y, out: float32 [d] or [T, d], contiguous, in different memory.   matrix: of `device_matrix`.
              residual, shared: as `out`, which may be one of them; `shared` is the shared experts' output.
     """
-    _launch(y, rotation.output, matrix, out, residual, shared, scale, is_scaled_first=False)
+    _launch(y, rotation.output, matrix, out, False, residual, shared, scale)
 
 
 class GpuOperations(Operations):
@@ -81,11 +81,10 @@ def _launch(
     vector: Tensor,
     matrix: Tensor,
     out: Tensor,
-    residual: Tensor | None,
-    shared: Tensor | None,
-    scale: float,
-    *,
     is_scaled_first: bool,
+    residual: Tensor | None = None,
+    shared: Tensor | None = None,
+    scale: float = 1.0,
 ) -> None:
     d = x.shape[-1]
     m = odd_factor(d)

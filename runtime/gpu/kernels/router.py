@@ -82,8 +82,6 @@ class ChangedChoice(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """A router's matrices and biases, as its kernel takes them."""
-
     rows: RowBytes
     shared: Tensor | None
     logit_bias: Tensor | None
@@ -91,16 +89,12 @@ class _Matrices(NamedTuple):
 
 
 class _Logits(NamedTuple):
-    """The constants by which a router's kernel computes logits."""
-
     part: RowPart
     shared: RowPart | None
     rows: int  # experts of a program
 
 
 class _Choice(NamedTuple):
-    """The constants by which a router's kernel chooses experts."""
-
     kind: int
     k: int
     num_groups: int

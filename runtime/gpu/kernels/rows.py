@@ -3,23 +3,22 @@
 A kernel gets a part of a row as a tuple of constants (`RowPart`). It reads the part's words as they lie, 128 bits a
 thread, and never puts codes in order: it reads the other factor of a product in their order. Word `w` has `SQ` codes;
 code `sq` of it belongs to column `columns(...)[sq, w]`. Codes of 3 bits lie in two planes, of 2 bits and of 1 bit,
-which are read as two parts. Codes that are floating-point numbers of 8 or 4 bits become float16 by shifts and masks,
-two at a time. Any GPU turns float16 into float32, so no hardware for float8 is needed. E4M3 and E2M1 keep the bits of
-their exponents, so their values come out smaller by a power of two; `UNITS` has that power.
+which are read as two parts. Floating-point codes of 8 or 4 bits become float16 by shifts and masks, two at a time; any
+GPU turns these into float32. E4M3 and E2M1 keep the bits of their exponents, so their values come out smaller by a
+power of two, which `UNITS` has.
 
 A tile of `R` rows is [R, SQ, NW]: NW is a power of two, and words past the row are masked. A row is given by its offset
 in an arena in units of 16 bytes, so that the compiler knows its alignment.
 
-The nibbles of a trellis lie as codes of 2 bits would: a nibble's two weights are those of its two codes. So words,
-columns and scales of a trellis are those of 2 bits (`plane_bits`), and a block of 64 columns is 4 words, which a thread
-loads at once with the word before them and the block's refinements. The last three nibbles of a step select an entry of
-a table (`lookup`) with all levels that the step's two weights may have, stored with `ZERO` added: 2 bytes for width 4,
-4 for widths 5 and 6, 8 for 7 and 8. So two weights cost one load, and refinements select their bytes of it. Functions
-that read codes take `lookup_ptr`, which is None where no part is a trellis. Where the compiler sees no neighbouring
-addresses, it divides the first dimension of a load among threads: blocks come first, so that a thread looks up its own.
+A nibble of a trellis has two weights. Its words, columns and scales are those of codes of 2 bits (`plane_bits`), and a
+block of 64 columns is 4 words, which a thread loads at once with the word before them and the block's refinements. The
+last three nibbles of a step select an entry of a table (`lookup`) with all levels that the step's two weights may have,
+stored with `ZERO` added: 2 bytes for width 4, 4 for widths 5 and 6, 8 for 7 and 8. So two weights cost one load, and
+refinements select their bytes of it. `lookup_ptr` is None if no part is a trellis. The compiler divides the first
+dimension of a load among threads if it sees no neighbouring addresses: blocks come first, so that a thread looks up its
+own.
 
-The last section chooses how large a tile a program works on: rows at a time, and warps. These sizes are tuned for
-speed; they do not change results.
+The last section chooses the rows and warps of a program's tile, for speed; results do not depend on them.
 """
 
 from functools import cache
@@ -95,19 +94,9 @@ class RowPart(NamedTuple):
     bias: int  # where a float32 bias begins, -1 where there is none
 
     @property
-    def num_planes(self) -> int:
-        """How many planes its codes lie in."""
-        return 2 if self.kind == AFFINE.value and self.bits == 3 else 1
-
-    @property
     def num_words(self) -> int:
         """NW of a tile of whole rows: words of the first plane, rounded up to a power of two."""
-        return int(triton.next_power_of_2(self.num_cols // self.codes_of_word))
-
-    @property
-    def codes_of_word(self) -> int:
-        """SQ of its first plane: codes of a word."""
-        return int(places(self, 0))
+        return int(triton.next_power_of_2(self.num_cols // int(places(self, 0))))
 
 
 def part_of(rows: RowLayout, name: str) -> RowPart:
@@ -439,7 +428,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in numpy, one 
 
 
 class Tile(NamedTuple):
-    """What a program takes: `rows` of a part at a time, with `num_warps` warps."""
+    """`rows` of a part that a program takes at a time, with `num_warps` warps."""
 
     rows: int
     num_warps: int

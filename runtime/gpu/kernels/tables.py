@@ -1,8 +1,6 @@
 """How experts lie in a GPU's memory, and which of a token's neurons run: what the kernels for experts share.
 
-`LayerTables` say where each row of a layer's experts lies in an arena. The host alone writes them, between tokens.
-`RunningNeurons` are the lists that `neurons.select` and `neurons.compact` write for one token: of the running neurons,
-those whose records are in the arena, those that are pulled from host memory, and those that the CPU computes.
+The host alone writes `LayerTables`, between tokens; `neurons.select` and `neurons.compact` write `RunningNeurons`.
 """
 
 from dataclasses import dataclass
@@ -85,7 +83,7 @@ class TablePointers(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTables:
-    """Where the rows of a layer's experts lie; all tensors are on one device."""
+    """The places of a layer's experts' rows in an arena; all tensors are on one device."""
 
     arena: Tensor  # u8, its first byte at a multiple of 128
     # [E, f], a row's offset in the arena in units of 16 bytes, -1 if the row is missing; int64 if int32 does not reach
@@ -108,7 +106,7 @@ WHOLE = -1  # in `LeftToCpu.counts`: the CPU selects and computes the whole expe
 
 
 class RunningNeurons(NamedTuple):
-    """Which neurons of a token's k experts run, and where their records are; allocated once, on the device."""
+    """The running neurons of a token's k experts, and the places of their records; allocated once, on the device."""
 
     a: Tensor  # float32 [k, f], the selector's activations
     blocks: Tensor  # int32 [k, f]; a block's running neurons stand at its beginning, in ascending order
@@ -147,11 +145,11 @@ class RunningNeurons(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Where a layer's pulled records go, in units of 16 bytes from the beginning of the arena.
+    """The places for a layer's pulled records, in units of 16 bytes from the beginning of the arena.
 
     The first records of the token's p-th expert go to `slots[p]`, [k, S] on the device, and stay there until the host
-    says otherwise. As many as `num_scratch` others go to the scratch memory, which the next layer overwrites: record
-    `j` of these to `scratch_at + (p * num_scratch + j) * slot_units`.
+    says otherwise. The next `num_scratch` go to scratch memory, which the next layer overwrites: record `j` of these to
+    `scratch_at + (p * num_scratch + j) * slot_units`.
     """
 
     slots: Tensor

@@ -1,12 +1,8 @@
 """Every kernel and its twin in plain torch: one list of cases, for `make gpu-check`'s parts `twins` and `sanitizer`.
 
-A case makes its inputs on a device, launches a public operation, and compares what came with what plain torch computes
-on the CPU. Sizes are `real` (what a GPU runs) or `tiny` (for compute-sanitizer, which makes kernels a hundred times as
-slow, and for the interpreter).
-
-Run as a program (`cases.py DEVICE SIZE FIRST`), it runs the cases from number FIRST on and writes two lines of JSON
-for each: its name, then how it ended. From these the parent process knows which case ended this one, and starts another
-process with the case after it.
+Sizes are `real`, or `tiny` for compute-sanitizer, which makes kernels a hundred times as slow, and the interpreter.
+Run as a program (`cases.py DEVICE SIZE FIRST`), it runs the cases from number FIRST on, and writes a line of JSON
+before and after each: the parent process then knows which case ended this one, and goes on after it.
 """
 
 import json
@@ -18,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Literal, cast
 
 import numpy as np
 import torch
-from support.gpu_layers import layer_of, partly_there, random_layer, running_on
+from support.attending import AttendingToken, AttentionShape
+from support.gpu_layers import group_of, layer_of, partly_there, random_layer, running_on
 from support.interpreted_bf16 import correct_bf16
 from support.kernel_twins import (
     bring_plain,
@@ -32,6 +30,7 @@ from support.kernel_twins import (
     pull_records_plain,
     pull_selectors_plain,
     reduce_twin,
+    run_experts_plain,
 )
 from support.named_formats import Name, label, named_expert, named_format
 from support.random_experts import (
@@ -49,26 +48,17 @@ from torch import Tensor
 
 from gpu.comparing import EXP, Case, Difference, Prepared, against_rms, exact, excess, nans, random_values
 from gpu.predicted_cases import paths_case, pulled_ahead_case, routes_case, substituted_case
-from moe_pack.formats import NeuronFunction, NormSpec, RouterSpec, Selector
-from moe_pack.formats.parts import GroupedQuerySpec, LatentSpec
+from moe_pack.formats import NeuronFunction, NormSpec, PartFormat, RouterSpec, Selector
+from moe_pack.formats.parts import LatentSpec
 from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 from moe_pack.runtime.gpu.kernels.attention import (
     AttentionWorkspace,
-    Entering,
-    QkNorms,
     attend,
     enter_latent,
     leave_latent,
 )
 from moe_pack.runtime.gpu.kernels.elementwise import Norm, hand_over, norm, reduce
-from moe_pack.runtime.gpu.kernels.grouped import (
-    ExpertGroup,
-    combine,
-    max_pairs,
-    pairs_by_expert,
-    plan_tiles,
-    run_group,
-)
+from moe_pack.runtime.gpu.kernels.grouped import combine, max_pairs, pairs_by_expert, plan_tiles, run_group
 from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
@@ -91,9 +81,8 @@ from moe_pack.runtime.model import (
 from moe_pack.runtime.model.attention import latent
 from moe_pack.runtime.model.caches import KvDtype, LayerCache, RowStorage
 from moe_pack.runtime.model.caches.layer_cache import each_sequence
-from moe_pack.runtime.model.compute.operations import HeadNorms
+from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
 from moe_pack.runtime.model.compute.rotation import Rotation
-from moe_pack.runtime.model.compute.softmax import View
 
 CPU = torch.device("cpu")
 Size = Literal["real", "tiny"]
@@ -120,18 +109,19 @@ def cases(size: Size) -> Iterator[Case]:
     """All of them, simple ones first."""
     f, d = _NEURONS[size], _COLS[size]
     for norm_spec in _NORMS:
-        yield Case("norm", f"{norm_spec.kind} {d}", partial(_norm, norm_spec, d))
+        yield Case("norm", f"{norm_spec.kind} {d}", partial(norm_case, norm_spec, d))
     for hidden in (2048, 2880, 4096, 7168) if size == "real" else (64, 192):
-        yield Case("rotate", f"{hidden}", partial(_rotate, hidden))
+        yield Case("rotate", f"{hidden}", partial(rotate_case, (3, hidden), ("residual",)))
     for function in ("silu", "relu", "clamped_swiglu"):
-        yield Case("gated", function, partial(_gated, function, f, d))
+        forms = named_format(4), named_format(16)
+        yield Case("gated", function, partial(gated_case, function, forms, (f, d), _NORMS[0], 0.5))
     for spec in _ROUTERS:
         yield Case("route", f"{spec.kind}, {spec.num_experts} experts, {spec.n_group} groups", partial(_route, spec, d))
         yield Case("route", f"{spec.kind}, {spec.num_experts} experts, substituted", partial(substituted_case, spec))
     for num_experts in (16, 256):
         yield Case("rank, score_paths", f"{num_experts} experts", partial(paths_case, num_experts))
-    yield Case("add_routes", "2 layers of 8 experts", routes_case)
-    yield Case("enter_pulled, forget_pulled", "300 neurons", pulled_ahead_case)
+    yield Case("add_routes", "2 layers of 8 experts", partial(routes_case, 300, 2, True))
+    yield Case("enter_pulled, forget_pulled", "300 neurons", partial(pulled_ahead_case, "up"))
     for name in FORMATS[size]:
         yield Case("gemv", label(name), partial(_gemv, name, size))
         for norm_spec in _NORMS:
@@ -156,21 +146,23 @@ def cases(size: Size) -> Iterator[Case]:
     yield from _token_cases("up, of several kinds", kinds)
     yield Case("run_group, combine", "up, of several kinds, 20 tokens", partial(_grouped, kinds, 20, torch.float32))
     for row_units in (1, 9, 700):
-        yield Case("bring", f"rows of {16 * row_units} bytes", partial(_bring, row_units))
-    yield Case("enter_rows", "1500 changes", _enter_rows)
-    yield Case("reduce", f"8 experts, 16 sums, {d}", partial(_reduce, 8, 16, d))
-    yield Case("hand_over", f"6 experts, {d}", partial(_hand_over, 6, d))
-    for shape in _ATTENTION[size]:
-        yield Case("attend", str(shape), partial(_attention, shape))
+        yield Case("bring", f"rows of {16 * row_units} bytes", partial(bring_case, row_units, 13))
+    yield Case("enter_rows", "1500 changes", partial(enter_rows_case, 1500))
+    yield Case("reduce", f"8 experts, 16 sums, {d}", partial(reduce_case, (8, 16, d), ("pulled", "host", "residual")))
+    yield Case("hand_over", f"6 experts, {d}", partial(hand_over_case, 6, d))
+    for shape, dtype in _ATTENTION[size]:
+        heads = f"{shape.heads}/{shape.kv_heads} heads of {shape.head_dim}"
+        name = f"{heads}, position {shape.position} of {shape.places}, window {shape.window}, {dtype}"
+        yield Case("attend", name, partial(_attention, shape, dtype))
     for stored in ("BF16", 4, "t5") if size == "real" else (4,):
-        yield Case("enter_latent, attend, leave_latent", str(stored), partial(_latent, stored, size))
+        shape = LatentShape(16, 128, 64, 128, 512, stored, 680, 19) if size == "real" else _TINY_LATENT
+        yield Case("enter_latent, attend, leave_latent", str(stored), partial(latent_case, shape))
 
 
 # --- what lies between products
 
 
 def _random_norm(spec: NormSpec, d: int, device: torch.device) -> tuple[Norm, Callable[[Tensor], Tensor]]:
-    """A norm on the device, and torch's."""
     weight, bias = 1 + random_values(d, seed=1) / 4, random_values(d, seed=2) if spec.kind == "layer" else None
     there = Norm(weight.to(device), None if bias is None else bias.to(device), spec.eps)
 
@@ -182,28 +174,28 @@ def _random_norm(spec: NormSpec, d: int, device: torch.device) -> tuple[Norm, Ca
     return there, plain
 
 
-def _norm(spec: NormSpec, d: int, device: torch.device) -> Prepared:
-    x, (there, plain) = 5 + random_values(d), _random_norm(spec, d, device)
+def norm_case(spec: NormSpec, d: int, device: torch.device) -> Prepared:
+    x, (there, plain) = 5 + random_values(3, d), _random_norm(spec, d, device)
     out, expected = nans(x, device), plain(x)
     launch = partial(norm, x.to(device), there, out)
     return Prepared(launch, lambda: Difference(excess(out, expected, 1 + expected.abs()), 4 * _FLOAT32))
 
 
-def _rotate(d: int, device: torch.device) -> Prepared:
-    """Three tokens there, and back into a residual."""
-    vectors, x, residual = (
-        [random_values(d, seed=seed) + 3 for seed in (1, 2)],
-        random_values(3, d),
-        random_values(3, d, seed=4),
-    )
+def rotate_case(shape: tuple[int, ...], added: Sequence[str], device: torch.device) -> Prepared:
+    """Tokens there, and back, where a residual and a shared expert's output may be added."""
+    d, x = shape[-1], random_values(*shape)
+    vectors = random_values(d, seed=1) + 3, random_values(d, seed=2) - 3
+    others = {name: random_values(*shape, seed=3 + len(name)) for name in added}
     expected = TORCH.rotate(x, Rotation(*vectors))
-    returned = residual + 0.5 * TORCH.rotate_back(x, Rotation(*vectors))
+    returned = 0.5 * (others.get("shared", 0.0) + TORCH.rotate_back(x, Rotation(*vectors)))
+    returned += others.get("residual", 0.0)
     there, matrix = Rotation(*(each.to(device) for each in vectors)), device_matrix(d, device)
-    given, start, out, back = x.to(device), residual.to(device), nans(x, device), nans(x, device)
+    given, on_device = x.to(device), {name: each.to(device) for name, each in others.items()}
+    out, back = nans(x, device), nans(x, device)
 
     def launch() -> None:
         rotate(given, there, matrix, out)
-        rotate_back(given, there, matrix, back, residual=start, scale=0.5)
+        rotate_back(given, there, matrix, back, scale=0.5, **on_device)
 
     def compare() -> Difference:
         error = max(against_rms(out, expected), against_rms(back, returned))
@@ -212,18 +204,37 @@ def _rotate(d: int, device: torch.device) -> Prepared:
     return Prepared(launch, compare)
 
 
-def _gated(function: NeuronFunction, f: int, d: int, device: torch.device) -> Prepared:
-    """Two formats, a norm and a weight."""
-    x, (there, plain) = random_values(d), _random_norm(NormSpec("rms", 1e-6), d, device)
-    stored, products = [], []
-    for name in cast(tuple[Name, ...], (4, 16)):
-        rows, matrix, _ = _matrix(name, f, d)
-        stored.append(StoredRows(rows.to(device), _part(name, d)))
-        products.append(linear(plain(x)[None], matrix)[0])
-    weight, out = torch.tensor([0.5], device=device), nans((f,), device)
-    expected = 0.5 * neuron_of(function).h(products[0], products[1])
-    launch = partial(gated, x.to(device), stored[0], stored[1], function, out, norm=there, weight=weight)
-    return Prepared(launch, lambda: Difference(against_rms(out, expected), 16 * _FLOAT32))
+def gated_case(
+    function: NeuronFunction,
+    forms: tuple[PartFormat | None, PartFormat],
+    shape: tuple[int, int],
+    norm_spec: NormSpec | None,
+    weight: float | None,
+    device: torch.device,
+) -> Prepared:
+    """The neurons of a dense expert, whose gate and up are stored in these formats; None: there is no gate."""
+    (f, d), x, there, stored, products = shape, 1 + random_values(shape[1]), None, [], []
+    normed = x
+    if norm_spec is not None:
+        there, plain = _random_norm(norm_spec, d, device)
+        normed = plain(x)
+    for seed, form in enumerate(forms):
+        if form is not None:
+            layout, raw = random_rows(form, f, d, seed)
+            rows = torch.from_numpy(raw)
+            stored.append(StoredRows(rows.to(device), part_of(layout, "weight")))
+            values = RowMatrix(layout, rows).rows(0, f)
+            products.append((values @ normed, values.abs() @ normed.abs()))
+    factor, out = None if weight is None else torch.tensor([weight], device=device), nans((f,), device)
+    *gates, (u, u_bound) = products
+    g, bound = None, 1.1 * u_bound  # the steepest function is silu
+    if gates:
+        ((g, g_bound),) = gates
+        bound = 1.1 * g_bound * (u.abs() + (function == "clamped_swiglu")) + g.abs() * u_bound
+    times = 1.0 if weight is None else weight
+    expected, gate = times * neuron_of(function).h(g, u), stored[0] if gates else None
+    launch = partial(gated, x.to(device), gate, stored[-1], function, out, norm=there, weight=factor)
+    return Prepared(launch, lambda: Difference(excess(out, expected, times * bound), 4 * _FLOAT32))
 
 
 _ROUTERS = (
@@ -316,11 +327,9 @@ def _gemm(name: Name, num_tokens: int, size: Size, device: torch.device) -> Prep
     n, d = _ROWS[size], _COLS[size]
     rows, matrix, _ = _matrix(name, n, d)
     x, out = random_values(num_tokens, d), nans((num_tokens, n), device)
-    there, stored, part, expected = x.to(device), rows.to(device), _part(name, d), linear(x, matrix)
-    return Prepared(
-        lambda: gemm(there, stored, part, stored.shape[1] // 16, out),
-        lambda: Difference(against_rms(out, expected), _TENSOR_CORES),
-    )
+    stored, expected = StoredRows(rows.to(device), _part(name, d)), linear(x, matrix)
+    launch = partial(gemm, x.to(device), stored, out)
+    return Prepared(launch, lambda: Difference(against_rms(out, expected), _TENSOR_CORES))
 
 
 # --- experts
@@ -340,9 +349,9 @@ def _token_cases(name: str, shapes: Sequence[Shape], splits: Sequence[bool] = (F
 
 
 def _token(shapes: Sequence[Shape], is_split: bool, device: torch.device) -> Prepared:
-    """60% of the neurons do not run. Half of the records are missing, and the selector of the first expert.
+    """Runs experts that lack half of the records and the first one's selector; 60% of the neurons do not run.
 
-    If the list is split, a share of the missing records is pulled, and torch computes what is left to the CPU.
+    If the list is split, a share of the missing records is pulled, and torch computes the CPU's part.
     """
     k, f, d, selector, function = (
         len(shapes),
@@ -422,16 +431,12 @@ def _grouped(shapes: Sequence[Shape], num_tokens: int, dtype: torch.dtype, devic
     draw = np.random.default_rng(0)
     chosen = np.stack([draw.permutation(len(experts))[:k] for _ in range(num_tokens)])
     weights = torch.rand(num_tokens, k, generator=torch.Generator().manual_seed(3))
-    expected = torch.zeros(num_tokens, d)
-    for e, expert in enumerate(experts):
-        tokens, place = (torch.from_numpy(each) for each in np.nonzero(chosen == e))
-        y = run_expert(x[tokens].float(), expert.packed(), "silu", selector, thresholds[e])
-        expected[tokens] += weights[tokens, place][:, None] * y
-    tables, is_bf16 = layer_of(experts, thresholds=thresholds).tables_on(device), dtype == torch.bfloat16
-    group = ExpertGroup(tables.arena, tables.selector_at, tables.record_at, tables.thresholds, tables.kinds)
+    expected = run_experts_plain(x, chosen, weights, experts, thresholds)
+    group, kind_idx = group_of(layer_of(experts, thresholds=thresholds), device)
+    is_bf16 = dtype == torch.bfloat16
     pairs = pairs_by_expert(chosen, weights.numpy(), np.arange(len(experts)))
     hidden = nans((max_pairs(num_tokens, k, f), f), device)
-    plan = plan_tiles(pairs.counts, tables.kind.cpu().numpy(), group.kinds, len(hidden), is_bf16)
+    plan = plan_tiles(pairs.counts, kind_idx, group.kinds, len(hidden), is_bf16)
     given = [torch.from_numpy(each).to(device) for each in (pairs.tokens, pairs.places, pairs.weights, plan.tiles)]
     there, outputs, y = x.to(device), nans((num_tokens * k, d), device), nans((num_tokens, d), device)
 
@@ -443,138 +448,124 @@ def _grouped(shapes: Sequence[Shape], num_tokens: int, dtype: torch.dtype, devic
     return Prepared(launch, lambda: Difference(against_rms(y, expected), bound))
 
 
-def _reduce(k: int, num_partials: int, d: int, device: torch.device) -> Prepared:
-    """Sums of neurons that are here and of pulled ones, the CPU's share, and a residual."""
-    partials, pulled, weights = (
-        random_values(k, num_partials, d),
-        random_values(k, num_partials + 3, d, seed=3),
-        random_values(k, seed=1),
-    )
-    residual, host = random_values(d, seed=2), random_values(d, seed=4)
-    expected = residual + 2.5 * (reduce_twin(partials, weights) + reduce_twin(pulled, weights) + host)
-    bounds = reduce_twin(partials.abs(), weights.abs()) + reduce_twin(pulled.abs(), weights.abs()) + host.abs()
-    given, out = [each.to(device) for each in (partials, weights, pulled, residual)], nans(residual, device)
-    locked = host.pin_memory() if device.type == "cuda" else host
-    return Prepared(
-        lambda: reduce(given[0], given[1], out, pulled=given[2], host=locked, residual=given[3], scale=2.5),
-        lambda: Difference(excess(out, expected, residual.abs() + 2.5 * bounds), _FLOAT32),
-    )
+def reduce_case(shape: tuple[int, int, int], added: Sequence[str], device: torch.device) -> Prepared:
+    """Sums [k, P, d] of neurons, and what may be added: those of pulled ones, the CPU's, shared experts', a residual.
+
+    Sums go to the residual's memory, if there is one.
+    """
+    (k, num_partials, d), names = shape, ("host", "residual", "shared")
+    weights, partials = random_values(k, seed=1), random_values(*shape)
+    others = {name: random_values(d, seed=2 + seed) for seed, name in enumerate(names) if name in added}
+    pulled = random_values(k, num_partials + 3, d, seed=5) if "pulled" in added else torch.zeros(k, 1, d)
+    sums = torch.cat([partials, pulled], dim=1)
+    inner = [others[name] for name in ("host", "shared") if name in added]
+    start = others.get("residual", torch.zeros(d))
+    expected = start + 2.5 * sum(inner, start=reduce_twin(sums, weights))
+    bounds = start.abs() + 2.5 * sum((each.abs() for each in inner), start=reduce_twin(sums.abs(), weights.abs()))
+    there = {name: each.to(device) for name, each in others.items()}
+    there |= {"pulled": pulled.to(device)} if "pulled" in added else {}
+    if "host" in added and device.type == "cuda":
+        there["host"] = others["host"].pin_memory()
+    given, out = (partials.to(device), weights.to(device)), there.get("residual", nans((d,), device))
+
+    def launch() -> None:
+        if "residual" in added:
+            out.copy_(start)
+        reduce(*given, out, scale=2.5, **there)
+
+    return Prepared(launch, lambda: Difference(excess(out, expected, bounds), _FLOAT32))
 
 
-def _hand_over(k: int, d: int, device: torch.device) -> Prepared:
-    """What the CPU gets of a layer, by its own view of the memory."""
+def hand_over_case(k: int, d: int, device: torch.device) -> Prepared:
     given = (random_values(d), random_values(k, seed=1), torch.arange(k, dtype=torch.int32) + 3)
     there = [torch.zeros(each.shape, dtype=each.dtype, pin_memory=device.type == "cuda") for each in given]
     x, weights, experts = (each.to(device) for each in given)
 
-    def off() -> float:
-        return max(float((found - wanted).abs().max()) for found, wanted in zip(there, given, strict=True))
+    def compare() -> Difference:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return exact(all(torch.equal(found, wanted) for found, wanted in zip(there, given, strict=True)))
 
-    return Prepared(lambda: hand_over(x, weights, experts, *there), lambda: Difference(off(), 0.0))
+    return Prepared(lambda: hand_over(x, weights, experts, *there), compare)
 
 
 # --- attention
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """A token's attention: sizes, the token's position, and how the cache keeps what was before."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    position: int
-    places: int
-    window: int | None = None
-    sinks: bool = False
-    kv_dtype: KvDtype = "f32"
-
-    def __str__(self) -> str:
-        parts = [f"{self.heads}/{self.kv_heads} heads of {self.head_dim}, position {self.position} of {self.places}"]
-        parts += [f"window {self.window}"] if self.window is not None else []
-        parts += ["sinks"] if self.sinks else []
-        parts += [self.kv_dtype] if self.kv_dtype != "f32" else []
-        return ", ".join(parts)
-
-
 _CODED: tuple[KvDtype, ...] = ("q8", "q4")
-_ATTENTION: dict[Size, tuple[AttentionShape, ...]] = {
+_LARGE = AttentionShape(32, 8, 128, 4095, 4096)
+_FIRST, _ODD = replace(_LARGE, position=0), AttentionShape(8, 8, 80, 300, 320)
+_RING = AttentionShape(64, 8, 64, 5000, 640, window=128, sinks=True)
+_TINY_RING = AttentionShape(4, 2, 64, 70, 40, window=24, sinks=True)
+_ATTENTION: dict[Size, tuple[tuple[AttentionShape, KvDtype], ...]] = {
     "real": (
-        AttentionShape(32, 8, 128, 4095, 4096),
-        AttentionShape(32, 4, 128, 4095, 8192, kv_dtype="bf16"),
-        AttentionShape(32, 8, 128, 0, 4096),
-        AttentionShape(8, 8, 80, 300, 320),
-        AttentionShape(64, 8, 64, 5000, 640, window=128, sinks=True, kv_dtype="bf16"),
-        *(AttentionShape(32, 8, 128, 4095, 4096, kv_dtype=dtype) for dtype in _CODED),
-        *(AttentionShape(32, 8, 128, 0, 4096, kv_dtype=dtype) for dtype in _CODED),
-        *(AttentionShape(8, 8, 80, 300, 320, kv_dtype=dtype) for dtype in _CODED),
-        *(AttentionShape(16, 2, 256, 700, 1024, kv_dtype=dtype) for dtype in _CODED),
-        *(AttentionShape(64, 8, 64, 5000, 640, window=128, sinks=True, kv_dtype=dtype) for dtype in _CODED),
+        (_LARGE, "f32"),
+        (AttentionShape(32, 4, 128, 4095, 8192), "bf16"),
+        (_FIRST, "f32"),
+        (_ODD, "f32"),
+        (_RING, "bf16"),
+        *product((_LARGE, _FIRST, _ODD, AttentionShape(16, 2, 256, 700, 1024), _RING), _CODED),
     ),
     "tiny": (
-        AttentionShape(4, 2, 16, 70, 96),
-        AttentionShape(4, 2, 16, 70, 40, window=24, sinks=True),
-        *(AttentionShape(4, 2, 64, 70, 40, window=24, sinks=True, kv_dtype=dtype) for dtype in _CODED),
+        (AttentionShape(4, 2, 16, 70, 96), "f32"),
+        (replace(_TINY_RING, head_dim=16), "f32"),
+        *((_TINY_RING, dtype) for dtype in _CODED),
     ),
 }
 
 
-def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
+def _attention(shape: AttentionShape, dtype: KvDtype, device: torch.device) -> Prepared:
     """A token enters the cache and attends: heads normed and rotated."""
-    dim, widths = shape.head_dim, [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    spec = GroupedQuerySpec("grouped_query", shape.heads, shape.kv_heads, dim, shape.window, dim**-0.5, (), "head")
-    projected = [random_values(width, seed=seed) for seed, width in enumerate(widths)]
-    norms = [1 + random_values(dim, seed=seed) / 4 for seed in (3, 4)]
-    turns = 9 * random_values(shape.position + 1, dim // 2, seed=5)
-    cos, sin = turns.cos(), turns.sin()
-    rows = RowStorage(shape.kv_dtype, (dim,))
-    cached = [rows.encode(random_values(shape.kv_heads, shape.places, dim, seed=seed)) for seed in (6, 7)]
-    sinks = random_values(shape.heads, seed=8) if shape.sinks else None
-    at = slice(shape.position, shape.position + 1)
-    cache = LayerCache(cached[0].clone(), cached[1].clone(), shape.position, storage=(rows, rows))
-    expected = TORCH.attend(
-        (projected[0][None], projected[1][None], projected[2][None]),
-        HeadNorms(norms[0], norms[1], 1e-6), (cos[at], sin[at]), False, View(cache, spec, shape.window, sinks),
-    )  # fmt: skip
-    there = [each.to(device) for each in (*projected, cos, sin, *norms)]
+    token, rows, found = AttendingToken(shape, 0, device), RowStorage(dtype, (shape.head_dim,)), list[Tensor]()
+    cached = (rows.encode(token.cache[0]), rows.encode(token.cache[1]))
+    expected, after = token.expected(cached, rows)
     keys, values = (each.to(device) for each in cached)
-    position = torch.tensor([shape.position], dtype=torch.int32, device=device)
-    rotated, out = nans((shape.heads, dim), device), nans((shape.heads, dim), device)
-    workspace = AttentionWorkspace.allocate(shape.heads, shape.kv_heads, dim, shape.places, device)
-    on_device = None if sinks is None else sinks.to(device)
-    qk_norms = QkNorms(there[5], there[6], 1e-6)
-
-    entering = Entering(there[0], there[1], there[2], qk_norms, False, (there[3], there[4]), interleaved=False)
 
     def launch() -> None:
-        attend(rotated, (keys, values), position, spec.scale, shape.window, workspace, out, on_device, entering, rows)
+        found[:] = token.attended((keys, values), rows=rows)
 
     def compare() -> Difference:
-        error = against_rms(out, expected.view(shape.heads, dim))
+        error = against_rms(found[0], expected)
         if rows.is_coded:
             # A code or a scale of the token's may be the next one where a value lies between two.
-            others = max(int((own.cpu() != its).sum()) for own, its in ((keys, cache.keys), (values, cache.values)))
-            return Difference(error, _CODES) if others <= shape.kv_heads * dim // 50 else exact(False)
-        rounding = 2**-7 if shape.kv_dtype == "bf16" else 4 * _FLOAT32  # to one bfloat16 or the next
-        if excess(keys.float(), cache.keys.float(), 1 + cache.keys.float().abs()) > rounding:
+            others = max(int((own.cpu() != its).sum()) for own, its in zip((keys, values), after, strict=True))
+            return Difference(error, _CODES) if others <= shape.kv_heads * shape.head_dim // 50 else exact(False)
+        rounding = 2**-7 if dtype == "bf16" else 4 * _FLOAT32  # to one bfloat16 or the next
+        if excess(keys.float(), after[0].float(), 1 + after[0].float().abs()) > rounding:
             return exact(False)
-        return Difference(error, 0.02 if shape.kv_dtype == "bf16" else _TENSOR_CORES)
+        return Difference(error, 0.02 if dtype == "bf16" else _TENSOR_CORES)
 
     return Prepared(launch, compare)
 
 
-def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) -> Prepared:
-    """A token's multi-head latent attention, the absorbed way, against plain torch."""
-    heads, nope, rope, v, rank, places = (16, 128, 64, 128, 512, 700) if size == "real" else (2, 20, 8, 17, 128, 60)
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    heads: int
+    nope: int
+    rope: int
+    v: int
+    rank: int
+    stored: PartFormat | Name | Literal["BF16", "F32"]  # how `kv_b` is stored
+    position: int = 40
+    room: int = 100  # positions of the cache behind the token's
+    interleaved: bool = True
+
+
+_TINY_LATENT = LatentShape(2, 20, 8, 17, 128, 4, 40, 19)
+
+
+def latent_case(shape: LatentShape, device: torch.device) -> Prepared:
+    heads, nope, rope, v, rank = shape.heads, shape.nope, shape.rope, shape.v, shape.rank
     spec = LatentSpec("latent", heads, None, rank, nope, rope, v, (nope + rope) ** -0.5, 1e-6)
-    num_rows, at, width = heads * (nope + v), places - 20, 16
+    num_rows, at, width, stored = heads * (nope + v), shape.position, 16, shape.stored
     matrix: Matrix
-    if stored == "BF16":
-        weight = random_values(num_rows, rank).to(torch.bfloat16) / 8
-        matrix, kv_b = StoredMatrix(weight), StoredRows(weight.to(device), stored_part("BF16", rank))
+    if stored in ("BF16", "F32"):
+        weight = random_values(num_rows, rank).to(TORCH_DTYPES[stored]) / 8
+        matrix, kv_b = StoredMatrix(weight), StoredRows(weight.to(device), stored_part(stored, rank))
     else:
-        rows, matrix, _ = _matrix(stored, num_rows, rank)
-        kv_b = StoredRows(rows.to(device), _part(stored, rank))
+        layout, raw = random_rows(stored if isinstance(stored, PartFormat) else named_format(stored), num_rows, rank)
+        matrix = RowMatrix(layout, torch.from_numpy(raw))
+        kv_b = StoredRows(torch.from_numpy(raw).to(device), part_of(layout, "weight"))
     matrices: dict[str, Matrix] = {
         "q": StoredMatrix(random_values(heads * (nope + rope), width)),
         "kv_a": StoredMatrix(random_values(rank + rope, width)),
@@ -582,9 +573,9 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
         "o": StoredMatrix(torch.eye(heads * v)),
     }
     norm_weight, x, turns = 1 + random_values(rank) / 4, random_values(1, width), 9 * random_values(at + 1, rope // 2)
-    cos, sin, keys = turns.cos(), turns.sin(), random_values(1, places, rank + rope, seed=1)
+    cos, sin, keys = turns.cos(), turns.sin(), random_values(1, at + 1 + shape.room, rank + rope, seed=1)
     weights = SimpleNamespace(
-        spec=SimpleNamespace(rope_of=lambda _: SimpleNamespace(interleaved=True)),
+        spec=SimpleNamespace(rope_of=lambda _: SimpleNamespace(interleaved=shape.interleaved)),
         matrix=lambda role: matrices[role.rpartition(".")[2]],
         vector=lambda role: norm_weight,
         operations=TORCH,
@@ -596,25 +587,28 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     there, angles = keys.to(device), (cos.to(device), sin.to(device))
     position = torch.tensor([at], dtype=torch.int32, device=device)
     moved, mixed, out = (nans(shape, device) for shape in ((heads, rank + rope), (heads, rank), (heads * v,)))
-    workspace = AttentionWorkspace.allocate(heads, 1, rank, places, device)
+    workspace = AttentionWorkspace.allocate(heads, 1, rank, keys.shape[1], device)
 
     def launch() -> None:
-        enter_latent((given[0], given[1]), given[2], angles, True, position, spec, kv_b, moved, there)
+        enter_latent((given[0], given[1]), given[2], angles, shape.interleaved, position, spec, kv_b, moved, there)
         attend(moved, (there, there[..., :rank]), position, spec.scale, None, workspace, mixed)
         leave_latent(mixed, spec, kv_b, out)
 
-    return Prepared(launch, lambda: Difference(against_rms(out, expected), _TENSOR_CORES))
+    def compare() -> Difference:
+        error = max(against_rms(out, expected), against_rms(there, cache.keys))
+        return Difference(error, _TENSOR_CORES)
+
+    return Prepared(launch, compare)
 
 
 # --- rows that come
 
 
-def _bring(row_units: int, device: torch.device) -> Prepared:
-    """13 rows of a list, to places in any order; no other byte changes."""
+def bring_case(row_units: int, count: int, device: torch.device) -> Prepared:
     draw = torch.Generator().manual_seed(0)
     host = torch.randint(256, (20, 16 * row_units), generator=draw, dtype=torch.uint8).flatten()
-    sources = torch.randperm(20, generator=draw)[:13] * row_units
-    targets = (torch.randperm(16, generator=draw)[:13] * row_units).to(torch.int32)
+    sources = torch.randperm(20, generator=draw)[:count] * row_units
+    targets = (torch.randperm(16, generator=draw)[:count] * row_units).to(torch.int32)
     expected = torch.full((16 * 16 * row_units,), 7, dtype=torch.uint8)
     arena = expected.to(device, copy=True)
     bring_plain(sources, targets, row_units, host, expected)
@@ -625,13 +619,13 @@ def _bring(row_units: int, device: torch.device) -> Prepared:
     )
 
 
-def _enter_rows(device: torch.device) -> Prepared:
-    """The first 1500 of a list of 2000 changes."""
+def enter_rows_case(number: int, device: torch.device) -> Prepared:
+    """The first of a list of 2000 changes."""
     draw = torch.Generator().manual_seed(0)
     changes = torch.stack([torch.randperm(3000, generator=draw)[:2000], torch.arange(2000) - 7], dim=1).to(torch.int32)
-    expected, count = torch.arange(3000, dtype=torch.int32), torch.tensor([1500], dtype=torch.int32, device=device)
+    expected, count = torch.arange(3000, dtype=torch.int32), torch.tensor([number], dtype=torch.int32, device=device)
     table = expected.to(device, copy=True)
-    expected[changes[:1500, 0].long()] = changes[:1500, 1]
+    expected[changes[:number, 0].long()] = changes[:number, 1]
     listed = changes.pin_memory() if device.type == "cuda" else changes
     return Prepared(partial(enter_rows, listed, count, table), lambda: exact(torch.equal(table.cpu(), expected)))
 
@@ -660,10 +654,7 @@ def main(device_name: str, size: Size, first: int) -> int:
 
 
 def _compiled(found: list[Case], device: torch.device) -> dict[int, Prepared]:
-    """Prepares all cases, and compiles what they launch by all cores; tells how long it took.
-
-    A case that cannot be prepared is not among them: it fails in its turn, and is told then.
-    """
+    """Prepares all cases, and compiles their kernels by all cores; a case without inputs fails in its turn."""
     start, processes, made = time.perf_counter(), len(os.sched_getaffinity(0)), dict[int, Prepared]()
     with collected_launches() as jobs:
         for number, case in enumerate(found):

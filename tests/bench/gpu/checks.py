@@ -1,9 +1,8 @@
 """Parts `preflight`, `twins` and `sanitizer`: whether the machine can run the checks, and whether kernels are right.
 
-`preflight`: each check is a row that says what it found, and what to do if that is not enough. A missing requirement
-ends the whole call; a missing tool ends only the part that needs it. `twins` compares every kernel with its
-twin (`cases.py`). The cases run in a process of their own, which ends when a kernel misuses memory: later
-cases run in another process. `sanitizer` runs them at tiny sizes, once under memcheck and once under racecheck.
+A missing requirement ends the whole call, a missing tool only its part. `twins` compares every kernel with its twin
+(`cases.py`), in a process that another one follows if a kernel misuses memory. `sanitizer` runs the cases at tiny
+sizes under memcheck and racecheck.
 """
 
 import importlib
@@ -56,10 +55,7 @@ class UnfitError(Exception):
 
 
 def preflight(results: Results, clock: Clock) -> None:
-    """Runs all checks, then fails if a requirement is missing.
-
-    Raises:  UnfitError, which says what to do about each.
-    """
+    """Raises:  UnfitError, which says what to do about each missing requirement."""
     checks: list[Callable[[], Check]] = [partial(_package, name) for name in _PACKAGES]
     checks += [_native_kernels, partial(_tool, "compute-sanitizer"), partial(_tool, "ncu"), _disk_space, _host_memory]
     if not clock.is_rehearsal:
@@ -158,7 +154,6 @@ def _page_lock(clock: Clock) -> Check:
 
 
 def cudart() -> Any:
-    """Returns CUDA's runtime, as torch has it."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
@@ -185,7 +180,7 @@ class Twin:
 
 @dataclass(frozen=True, slots=True)
 class CompiledAhead:
-    """Kernels that were compiled before the cases ran. `collected`: how many the cases launch.
+    """Kernels that were compiled before the cases ran, which launch `collected` ones.
 
     `prepared_s`: seconds of making inputs, and the twins' answers.
     """
@@ -210,7 +205,6 @@ class Sanitized:
 
 
 def twins(results: Results, clock: Clock) -> None:
-    """Runs every case, also after one that fails."""
     size, first, starts = "tiny" if clock.is_rehearsal else "real", 0, 0
     while True:
         starts += 1

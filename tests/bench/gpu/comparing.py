@@ -11,8 +11,6 @@ EXP = 1e-5  # bound of errors of exponentials, of the magnitudes behind a value
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest difference of a kernel's answer from its twin's, and what it may be."""
-
     error: float
     bound: float
 
@@ -28,6 +26,13 @@ class Prepared:
 
     launch: Callable[[], object]
     compare: Callable[[], Difference]
+
+
+def assert_right(prepared: Prepared, bound: float | None = None) -> None:
+    """Launches a case, whose difference from the twin is its bound at most; or another one, which a test knows."""
+    prepared.launch()
+    found = prepared.compare()
+    assert found.error <= (found.bound if bound is None else bound), found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,9 +1,6 @@
-"""Engines on a GPU and the packs that they run.
+"""Engines on a GPU and the packs that they run: synthetic ones with a model's dimensions, or the demo model's.
 
-Packs are synthetic, with a model's dimensions, or the demo model's. The machine may have no network and little time:
-all cores make a pack, in memory if it fits, else on the disk, and it stays for later parts. Measured are an engine's
-prompts and continuations, who computed the running neurons, the bytes that were copied, the memory that the driver
-charges, and each kernel's share of a token.
+All cores make a pack, in memory if it fits, else on the disk, and it stays for later parts.
 """
 
 import gc
@@ -17,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from support.gpu_runs import GpuRun, gpu_decoder
@@ -35,8 +32,9 @@ from moe_pack.formats.parts import GroupedQuerySpec
 from moe_pack.runtime import Engine, EngineOptions, random_prompt, report
 from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime.engine.options import MissesOption
+from moe_pack.runtime.gpu.decoder import GpuDecoder
 from moe_pack.runtime.gpu.devices import HostArena, host_bytes
-from moe_pack.runtime.gpu.fit import CountsNeurons, GpuCounts
+from moe_pack.runtime.gpu.fit import GpuCounts
 from moe_pack.runtime.gpu.placements import Misses
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, EncoderDecoder
@@ -51,35 +49,20 @@ _TINY_VOCABULARY = 256
 _ROOT = Path(__file__).parents[3]
 
 
-@dataclass(frozen=True, slots=True)
-class PackFacts:
-    """A pack and the seconds of making it; 0 if it existed already."""
-
-    name: str
-    folder: str
-    layers: int
-    num_bytes: int
-    seconds: float
-
-
 def make_synthetic(results: Results, wanted: PackRequest, is_tiny: bool = False) -> Path:
     """Makes a pack and returns its folder; if tiny, and in a rehearsal, of a model with two narrow layers."""
     spec = _tiny(wanted.model) if is_tiny or results.is_rehearsal else model_spec(wanted.model, None)
     plan = wanted.plan(spec)
     files = pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec))).files()
     folder = _folder_for(wanted.name, sum(file.num_bytes for _, file in files), results.is_rehearsal)
-    start, was_there = time.perf_counter(), (folder / "manifest.json").exists()
-    if not was_there:
+    if not (folder / "manifest.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         character = SyntheticTraits(wanted.sparsity, skewed_popularity(spec, SKEW, 0), CORRELATION, 0)
         synthesize(spec, plan, character, folder, len(os.sched_getaffinity(0)))
-    seconds = 0.0 if was_there else time.perf_counter() - start
-    results.add(PackFacts(wanted.name, str(folder), len(spec.moe_layers), pack_bytes(folder), seconds))
     return folder
 
 
 def _tiny(model: str) -> ModelSpec:
-    """Returns a published model with two narrow layers, four heads, and eight experts, two a token."""
     spec = shrunk(model, 2, vocab_size=_TINY_VOCABULARY)
     router = replace(spec.router, num_experts=8, num_experts_per_tok=2)
     attention = spec.attention
@@ -90,24 +73,15 @@ def _tiny(model: str) -> ModelSpec:
 def make_demo(results: Results, sparsity: float) -> Path:
     """The demo model in 4 bits, with this share of its neurons below their thresholds."""
     folder = _folder_for(f"demo-{sparsity:g}", _DEMO_BYTES, results.is_rehearsal)
-    start, was_there = time.perf_counter(), (folder / "manifest.json").exists()
-    if not was_there:
+    if not (folder / "manifest.json").exists():
         command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(DEMO_MODEL), "--quantizer", "nearest"]
         command += ["--selector-bits", "4", "--record-bits", "4", "--sparsity", str(sparsity), "-o", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{' '.join(command[2:])}: {done.stderr.strip()[-1000:]}"
-    seconds = 0.0 if was_there else time.perf_counter() - start
-    results.add(PackFacts(folder.name, str(folder), 4, pack_bytes(folder), seconds))
     return folder
 
 
-def pack_bytes(folder: Path) -> int:
-    """Returns the bytes of a pack's files."""
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
 def remove_packs(is_rehearsal: bool, keep: tuple[str, ...] = ()) -> None:
-    """Removes all packs but those of these names."""
     for folder in _folders(is_rehearsal):
         for path in folder.iterdir() if folder.exists() else ():
             if path.is_dir() and path.name not in keep:
@@ -124,7 +98,6 @@ def _folders(is_rehearsal: bool) -> list[Path]:
 def _folder_for(name: str, num_bytes: int, is_rehearsal: bool) -> Path:
     """Returns a pack's folder: where it exists, else the first place with enough free space.
 
-    A file system in memory may be much smaller than the memory.
     Raises:  OSError if no place has enough.
     """
     folders = _folders(is_rehearsal)
@@ -164,11 +137,7 @@ class EngineRequest:
     share: float | None = None
 
     def options(self, ram_bytes: int) -> EngineOptions:
-        """Returns the engine's options, on a GPU.
-
-        Args:    ram_bytes: of the host, if the request has none; what a virtual machine has free may show only when
-                 it is used.
-        """
+        """Returns the engine's options; `ram_bytes` is the host's, if the request has none."""
         return EngineOptions(
             device="cuda",
             misses=self.misses,
@@ -179,10 +148,7 @@ class EngineRequest:
         )
 
     def run(self, pack: Pack, context_tokens: int) -> GpuRun:
-        """Returns the same for an engine that is built for a share; without one everything fits, or a small share.
-
-        A policy that predicts does so by the next router: these packs have no profile.
-        """
+        """Returns the request for an engine that is built for a share; policies predict by the next router."""
         policy: PolicyName = "lru" if self.policy == "auto" else self.policy
         num_predicted = PRESETS[policy].num_predicted(pack.spec.router.num_experts_per_tok)
         prediction = PredictionPlan(methods_by_layer("router", pack.spec, None), num_predicted, None)
@@ -238,24 +204,12 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An engine that was opened, and what it reports."""
-
     pack: str
     wanted: EngineRequest
     seconds: float
     driver_bytes: int
     facts: str
     fallbacks: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """A pack's experts read into page-locked memory, once for all engines."""
-
-    pack: str
-    num_bytes: int
-    locked_bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,24 +234,6 @@ class TokenProfile:
     token_us: float
 
 
-class Running(Protocol):
-    """An engine that is open."""
-
-    @property
-    def fallbacks(self) -> Sequence[str]:
-        """What the engine did because it could not do what was asked."""
-        ...
-
-    @property
-    def decoder(self) -> Decoder | EncoderDecoder:
-        """The decoder that runs the pack."""
-        ...
-
-    def close(self) -> None:
-        """Releases everything."""
-        ...
-
-
 class SharedEngine:
     """The GPU's engine with memory for a share of the experts; in a rehearsal, over plain memory. `close` it."""
 
@@ -306,17 +242,16 @@ class SharedEngine:
     def __init__(self, folder: Path, run: GpuRun, device: torch.device) -> None:
         with ExitStack() as opened:
             self.decoder: Decoder = opened.enter_context(gpu_decoder(folder, run, device))
-            self._opened = opened.pop_all()
+            self.close = opened.pop_all().close
 
-    def close(self) -> None:
-        """Releases the memory."""
-        self._opened.close()
+
+Running = Engine | SharedEngine
 
 
 def open_engine(
     pack: Pack, wanted: EngineRequest, context_tokens: int, clock: Clock, host: HostArena | None = None
 ) -> Running:
-    """Opens the requested engine. In a rehearsal all are built for a share, and the interpreter runs their kernels.
+    """Opens the requested engine; in a rehearsal it is built for a share, and the interpreter runs its kernels.
 
     Args:    host: the pack's experts, if host memory is not limited; None: the engine reads them.
     """
@@ -328,7 +263,6 @@ def open_engine(
 
 
 def link_rate(clock: Clock) -> float:
-    """Returns the bytes a second of a copy of 256 MiB from page-locked memory to the GPU."""
     num_bytes = _MIB if clock.is_rehearsal else 256 * _MIB
     host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=not clock.is_rehearsal)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
@@ -340,7 +274,6 @@ def link_rate(clock: Clock) -> float:
 
 
 def driver_bytes(clock: Clock) -> int:
-    """Returns the used memory of the GPU, by the driver's count."""
     if clock.is_rehearsal:
         return 0
     free, total = torch.cuda.mem_get_info(clock.device)
@@ -348,28 +281,20 @@ def driver_bytes(clock: Clock) -> int:
 
 
 class EngineBench:
-    """A pack, its experts in host memory, and engines on it, one after the other. Owns pack and memory: `close` it."""
+    """A pack, its experts in host memory, and engines on it, one after the other. Owns pack and memory: `close` it.
+
+    Args:    rate: `link_rate`, measured before.
+    """
 
     def __init__(self, results: Results, clock: Clock, folder: Path, rate: float) -> None:
-        """Reads and page-locks the experts. `rate`: `link_rate`, measured before."""
         self._results, self._clock, self._rate, self.name = results, clock, rate, folder.name
         with ExitStack() as opened:
             self.pack = opened.enter_context(Pack(folder))
-            start = time.perf_counter()
             self._host = opened.enter_context(HostArena(self.pack, clock.device))
-            seconds = time.perf_counter() - start
-            self._opened = opened.pop_all()
-        results.add(Filled(self.name, self._host.num_bytes, self._host.locked_bytes, seconds))
-
-    def close(self) -> None:
-        """Releases the memory and closes the pack."""
-        self._opened.close()
+            self.close = opened.pop_all().close
 
     def measure(self, wanted: EngineRequest, prompt_tokens: Sequence[int], decode_tokens: int) -> list[Speed]:
-        """Opens an engine and times prompts and continuations from an empty context; adds a row each.
-
-        The first also warms the engine up, and fills its cache: measure at least two.
-        """
+        """Opens an engine; adds a row for each prompt and continuation from an empty context; the first warms up."""
         with closing(self._open(wanted, max(prompt_tokens) + decode_tokens)) as engine:
             return [
                 self._measure(engine, wanted, count, decode_tokens, seed) for seed, count in enumerate(prompt_tokens)
@@ -390,24 +315,28 @@ class EngineBench:
                     decoder.next_logits([token])
             self._add_profile(wanted, profiled, count, 1e6 * sorted(times)[len(times) // 2])
 
-    def _open(self, wanted: EngineRequest, context_tokens: int) -> "_Closing":
-        clock, start = self._clock, time.perf_counter()
+    def _open(self, wanted: EngineRequest, context_tokens: int) -> Running:
+        clock = self._clock
+        if not clock.is_rehearsal:  # the memory of the engine before goes back to the driver
+            gc.collect()
+            torch.cuda.empty_cache()
+        start = time.perf_counter()
         engine = open_engine(self.pack, wanted, context_tokens, clock, self._host)
         seconds, taken = time.perf_counter() - start, driver_bytes(clock)
         facts = str(report(engine)) if isinstance(engine, Engine) else "a rehearsal"
         self._results.add(Opened(self.name, wanted, seconds, taken, facts, tuple(engine.fallbacks)))
-        return _Closing(engine, clock)
+        return engine
 
     def _measure(
-        self, engine: "_Closing", wanted: EngineRequest, prompt_tokens: int, decode_tokens: int, seed: int
+        self, engine: Running, wanted: EngineRequest, prompt_tokens: int, decode_tokens: int, seed: int
     ) -> Speed:
         decoder, draws = engine.decoder, self._drawn(decode_tokens, 1000 + seed)
         decoder.reset()
         start = time.perf_counter()
         int(decoder.next_logits(self._drawn(prompt_tokens, seed)).argmax())
-        prefill_s, before, read_before = time.perf_counter() - start, counts(engine.engine), disk_bytes(engine.engine)
+        prefill_s, before, read_before = time.perf_counter() - start, counts(engine), disk_bytes(engine)
         times = [self._timed(decoder, token) for token in draws]
-        found, decode_s = _since(counts(engine.engine), before), sum(times)
+        found, decode_s = _since(counts(engine), before), sum(times)
         running = max(found.resident + found.pulled + found.left, 1)
         speed = Speed(
             pack=self.name,
@@ -426,7 +355,7 @@ class EngineBench:
             ahead_per_token=found.ahead / decode_tokens,
             ahead_needed=found.ahead_ran / max(found.ahead, 1),
             bytes_per_token=found.link_bytes / decode_tokens,
-            disk_bytes_per_token=(disk_bytes(engine.engine) - read_before) / decode_tokens,
+            disk_bytes_per_token=(disk_bytes(engine) - read_before) / decode_tokens,
             link_share=found.link_bytes / self._rate / decode_s,
             cpu_share=found.cpu_seconds / decode_s,
             driver_bytes=driver_bytes(self._clock),
@@ -435,7 +364,6 @@ class EngineBench:
         return speed
 
     def _timed(self, decoder: Decoder | EncoderDecoder, token: int) -> float:
-        """Returns the seconds from a token to the likeliest next one."""
         start = time.perf_counter()
         int(decoder.next_logits([token]).argmax())
         return time.perf_counter() - start
@@ -462,34 +390,12 @@ class EngineBench:
             self._results.add(row)
 
 
-class _Closing:
-    """An engine that returns the GPU's memory to the driver when it is closed."""
-
-    def __init__(self, engine: Running, clock: Clock) -> None:
-        self.engine, self.decoder, self._clock = engine, engine.decoder, clock
-
-    def close(self) -> None:
-        """Closes the engine."""
-        self.engine.close()
-        del self.engine, self.decoder
-        if not self._clock.is_rehearsal:
-            give_back_memory()
-
-
-def give_back_memory() -> None:
-    """Returns the GPU's unused memory to the driver."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def counts(engine: Running) -> GpuCounts:
-    """Returns what an engine's tokens needed since the start."""
-    assert isinstance(engine.decoder, CountsNeurons), "a GPU's decoder counts"
+    assert isinstance(engine.decoder, GpuDecoder), "a GPU's decoder counts"
     return engine.decoder.counts()
 
 
 def _since(after: GpuCounts, before: GpuCounts) -> GpuCounts:
-    """Returns the counts between two times."""
     return GpuCounts(*(late - early for late, early in zip(astuple(after), astuple(before), strict=True)))
 
 

@@ -1,10 +1,9 @@
 """Parts `timings` and `ncu`: how fast the kernels are at real models' dimensions.
 
-`timings` compares the time of an operation with the bytes it must read: of the selector all rows, of the records those
-of neurons that run, of lists their entries. Launches follow one another in a CUDA graph and read other copies of random
-experts each time, more than the L2 cache holds. `ncu` runs the main kernels once each in a process of their own, in a
-known order, under NVIDIA's profiler; its report is read back as rows, a metric each. Run as a program (`kernels.py
-DEVICE MODEL`), this module launches them, and prints the order as JSON.
+`timings` compares the time of an operation with the bytes it must read; launches read other copies of random experts
+each time, more than the L2 cache holds. `ncu` runs the main kernels once each in a process of their own, in a known
+order, under NVIDIA's profiler, and reads its report back. Run as a program (`kernels.py DEVICE MODEL`), this module
+launches them, and prints the order as JSON.
 """
 
 import csv
@@ -37,7 +36,7 @@ from moe_pack.runtime.gpu.kernels.grouped import (
     plan_tiles,
     run_group,
 )
-from moe_pack.runtime.gpu.kernels.matmul import StoredRows, gemm, gemv
+from moe_pack.runtime.gpu.kernels.matmul import gemm, gemv
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.kernels.tables import Landing, LeftToCpu, RunningNeurons
@@ -52,8 +51,6 @@ _TOKENS = (16, 128, 512)
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """A model's experts, and how they are stored."""
-
     model: Model
     selector: Selector
     selector_bits: Stored
@@ -65,12 +62,7 @@ class Stores:
 
 # FloE's Table 1: one expert as the paper stores it, at six sparsities.
 _FLOE = Stores(Model("Mixtral-8x7B", 4096, 14336, 1), "up", 2, 16)
-EXPERTS = (
-    _FLOE,
-    Stores(MIXTRAL, "up", 2, 4),
-    Stores(QWEN3, "up", 4, 4),
-    Stores(_GPT_OSS, "both", "mxfp4", "e5m2"),
-)
+EXPERTS = (_FLOE, Stores(MIXTRAL, "up", 2, 4), Stores(QWEN3, "up", 4, 4), Stores(_GPT_OSS, "both", "mxfp4", "e5m2"))
 _REHEARSED = (
     Stores(_TINY, "up", 2, 4),
     Stores(_TINY, "up", 2, 16),
@@ -145,7 +137,6 @@ class _Lists:
 
     @classmethod
     def allocate(cls, experts: Experts, model: Model, device: torch.device) -> "_Lists":
-        """Allocates for a token's experts."""
         k, f = model.k, model.f
 
         def locked(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -163,7 +154,6 @@ class _Lists:
         return cls(experts, RunningNeurons.allocate(k, f, device), landing, left)
 
     def compact(self, batch: Tensor, is_split: bool) -> None:
-        """Lists the neurons of a batch of experts."""
         share = self.experts.tables.thresholds[:1]  # not read: nothing is missing
         compact(batch, self.experts.tables, self.running, self.landing, share, self.left, is_split)
 
@@ -222,32 +212,31 @@ def _times(
 
 
 def _gemv(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored) -> None:
-    device, matrices = timer.clock.device, make_matrices(timer.clock, rows, cols, bits)
-    x, out, copies = torch.randn(cols).to(device), torch.zeros(rows, device=device), len(matrices.rows)
-    stored = [StoredRows(each, matrices.part) for each in matrices.rows]
-    timed = timer.timed(matrices.num_bytes, lambda i: gemv(x, stored[i], out), copies)
+    device, (matrices, num_bytes) = timer.clock.device, make_matrices(timer.clock, rows, cols, bits)
+    x, out, copies = torch.randn(cols).to(device), torch.zeros(rows, device=device), len(matrices)
+    timed = timer.timed(num_bytes, lambda i: gemv(x, matrices[i], out), copies)
     results.add(DenseTime("gemv", rows, cols, bits, 1, _tflops(rows * cols, timed), timed))
     if bits == 16:
         half = x.to(torch.bfloat16)
-        timed = timer.timed(matrices.num_bytes, lambda i: torch.mv(matrices.rows[i], half), copies)
+        timed = timer.timed(num_bytes, lambda i: torch.mv(matrices[i].rows, half), copies)
         results.add(DenseTime("torch.mv, bf16", rows, cols, bits, 1, _tflops(rows * cols, timed), timed))
 
 
 def _gemm(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored) -> None:
-    matrices = make_matrices(timer.clock, rows, cols, bits)
-    copies = len(matrices.rows)
+    matrices, num_bytes = make_matrices(timer.clock, rows, cols, bits)
+    copies = len(matrices)
     for tokens in (3,) if timer.clock.is_rehearsal else _TOKENS:
         x = torch.randn(tokens, cols).to(timer.clock.device)
         out, work = torch.zeros(tokens, rows, device=x.device), rows * cols * tokens
 
         def product(i: int, x: Tensor = x, out: Tensor = out) -> None:
-            gemm(x, matrices.rows[i], matrices.part, matrices.row_units, out)
+            gemm(x, matrices[i], out)
 
-        timed = timer.timed(matrices.num_bytes, product, copies)
+        timed = timer.timed(num_bytes, product, copies)
         results.add(DenseTime("gemm", rows, cols, bits, tokens, _tflops(work, timed), timed))
         if bits == 16:
             half = x.to(torch.bfloat16)
-            timed = timer.timed(matrices.num_bytes, lambda i, half=half: half @ matrices.rows[i].T, copies)  # type: ignore[misc] # a default
+            timed = timer.timed(num_bytes, lambda i, half=half: half @ matrices[i].rows.T, copies)  # type: ignore[misc] # a default
             results.add(DenseTime("torch.matmul, bf16", rows, cols, bits, tokens, _tflops(work, timed), timed))
 
 
@@ -346,7 +335,6 @@ class Metric:
 
 
 def count(results: Results, clock: Clock) -> None:
-    """Profiles each model's kernels apart."""
     for name in ("tiny",) if clock.is_rehearsal else ("mixtral", "qwen3"):
         results.section(name, partial(_profile, results, clock, name))
 
@@ -372,7 +360,7 @@ def _profile(results: Results, clock: Clock, model: str) -> None:
 
 
 def read_metrics(page: str, model: str, launches: list[list[str]]) -> list[Metric]:
-    """The metrics of ncu's `details` page as CSV; the launches' kernels and cases, in their order.
+    """Returns the metrics of ncu's `details` page as CSV; `launches` are kernels and cases, in their order.
 
     Raises:  AssertionError if the report has other kernels, or in another order.
     """
@@ -418,8 +406,8 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
     ]
     vocabulary = 32_000 if is_mixtral else 151_936
     for rows, cols in ((96, 128),) if is_tiny else ((model.d, model.d), (vocabulary, model.d)):
-        matrices, out = make_matrices(clock, rows, cols, 4), torch.zeros(rows, device=device)
-        product = partial(gemv, torch.randn(cols).to(device), StoredRows(matrices.rows[-1], matrices.part), out)
+        (matrices, _), out = make_matrices(clock, rows, cols, 4), torch.zeros(rows, device=device)
+        product = partial(gemv, torch.randn(cols).to(device), matrices[-1], out)
         found.append(Launch("_gemv", f"{rows}x{cols}, 4 bit", product))
     heads, kv_heads, context, dim = (4, 2, 48, 16) if is_tiny else (32, 8 if is_mixtral else 4, 4096, 128)
     for dtype in _KV_DTYPES:
@@ -432,7 +420,6 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
 
 
 def main(device_name: str, name: str) -> None:
-    """Launches everything once to compile it, then once for the profiler, and tells the order."""
     device = torch.device(device_name)
     clock = Clock(device, device.type == "cpu")
     chosen = launches(clock, _MODELS[name])

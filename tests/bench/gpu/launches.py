@@ -68,7 +68,6 @@ class TokenLaunches:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all fields as values of JSON; launches by queue and name."""
         values: dict[str, Any] = {"model": self.model, "mode": self.mode, "num_layers": self.num_layers}
         for name, numbers in (("per_layer", self.per_layer), ("others", self.others)):
             values[name] = {}
@@ -78,8 +77,6 @@ class TokenLaunches:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TokenLaunches":
-        """Returns what `as_json` wrote."""
-
         def numbers(name: str) -> dict[Launch, int]:
             queues = values[name].items()
             return {Launch(queue, kind): number for queue, kinds in queues for kind, number in kinds.items()}
@@ -88,7 +85,6 @@ class TokenLaunches:
 
 
 def is_kernel(launch: Launch) -> bool:
-    """Whether it is a kernel."""
     return launch.name not in (TO_GPU, TO_HOST, CPU_CALL, WAIT)
 
 

@@ -1,9 +1,7 @@
 """The results of a part of `make gpu-check`, and the clocks that time launches.
 
-`Results` is a JSON file that is complete after every row, so that an interrupted part leaves whole rows; when a call
-ends, the files of its parts become one. `Clock` times many launches in a CUDA graph, which it replays, by the device's
-own events. Operations that read much are compared with the rate at which the GPU copies its own memory. In a rehearsal
-everything runs once on the CPU, by Triton's interpreter, and the times mean nothing.
+`Results` is a JSON file that is complete after every row. `Clock` times many launches in a CUDA graph by the device's
+own events; in a rehearsal everything runs once on the CPU, and the times mean nothing.
 """
 
 import json
@@ -33,8 +31,6 @@ _ROOT = Path(__file__).parents[3]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The GPU. `driver`: as nvidia-smi says it; `capability`: major and minor."""
-
     name: str
     num_sms: int
     memory_bytes: int
@@ -59,7 +55,7 @@ class Setting:
 class Results:
     """A part's rows and how it ended; written to `path` at every change.
 
-    `state`: running, done, failed, stopped or died.   `errors`: what failed, by section, the last lines of each.
+    `state`: running, done, failed, stopped or died.   `errors`: the last lines of each failed section.
     """
 
     path: Path
@@ -74,7 +70,6 @@ class Results:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, row: Any) -> None:
-        """Adds a row, a dataclass; `kind` in the file is its class."""
         self.rows.append({"kind": type(row).__name__} | asdict(row))
         print(" ".join(f"{name}={_short(value)}" for name, value in self.rows[-1].items()), flush=True)
         self.write()
@@ -87,19 +82,16 @@ class Results:
             self.fail(name, without_folders("\n".join(traceback.format_exc().splitlines()[-_ERROR_LINES:])))
 
     def fail(self, name: str, why: str) -> None:
-        """Records that a section failed."""
         self.errors[name] = why
         print(f"{name}: {why}", file=sys.stderr, flush=True)
         self.write()
 
     def write(self) -> None:
-        """Writes a new file and then replaces the old one."""
         partial_file = self.path.with_suffix(".partial")
         partial_file.write_text(json.dumps(self.as_json(), indent=1) + "\n")
         partial_file.replace(self.path)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the contents of the file."""
         whole = {
             "part": self.part,
             "rehearsal": self.is_rehearsal,
@@ -125,12 +117,10 @@ def _short(value: object) -> str:
 
 
 def now() -> str:
-    """Returns the time, in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def has_gpu() -> bool:
-    """Whether torch finds a CUDA device."""
     return torch.cuda.is_available()
 
 
@@ -151,7 +141,6 @@ def setting(is_rehearsal: bool, revision: str = "") -> Setting:
 
 
 def gpu_slug(name: str | None) -> str:
-    """Returns a GPU's name as a part of a file's name."""
     return "none" if name is None else "-".join(name.lower().replace("/", " ").split())
 
 
@@ -211,21 +200,17 @@ class Clock:
 
     @property
     def num_sms(self) -> int:
-        """Multiprocessors of the device."""
         return 2 if self.is_rehearsal else torch.cuda.get_device_properties(self.device).multi_processor_count
 
     @property
     def l2_bytes(self) -> int:
-        """Bytes of the L2 cache; launches that read more read from memory."""
         return 0 if self.is_rehearsal else int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     def synchronize(self) -> None:
-        """Waits for the device."""
         if not self.is_rehearsal:
             torch.cuda.synchronize(self.device)
 
     def direct(self, launch: Launch, rounds: int = 10) -> float:
-        """Returns the median seconds of a launch by the host."""
         return median(self.each(launch, rounds))
 
     def each(self, launch: Launch, rounds: int) -> list[float]:
@@ -236,7 +221,6 @@ class Clock:
         return [self.once(launch) for _ in range(rounds)]
 
     def once(self, launch: Launch) -> float:
-        """Returns the seconds of one launch."""
         if self.is_rehearsal:
             start = time.perf_counter()
             launch()
@@ -275,7 +259,6 @@ class Clock:
 
 
 def host_seconds(action: Launch, rounds: int) -> float:
-    """Returns the median seconds that an action takes the host, after one round that warms up."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -319,7 +302,6 @@ class ByteClock:
     copy_rate: float
 
     def timed(self, num_bytes: int, launch: Callable[[int], object], num_copies: int) -> Timed:
-        """Times `launch` in a graph, with each copy's number in turn."""
         launches: Sequence[Launch] = [partial(launch, number) for number in range(num_copies)]
         if not self.clock.is_rehearsal:
             launches = list(launches) * -(-_LAUNCHES // num_copies)

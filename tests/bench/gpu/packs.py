@@ -21,7 +21,6 @@ class PackRequest:
 
 
 def mixed_plan(spec: ModelSpec) -> Plan:
-    """Returns a plan with selectors of 2 bits, records of 2 and 4 bits in turn, and a dense part of 4 bits."""
     low, high = part_format(2, _GROUP), part_format(4, _GROUP)
     formats = (ExpertFormat(low, low, low), ExpertFormat(high, low, high))
     experts = tuple(
@@ -31,7 +30,6 @@ def mixed_plan(spec: ModelSpec) -> Plan:
 
 
 def even_plan(bits: int) -> Callable[[ModelSpec], Plan]:
-    """Returns a plan with all parts in this width."""
     part = part_format(bits, _GROUP)
     return lambda spec: uniform_plan(spec, "up", part, part, part, "nearest")
 

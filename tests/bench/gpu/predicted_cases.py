@@ -11,7 +11,7 @@ from support.random_experts import Shape
 
 from gpu.comparing import EXP, Difference, Prepared, exact, excess, random_values
 from moe_pack.calib.statistics import learn_paths
-from moe_pack.formats import RouterSpec
+from moe_pack.formats import RouterSpec, Selector
 from moe_pack.runtime.gpu.kernels.elementwise import Norm
 from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.predict import (
@@ -80,29 +80,31 @@ def paths_case(num_experts: int, device: torch.device) -> Prepared:
     return Prepared(launch, compare)
 
 
-def routes_case(device: torch.device) -> Prepared:
-    """A network's first layer of 300 units."""
-    routes = torch.tensor([[4, 1, 0], [2, 5, 3]])
-    first, weights = random_values(300), random_values(300, 2, 8, seed=1).bfloat16()
-    expected = (first + multi_hot(routes[None], 8)[0] @ weights.flatten(1).float().T).relu()
-    by_route, there = weights.permute(1, 2, 0).contiguous().to(device), torch.zeros(300, device=device)
+def routes_case(num_units: int, num_previous: int, is_rectified: bool, device: torch.device) -> Prepared:
+    """A network's first layer gets a row for each route."""
+    routes = torch.tensor([[4, 1, 0], [2, 5, 3]])[:num_previous]
+    first, weights = random_values(num_units), random_values(num_units, num_previous, 8, seed=1).bfloat16()
+    expected = first + multi_hot(routes[None], 8)[0] @ weights.flatten(1).float().T
+    expected = expected.relu() if is_rectified else expected
+    by_route, there = weights.permute(1, 2, 0).contiguous().to(device), torch.zeros(num_units, device=device)
 
     def launch() -> None:
         there.copy_(first)
-        add_routes(there, by_route, routes.int().to(device), is_rectified=True)
+        add_routes(there, by_route, routes.int().to(device), is_rectified)
 
     return Prepared(launch, lambda: Difference(excess(there, expected, 1 + expected.abs()), EXP))
 
 
-def pulled_ahead_case(device: torch.device) -> Prepared:
+def pulled_ahead_case(selector: Selector, device: torch.device) -> Prepared:
     """Records of two experts are entered and forgotten, one of which runs."""
-    shape = Shape(300, 64, "up", named_format(4), named_format(2), named_format(4))
+    shape = Shape(300, 64, selector, named_format(4), named_format(2), named_format(4))
     layer = random_layer([shape] * 3, thresholds=[0.5] * 3)
-    record_at = layer.tables.record_at.clone()
-    running = running_on(random_running(layer.tables, (2, 1), 0.5, seed=1), device)
-    neurons, counts = torch.arange(280, dtype=torch.int32).expand(2, 280).contiguous(), (260, 3)
-    for expert, count in zip((1, 0), counts, strict=True):
-        record_at[expert, :count] = -1
+    record_at, draw = layer.tables.record_at.clone(), torch.Generator().manual_seed(1)
+    running, counts = running_on(random_running(layer.tables, (2, 1), 0.5, seed=1), device), (260, 3)
+    neurons = torch.stack([torch.randperm(300, generator=draw)[:280].sort().values for _ in range(2)]).int()
+    named = [some[:count].long() for some, count in zip(neurons, counts, strict=True)]
+    for expert, some in zip((1, 0), named, strict=True):
+        record_at[expert, some] = -1
     table = record_at.to(device, copy=True)
     tables = replace(layer.tables, record_at=table, thresholds=layer.tables.thresholds.to(device))
     pulled = PulledAhead(
@@ -121,9 +123,9 @@ def pulled_ahead_case(device: torch.device) -> Prepared:
 
     def compare() -> Difference:
         expected = record_at.clone()
-        for place, (expert, count) in enumerate(zip((1, 0), counts, strict=True)):
-            expected[expert, :count] = torch.arange(place * 280, place * 280 + count, dtype=torch.int32)
-        ran = int((running.a[1, :260].abs() >= 0.5).sum())
+        for place, (expert, some) in enumerate(zip((1, 0), named, strict=True)):
+            expected[expert, some] = torch.arange(place * 280, place * 280 + len(some), dtype=torch.int32)
+        ran = 260 if selector == "none" else int((running.a[1].cpu()[named[0]].abs() >= 0.5).sum())
         is_same = torch.equal(entered.cpu(), expected) and torch.equal(table.cpu(), record_at)
         return exact(is_same and totals.tolist() == [[1, 260, ran], [0, 3, 0]])
 

@@ -58,7 +58,6 @@ class Rates:
 
 
 def rates_of(gpu: str, cpu_rate: float) -> Rates:
-    """Returns a known GPU's rates, as shares of its data sheet's."""
     return Rates(BANDWIDTH_SHARE * GPUS[gpu].memory_rate, LINK_SHARE * GPUS[gpu].link_rate, cpu_rate)
 
 
@@ -82,20 +81,16 @@ class Launches:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerBytes:
-    """The bytes of a token's layers. `select`, `here`, `pulled`, `left`, `selectors`: float64 [T, L], of the selectors
-    that are read, of records in GPU memory, of pulled records, of what the CPU reads, of pulled selectors.
+    """The bytes of a token's layers; arrays are float64 [T, L]."""
 
-    `dense`, `attention`: of a layer.   `partials`: float32 sums of neurons, which are written and then read.
-    """
-
-    dense: float
-    attention: float
-    partials: float
-    select: Array
-    here: Array
-    pulled: Array
-    left: Array
-    selectors: Array
+    dense: float  # of a layer
+    attention: float  # likewise
+    partials: float  # float32 sums of neurons, which are written and then read
+    select: Array  # of selectors that are read
+    here: Array  # of records in GPU memory
+    pulled: Array  # of pulled records
+    left: Array  # that the CPU reads
+    selectors: Array  # that are pulled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +104,6 @@ class Forks:
 
     @property
     def seconds(self) -> Array:
-        """The time of each layer."""
         seconds: Array = self.serial + np.maximum(self.here, np.maximum(self.cpu, self.link))
         return seconds
 
@@ -146,7 +140,6 @@ class Subject:
 
     @classmethod
     def of(cls, request: PackRequest) -> "Subject":
-        """Lays out the pack and draws tokens' routes."""
         spec = model_spec(request.model, None)
         layout = pack_layout(spec, request.plan(spec), ["BF16"] * len(dense_roles(spec)))
         popularity = skewed_popularity(spec, SKEW, 0)
@@ -163,7 +156,6 @@ class Subject:
 
     @property
     def layer_bytes(self) -> float:
-        """Dense bytes of a layer."""
         layers = [each for each in self.layout.dense if each.role.name.startswith("layers.")]
         return sum(each.entry.num_bytes for each in layers) / self.layout.spec.num_hidden_layers
 
@@ -173,19 +165,13 @@ class Subject:
 
     @cache  # noqa: B019  # subjects live as long as the program
     def expert_bytes(self, budget_bytes: int) -> int:
-        """Returns what a budget leaves for experts, by the planner's estimate.
-
-        Raises:  RunError if that is too little.
-        """
+        """Returns a budget's rest for experts, by the planner's estimate; raises RunError if there is too little."""
         needs = gpu_needs(self.layout, CONTEXT_TOKENS)
         return divide_gpu(needs, budget_bytes, CONTEXT_TOKENS).experts
 
     @cache  # noqa: B019  # likewise
     def place(self, expert_bytes: int, misses: Misses) -> GpuPlacement:
-        """Returns the engine's placement in so many bytes.
-
-        Raises:  RunError if that is too little.
-        """
+        """Returns the engine's placement in so many bytes; raises RunError if they are too few."""
         who: Literal["pull", "split"] = "pull" if misses == "pull" else "split"
         is_pulled = misses == "auto"
         offset_bytes = offset_bytes_for(self.layout, expert_bytes)
@@ -235,7 +221,6 @@ def moved_bytes(
 
 
 def _row_bytes(layout: PackLayout) -> tuple[Array, Array]:
-    """Returns the bytes of selector rows and of records: int64 [L, E] each."""
     experts = layout.experts
     selector = np.array([[each.selector.row_bytes if each.selector else 0 for each in layer] for layer in experts])
     return selector, np.array([[each.records.row_bytes for each in layer] for layer in experts])
@@ -243,24 +228,20 @@ def _row_bytes(layout: PackLayout) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A token's means. `resident`: of running neurons' bytes, those in GPU memory.   `missing_bytes`: of the others.
+    """A token's means; `serial_s`, `here_s`, `cpu_s` and `link_s` are sums over layers."""
 
-    `serial_s`, `here_s`, `cpu_s`, `link_s`: sums over layers; `serial_s` with what runs once a token.   `token_s`: of
-    the critical path.
-    """
-
-    resident: float
-    missing_bytes: float
-    serial_s: float
+    resident: float  # of the bytes of running neurons, those in GPU memory
+    missing_bytes: float  # of the others
+    serial_s: float  # with what runs once a token
     here_s: float
     cpu_s: float
     link_s: float
-    token_s: float
+    token_s: float  # of the critical path
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is predicted: a GPU, a CPU's memory, a budget in bytes, who has missing records, and which rows run."""
+    """A GPU, a CPU's memory, a budget in bytes, and who has missing records."""
 
     gpu: str
     cpu: str
@@ -269,11 +250,7 @@ class Setup:
 
 
 def predict(subject: Subject, setup: Setup, counted: dict[Mode, TokenLaunches]) -> Prediction:
-    """Predicts a token's time.
-
-    Args:    counted: the model's launches, by mode.
-    Raises:  RunError if the budget is too small.
-    """
+    """Predicts a token's time from its model's launches by mode; raises RunError if the budget is too small."""
     rates = rates_of(setup.gpu, CPU_RATES[setup.cpu])
     share = rates.pulled_share if setup.misses == "auto" else 0.0
     placement = subject.place(subject.expert_bytes(setup.budget_bytes), setup.misses)

@@ -1,8 +1,7 @@
-"""The results of `make gpu-check` as they are published: one file a call, of which every line is one measurement.
+"""The published results of `make gpu-check`: one file a call, of which every line is one measurement.
 
-`compact` makes such a file of all rows that a call wrote: rows that differ in one thing become one row, with a figure
-for each of its values. `read_runs` reads either kind of file. Files of one GPU, day and commit are one run. A figure
-that a later run of the same GPU has measured again is left out.
+`compact` joins rows that differ in one thing to one row, with a figure for each of its values. `read_runs` reads
+either kind of file. Files of one GPU, day and commit are one run; a figure that a later run has too is left out.
 """
 
 import json
@@ -59,11 +58,7 @@ SERIES = (
     ),
     Series("What ncu counts", "Metric", ("kernel", "case"), ("metric", "unit"), ("value",)),
     Series(
-        "Rows over the link",
-        "Transfer",
-        ("record_bits", "row_bytes", "running"),
-        ("way", "programs"),
-        ("gb_a_second",),
+        "Rows over the link", "Transfer", ("record_bits", "row_bytes", "running"), ("way", "programs"), ("gb_a_second",)
     ),
     Series("Memory and link", "CopyRate", ("what",), ("num_bytes",), ("gb_a_second",)),
     Series("Launches", "LaunchCost", ("what",), (), ("us",)),
@@ -170,7 +165,6 @@ class Run:
     faults: dict[str, list[str]] = field(default_factory=dict)  # of each part that ran: how it ended badly
 
     def of(self, kind: str) -> list[Row]:
-        """Returns the rows of a kind."""
         return [row for row in self.rows if row["kind"] == kind]
 
 

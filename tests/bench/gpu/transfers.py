@@ -1,11 +1,8 @@
 """Parts `machine` and `transfer`: what the GPU, its memory and its link can do, and how fast it reaches the CPU.
 
-`machine` also times calls of the CPU in a graph, and a flag in page-locked memory to which a thread of the host
-answers. `transfer` brings a fifth of an expert's records from page-locked host memory to the GPU, as in FloE's
-Figure 7: a token's kernel pulls them (`pull_records`), or they are promoted by a list of the host's (`bring`), each
-with so many programs. A copy of as many contiguous bytes is the comparison. The GPU reads host memory by lines of 128
-bytes: rows are brought as they are stored, and at distances that are multiples of 128. `share` is of the rate of a
-copy of 256 MiB. Experts are taken in turn from more memory than the host's caches hold.
+`transfer` brings a fifth of an expert's records from page-locked host memory to the GPU, as in FloE's Figure 7: a
+token's kernel pulls them, or they are promoted by a list of the host's. The comparison is a copy of as many contiguous
+bytes. `share` is of the rate of a copy of 256 MiB. Experts come in turn from more memory than the host's caches hold.
 """
 
 import ctypes
@@ -13,14 +10,11 @@ import mmap
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from threading import Event, Thread
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,7 +27,6 @@ from moe_pack.formats import (
     ExpertLayout,
     ExpertSpec,
     PartFormat,
-    RowLayout,
     Selector,
     part_format,
     trellis_format,
@@ -43,9 +36,10 @@ from moe_pack.formats.pack.layouts import row_layout as layout_of_rows
 from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.runtime.cpu import Kernels, extent_rows, open_kernels
 from moe_pack.runtime.cpu.host_share import HostShare, HostShareBuffers
-from moe_pack.runtime.gpu.devices import HostCalls
+from moe_pack.runtime.gpu.devices import LINE_BYTES, HostCalls
+from moe_pack.runtime.gpu.kernels.matmul import StoredRows
 from moe_pack.runtime.gpu.kernels.pull import NUM_PROGRAMS, bring, pull_records
-from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 from moe_pack.runtime.gpu.kernels.tables import HERE, HostRows, LayerTables, RunningNeurons, kind_of
 
 _GROUP = 64
@@ -66,20 +60,16 @@ class Model:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """Copies of one random expert, each with its places in `tables`; a launch takes `k` of them.
-
-    `selector_bytes`: of all its rows' parts.   `record_bytes`: of a record's.
-    """
+    """Copies of one random expert; a launch takes `k` of them."""
 
     tables: LayerTables
     layout: ExpertLayout
     batches: tuple[Tensor, ...]
-    selector_bytes: int
-    record_bytes: int
+    selector_bytes: int  # of all its rows' parts
+    record_bytes: int  # of a record's
 
 
 def expert_of(model: Model, selector: Selector, selector_bits: Stored, record_bits: Stored) -> ExpertLayout:
-    """The layout of an expert of these widths, trellises or codecs."""
     chosen, stored = _format(selector_bits), _format(record_bits)
     gate, up = (chosen if selector in (name, "both") else stored for name in ("gate", "up"))
     spec = ExpertSpec("silu", model.f, ("gate", "up", "down"), (), 0)
@@ -127,31 +117,21 @@ def make_experts(clock: Clock, model: Model, selector: Selector, selector_bits: 
     return Experts(tables, layout, tuple(batch.clone() for batch in batches), selected, records_bytes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Matrices:
-    """Copies of a random dense matrix. `rows`: u8 [n, row bytes], or bf16 [n, d].   `num_bytes`: of one's parts."""
+def make_matrices(clock: Clock, num_rows: int, num_cols: int, bits: Stored) -> tuple[list[StoredRows], int]:
+    """Returns so many copies of a random matrix that they exceed the L2 cache four times, and the bytes of one's parts.
 
-    rows: tuple[Tensor, ...]
-    part: RowPart
-    layout: RowLayout | None
-    row_units: int
-    num_bytes: int
-
-
-def make_matrices(clock: Clock, num_rows: int, num_cols: int, bits: Stored) -> Matrices:
-    """So many copies that they exceed the L2 cache four times; of 16 bits they are plain bf16 values."""
+    Of 16 bits they are plain bf16 values.
+    """
     spread = WeightDistribution(0.0, num_cols**-0.5)
     if bits == 16:
         drawn = np.random.default_rng(0).integers(0, 256, (num_rows, num_cols), np.uint8)
-        values = torch.from_numpy(even_values(spread)[drawn]).view(torch.bfloat16).to(clock.device)
-        num_bytes = 2 * num_rows * num_cols
-        copies = tuple(values.clone() for _ in range(copies_beyond(clock.l2_bytes, num_bytes)))
-        return Matrices(copies, stored_part("BF16", num_cols), None, num_cols // 8, num_bytes)
-    layout = layout_of_rows([("weight", _format(bits), False)], num_cols)
-    rows = torch.from_numpy(random_rows(layout, num_rows, {"weight": spread}, random_stream(2))).to(clock.device)
-    num_bytes = num_rows * layout.parts[0].num_bytes
-    copies = tuple(rows.clone() for _ in range(copies_beyond(clock.l2_bytes, num_bytes)))
-    return Matrices(copies, part_of(layout, "weight"), layout, layout.row_bytes // 16, num_bytes)
+        rows = torch.from_numpy(even_values(spread)[drawn]).view(torch.bfloat16).to(clock.device)
+        num_bytes, part = 2 * num_rows * num_cols, stored_part("BF16", num_cols)
+    else:
+        layout = layout_of_rows([("weight", _format(bits), False)], num_cols)
+        rows = torch.from_numpy(random_rows(layout, num_rows, {"weight": spread}, random_stream(2))).to(clock.device)
+        num_bytes, part = num_rows * layout.parts[0].num_bytes, part_of(layout, "weight")
+    return [StoredRows(rows.clone(), part) for _ in range(copies_beyond(clock.l2_bytes, num_bytes))], num_bytes
 
 
 _MIB = 1 << 20
@@ -168,32 +148,19 @@ class CopyRate:
 
 
 @dataclass(frozen=True, slots=True)
-class PageLock:
-    """How long it took to page-lock memory of our own."""
-
-    num_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchCost:
-    """Microseconds of the smallest kernel, or of a call of the CPU that has nothing to do.
-
-    As the host launches it, as one of many nodes of a graph, and from the submission of a graph until it is done.
-    """
+    """Microseconds of the smallest kernel, or of a call of the CPU that has nothing to do."""
 
     what: str
     us: float
 
 
 def machine(results: Results, clock: Clock) -> None:
-    """Measures all of it."""
     results.section("memory", lambda: _memory(results, clock))
     results.section("pinned", lambda: _pinned(results, clock))
     results.section("registered", lambda: _registered(results, clock))
     results.section("launches", lambda: _launches(results, clock))
     results.section("host calls", lambda: _host_calls(results, clock))
-    results.section("flag", lambda: _flag(results, clock))  # last, because a kernel waits for the host
 
 
 def _memory(results: Results, clock: Clock) -> None:
@@ -220,18 +187,15 @@ def _registered(results: Results, clock: Clock) -> None:
         mapping = mmap.mmap(-1, num_bytes)
         host = torch.from_numpy(np.frombuffer(mapping, np.uint8))
         host.zero_()  # its pages are there, as the arena's are when it is locked
-        start = time.perf_counter()
         if not clock.is_rehearsal:
             status = cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0)
             assert int(status) == 0, f"cudaHostRegister: {status}"
-        results.add(PageLock(num_bytes, time.perf_counter() - start))
         _link(results, clock, "registered mapping", host)
         if not clock.is_rehearsal:
             cudart().cudaHostUnregister(host.data_ptr())
 
 
 def _link(results: Results, clock: Clock, what: str, host: Tensor) -> None:
-    """Copies each way."""
     num_bytes = host.numel()
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
     seconds = clock.direct(lambda: there.copy_(host, non_blocking=True))
@@ -320,72 +284,22 @@ class _EmptyShare:
         self._share = HostShare(kernels, [[rows]], buffers)
 
     def function(self) -> tuple[int, int]:
-        """Returns the share's function and its argument."""
         return self._share.function(0)
 
     def close(self) -> None:
-        """Closes share and kernels."""
         self._share.close()
         self._kernels.close()
-
-
-_MOST_LOOKS = 1 << 22  # a kernel looks so often for an answer before it gives up
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _ask_kernel(flags_ptr, num_rounds, MOST_LOOKS: tl.constexpr):  # type: ignore[no-untyped-def]  # pointers
-    """Writes a number to page-locked memory, waits until the host has written the same, and so on."""
-    number = 1
-    looks = 0
-    while (number <= num_rounds) & (looks < MOST_LOOKS):
-        tl.store(flags_ptr, number, cache_modifier=".wt")
-        looks = 0
-        while (tl.load(flags_ptr + 32, volatile=True) < number) & (looks < MOST_LOOKS):
-            looks += 1
-        number += 1
-
-
-def _flag(results: Results, clock: Clock) -> None:
-    """Times a flag's way to a thread of the host that looks for it, and the answer's way back, in one kernel."""
-    num_rounds = 2 if clock.is_rehearsal else _NODES
-    # The answer is in another line of 128 bytes than the question.
-    flags = torch.zeros(64, dtype=torch.int32, pin_memory=not clock.is_rehearsal)
-    seen, ended = flags.numpy(), Event()
-
-    def answer() -> None:
-        while not ended.is_set():
-            seen[32] = seen[0]
-
-    def ask(rounds: int) -> float:
-        flags.zero_()
-        ended.clear()
-        thread = Thread(target=answer)
-        thread.start()
-        try:
-            seconds = clock.once(lambda: _ask_kernel[1,](flags, rounds, MOST_LOOKS=_MOST_LOOKS, num_warps=1))
-        finally:
-            ended.set()
-            thread.join()
-        assert int(seen[32]) == rounds, f"{int(seen[32])} of {rounds} questions were answered"
-        return seconds
-
-    ask(1)  # compiles
-    results.add(LaunchCost("flag to the host and back, a thread of Python", 1e6 * ask(num_rounds) / num_rounds))
 
 
 _MIXTRAL, _TINY = Model("Mixtral-8x7B", 4096, 14336, 1), Model("tiny", 128, 200, 1)
 _SHARE = 0.2
 _HOST_BYTES = 2 << 30  # of page-locked copies
-_LINE_BYTES = 128
 _ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Rows brought to the GPU. `row_bytes`: of one, which is the distance of two too.
-
-    `programs`: of the kernel; 0 for a copy.
-    """
+    """Rows brought to the GPU by so many programs; 0 for a copy. `row_bytes`: of one row."""
 
     way: str
     record_bits: int
@@ -399,41 +313,49 @@ class Transfer:
 
 
 def transfer(results: Results, clock: Clock) -> None:
-    """Runs every width apart."""
     model, rate = _TINY if clock.is_rehearsal else _MIXTRAL, link_rate(clock)
     for bits in (4,) if clock.is_rehearsal else (4, 2):
-        stored = expert_of(model, "up", 2, bits).records.row_bytes
-        aligned = stored // _LINE_BYTES * _LINE_BYTES
-        for row_bytes in (stored, aligned, aligned + _LINE_BYTES):
-            with closing(_HostExperts(clock, model, bits, row_bytes)) as host:
-                bench = _Bench(results, clock, host, bits, rate)
-                results.section(f"rows, {bits} bit, {row_bytes}", partial(bench.rows, row_bytes == stored))
-                if row_bytes == stored:
-                    results.section(f"contiguous, {bits} bit", bench.together)
+        results.section(f"rows, {bits} bit", partial(_transfer, results, clock, model, bits, rate))
+
+
+def _transfer(results: Results, clock: Clock, model: Model, bits: int, rate: float) -> None:
+    with closing(_HostExperts(clock, model, bits, _HOST_BYTES)) as host:
+        f, row_bytes = host.num_rows, host.row_bytes
+
+        def add(way: str, num_rows: int, programs: int, seconds: float) -> None:
+            num_bytes = num_rows * row_bytes
+            found = num_bytes / seconds
+            figures = (num_bytes, 1e6 * seconds, found / 1e9, found / rate)
+            results.add(Transfer(way, bits, row_bytes, num_rows / f, programs, *figures))
+
+        for neurons in (_running(f), np.arange(f, dtype=np.int32)):
+            num_bytes = len(neurons) * row_bytes
+            there = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
+            rows = torch.from_numpy(host.records(0).reshape(-1)[:num_bytes])
+            add("one copy", len(neurons), 0, clock.direct(lambda: there.copy_(rows, non_blocking=True)))  # run at once
+            pulls = _Pulls(clock, host, neurons)
+            for way, launch in (("pull_records", pulls.pull), ("bring", pulls.bring)):
+                add(way, len(neurons), NUM_PROGRAMS, pulls.seconds(launch))
+                pulls.check()
 
 
 class _HostExperts:
-    """Copies of an expert's bytes in memory of our own, page-locked; its records as rows of `row_bytes`.
+    """Copies of an expert's bytes in memory of our own, page-locked. `stride`: bytes from one copy to the next."""
 
-    `stride`: bytes from one copy to the next.   `records_begin`: where its records begin.
-    """
-
-    def __init__(
-        self, clock: Clock, model: Model, record_bits: int, row_bytes: int, host_bytes: int = _HOST_BYTES
-    ) -> None:
+    def __init__(self, clock: Clock, model: Model, record_bits: int, host_bytes: int) -> None:
         layout = expert_of(model, "up", 2, record_bits)
-        self.kind = replace(kind_of(layout, "up", "silu"), record_units=row_bytes // 16)
-        extent = random_extent(layout)
-        self.num_rows, self.row_bytes, self.records_begin = layout.num_rows, row_bytes, layout.selector_bytes
-        needed = self.records_begin + layout.num_rows * row_bytes
-        self.stride = -(-max(extent.nbytes, needed) // _LINE_BYTES) * _LINE_BYTES
+        extent, self.kind = random_extent(layout), kind_of(layout, "up", "silu")
+        self.num_rows, self.row_bytes, self.records_begin = (
+            layout.num_rows,
+            layout.records.row_bytes,
+            layout.selector_bytes,
+        )
+        self.stride = -(-extent.nbytes // LINE_BYTES) * LINE_BYTES
         self.num_experts = 2 if clock.is_rehearsal else max(2, host_bytes // self.stride)
         self._map = mmap.mmap(-1, self.stride * self.num_experts)
-        self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        for number in range(self.num_experts):
-            copy = self.array[number * self.stride :][: self.stride]
-            copy[:] = np.resize(extent, self.stride)
-        self.rows, self._is_locked = torch.from_numpy(self.array), not clock.is_rehearsal
+        self._copies: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8).reshape(self.num_experts, -1)
+        self._copies[:] = np.resize(extent, self.stride)
+        self.rows, self._is_locked = torch.from_numpy(self._copies.reshape(-1)), not clock.is_rehearsal
         if self._is_locked:
             status = cudart().cudaHostRegister(self.rows.data_ptr(), len(self._map), 0)
             assert int(status) == 0, f"cudaHostRegister: {status}"
@@ -445,41 +367,8 @@ class _HostExperts:
             cudart().cudaHostUnregister(self.rows.data_ptr())
 
     def records(self, number: int) -> NDArray[np.uint8]:
-        """A copy's records: u8 [f, row bytes]."""
-        begin = number * self.stride + self.records_begin
-        return self.array[begin : begin + self.num_rows * self.row_bytes].reshape(self.num_rows, -1)
-
-
-class _Bench:
-    """All ways for one width."""
-
-    def __init__(self, results: Results, clock: Clock, host: _HostExperts, bits: int, rate: float) -> None:
-        self._results, self._clock, self._host, self._bits, self._rate = results, clock, host, bits, rate
-        self._neurons = _running(host.num_rows)
-
-    def together(self) -> None:
-        """As many bytes side by side, in one copy."""
-        num_bytes = len(self._neurons) * self._host.row_bytes
-        there = torch.zeros(num_bytes, dtype=torch.uint8, device=self._clock.device)
-        rows = torch.from_numpy(self._host.records(0).reshape(-1)[:num_bytes])
-        self._add("one copy", 1.0, 0, num_bytes, self._clock.direct(lambda: there.copy_(rows, non_blocking=True)))
-
-    def rows(self, with_all_sizes: bool) -> None:
-        """Rows of one copy after the other, in a graph: pulled, and brought by lists."""
-        f, tiny = self._host.num_rows, self._clock.is_rehearsal
-        sizes = (4,) if tiny else (66, 132, NUM_PROGRAMS, 528, 1056) if with_all_sizes else (NUM_PROGRAMS,)
-        everything = np.arange(f, dtype=np.int32)
-        for neurons, programs in (*((self._neurons, size) for size in sizes), (everything, sizes[-1])):
-            pulls = _Pulls(self._clock, self._host, neurons)
-            num_bytes = len(neurons) * self._host.row_bytes
-            for way, launch in (("pull_records", pulls.pull), ("bring", pulls.bring)):
-                self._add(way, len(neurons) / f, programs, num_bytes, pulls.seconds(partial(launch, programs)))
-                pulls.check()
-
-    def _add(self, way: str, running: float, programs: int, num_bytes: int, seconds: float) -> None:
-        rate, row_bytes = num_bytes / seconds, self._host.row_bytes
-        us, share = 1e6 * seconds, rate / self._rate
-        self._results.add(Transfer(way, self._bits, row_bytes, running, programs, num_bytes, us, rate / 1e9, share))
+        records = self._copies[number, self.records_begin : self.records_begin + self.num_rows * self.row_bytes]
+        return records.reshape(self.num_rows, -1)
 
 
 class _Pulls:
@@ -509,22 +398,15 @@ class _Pulls:
 
     def seconds(self, launch: Callable[[int], None]) -> float:
         """Seconds of a launch for an expert, which gets its number."""
-
-        def launch_all() -> None:
-            for number in range(len(self._experts)):
-                launch(number)
-
         self._tables.arena.zero_()
-        return self._clock.direct(self._clock.captured(launch_all), _ROUNDS) / len(self._experts)
+        launches = [partial(launch, number) for number in range(len(self._experts))]
+        return self._clock.graphed(launches, _ROUNDS)
 
-    def pull(self, num_programs: int, number: int) -> None:
-        """Launches what pulls an expert's rows, as a token does."""
-        pull_records(self._experts[number], self._tables, self._running, self._host, False, num_programs)
+    def pull(self, number: int) -> None:
+        pull_records(self._experts[number], self._tables, self._running, self._host, False)
 
-    def bring(self, num_programs: int, number: int) -> None:
-        """Launches what copies them by a list of the host's."""
-        sources, arena = self._sources[number], self._tables.arena
-        bring(sources, self._targets, self._units, self._host.rows, arena, num_programs)
+    def bring(self, number: int) -> None:
+        bring(self._sources[number], self._targets, self._units, self._host.rows, self._tables.arena)
 
     def check(self) -> None:
         """Compares what came last with the host's."""
@@ -534,9 +416,8 @@ class _Pulls:
 
 def one_pull(clock: Clock, model: Model, record_bits: int) -> Callable[[], None]:
     """Returns what pulls a fifth of an expert's records."""
-    row_bytes = expert_of(model, "up", 2, record_bits).records.row_bytes
-    host = _HostExperts(clock, model, record_bits, row_bytes, host_bytes=1)
-    return partial(_Pulls(clock, host, _running(host.num_rows)).pull, NUM_PROGRAMS, 0)
+    host = _HostExperts(clock, model, record_bits, host_bytes=1)
+    return partial(_Pulls(clock, host, _running(host.num_rows)).pull, 0)
 
 
 def _running(f: int) -> NDArray[np.int32]:

@@ -1,11 +1,10 @@
 """Parts `demo`, `token`, `mixtral`, `qwen3` and `sampling`: whole models on a GPU.
 
-`demo`: the demo model on the GPU against plain torch on the CPU: with each way to get missing rows, memory for shares
-of the experts, and within budgets, which must hold by the driver's own count. Where every missing row is pulled, bits
-depend neither on what is resident nor on whether a graph is replayed. Decoding must take no memory, and wait for
-nothing but a token's logits. The others have real dimensions and synthetic weights. `token`: a profile by kernel of
-whole tokens. `mixtral`, `qwen3`: decoding and prompts with everything on the GPU, then in budgets, with the missing
-rows shared, computed by the CPU, pulled, or read from the disk. `sampling`: what choosing a token costs the host.
+`demo` compares the demo model with plain torch on the CPU: with each way to get missing rows, memory for shares of the
+experts, and within budgets, which must hold by the driver's own count. If every missing row is pulled, bits depend
+neither on residency nor on graphs. Decoding must take no memory, and wait only for a token's logits. The other parts
+have real dimensions and synthetic weights: a profile of whole tokens by kernel, decoding and prompts in budgets, and
+the host's time to choose a token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -98,12 +97,12 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Reference:
-    """What plain torch answers. `prompt`: [P, vocabulary], `forced`: [T, vocabulary], `greedy`: tokens."""
+    """Plain torch's answers."""
 
     ids: list[int]
-    prompt: Tensor
-    forced: Tensor
-    greedy: list[int]
+    prompt: Tensor  # [P, vocabulary]
+    forced: Tensor  # [T, vocabulary]
+    greedy: list[int]  # tokens
 
 
 def demo(results: Results, clock: Clock) -> None:
@@ -128,7 +127,7 @@ def _at_sparsity(results: Results, clock: Clock, sparsity: float) -> None:
 
 
 def _measured() -> list[EngineRequest]:
-    """Engines that measure their memory, as users open them; a budget of 0 stands for that of `_BUDGET_SHARE`.
+    """Returns engines that measure their memory, as users open them; a budget of 0 stands for that of `_BUDGET_SHARE`.
 
     They come first: they compile all kernels at once.
     """
@@ -251,10 +250,7 @@ def _answers(
     clock: Clock,
     at_end: Callable[[Running], None] = lambda engine: None,
 ) -> _Reference:
-    """A prompt's logits, those of tokens that are given, and greedy text after them.
-
-    Each is copied: an engine on a GPU has one place for logits, which the next token overwrites.
-    """
+    """Returns copies of a prompt's logits and of those of given tokens, and greedy text after them."""
     num_prompt, num_forced, num_greedy = _REHEARSED if clock.is_rehearsal else (_PROMPT, _FORCED, _GREEDY)
     ids = ids[: num_prompt + num_forced]
     with closing(open_it(len(ids) + num_greedy)) as engine:
@@ -280,14 +276,13 @@ def _all_promises(results: Results, clock: Clock, folder: Path, ids: list[int]) 
 
 
 class _Promises:
-    """Properties of the engine with any share of experts. Where missing rows are pulled, bits are the first's."""
+    """Properties of the engine with any share of experts; with `pull` all bits are the first's."""
 
     def __init__(self, results: Results, clock: Clock, folder: Path, ids: list[int]) -> None:
         self._results, self._clock, self._folder, self._ids = results, clock, folder, ids
         self._bits = list[Tensor]()
 
     def check(self, misses: MissesOption, share: float) -> None:
-        """Opens the engine with memory for a share of the experts, and checks all properties."""
         clock, wanted, ids = self._clock, EngineRequest(misses, kv_dtype="f32", share=share), self._ids
 
         def add(what: str, holds: bool, found: str = "") -> None:
@@ -319,10 +314,7 @@ def _logits(decoder: GpuDecoder, ids: list[int]) -> Tensor:
 
 
 def _watched(decoder: GpuDecoder, ids: list[int], clock: Clock) -> tuple[int, str]:
-    """Allocations while tokens are decoded, and what torch says of a wait for a stream; waits for events it allows.
-
-    Without a GPU there is nothing to watch: tests of the step's launches see both there.
-    """
+    """Returns decoding's allocations, and torch's complaint about a wait for a stream; waits for events are allowed."""
     if clock.is_rehearsal:
         return 0, ""
     decoder.reset()
@@ -361,11 +353,7 @@ _SAMPLERS = {"greedy": (0.0, 1.0), "temperature 1": (1.0, 1.0), "temperature 0.8
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Decoding under a cap, relative to that with everything on the GPU (FloE: 0.91 with 2-bit experts resident).
-
-    `tier`: where missing rows are: host memory, or the disk.   `policy`: of what comes and goes; only named policies
-    predict.
-    """
+    """Decoding under a cap, relative to that with everything on the GPU (FloE: 0.91 with 2-bit experts resident)."""
 
     pack: str
     misses: MissesOption
@@ -379,8 +367,6 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class SamplerTime:
-    """The host's milliseconds to choose a token, the median."""
-
     sampler: str
     vocabulary: int
     ms: float
@@ -401,13 +387,11 @@ def profile(results: Results, clock: Clock) -> None:
 
 
 def mixtral(results: Results, clock: Clock) -> None:
-    """Mixtral's dimensions."""
     remove_packs(clock.is_rehearsal, (MIXTRAL.name, QWEN3.name))
     _budgets(results, clock, MIXTRAL)
 
 
 def qwen3(results: Results, clock: Clock) -> None:
-    """Qwen3's dimensions."""
     remove_packs(clock.is_rehearsal, (QWEN3.name,))
     _budgets(results, clock, QWEN3)
 
@@ -422,17 +406,13 @@ class _Run:
 
     @property
     def name(self) -> str:
-        """What the section is called."""
         wanted, tier = self.wanted, "" if self.wanted.ram_bytes is None else ", disk"
         space = "all" if wanted.budget_bytes is None else f"{wanted.budget_bytes >> 30} GiB"
         return f"{wanted.misses}, {wanted.policy}, {space}{tier}"
 
 
 def _runs() -> list[_Run]:
-    """All of them, what matters most first: a part that is out of time leaves out the last.
-
-    Both packs are whole on the GPU in some 18 GiB.
-    """
+    """Returns all runs, the important ones first; both packs are whole on the GPU in some 18 GiB."""
     from_disk = replace(_capped("auto", _CAP_GIB), ram_bytes=_RAM_BYTES)
     return [
         _Run(EngineRequest("auto"), _LENGTHS, _DECODED),

@@ -52,7 +52,7 @@ def test_tuning_leaves_the_share_it_found_and_no_trace_of_its_tokens(
     monkeypatch.setattr(decoder_module, "_TUNED_TOKENS", 1)
     with gpu_decoder(tiny_pack, GpuRun(0.3, "split", pulled_share=0.5)) as decoder:
         decoder.tune()
-        assert tried == [0.5] and float(decoder._step._own.pulled_share) == 0.25
+        assert tried == [0.5] and float(decoder._step.own.pulled_share) == 0.25
         assert decoder.cache.num_tokens == decoder.counts().tokens == 0
         slots = decoder._slots
         assert not isinstance(slots, MovingSlots) or (not slots.residency.changes().places.size and slots._is_empty)

@@ -13,7 +13,7 @@ from support.routings import random_routing
 
 import moe_pack.runtime.engine.engine as engine_module
 import moe_pack.runtime.engine.gpu as builder
-import moe_pack.runtime.gpu.fit as fit
+import moe_pack.runtime.gpu.gpu_engine as gpu_engine
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions, offload, report
@@ -42,7 +42,7 @@ class PlainMemory:
 
     def used_bytes(self) -> int:
         self.num_asked += 1
-        kept = fit._ROUNDING_BYTES + fit._SHARED_PIECE_BYTES
+        kept = gpu_engine._ROUNDING_BYTES + gpu_engine._SHARED_PIECE_BYTES
         return BUDGET - kept - self.expert_bytes + self.least_bytes if self.num_asked > 1 else 0
 
     def free_bytes(self) -> int:
@@ -121,7 +121,7 @@ def check_preset(gpu: PlainMemoryOfAGpu, folder: Path, policy: PolicyName) -> No
 def test_every_preset_runs_and_predicts_as_its_paper(
     gpu: PlainMemoryOfAGpu, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "run_everything", lambda *of_engine: None)  # the other test runs it
+    monkeypatch.setattr(gpu_engine, "run_everything", lambda *of_engine: None)  # the other test runs it
     with Pack(folder) as opened:
         write_routing(opened, random_routing(2, 4, 2, 64, best=(4,)))
     for policy in PRESETS:
@@ -134,7 +134,7 @@ def test_every_preset_runs_and_predicts_as_its_paper(
 def test_auto_runs_there_where_a_gpu_is_found(
     gpu: PlainMemoryOfAGpu, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "run_everything", lambda *of_engine: None)
+    monkeypatch.setattr(gpu_engine, "run_everything", lambda *of_engine: None)
     monkeypatch.setattr(machine, "gpu_here", lambda: GpuHere("NVIDIA H200", 139 << 30))
     with Pack(folder) as opened, Engine(opened, EngineOptions(kernels="portable"), 64) as engine:
         assert engine.options.device == "cuda" and report(engine).gpu is not None
@@ -144,7 +144,7 @@ def test_auto_runs_there_where_a_gpu_is_found(
 def test_trust_that_changes_nothing_is_a_fallback(
     gpu: PlainMemoryOfAGpu, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "run_everything", lambda *of_engine: None)
+    monkeypatch.setattr(gpu_engine, "run_everything", lambda *of_engine: None)
     trusting, begin = Approximations(runs_predicted=True), "--trust-experts changes nothing: "
     for policy, others, share, why in (
         ("lru", {}, 0.6, ["fewer experts are predicted than a token uses"]),

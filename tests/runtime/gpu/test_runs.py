@@ -30,14 +30,15 @@ from support.late_queues import CarelessQueues, LateQueues
 from support.models import TinyMixtral, pack
 from support.native import kernels_limited_to
 from support.played_slots import played, recorded_tokens
+from support.synthetic import made, small
 
 from moe_pack.convert.pipeline import convert
-from moe_pack.formats import ExpertFormat, Pack, Plan, Selector, part_format
+from moe_pack.formats import ExpertFormat, Pack, Plan, Selector, part_format, trellis_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack.plans import E5M2, MXFP4, uniform_dense
 from moe_pack.formats.pack.writer import rewrite_thresholds
 from moe_pack.runtime.gpu import devices
-from moe_pack.runtime.gpu.fit import run_everything
+from moe_pack.runtime.gpu.gpu_engine import run_everything
 from moe_pack.runtime.gpu.placements import Misses, place_experts, usual_heat
 from moe_pack.runtime.gpu.prefetch import PredictionPlan
 from moe_pack.runtime.model import Decoder, ExpertRunner, NativeOperations, PackWeights
@@ -170,12 +171,12 @@ def test_slots_are_as_they_are_played(tmp_path: Path) -> None:
         found = decoder.counts()
     with Pack(folder) as opened:
         native = NativeOperations(kernels_limited_to("portable"))
-        tokens = recorded_tokens(opened, native, ids, 64, methods=["router"])
+        tokens = recorded_tokens(opened, native, ids)
         popularity = np.ones(opened.index.size.shape)
         heat, room = usual_heat(opened.layout, opened.thresholds), expert_bytes_for(opened, run.share)
         placement = place_experts(opened.layout, room, "split", popularity, heat, run.dynamic_share, num_predicted=2)
         most_ahead = int(placement.num_ahead[1])
-        expected = played(placement, PRESETS["lru"], popularity, tokens, method="router", most_ahead=most_ahead)
+        expected = played(placement, PRESETS["lru"], popularity, tokens, most_ahead)
     assert expected.promoted and found.resident == expected.resident
     assert expected.ahead and (found.ahead, found.ahead_ran) == (expected.ahead, expected.ahead_ran)
     assert (found.left, found.promoted) == (expected.left - expected.whole, expected.promoted)
@@ -333,3 +334,19 @@ def test_gpt_oss_runs_as_in_plain_torch(selector: Selector, tmp_path: Path) -> N
             assert (found - expected).abs().max() < TOLERANCE
     with gpu_decoder(folder, GpuRun(1.0, chunk_tokens=CHUNK)) as decoder:
         assert [keys.shape[1] for keys in decoder.cache.keys] == [WINDOW - 1 + CHUNK, 64]
+
+
+def packed_in_trellises(folder: Path, selector: Selector) -> Path:
+    """A random pack in which every other expert of a layer has its matrices in trellises of other widths."""
+    spec = replace(small(num_layers=1, num_experts=4, hidden_size=64), vocab_size=128)
+    first = trellis_format(4, 64)
+    plan = uniform_plan(spec, selector, first, trellis_format(7, 32, 8), trellis_format(8, 16), "nearest")
+    other = ExpertFormat(part_format(3, 64), trellis_format(6, 0), trellis_format(5, 64))
+    experts = tuple(tuple(other if e % 2 else held for e, held in enumerate(layer)) for layer in plan.experts)
+    return made(spec, folder, plan=replace(plan, experts=experts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("selector", "misses"), [("up", "pull"), ("both", "split"), ("none", "split")])
+def test_trellises_run_as_in_plain_torch(selector: Selector, misses: Misses, tmp_path: Path) -> None:
+    check(packed_in_trellises(tmp_path / "pack", selector), GpuRun(0.3, misses))

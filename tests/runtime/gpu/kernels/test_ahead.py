@@ -29,7 +29,7 @@ import json, sys
 import triton
 from support.compiled_kernels import RecordingDriver
 from support.profiles import Recorder
-from support.row_calls import dense_calls, running_calls
+from support.kernel_calls import dense_calls, running_calls
 from triton.runtime.driver import driver
 from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 

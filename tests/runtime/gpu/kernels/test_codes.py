@@ -35,7 +35,7 @@ def multiplied(x: Tensor, rows: Tensor, part: RowPart, device: torch.device) -> 
     one, many = torch.full((len(rows),), torch.inf), torch.full((len(x), len(rows)), torch.inf)
     one, many, x, rows = one.to(device), many.to(device), x.to(device), rows.to(device)
     gemv(x[0], StoredRows(rows, part), one)
-    gemm(x, rows, part, rows.shape[1] // 16, many)
+    gemm(x, StoredRows(rows, part), many)
     return one.cpu(), many.cpu()
 
 
@@ -87,7 +87,7 @@ def check_part_behind(stored: PartFormat, before: PartFormat, kernel_device: tor
     one, many = multiplied(x, torch.from_numpy(rows), part_of(layout, "weight"), kernel_device)
     expected, errors = x @ values.T, product_magnitudes(x, weight_magnitudes(stored, 64, weight))
     assert_near(one[None], expected[:1] + biases.T, errors[:1] + biases.T.abs())
-    tolerance = 1e-5 if kernel_device.type == "cpu" else 3e-5  # tensor cores cut sums off; see test_gemm
+    tolerance = 1e-5 if kernel_device.type == "cpu" else 3e-5  # tensor cores cut sums off; see test_matmul
     assert ((many - expected).abs() <= tolerance * errors).all()
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 import triton
 from support.cases import case
+from support.gpu_layers import group_of, layer_of
 from support.in_turn import in_turn, slow
+from support.kernel_twins import run_experts_plain
 from support.named_formats import Name, named_expert
 from support.random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 from torch import Tensor
@@ -17,7 +19,6 @@ from moe_pack.formats import NeuronFunction, Selector, part_format, trellis_form
 from moe_pack.formats.pack.plans import FP8
 from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.gpu.kernels.grouped import (
-    ExpertGroup,
     TilePlan,
     combine,
     max_pairs,
@@ -26,11 +27,11 @@ from moe_pack.runtime.gpu.kernels.grouped import (
     run_group,
 )
 from moe_pack.runtime.gpu.kernels.tables import kind_of
-from moe_pack.runtime.model import activations, run_expert
+from moe_pack.runtime.model import activations
 
 # The same products in float32, summed in another order than torch's, codes and zeros apart.
 TOLERANCE = 1e-5  # of the reference's RMS
-GPU_TOLERANCE = 3e-5  # tensor cores cut sums off; see test_gemm
+GPU_TOLERANCE = 3e-5  # tensor cores cut sums off; see test_matmul
 # Neurons' outputs, times a scale, are rounded to 8 bits: by 2^-9 at most, which partly cancels in sums. The largest of
 # all errors, of tokens whose sizes differ a hundredfold, is some 2% of the RMS over them all.
 BF16_TOLERANCE = 0.03
@@ -41,39 +42,6 @@ def routes(num_tokens: int, num_experts: int, k: int, seed: int = 5) -> np.ndarr
     """Experts of each token, int64 [T, k], different in each row, in any order."""
     draw = np.random.default_rng(seed)
     return np.stack([draw.permutation(num_experts)[:k] for _ in range(num_tokens)])
-
-
-def group_of(
-    experts: Sequence[RandomExpert], thresholds: Sequence[float], device: torch.device
-) -> tuple[ExpertGroup, np.ndarray]:
-    """A group of experts whose rows lie in any order with gaps between; and each one's kind."""
-    f, draw = experts[0].shape.num_rows, torch.Generator().manual_seed(1)
-    layouts = [expert.shape.layout for expert in experts]
-    kinds = [
-        kind_of(layout, expert.shape.selector, expert.shape.function)
-        for layout, expert in zip(layouts, experts, strict=True)
-    ]
-    different = tuple(dict.fromkeys(kinds))
-    pieces, tables, end = [torch.full((128,), 0xFF, dtype=torch.uint8)], torch.full((2, len(experts), f), -1), 128
-    for place, (layout, expert) in enumerate(zip(layouts, experts, strict=True)):
-        base, extent = 0, torch.from_numpy(expert.extent)
-        for table, size in ((0, layout.selector.row_bytes if layout.selector else 0), (1, layout.records.row_bytes)):
-            for i in torch.randperm(f, generator=draw).tolist() if size else []:
-                pieces += [extent[base + i * size : base + (i + 1) * size], torch.full((16,), 0xFF, dtype=torch.uint8)]
-                tables[table, place, i] = end // 16
-                end += size + 16
-            base += f * size
-    biases = [expert.packed().down_bias() for expert in experts]
-    tables = tables.int().to(device)
-    group = ExpertGroup(
-        torch.cat(pieces).to(device),
-        tables[0] if any(layout.selector for layout in layouts) else None,
-        tables[1],
-        torch.tensor(thresholds, device=device),
-        different,
-        None if biases[0] is None else torch.stack([bias for bias in biases if bias is not None]).to(device),
-    )
-    return group, np.array([different.index(kind) for kind in kinds])
 
 
 def outputs_of(
@@ -97,7 +65,7 @@ def outputs_of(
     begin = 0
     for start in range(0, len(order), group_size):
         few = list(order[start : start + group_size])
-        group, kind_idx = group_of([experts[i] for i in few], [thresholds[i] for i in few], device)
+        group, kind_idx = group_of(layer_of([experts[i] for i in few], 0, [thresholds[i] for i in few]), device)
         counts = pairs.counts[start : start + group_size]
         plan = plan_tiles(counts, kind_idx, group.kinds, len(hidden), x.dtype == torch.bfloat16)
         here = slice(begin, begin + int(counts.sum()))
@@ -107,18 +75,6 @@ def outputs_of(
     y = torch.full((len(x), d), torch.nan, device=device)
     combine(outputs, y)
     return y.cpu()
-
-
-def twin(
-    x: Tensor, chosen: np.ndarray, weights: Tensor, experts: Sequence[RandomExpert], thresholds: Sequence[float]
-) -> Tensor:
-    y = torch.zeros(x.shape)
-    for number, (expert, threshold) in enumerate(zip(experts, thresholds, strict=True)):
-        tokens, place = (torch.from_numpy(each) for each in np.nonzero(chosen == number))
-        shape = expert.shape
-        out = run_expert(x[tokens].float(), expert.packed(), shape.function, shape.selector, threshold)
-        y[tokens] += weights[tokens, place][:, None] * out
-    return y
 
 
 def thresholds_at(x: Tensor, experts: Sequence[RandomExpert], sparsity: float) -> list[float]:
@@ -147,7 +103,7 @@ def assert_equal_twin(
     weights = random_weights(*chosen.shape)
     thresholds = thresholds_at(x, experts, sparsity)
     found = outputs_of(x, chosen, weights, experts, thresholds, device, rows=rows)
-    expected = twin(x, chosen, weights, experts, thresholds)
+    expected = run_experts_plain(x, chosen, weights, experts, thresholds)
     tolerance = TOLERANCE if device.type == "cpu" else GPU_TOLERANCE
     if dtype == torch.bfloat16:
         tolerance = BF16_TOLERANCE

@@ -1,5 +1,6 @@
 """A token's experts on the GPU: which neurons run, where each is computed, and what they give."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -21,7 +22,7 @@ from support.printed_split import balanced
 from support.random_experts import Shape, assert_near, magnitudes, random_expert, random_tokens, running, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import BF16, NeuronFunction, PartFormat, Selector, part_format, trellis_format
+from moe_pack.formats import NeuronFunction, Selector, part_format, trellis_format
 from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
 from moe_pack.runtime.gpu.kernels.tables import HERE, LEFT, PULLED, WHOLE, LeftToCpu, RunningNeurons
@@ -31,13 +32,9 @@ CPU = torch.device("cpu")
 WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", "t4", "t5", "t8")
 
 
-def of_width(width: int, group: int = 64, scale_bits: int = 16) -> PartFormat:
-    return BF16 if width == 16 else part_format(width, group, scale_bits)
-
-
 @dataclass(frozen=True)
 class Run:
-    """What kernels made of a token in some experts of a layer, on the host."""
+    """The kernels' answers for a token in some experts of a layer, on the host."""
 
     running: RunningNeurons
     left: LeftToCpu
@@ -122,24 +119,37 @@ def with_thresholds(layer: RandomLayer, x: Tensor, sparsity: float) -> RandomLay
     return layer_of(layer.experts, thresholds=each)
 
 
+def check_shapes(
+    shapes: Sequence[Shape],
+    sparsity: float,
+    experts: list[int],
+    device: torch.device,
+    num_partials: int = 3,
+    zero_rows: Sequence[int] = (),
+) -> None:
+    """Checks a layer of such experts, of which this share of the neurons does not run."""
+    x = random_tokens(1, shapes[0].num_cols)[0]
+    layer = random_layer(shapes, zero_rows=zero_rows)
+    check(with_thresholds(layer, x, sparsity), x, experts, device, num_partials)
+
+
 # In the fast suite each width and group meets one selector, and each selector some of each.
 @in_turn("width", WIDTHS)
 def test_experts_of_any_width_and_selector_give_the_reference(
     selector: Selector, width: Name, kernel_device: torch.device
 ) -> None:
     stored = named_expert(width)
-    x = random_tokens(1, 128)[0]
-    layer = random_layer([Shape(66, 128, selector, stored.gate, stored.up, stored.down)] * 2, zero_rows=(0, 5, 65))
-    check(with_thresholds(layer, x, 0.6), x, [1], kernel_device, num_partials=2)
+    shape = Shape(66, 128, selector, stored.gate, stored.up, stored.down)
+    check_shapes([shape] * 2, 0.6, [1], kernel_device, 2, zero_rows=(0, 5, 65))
 
 
 @in_turn("scales", [(16, 16), (32, 16), (128, 16), (0, 16), (64, 8), (16, 8)])
-def test_experts_of_any_group_and_kind_of_scale_give_the_reference(
+def test_experts_and_trellises_of_any_group_and_kind_of_scale_give_the_reference(
     selector: Selector, scales: tuple[int, int], kernel_device: torch.device
 ) -> None:
-    shapes = [Shape(9, 384, selector, *(of_width(w, *scales) for w in trio)) for trio in ((4, 2, 3), (1, 8, 2))]
-    x = random_tokens(1, 384)[0]
-    check(with_thresholds(random_layer(shapes), x, 0.3), x, [0, 1], kernel_device, num_partials=2)
+    for form, trios in ((part_format, ((4, 2, 3), (1, 8, 2))), (trellis_format, ((4, 7, 6), (8, 5, 6)))):
+        shapes = [Shape(9, 384, selector, *(form(width, *scales) for width in trio)) for trio in trios]
+        check_shapes(shapes, 0.3, [0, 1], kernel_device, 2)
 
 
 @pytest.mark.parametrize("selector", ["both", "none", *map(slow, ("up", "gate"))])
@@ -148,49 +158,33 @@ def test_experts_of_different_formats_in_one_layer_give_the_reference(
 ) -> None:
     # Rows of 2048 columns and 8 bits take eight warps, those of 1 bit one: their rows are summed up in eight groups.
     trios = [(2, 4, 16), (1, 1, 1), (3, 8, 3), (8, 4, 8), (1, 1, 1)]
-    layer = random_layer([Shape(9, 2048, selector, *(of_width(w) for w in trio)) for trio in trios])
-    assert len(layer.tables.kinds) == 4
-    x = random_tokens(1, 2048)[0]
-    check(with_thresholds(layer, x, 0.5), x, [4, 0, 3, 1, 2], kernel_device, num_partials=2)
-
-
-@in_turn("scales", [(16, 16), (128, 16), (0, 16), (64, 8), (16, 8)])
-def test_trellises_of_any_group_and_kind_of_scale_give_the_reference(
-    selector: Selector, scales: tuple[int, int], kernel_device: torch.device
-) -> None:
-    trios = [(4, 7, 6), (8, 5, 6)]
-    shapes = [Shape(9, 384, selector, *(trellis_format(w, *scales) for w in trio)) for trio in trios]
-    x = random_tokens(1, 384)[0]
-    check(with_thresholds(random_layer(shapes), x, 0.3), x, [0, 1], kernel_device, num_partials=2)
+    shapes = [Shape(9, 2048, selector, *map(named_format, trio)) for trio in trios]
+    assert len(random_layer(shapes).tables.kinds) == 4
+    check_shapes(shapes, 0.5, [4, 0, 3, 1, 2], kernel_device, 2)
 
 
 @pytest.mark.parametrize("selector", ["none", *map(slow, ("up", "gate", "both"))])
-def test_matrices_of_a_trellis_beside_others_in_one_expert_and_layer_give_the_reference(
+def test_matrices_of_a_trellis_and_others_in_one_expert_and_layer_give_the_reference(
     selector: Selector, kernel_device: torch.device
 ) -> None:
     names: list[tuple[Name, Name, Name]] = [("t4", 3, "t5"), (2, "t8", 16), ("t6", "fp8", "t7"), (4, 4, 4)]
-    layer = random_layer([Shape(9, 128, selector, *map(named_format, trio), bias=("up",)) for trio in names])
-    assert len(layer.tables.kinds) == 4
-    x = random_tokens(1, 128)[0]
-    check(with_thresholds(layer, x, 0.5), x, [3, 0, 2, 1], kernel_device, num_partials=2)
+    shapes = [Shape(9, 128, selector, *map(named_format, trio), bias=("up",)) for trio in names]
+    assert len(random_layer(shapes).tables.kinds) == 4
+    check_shapes(shapes, 0.5, [3, 0, 2, 1], kernel_device, 2)
 
 
 @in_turn("bias", [("up",), ("gate", "up")])
 def test_biases_are_added_before_the_activation(
     selector: Selector, bias: tuple[str, ...], kernel_device: torch.device
 ) -> None:
-    x = random_tokens(1, 64)[0]
-    layer = random_layer([Shape(33, 64, selector, bias=bias)] * 2)  # type: ignore[arg-type]
-    check(with_thresholds(layer, x, 0.5), x, [1, 0], kernel_device)
+    check_shapes([Shape(33, 64, selector, bias=bias)] * 2, 0.5, [1, 0], kernel_device)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("selector", "function"), [("up", "relu"), ("none", "silu")])
 def test_experts_without_a_gate_give_the_reference(
     selector: Selector, function: NeuronFunction, kernel_device: torch.device
 ) -> None:
-    x = random_tokens(1, 128)[0]
-    layer = random_layer([Shape(65, 128, selector, None, bias=("up",), function=function)] * 2)
-    check(with_thresholds(layer, x, 0.2), x, [1, 0], kernel_device)
+    check_shapes([Shape(65, 128, selector, None, bias=("up",), function=function)] * 2, 0.2, [1, 0], kernel_device)
 
 
 @in_turn("function", ["relu", "clamped_swiglu"])
@@ -221,9 +215,7 @@ def test_the_bias_of_down_is_added_once_whichever_neurons_run(num_partials: int,
 def test_any_number_of_neurons_and_any_share_of_them_gives_the_reference(
     selector: Selector, num_rows: int, sparsity: float, kernel_device: torch.device
 ) -> None:
-    x = random_tokens(1, 64)[0]
-    layer = random_layer([Shape(num_rows, 64, selector)])
-    check(with_thresholds(layer, x, sparsity), x, [0], kernel_device, num_partials=5)
+    check_shapes([Shape(num_rows, 64, selector)], sparsity, [0], kernel_device, num_partials=5)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
@@ -271,7 +263,7 @@ def test_a_nan_runs_and_is_seen(selector: Selector, kernel_device: torch.device)
 
 
 def test_partial_sums_of_nothing_are_zeros(kernel_device: torch.device) -> None:
-    layer = random_layer([Shape(20, 64, down=of_width(3))], thresholds=[1e30])  # a row of two planes
+    layer = random_layer([Shape(20, 64, down=part_format(3, 64))], thresholds=[1e30])  # a row of two planes
     run = run_layer(partly_there(layer, kernel_device, 0.0, 1), random_tokens(1, 64)[0], [0], is_split=True)
     assert run.entries(0) == ([], [])
     assert torch.equal(run.here, torch.zeros(1, 3, 64)) and torch.equal(run.pulled, run.here)
@@ -396,7 +388,7 @@ def test_lists_are_those_of_the_twin(
 
 
 def test_whole_missing_experts_are_split_by_algorithm_2_as_it_is_printed(kernel_device: torch.device) -> None:
-    """Of a batch of one token: each expert loads in 1 / link seconds, and is computed in 1 / CPU."""
+    """With one token each expert loads in 1 / link seconds, and is computed in 1 / CPU."""
     k, f = 6, 33
     layer = random_layer([Shape(f, 64)] * k)
     experts = torch.tensor([4, 0, 5, 2, 1, 3], dtype=torch.int32)

@@ -1,30 +1,17 @@
 """Predicted experts and their records against path statistics, networks and routers in plain torch and numpy."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
+from gpu import predicted_cases
+from gpu.comparing import assert_right
 from support.cases import case
-from support.gpu_layers import random_layer, random_running, running_on
-from support.named_formats import named_format
 from support.paths import CASES, EVERYTHING, Case
-from support.predictors import random_predictor
-from support.random_experts import Shape
 
 from moe_pack.calib.statistics import learn_paths
 from moe_pack.formats import Selector
-from moe_pack.runtime.gpu.kernels.predict import (
-    LayerPaths,
-    PulledAhead,
-    add_routes,
-    enter_pulled,
-    forget_pulled,
-    rank,
-    score_paths,
-)
+from moe_pack.runtime.gpu.kernels.predict import LayerPaths, rank, score_paths
 from moe_pack.runtime.offload.paths import BackoffLevel
 from moe_pack.runtime.offload.prefetch import ranked
-from moe_pack.runtime.offload.routing_file import multi_hot
 
 SELECTORS: tuple[Selector, ...] = ("up", "none")
 
@@ -52,19 +39,9 @@ def test_a_routers_biases_are_added_to_its_scores(kernel_device: torch.device) -
 
 
 def test_a_networks_first_layer_gets_a_row_for_each_route(kernel_device: torch.device) -> None:
-    for num_layers, num_previous, hidden in ((1, 1, 0), (2, 2, 40), (2, 1, 300)):
-        with case(num_layers, num_previous):
-            network = random_predictor(num_layers, 8, 6, num_previous, hidden)
-            h = len(network.bias)
-            first = torch.randn(h, generator=torch.Generator().manual_seed(1))
-            routes = torch.tensor([[4, 1, 0], [2, 5, 3]])[:num_previous]
-            expected = first + multi_hot(routes[None], 6)[0] @ network.route_weight.flatten(1).float().T
-            if num_layers == 2:
-                expected = expected.relu()
-            by_route = network.route_weight.permute(1, 2, 0).contiguous().to(kernel_device)
-            found = first.to(kernel_device)
-            add_routes(found, by_route, routes.int().to(kernel_device), is_rectified=num_layers == 2)
-            assert (found.cpu() - expected).abs().max() < 1e-5
+    for num_units, num_previous, is_rectified in ((6, 1, False), (40, 2, True), (300, 1, True)):
+        with case(num_units, num_previous):
+            assert_right(predicted_cases.routes_case(num_units, num_previous, is_rectified, kernel_device))
 
 
 def test_paths_are_scored_as_the_statistics_say(kernel_device: torch.device) -> None:
@@ -94,30 +71,4 @@ def test_paths_are_scored_as_the_statistics_say(kernel_device: torch.device) -> 
 def test_pulled_records_are_in_the_table_until_they_are_forgotten(kernel_device: torch.device) -> None:
     for selector in SELECTORS:
         with case(selector):
-            layer = random_layer([Shape(300, 64, selector, *map(named_format, (4, 2, 4)))] * 4, thresholds=[0.5] * 4)
-            draw = torch.Generator().manual_seed(1)
-            neurons = torch.stack([torch.randperm(300, generator=draw)[:270].sort().values for _ in range(2)]).int()
-            counts, predicted = (260, 2), (1, 0)
-            before = layer.tables.record_at.clone()
-            for expert, some, count in zip(predicted, neurons, counts, strict=True):
-                before[expert, some[:count].long()] = -1
-            pulled = PulledAhead(
-                experts=torch.tensor(predicted, dtype=torch.int32).to(kernel_device),
-                slots=torch.arange(540, dtype=torch.int32).view(2, 270).to(kernel_device),
-                neurons=neurons.to(kernel_device),
-                counts=torch.tensor(counts, dtype=torch.int32).to(kernel_device),
-            )
-            table, expected = before.to(kernel_device), before.clone()
-            enter_pulled(pulled, table)
-            expected[1, neurons[0, :260].long()] = torch.arange(260, dtype=torch.int32)
-            expected[0, neurons[1, :2].long()] = torch.arange(270, 272, dtype=torch.int32)
-            assert torch.equal(table.cpu(), expected)
-
-            running = random_running(layer.tables, (3, 1), 0.5, seed=1)
-            tables = replace(layer.tables, record_at=table, thresholds=layer.tables.thresholds.to(kernel_device))
-            totals = torch.full((2, 3), -1, dtype=torch.int32, device=kernel_device)
-            chosen = torch.tensor([3, 1], dtype=torch.int32).to(kernel_device)
-            forget_pulled(pulled, chosen, tables, running_on(running, kernel_device), totals)
-            assert torch.equal(table.cpu(), before)
-            ran = 260 if selector == "none" else int((running.a[1, neurons[0, :260].long()].abs() >= 0.5).sum())
-            assert ran > 0 and totals.tolist() == [[1, 260, ran], [0, 2, 0]]
+            assert_right(predicted_cases.pulled_ahead_case(selector, kernel_device))

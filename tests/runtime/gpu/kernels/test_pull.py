@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from gpu import cases
+from gpu.comparing import assert_right
 from support.gpu_layers import PartlyThere, RandomLayer, partly_there, random_layer, random_running, running_on
-from support.kernel_twins import bring_plain, compact_plain, pull_records_plain, pull_selectors_plain
+from support.kernel_twins import compact_plain, pull_records_plain, pull_selectors_plain
 from support.named_formats import named_format
 from support.random_experts import Shape
 
 from moe_pack.formats import Selector
-from moe_pack.runtime.gpu.kernels.pull import bring, enter_rows, pull_records, pull_selectors
+from moe_pack.runtime.gpu.kernels import pull
+from moe_pack.runtime.gpu.kernels.pull import pull_records, pull_selectors
 from moe_pack.runtime.gpu.kernels.tables import RunningNeurons
 
 CPU = torch.device("cpu")
@@ -40,14 +43,14 @@ def listed(twin: PartlyThere, share: float, is_split: bool) -> RunningNeurons:
     return found
 
 
-def check_records(layer: RandomLayer, device: torch.device, share: float, is_split: bool, num_programs: int) -> int:
+def check_records(layer: RandomLayer, device: torch.device, share: float, is_split: bool) -> int:
     """Compares the arenas; returns how many rows came."""
     kernels, twin = copies(layer, 0.5, 40, device)
     running = listed(twin, share, is_split)
     before, record_at = twin.tables.arena.clone(), twin.tables.record_at.clone()
     experts = torch.tensor(EXPERTS, dtype=torch.int32)
     there = running_on(running, device)
-    pull_records(experts.to(device), kernels.tables, there, kernels.host, is_split, num_programs)
+    pull_records(experts.to(device), kernels.tables, there, kernels.host, is_split)
     pull_records_plain(experts, twin.tables, running, twin.host, is_split)
     assert torch.equal(kernels.tables.arena.cpu(), twin.tables.arena)
     assert torch.equal(kernels.tables.record_at.cpu(), record_at)
@@ -58,25 +61,30 @@ def check_records(layer: RandomLayer, device: torch.device, share: float, is_spl
 @pytest.mark.parametrize("num_programs", [1, 5, 12])
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_records_are_the_packs_where_the_list_says(
-    selector: Selector, num_programs: int, share: float, kernel_device: torch.device
+    selector: Selector,
+    num_programs: int,
+    share: float,
+    kernel_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(pull, "NUM_PROGRAMS", num_programs)
     layer = mixed_layer(selector=selector)
-    changed = [check_records(layer, kernel_device, share, is_split, num_programs) for is_split in (False, True)]
+    changed = [check_records(layer, kernel_device, share, is_split) for is_split in (False, True)]
     assert all(changed)
 
 
 @pytest.mark.parametrize("num_rows", [1, 31, 32, 33])
 def test_sizes_off_the_block_and_one_neuron(num_rows: int, kernel_device: torch.device) -> None:
     layer = mixed_layer(num_rows)
-    check_records(layer, kernel_device, 1.0, False, 3)
-    check_selectors(layer, kernel_device, 3)
+    check_records(layer, kernel_device, 1.0, False)
+    check_selectors(layer, kernel_device)
 
 
 def test_rows_longer_than_a_tile_come_whole(kernel_device: torch.device) -> None:
     layer = mixed_layer(5, 16384)
     assert any(16 * kind.record_units > 2 * 8192 for kind in layer.tables.kinds)
-    assert check_records(layer, kernel_device, 1.0, False, 3)
-    check_selectors(layer, kernel_device, 3)
+    assert check_records(layer, kernel_device, 1.0, False)
+    check_selectors(layer, kernel_device)
 
 
 def test_an_empty_list_brings_nothing(kernel_device: torch.device) -> None:
@@ -90,13 +98,13 @@ def test_an_empty_list_brings_nothing(kernel_device: torch.device) -> None:
     assert torch.equal(kernels.tables.arena, before)
 
 
-def check_selectors(layer: RandomLayer, device: torch.device, num_programs: int) -> None:
+def check_selectors(layer: RandomLayer, device: torch.device) -> None:
     kernels, twin = copies(layer, 0.0, 0, device)
     experts, expected = torch.tensor(EXPERTS, dtype=torch.int32), torch.full((3, layer.tables.record_at.shape[1]), -7)
     expected = expected.to(torch.int32)
     found = expected.to(device, copy=True)
     before = twin.tables.arena.clone()
-    pull_selectors(experts.to(device), kernels.tables, kernels.host, kernels.selectors_at, found, num_programs)
+    pull_selectors(experts.to(device), kernels.tables, kernels.host, kernels.selectors_at, found)
     pull_selectors_plain(experts, twin.tables, twin.host, twin.selectors_at, expected)
     assert torch.equal(kernels.tables.arena.cpu(), twin.tables.arena)
     assert torch.equal(found.cpu(), expected)
@@ -108,44 +116,31 @@ def check_selectors(layer: RandomLayer, device: torch.device, num_programs: int)
 
 
 @pytest.mark.parametrize("num_programs", [1, 5, 12])
-def test_missing_selectors_come_and_all_are_found(num_programs: int, kernel_device: torch.device) -> None:
-    check_selectors(mixed_layer(), kernel_device, num_programs)
+def test_missing_selectors_come_and_all_are_found(
+    num_programs: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "NUM_PROGRAMS", num_programs)
+    check_selectors(mixed_layer(), kernel_device)
 
 
 def test_selectors_longer_than_all_tiles_of_a_turn_come_whole(kernel_device: torch.device) -> None:
     layer = mixed_layer(2100)
     assert all(16 * 2100 * kind.selector_units > 3 * 8192 for kind in layer.tables.kinds)
-    check_selectors(layer, kernel_device, 3)
+    check_selectors(layer, kernel_device)
 
 
 @pytest.mark.parametrize(("row_units", "count"), [(1, 13), (1, 1), (9, 12), (512, 3), (700, 13)])
-def test_the_rows_of_a_list_come(row_units: int, count: int, kernel_device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    host = torch.randint(256, (16 * row_units * 20,), generator=generator, dtype=torch.uint8)
-    expected = torch.zeros(16 * row_units * 16, dtype=torch.uint8)
-    sources = torch.randperm(20, generator=generator)[:count] * row_units
-    targets = (torch.randperm(16, generator=generator)[:count] * row_units).to(torch.int32)
-    arena = expected.to(kernel_device, copy=True)
-    rows = host.pin_memory() if kernel_device.type == "cuda" else host
+def test_the_rows_of_a_list_come(
+    row_units: int, count: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for num_programs in (1, 4):
-        arena.zero_()
-        bring(sources.to(kernel_device), targets.to(kernel_device), row_units, rows, arena, num_programs)
-        bring_plain(sources, targets, row_units, host, expected)
-        assert torch.equal(arena.cpu(), expected)
+        monkeypatch.setattr(pull, "NUM_PROGRAMS", num_programs)
+        assert_right(cases.bring_case(row_units, count, kernel_device))
 
 
 @pytest.mark.parametrize("count", [0, 1, 1024, 1500])
 def test_entries_of_a_table_change(count: int, kernel_device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(0)
-    table = torch.arange(3000, dtype=torch.int32)
-    changes = torch.stack([torch.randperm(3000, generator=generator)[:1500], torch.arange(1500) - 7], dim=1)
-    changes = changes.to(torch.int32)
-    expected = table.clone()
-    expected[changes[:count, 0].long()] = changes[:count, 1]
-    there = table.to(kernel_device, copy=True)
-    listed = changes.pin_memory() if kernel_device.type == "cuda" else changes
-    enter_rows(listed, torch.tensor([count], dtype=torch.int32, device=kernel_device), there)
-    assert torch.equal(there.cpu(), expected)
+    assert_right(cases.enter_rows_case(count, kernel_device))
 
 
 def test_what_is_pulled_is_not_in_the_tables(kernel_device: torch.device) -> None:

@@ -40,11 +40,7 @@ def name_of(spec: RouterSpec) -> str:
 
 
 def found(
-    logits: Tensor,
-    spec: RouterSpec,
-    bias: Tensor | None,
-    device: torch.device,
-    changed: ChangedChoice | None = None,
+    logits: Tensor, spec: RouterSpec, bias: Tensor | None, device: torch.device, changed: ChangedChoice | None = None
 ) -> tuple[Tensor, Tensor]:
     """The kernel's, of each row; all launches use one counter."""
     k, ones = spec.num_experts_per_tok, torch.ones(4, device=device)

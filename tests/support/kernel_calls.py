@@ -1,0 +1,354 @@
+"""Calls of all kernels, to be compiled for GPUs that are not here (`compiled_kernels`): names, and what calls them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+
+from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, NeuronFunction, RouterSpec, Selector, part_format
+from moe_pack.formats.pack.layouts import expert_layout, row_layout
+from moe_pack.formats.parts import LatentSpec
+from moe_pack.runtime.gpu.kernels import attention, grouped, predict, pull, tables
+from moe_pack.runtime.gpu.kernels.elementwise import Norm, norm, reduce
+from moe_pack.runtime.gpu.kernels.matmul import Product, StoredRows, gated, gather_row, gemm, gemv, normed_gemv
+from moe_pack.runtime.gpu.kernels.neurons import compact, neurons, select
+from moe_pack.runtime.gpu.kernels.rotation import device_matrix, rotate, rotate_back
+from moe_pack.runtime.gpu.kernels.router import ChangedChoice, Routed, Router, route
+from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.model.caches.storage import RowStorage
+from moe_pack.runtime.model.compute.matrices import TORCH_DTYPES
+from moe_pack.runtime.model.compute.rotation import Rotation
+from support.named_formats import Name, gpt_oss_layout, label, named_expert, named_format
+
+Call = tuple[str, Callable[[], None]]
+CPU = torch.device("cpu")
+SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
+
+
+def dense_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[Call]:
+    """Dense matrices: codes in groups of 64, and plain values."""
+    for d in dims:
+        for width in widths:
+            layout = row_layout([("weight", named_format(width), False)], d)
+            rows = torch.empty(64, layout.row_bytes, dtype=torch.uint8)
+            yield f"dense {label(width)} d{d}", partial(_dense, d, rows, part_of(layout, "weight"))
+        if 16 in widths:
+            for name, dtype in (("F16", torch.float16), ("F32", torch.float32)):
+                plain = torch.empty(64, d, dtype=dtype)
+                yield f"dense {name} d{d}", partial(_dense, d, plain, stored_part(name, d))
+
+
+def _dense(d: int, rows: torch.Tensor, part: RowPart) -> None:
+    """A product with few rows, and with so many that a program multiplies several blocks; norms, and a dense expert."""
+    x, many = torch.empty(d), 16 * 1024
+    few, matrix = StoredRows(rows, part), StoredRows(rows[:1].expand(many, -1).contiguous(), part)
+    rms, layer = Norm(x, None, 1e-6), Norm(x, x, 1e-6)
+    gemv(x, few, torch.empty(64))
+    gemv(x, matrix, torch.empty(many), residual=torch.empty(many))
+    gather_row(few, torch.zeros(1, dtype=torch.int32), x)
+    product, biased = Product(matrix, torch.empty(many)), Product(few, torch.empty(64), torch.empty(64))
+    normed_gemv(x, rms, [product] * 3)
+    normed_gemv(x, layer, [biased] * 2)
+    gated(x, few, few, "silu", torch.empty(64))
+    gated(x, matrix, matrix, "silu", torch.empty(many), norm=rms)
+    gated(x, None, matrix, "silu", torch.empty(many), norm=layer, weight=torch.empty(1))
+
+
+def running_calls(
+    widths: tuple[Name, ...], dims: tuple[int, ...], selectors: Sequence[Selector] = SELECTORS
+) -> Iterator[Call]:
+    """A token's running neurons: all selector kinds, few neurons and many, and layers of several kinds."""
+    for d in dims:
+        for width in widths:
+            for selector in selectors:
+                yield f"running {selector} {label(width)} d{d}", partial(_running, (width,), selector, d)
+        if 4 in widths:
+            layouts = _layouts((4,), "up", d)
+            yield f"running far up {label(4)} d{d}", partial(_run, layouts, "up", "silu", offsets=torch.int64)
+        if 16 in widths:
+            for selector in selectors:
+                yield f"running mixed {selector} d{d}", partial(_running, MIXED, selector, d)
+    if "mxfp4" in widths and 4096 in dims:
+        for selector in selectors:
+            yield f"gpt_oss running {selector}", partial(_run, [gpt_oss_layout(selector)], selector, "clamped_swiglu")
+
+
+MIXED: tuple[Name, ...] = (1, 3, 4, 16, "t5")  # whose rows take from one warp to eight
+
+
+def _layouts(widths: tuple[Name, ...], selector: Selector, d: int) -> list[ExpertLayout]:
+    spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
+    return [expert_layout(named_expert(width), selector, spec, d) for width in widths]
+
+
+def _running(widths: tuple[Name, ...], selector: Selector, d: int) -> None:
+    _run(_layouts(widths, selector, d), selector, "silu")
+
+
+def _run(
+    layouts: list[ExpertLayout], selector: Selector, function: NeuronFunction, offsets: torch.dtype = torch.int32
+) -> None:
+    f, d = layouts[0].num_rows, layouts[0].records.num_cols
+    k, at, numbers = 8, torch.zeros(16, f, dtype=offsets), torch.zeros(16, dtype=torch.int32)
+    arena, down_bias = torch.empty(128, dtype=torch.uint8), torch.empty(16, d) if layouts[0].extra else None
+    kinds = tuple(tables.kind_of(layout, selector, function) for layout in layouts)
+    selector_at = None if selector == "none" else at
+    layer = tables.LayerTables(arena, selector_at, at, numbers, torch.zeros(16), kinds, down_bias)
+    experts, x, partials = numbers[:k], torch.empty(d), torch.empty(k, 16, d)
+    running = tables.RunningNeurons.allocate(k, f, CPU, offsets)
+    left = tables.LeftToCpu(numbers[:k], running.neurons, running.a, numbers[:k], running.neurons)
+    for selector_units in (None, running.units):
+        select(x, experts, layer, running, selector_units)
+    for is_split, by_expert in ((False, False), (True, False), (True, True)):
+        compact(
+            experts, layer, running, tables.Landing(at[:k], 8, f, 4), torch.zeros(1), left, is_split, 0.0, by_expert
+        )
+    neurons(x, experts, layer, running, partials, "here")
+    neurons(x, experts, layer, running, partials, "pulled")
+
+
+MODES = {"exact": torch.float32, "bf16": torch.bfloat16}  # the dtypes of x, which say how products are computed
+
+
+def many_calls(
+    widths: tuple[Name, ...], dims: tuple[int, ...], selectors: Sequence[Selector] = ("up", "none")
+) -> Iterator[Call]:
+    """Names and calls: a handful of tokens and a prefill's, groups of 64 and of 16, selectors or none."""
+    for d in dims:
+        for dtype in ("BF16", "F16", "F32") if 16 in widths else ():
+            for mode, x_dtype in MODES.items():
+                yield f"gemm {mode} {dtype} d{d}", partial(_plain, d, dtype, x_dtype)
+        for width in widths:
+            for mode, x_dtype in MODES.items():
+                yield f"gemm {mode} {label(width)} d{d}", partial(_coded, d, width, x_dtype)
+            for selector in selectors:
+                for mode, x_dtype in MODES.items():
+                    name = f"grouped {mode} {selector} {label(width)} d{d}"
+                    yield name, partial(_coded_group, d, width, 64, selector, x_dtype)
+        if 4 in widths:
+            for mode, x_dtype in MODES.items():
+                yield f"grouped {mode} up w4 g16 d{d}", partial(_coded_group, d, 4, 16, "up", x_dtype)
+    if "mxfp4" in widths and 4096 in dims:
+        for mode, x_dtype in MODES.items():
+            yield f"gpt_oss grouped {mode}", partial(_group, gpt_oss_layout("both"), "both", "clamped_swiglu", x_dtype)
+    if 16 in widths and 4096 in dims:
+        yield "combine", partial(grouped.combine, torch.empty(24, 4096), torch.empty(3, 4096))
+
+
+def _plain(d: int, dtype: str, x_dtype: torch.dtype) -> None:
+    rows = torch.empty(4096, d, dtype=TORCH_DTYPES[dtype])
+    _gemm(StoredRows(rows, stored_part(dtype, d)), x_dtype)
+
+
+def _coded(d: int, width: Name, x_dtype: torch.dtype) -> None:
+    layout = row_layout([("weight", named_format(width), False)], d)
+    rows = torch.empty(4096, layout.row_bytes, dtype=torch.uint8)
+    _gemm(StoredRows(rows, part_of(layout, "weight")), x_dtype)
+
+
+def _gemm(matrix: StoredRows, x_dtype: torch.dtype) -> None:
+    for num_tokens in (8, 512):
+        x = torch.empty(num_tokens, matrix.part.num_cols, dtype=x_dtype)
+        gemm(x, matrix, torch.empty(num_tokens, len(matrix.rows)))
+
+
+def _coded_group(d: int, width: Name, group: int, selector: Selector, x_dtype: torch.dtype) -> None:
+    spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
+    _group(expert_layout(named_expert(width, group), selector, spec, d), selector, "silu", x_dtype)
+
+
+def _group(layout: ExpertLayout, selector: Selector, function: NeuronFunction, x_dtype: torch.dtype) -> None:
+    """Calls for experts with as many tokens as tiles of every size have."""
+    f, d, kind = layout.num_rows, layout.records.num_cols, tables.kind_of(layout, selector, function)
+    counts = np.array([16, 32, 64, 128])
+    num_pairs, num_experts = int(counts.sum()), len(counts)
+    units, numbers = torch.zeros(num_experts, f, dtype=torch.int32), torch.zeros(num_pairs, dtype=torch.int32)
+    down_bias = torch.empty(num_experts, d) if layout.extra else None
+    arena = torch.empty(128, dtype=torch.uint8)
+    group = grouped.ExpertGroup(arena, units, units, torch.zeros(num_experts), (kind,), down_bias)
+    plan = grouped.plan_tiles(
+        counts, np.zeros(num_experts, np.int64), group.kinds, num_pairs, x_dtype == torch.bfloat16
+    )
+    x, weights = torch.empty(num_pairs, d, dtype=x_dtype), torch.empty(num_pairs)
+    hidden, outputs = torch.empty(num_pairs, f), torch.empty(num_pairs, d)
+    grouped.run_group(x, numbers, numbers, weights, group, plan, torch.from_numpy(plan.tiles), hidden, outputs)
+
+
+POSITION = torch.tensor([5], dtype=torch.int32)
+CONTEXT = 4096
+F32, BF16 = torch.float32, torch.bfloat16
+
+ROUTERS = (
+    RouterSpec("softmax_topk", 128, 8, True),
+    RouterSpec("softmax_topk", 512, 10, True),
+    RouterSpec("softmax_topk", 160, 6, False, False, 8, 3, 16.0),
+    RouterSpec("sigmoid_topk", 256, 8, True, True, 8, 4, 2.5),
+    RouterSpec("topk_softmax", 40, 8, False),
+    RouterSpec("sparsemixer", 16, 2, False, jitter=0.01),
+)
+
+
+def token_calls() -> Iterator[Call]:
+    """Attention of grouped queries, norms, routers, sums of experts: shapes of published models."""
+    for case in (
+        (32, 4, 128, F32, "head"),
+        (32, 8, 128, BF16, "none", 4096, CONTEXT),
+        (16, 2, 256, F32, "head"),
+        (8, 8, 80, BF16, "none"),
+        (16, 16, 128, BF16, "projection"),
+        (16, 16, 64, F32, "none", None, 16),
+        (64, 8, 64, BF16, "none", 128, 639, True),  # a ring of gpt_oss
+        (64, 8, 64, BF16, "none", None, CONTEXT, True),
+    ):
+        yield f"attend {case}", partial(_attend, *case)
+    for dtype in ("q8", "q4"):
+        for coded in (
+            (32, 8, 128, dtype, "none", 4096),
+            (32, 4, 128, dtype, "head"),
+            (16, 16, 128, dtype, "projection"),
+            (8, 8, 80, dtype, "none"),
+            (16, 2, 256, dtype, "head"),
+            (64, 8, 64, dtype, "none", 128, 639, True),
+        ):
+            yield f"attend {coded}", partial(_attend, *coded)
+    for d in (2048, 7168):
+        yield f"norm rms d{d}", partial(norm, torch.empty(d), Norm(torch.empty(d), None, 1e-6), torch.empty(d))
+    for d in (2880, 4096, 7168, 8192):
+        x, out = torch.empty(d), torch.empty(d)
+        matrix, vectors = device_matrix(d, CPU), Rotation(x, x)
+        yield f"rotate d{d}", partial(rotate, x, vectors, matrix, out)
+        back = partial(rotate_back, x, vectors, matrix, out, residual=out, shared=torch.empty(d), scale=0.5)
+        yield f"rotate back d{d}", back
+    x = torch.empty(4096)
+    yield "norm layer", partial(norm, x, Norm(x, x, 1e-6), x)
+    for k, num_sums, d in ((2, 132, 4096), (8, 33, 2048), (4, 66, 2880)):
+        yield f"reduce d{d}", partial(_reduce, k, num_sums, d)
+    for spec in ROUTERS:
+        yield f"route {spec.kind} {spec.num_experts}", partial(_route, spec, 2048, "BF16")
+    for dtype in ("F16", "F32"):
+        yield f"route {dtype} d7168", partial(_route, ROUTERS[3], 7168, dtype)
+    for num_experts, k in ((128, 8), (256, 8)):
+        yield f"predict {num_experts}", partial(_predict, num_experts, k)
+
+
+def _attend(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: torch.dtype | Literal["q8", "q4"],
+    qk_norm: Literal["none", "head", "projection"],
+    window: int | None = None,
+    num_places: int = CONTEXT,
+    has_sinks: bool = False,
+) -> None:
+    if isinstance(dtype, torch.dtype):
+        rows, keys = None, torch.empty((kv_heads, num_places, width), dtype=dtype)
+    else:
+        rows = RowStorage(dtype, (width,))
+        keys = rows.empty(kv_heads, num_places, CPU)
+    q, k, v = (torch.empty(n * width) for n in (heads, kv_heads, kv_heads))
+    norms = None if qk_norm == "none" else attention.QkNorms(q, k, 1e-6)
+    angles = torch.empty(CONTEXT, width // 2), torch.empty(CONTEXT, width // 2)
+    attention.attend(
+        torch.empty(heads, width),
+        (keys, torch.empty_like(keys)),
+        POSITION,
+        0.1,
+        window,
+        attention.AttentionWorkspace.allocate(heads, kv_heads, width, num_places, CPU),
+        torch.empty(heads, width),
+        torch.empty(heads) if has_sinks else None,
+        attention.Entering(q, k, v, norms, qk_norm == "projection", angles, interleaved=width == 80),
+        rows,
+    )
+
+
+def _reduce(k: int, num_sums: int, d: int) -> None:
+    """Sums of experts alone, and with everything that may be added."""
+    partials, weights, x = torch.empty(k, num_sums, d), torch.empty(k), torch.empty(d)
+    reduce(partials, weights, x, residual=x)
+    reduce(partials, weights, x, pulled=partials, host=x, residual=x, shared=x)
+
+
+def _predict(num_experts: int, k: int) -> None:
+    """Rankings, path statistics, a network's routes, and records pulled ahead of 1,024 neurons."""
+    numbers = torch.empty((k, 1024), dtype=torch.int32)
+    scores, experts, routes = torch.empty(num_experts), numbers[0, :k], numbers[:2, :k].contiguous()
+    predict.rank(scores, experts)
+    predict.rank(scores, experts, bias=scores, is_sigmoid=True)
+    predict.add_routes(torch.empty(128), torch.empty((2, num_experts, 128), dtype=BF16), routes, is_rectified=True)
+    table, hashes = torch.empty((2, num_experts, num_experts)), torch.empty((2, num_experts), dtype=torch.int64)
+    paths = predict.LayerPaths(table, routes, scores, hashes, hashes[0], experts, experts, scores)
+    predict.score_paths(routes, paths, scores)
+    pulled = predict.PulledAhead(experts, numbers, numbers, experts)
+    for selector_at in (None, torch.empty((num_experts, 1024), dtype=torch.int32)):
+        record_at = torch.empty((num_experts, 1024), dtype=torch.int32)
+        layer = tables.LayerTables(torch.empty(0), selector_at, record_at, experts, scores, ())
+        predict.enter_pulled(pulled, record_at)
+        predict.forget_pulled(
+            pulled, experts, layer, tables.RunningNeurons.allocate(k, 1024, CPU), numbers[:, :3].contiguous()
+        )
+
+
+def _route(spec: RouterSpec, d: int, dtype: str) -> None:
+    """Without and with biases and a shared expert, and with choices that are changed."""
+    k, x, num_experts = spec.num_experts_per_tok, torch.empty(d), spec.num_experts
+    rows = StoredRows(torch.empty((num_experts, d), dtype=TORCH_DTYPES[dtype]), stored_part(dtype, d))
+    shared = StoredRows(torch.empty((1, d), dtype=BF16), stored_part("BF16", d))
+    bias, each = torch.empty(num_experts) if spec.bias else None, torch.empty(num_experts)
+    experts, routed = torch.empty(k, dtype=torch.int32), Routed.allocate(d, spec, CPU)
+    route(x, Router(spec, Norm(x, None, 1e-6), rows, None, bias, None), experts, routed)
+    route(x, Router(spec, Norm(x, x, 1e-6), rows, each, bias, shared), experts, routed)
+    number = torch.empty(num_experts, dtype=torch.int32)
+    for changed in (ChangedChoice(number, None, 0.0, number), ChangedChoice(None, number, 0.3, number)):
+        route(x, Router(spec, Norm(x, None, 1e-6), rows, None, bias, None), experts, routed, changed)
+
+
+def latent_calls(widths: tuple[int, ...]) -> Iterator[Call]:
+    """Latent attention as published models have it; `kv_b` in this width."""
+    for width in widths:
+        yield f"latent w{width}", partial(_latent, 16, width, F32)
+    if 16 in widths:
+        yield "latent 128 heads", partial(_latent, 128, 16, BF16)
+
+
+def _latent(heads: int, width: int, dtype: torch.dtype) -> None:
+    rank, nope, rope, v = 512, 128, 64, 128
+    spec = LatentSpec("latent", heads, None, rank, nope, rope, v, 0.1, 1e-6)
+    num_rows = heads * (nope + v)
+    if width == 16:
+        kv_b = StoredRows(torch.empty((num_rows, rank), dtype=BF16), stored_part("BF16", rank))
+    else:
+        layout = row_layout([("weight", part_format(width, 64), False)], rank)
+        kv_b = StoredRows(torch.empty((num_rows, layout.row_bytes), dtype=torch.uint8), part_of(layout, "weight"))
+    projected = torch.empty(heads * (nope + rope)), torch.empty(rank + rope)
+    angles = torch.empty(CONTEXT, rope // 2), torch.empty(CONTEXT, rope // 2)
+    keys, moved = torch.empty((1, CONTEXT, rank + rope), dtype=dtype), torch.empty(heads, rank + rope)
+    attention.enter_latent(projected, torch.empty(rank), angles, True, POSITION, spec, kv_b, moved, keys)
+    mixed, room = torch.empty(heads, rank), attention.AttentionWorkspace.allocate(heads, 1, rank, CONTEXT, CPU)
+    attention.attend(moved, (keys, keys[..., :rank]), POSITION, spec.scale, None, room, mixed)
+    attention.leave_latent(mixed, spec, kv_b, torch.empty(heads * v))
+
+
+def pull_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
+    """Rows copied from host memory for a token."""
+    for d in dims:
+        for width in widths:
+            yield f"pull w{width} d{d}", partial(_pull, d, width)
+
+
+def _pull(d: int, width: int) -> None:
+    part, f, k = part_format(width, 64), 768, 8
+    spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
+    kind = tables.kind_of(expert_layout(ExpertFormat(part, part, part), "up", spec, d), "up", "silu")
+    at, each = torch.zeros(16, f, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    layer = tables.LayerTables(torch.empty(128, dtype=torch.uint8), at, at, each, torch.zeros(16), (kind, kind))
+    host = tables.HostRows(torch.empty(128, dtype=torch.uint8), torch.zeros(16, dtype=torch.int64))
+    experts, running = each[:k], tables.RunningNeurons.allocate(k, f, CPU)
+    for is_split in (False, True):
+        pull.pull_records(experts, layer, running, host, is_split)
+    pull.pull_selectors(experts, layer, host, 8, at[:k])
+    pull.bring(torch.zeros(16, dtype=torch.int64), each, kind.record_units, host.rows, layer.arena)
+    pull.enter_rows(torch.zeros((16, 2), dtype=torch.int32), each[:1], at.view(-1))
