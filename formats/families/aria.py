@@ -28,15 +28,13 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-_EXPERTS = "model.layers.{i}.mlp.experts."
 _TEXT = family.Family(
     model_type="aria_text",
     read_config=_read_config,
-    dense_names={**readers.DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
+    dense_names={**readers.DENSE_NAMES, ".router": "mlp.router.weight"},
     expert_names=(
         family.ExpertNames(
-            family.matrices(_EXPERTS + "*.weight", "fc1", "fc1", "fc2"),
-            transposed=True,
+            family.matrices("model.layers.{i}.mlp.experts.*.weight", "fc1", "fc1", "fc2"), transposed=True
         ),
         family.ExpertNames(family.FUSED_EXPERT_NAMES.matrices, transposed=True),
     ),
@@ -47,9 +45,7 @@ ARIA = replace(
         _TEXT,
         "aria",
         ignored_keys=keys(
-            """
-            ignore_index max_value_projector_patch_to_query_dict projector_patch_to_query_dict vision_feature_layer
-            """
+            "ignore_index max_value_projector_patch_to_query_dict projector_patch_to_query_dict vision_feature_layer"
         ),
     ),
     short_names={"aria": "rhymes-ai/Aria", "aria-chat": "rhymes-ai/Aria-Chat"},

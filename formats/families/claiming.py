@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -218,14 +218,11 @@ def _in_stack(spec: formats.ModelSpec, layer: int) -> tuple[bool, int]:
 def stored_ways(family: Family, spec: formats.ModelSpec, role: str) -> tuple[Stored, ...]:
     """Returns the ways in which the dense tensor with this role may be stored in the source."""
     key, layer = role_key(spec, role)
-    assert key in family.dense_names, f"dense_names of family {family.model_type!r} has no role {key!r}"
-    names = family.dense_names[key]
-    ways = names if isinstance(names, tuple) else (names,)
-    stored = (Stored(way) if isinstance(way, str) else way for way in ways)
+    assert key in family.ways, f"dense_names of family {family.model_type!r} has no role {key!r}"
     number = role.split(".")[1] if "." in role else ""
     return tuple(
         replace(way, name=named(way.name, layer), roles=tuple(other.format(i=number) for other in way.roles))
-        for way in stored
+        for way in family.ways[key]
     )
 
 
@@ -253,7 +250,7 @@ def _claim_tables(
     assert family.table_names, f"family {family.model_type!r} has n-grams, but no table_names"
     for place, layer in enumerate(spec.ngrams.layers):
         spellings = [
-            tuple(name.format(i=layer, part="{part}") for name in names.names()) for names in family.table_names
+            tuple(name.format(i=layer, part="{part}") for name in astuple(names)) for names in family.table_names
         ]
         table, *others = next((each for each in spellings if each[0].format(part=0) in tensors), spellings[0])
         tables[layer] = _claim_table(table, spec.ngrams.table_shape(layer), tensors)

@@ -26,8 +26,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     config.require("head_dim")  # missing, transformers takes 128
     num_dense = config.count("first_k_dense_replace", 0)
-    kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
-    moe_layers = tuple(i for i in range(config.num_layers()) if (kinds[i] == "sparse" if kinds else i >= num_dense))
+    moe_layers = readers.layers_by_kind(config, num_dense)
     attention = _read_attention(config, num_dense, moe_layers)
     rope: parts.RopeSpec | None = rotary.read_rope(config, attention.head_dim, interleaved=True)
     if attention.rotated_layers == ():
@@ -100,10 +99,10 @@ def _read_attention(config: Config, num_dense: int, moe_layers: tuple[int, ...])
 
 def _windowed_layers(config: Config, num_dense: int) -> tuple[int, ...]:
     """Reads the layers with a window: as `layer_types` says, else by steps, among the dense layers and after them."""
-    kinds = readers.read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
+    kinds = readers.attention_kinds(config)
     if kinds:
         config.ignore("sliding_window_pattern")
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+        return readers.layers_of(kinds, "sliding_attention")
     before = config.whole("prefix_dense_sliding_window_pattern", 1)
     after = config.whole("sliding_window_pattern", 4)
     return tuple(

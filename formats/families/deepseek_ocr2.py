@@ -25,7 +25,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         rotary.read_rope(config, attention.head_dim),
         read_router(config),
         expert_size,
-        moe_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"),
+        moe_layers=readers.layers_of(kinds, "sparse"),
         shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 2), gated=False),
     )
 
@@ -43,8 +43,7 @@ DEEPSEEK_OCR2 = replace(
         moves=({}, {"model.": "model.language_model."}),
         parts={
             **multimodal.PARTS,
-            "model.sam_model.*": "the vision part",
-            "model.qwen2_model.*": "the vision part",
+            **dict.fromkeys(("model.sam_model.*", "model.qwen2_model.*"), "the vision part"),
             "model.projector.*": "what maps vision to the text model",
             "model.view_sep*rator": "what separates views of a page",
         },

@@ -9,9 +9,8 @@ from moe_pack.formats.families.config import Config
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    config.only(mlp_bias=False, moe_layer_freq=1)
+    config.only(mlp_bias=False, moe_layer_freq=1, scoring_func="softmax")
     config.only(norm_topk_prob=False)  # DeepSeek's code and transformers' differ where it is true
-    config.only(scoring_func="softmax")
     config.require("n_shared_experts")  # null says none; missing, transformers takes 2
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.count("n_shared_experts", 0)
     return readers.read_decoder(

@@ -16,7 +16,6 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.parts.positions import YarnSpec
 from moe_pack.formats.parts.specs import LimitSpec
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -33,16 +32,13 @@ def _read_config(config: Config) -> formats.ModelSpec:
         attention_bias=False,
         mlp_bias=False,
         num_key_value_heads=1,
+        n_shared_experts=1,  # whose size transformers takes from the routed experts, however many there are
     )
-    config.only(n_shared_experts=1)  # whose size transformers takes from the routed experts, however many there are
     config.ignore("num_nextn_predict_layers", "expert_dtype")  # tensors show how they are stored
     kinds, ropes = _read_layer_kinds(config), _read_ropes(config, config.whole("head_dim"))
     most, *rest = [kind for kind, _ in Counter(kinds).most_common()]
     own = {kind: _read_attention(config, kind) for kind in (most, *rest)}
-    others = tuple(
-        parts.OtherAttentionSpec(tuple(i for i, each in enumerate(kinds) if each == kind), own[kind], ropes[kind])
-        for kind in rest
-    )
+    others = tuple(parts.OtherAttentionSpec(readers.layers_of(kinds, kind), own[kind], ropes[kind]) for kind in rest)
     size = config.whole(config.either("moe_intermediate_size", "intermediate_size"))
     spec = readers.read_decoder(
         config,
@@ -70,7 +66,7 @@ def _read_router(config: Config) -> formats.RouterSpec:
     kinds = readers.read_kinds(config, "mlp_layer_types", ("hash_moe", "moe"))
     if kinds:
         config.ignore("num_hash_layers")
-        table_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "hash_moe")
+        table_layers = readers.layers_of(kinds, "hash_moe")
     else:
         table_layers = tuple(range(min(config.count("num_hash_layers", 3), config.num_layers())))
     return formats.RouterSpec(
@@ -159,7 +155,8 @@ def _read_ropes(config: Config, head_dim: int) -> dict[str, parts.RopeSpec]:
                 f"{main.rotary_dim} in another; these must be equal"
             )
         scaling = scaled.scaling
-        if isinstance(scaling, YarnSpec) and group is not None and not group.has("attention_factor"):
+        has_factor = group is not None and group.has("attention_factor")
+        if scaling is not None and scaling.kind == "yarn" and not has_factor:
             scaling = replace(scaling, attention_factor=1.0)
         compress = replace(scaled, theta=compress_theta, scaling=scaling)
     return {_SLIDING: main, _SPARSE: compress, _HEAVY: compress}

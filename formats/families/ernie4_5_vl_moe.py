@@ -6,7 +6,6 @@ checkpoints have one flat config, of another type, in which pairs of numbers are
 Source: transformers, models/ernie4_5_vl_moe; Baidu (2025).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from moe_pack import formats
@@ -46,22 +45,16 @@ def _read_flat(config: Config) -> formats.ModelSpec:
 
 
 _OF_IMAGES = "experts for tokens of images, which a text model does not run"
-_PARTS: Mapping[str, str] = {
-    **multimodal.PARTS,
-    "model.resampler_model.*": "what maps vision to the text model",
-}
+_PARTS = {**multimodal.PARTS, "model.resampler_model.*": "what maps vision to the text model"}
 _TEXT = family.Family(
     model_type="ernie4_5_vl_moe_text",
     read_config=_read_text,
     dense_names={
         **ernie4_5_moe.ERNIE4_5_MOE.dense_names,
-        "layers.{i}.router": (
-            family.Stored("model.layers.{i}.mlp.gate.weight", transposed=True),
-            "model.layers.{i}.mlp.text_moe.gate.weight",
-        ),
-        "layers.{i}.router_bias": (
-            family.Stored("model.layers.{i}.mlp.moe_statics.e_score_correction_bias", parts=2),
-            "model.layers.{i}.mlp.text_moe.gate.moe_statics.e_score_correction_bias",
+        ".router": (family.Stored("mlp.gate.weight", transposed=True), "mlp.text_moe.gate.weight"),
+        ".router_bias": (
+            family.Stored("mlp.moe_statics.e_score_correction_bias", parts=2),
+            "mlp.text_moe.gate.moe_statics.e_score_correction_bias",
         ),
     },
     expert_names=(

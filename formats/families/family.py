@@ -1,8 +1,9 @@
 """A family's facts about its checkpoints: how the config is read, and which source tensor has which role."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, TypeVar
 
 from moe_pack import formats
 from moe_pack.formats.families.config import Config
@@ -31,6 +32,7 @@ class Stored:
 
 
 DenseName = str | Stored
+DenseNames = DenseName | tuple[DenseName, ...]
 
 
 def matrices(template: str, *names: str) -> dict[formats.Matrix, str]:
@@ -58,6 +60,14 @@ class ExpertNames:
     scales: Mapping[formats.Matrix, str] = field(default_factory=dict)  # of matrices in MXFP4 blocks
     of_gguf: bool = False  # our reader of GGUF files calls them so; no checkpoint has one tensor for each
 
+    def renamed(self, rename: Callable[[str], str]) -> "ExpertNames":
+        """Returns the same with other names of tensors."""
+        matrices, biases, scales = (
+            {matrix: rename(name) for matrix, name in names.items()}
+            for names in (self.matrices, self.biases, self.scales)
+        )
+        return replace(self, matrices=matrices, biases=biases, scales=scales)
+
 
 # The names that most families share; the second are those in transformers 5's memory, which it also writes with
 # save_original_format=False.
@@ -79,10 +89,6 @@ class TableNames:
     head_sizes: str
     head_offsets: str
 
-    def names(self) -> tuple[str, ...]:
-        """Returns all names, in the order of the fields."""
-        return self.table, self.multipliers, self.head_sizes, self.head_offsets
-
 
 @dataclass(frozen=True, slots=True)
 class PredictionNames:
@@ -99,6 +105,15 @@ class PredictionNames:
     norm: str  # before the head
     embed: str | None = None  # tables that some checkpoints repeat, or have for this layer alone
     head: str | None = None
+
+
+_Names = TypeVar("_Names", TableNames, PredictionNames)
+
+
+def renamed(names: _Names, rename: Callable[[str], str]) -> _Names:
+    """Returns the same with other names of tensors, those that are there."""
+    given = {each.name: getattr(names, each.name) for each in fields(names)}
+    return replace(names, **{key: rename(name) for key, name in given.items() if name is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +139,9 @@ class Family:
     # From roles to source names, with `{i}` for the layer, or `{pair}` and `{side}` (0 or 1) where the source counts
     # two of our layers as one. If a role has several names, a checkpoint has one of them. If one tensor has several
     # roles, each of them has the same `Stored`. Roles of an encoder's layers begin with `encoder.{i}`; the layers of
-    # both stacks count from 0.
-    dense_names: Mapping[str, DenseName | tuple[DenseName, ...]]
+    # both stacks count from 0. `.mlp.{up,down}` is short for two roles that begin with `layers.{i}`; the names of such
+    # roles have `{}` for `up` and `down`, and begin with each of `layer`.
+    dense_names: Mapping[str, DenseNames]
     expert_names: tuple[ExpertNames, ...] = (EXPERT_NAMES, FUSED_EXPERT_NAMES)  # a checkpoint follows one of them
     short_names: Mapping[str, str] = field(default_factory=dict)  # in lower case; each maps to a hub id
     published: tuple[Published, ...] = ()
@@ -140,9 +156,41 @@ class Family:
     table_names: tuple[TableNames, ...] = ()  # of n-gram tables; a checkpoint follows one of them, layer by layer
     may_lack_router_bias: bool = False  # a checkpoint without any router's bias is that of a model without them
     prediction: tuple[PredictionNames, ...] = ()  # the spellings of the prediction layer, if the runtime can run it
+    layer: tuple[str, ...] = ("model.layers.{i}.",)
+    ways: Mapping[str, tuple[Stored, ...]] = field(init=False)  # `dense_names` in full
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ways", dict(_ways(self.dense_names, self.layer)))
 
     @property
     def class_name(self) -> str:
         """The model's class, for `architectures` in config.json. vLLM and llama.cpp's converter choose by it."""
         words = self.model_type.removesuffix("_text").split("_")
         return self.model_class or f"{''.join(word.capitalize() for word in words)}ForCausalLM"
+
+
+def _ways(dense_names: Mapping[str, DenseNames], prefixes: tuple[str, ...]) -> Iterator[tuple[str, tuple[Stored, ...]]]:
+    for role, names in dense_names.items():
+        ways = [
+            Stored(name) if isinstance(name, str) else name
+            for name in (names if isinstance(names, tuple) else (names,))
+        ]
+        if not role.startswith("."):
+            yield role, tuple(ways)
+            continue
+        found = re.search(r"{(\w+(?:,\w+)+)}", role)
+        for part in found[1].split(",") if found else ("",):
+            own = role.replace(found[0], part) if found else role
+            yield (
+                f"layers.{{i}}{own}",
+                tuple(
+                    Stored(
+                        prefix + way.name.replace("{}", part),
+                        way.transposed,
+                        way.parts,
+                        tuple(f"layers.{{i}}{other}" for other in way.roles),
+                    )
+                    for prefix in prefixes
+                    for way in ways
+                ),
+            )

@@ -13,13 +13,10 @@ from moe_pack.formats.parts import NormedResidualSpec
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    attention = readers.read_grouped_query(
-        config, bias=readers.attention_bias(config), own_keys=True, qk_norm="projection"
-    )
-    experts, chosen = (
-        config.whole(config.either("num_experts", "num_local_experts"), 7),
-        config.whole("num_experts_per_tok", 5),
-    )
+    bias = readers.attention_bias(config)
+    attention = readers.read_grouped_query(config, bias=bias, own_keys=True, qk_norm="projection")
+    experts = config.whole(config.either("num_experts", "num_local_experts"), 7)
+    chosen = config.whole("num_experts_per_tok", 5)
     spec = readers.read_decoder(
         config,
         attention,
@@ -37,7 +34,7 @@ FLEX_OLMO = Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm.weight",
+        ".attention_post_norm": "post_attention_layernorm.weight",
+        ".mlp_post_norm": "post_feedforward_layernorm.weight",
     },
 )

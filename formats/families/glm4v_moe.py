@@ -15,8 +15,7 @@ from moe_pack.formats.families.multimodal import within
 
 def _read_config(config: Config) -> formats.ModelSpec:
     config.only(use_qk_norm=False)
-    config.require("attention_bias")  # missing, transformers takes true
-    config.require("num_key_value_heads")  # missing, transformers takes 8
+    config.require("attention_bias", "num_key_value_heads")  # missing, transformers takes true and 8
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config, ("q", "k", "v")))
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
     return readers.read_decoder(
@@ -32,11 +31,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 
 GLM4V_MOE = replace(
-    within(
-        replace(GLM4_MOE, model_type="glm4v_moe_text", read_config=_read_config),
-        "glm4v_moe",
-        tied_by_text=True,
-    ),
+    within(replace(GLM4_MOE, model_type="glm4v_moe_text", read_config=_read_config), "glm4v_moe", tied_by_text=True),
     short_names={"glm-4.5v": "zai-org/GLM-4.5V", "glm-4.6v": "zai-org/GLM-4.6V"},
     published=(Published("glm-4.5v", "106", "12", cached="94.208", leaves_out=("embed", "head")),),
 )

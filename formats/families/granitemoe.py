@@ -14,16 +14,12 @@ from moe_pack.formats.parts import GroupedQuerySpec
 
 
 def _read_config(config: Config) -> formats.ModelSpec:
-    return read_granite(config, _same_in_all_layers(config), None)
+    attention = read_granite_attention(config)
+    return read_granite(config, readers.LayerAttention(attention, rotary.read_rope(config, attention.head_dim)), None)
 
 
 def _read_shared(config: Config) -> formats.ModelSpec:
-    return read_granite(config, _same_in_all_layers(config), read_shared_expert(config))
-
-
-def _same_in_all_layers(config: Config) -> readers.LayerAttention:
-    attention = read_granite_attention(config)
-    return readers.LayerAttention(attention, rotary.read_rope(config, attention.head_dim), others=())
+    return replace(_read_config(config), shared_expert=read_shared_expert(config))
 
 
 def read_granite_attention(config: Config) -> GroupedQuerySpec:
@@ -75,10 +71,7 @@ GRANITEMOE = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.router": (
-            "model.layers.{i}.block_sparse_moe.router.layer.weight",
-            "model.layers.{i}.block_sparse_moe.router.weight",
-        ),
+        ".router": ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
     },
     expert_names=(
         family.ExpertNames(
@@ -91,10 +84,10 @@ GRANITEMOE = family.Family(
         ),
     ),
 )
-_SHARED = ("layers.{i}.shared.gate", "layers.{i}.shared.up")
-SHARED_NAMES: Mapping[str, str | family.Stored] = {
-    **{role: family.Stored("model.layers.{i}.shared_mlp.input_linear.weight", roles=_SHARED) for role in _SHARED},
-    "layers.{i}.shared.down": "model.layers.{i}.shared_mlp.output_linear.weight",
+_SHARED = (".shared.gate", ".shared.up")
+SHARED_NAMES: Mapping[str, family.DenseName] = {
+    **{role: family.Stored("shared_mlp.input_linear.weight", roles=_SHARED) for role in _SHARED},
+    ".shared.down": "shared_mlp.output_linear.weight",
 }
 GRANITEMOESHARED = replace(
     GRANITEMOE,
@@ -103,8 +96,5 @@ GRANITEMOESHARED = replace(
     unpublished="the class is in transformers; IBM published its weights in granitemoehybrid",
     published=(),
     read_config=_read_shared,
-    dense_names={
-        **GRANITEMOE.dense_names,
-        **SHARED_NAMES,
-    },
+    dense_names={**GRANITEMOE.dense_names, **SHARED_NAMES},
 )

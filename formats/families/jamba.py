@@ -46,20 +46,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
     num_experts = config.whole("num_experts", 16)
     if num_experts == 1:
         raise readers.dense_model(config)
-    return replace(
-        readers.read_decoder(
-            config,
-            readers.read_grouped_query(config),
-            None,
-            formats.RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False),
-            config.whole("intermediate_size"),
-            moe_layers=_every(config, "expert", 2, 1),
-        ),
-        mixer=_read_mixer(config),
-    )
+    router = formats.RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False)
+    size, moe_layers = config.whole("intermediate_size"), _every(config, "expert", 2, 1)
+    attention = readers.read_grouped_query(config)
+    spec = readers.read_decoder(config, attention, None, router, size, moe_layers=moe_layers)
+    return replace(spec, mixer=_read_mixer(config))
 
 
-_MLP, _MAMBA = "model.layers.{i}.feed_forward", "model.layers.{i}.mamba"
+_MLP = "model.layers.{i}.feed_forward"
 _MAMBA_NAMES = {
     "in": "in_proj.weight",
     "in_bias": "in_proj.bias",
@@ -87,10 +81,10 @@ JAMBA = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        **{f"layers.{{i}}.mixer.{role}": f"{_MAMBA}.{name}" for role, name in _MAMBA_NAMES.items()},
-        "layers.{i}.mlp_norm": "model.layers.{i}.pre_ff_layernorm.weight",
-        **{f"layers.{{i}}.mlp.{name}": f"{_MLP}.{name}_proj.weight" for name in ("gate", "up", "down")},
-        "layers.{i}.router": f"{_MLP}.router.weight",
+        **{f".mixer.{role}": f"mamba.{name}" for role, name in _MAMBA_NAMES.items()},
+        ".mlp_norm": "pre_ff_layernorm.weight",
+        ".mlp.{gate,up,down}": "feed_forward.{}_proj.weight",
+        ".router": "feed_forward.router.weight",
         "norm": "model.final_layernorm.weight",
     },
     expert_names=(

@@ -11,7 +11,7 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, multimodal, readers, rotary
 from moe_pack.formats.families.config import Config, keys
-from moe_pack.formats.parts.positions import ProportionalSpec
+from moe_pack.formats.families.mixtral import MIXTRAL
 
 _FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
 
@@ -34,7 +34,9 @@ def _read_config(config: Config) -> formats.ModelSpec:
     num_layers = config.num_layers()
     plain = readers.read_grouped_query(config, qk_norm="head")
     rope = rotary.read_rope(config, plain.head_dim, default_theta=5e6, partial_rotary_factor=1.0)
-    pairs = rope.scaling.rotated_pairs if isinstance(rope.scaling, ProportionalSpec) else rope.rotary_dim // 2
+    scaling, pairs = rope.scaling, rope.rotary_dim // 2
+    if scaling is not None and scaling.kind == "proportional":
+        pairs = scaling.rotated_pairs
     config.only(rotary_dim=2 * pairs)  # the same, which transformers does not read
     indexer, sparse = _read_indexer(config)
     full = tuple(layer for layer in range(num_layers) if layer not in sparse)
@@ -86,7 +88,7 @@ def _flags(config: Config, key: str, num_layers: int) -> tuple[int, ...]:
 def _read_indexer(config: Config) -> tuple[parts.BlockIndexerSpec, tuple[int, ...]]:
     """Reads the indexer, and the layers that have one.
 
-    What `sparse_attention_config` says comes before the keys that transformers writes, except for the layers.
+    Keys in `sparse_attention_config` come before those that transformers writes, except for the layers.
     """
     num_layers, kinds = config.num_layers(), readers.read_kinds(config, "layer_types", (_FULL, _SPARSE))
     group = config.group("sparse_attention_config")
@@ -114,27 +116,17 @@ def _read_indexer(config: Config) -> tuple[parts.BlockIndexerSpec, tuple[int, ..
     )
     if group is not None:
         group.refuse_unread()
-    if kinds:
-        return indexer, tuple(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
-    return indexer, tuple(layer for layer, flag in enumerate(flags) if flag)
+    return indexer, readers.layers_of(kinds, _SPARSE) if kinds else tuple(i for i, flag in enumerate(flags) if flag)
 
 
-_LAYER = "model.layers.{i}."
-_MOE = _LAYER + "block_sparse_moe."
-
-
-def _stacked(role: str, name: str) -> family.Stored:
-    roles = f"layers.{{i}}.{role}.gate", f"layers.{{i}}.{role}.up"
-    return family.Stored(f"{_LAYER}mlp.{name}gate_up_proj.weight", roles=roles)
-
-
-def _neurons(role: str, moe: str, name: str) -> dict[str, tuple[family.DenseName, ...]]:
+def _neurons(role: str, moe: str, own: str) -> dict[str, tuple[family.DenseName, ...]]:
     """Returns the names of the matrices of a dense expert; transformers' own fuse gate and up."""
-    whole = _stacked(role, name)
+    gate, up = f".{role}.gate", f".{role}.up"
+    whole = family.Stored(f"{own}.gate_up_proj.weight", roles=(gate, up))
     return {
-        f"layers.{{i}}.{role}.gate": (f"{moe}gate_proj.weight", whole),
-        f"layers.{{i}}.{role}.up": (f"{moe}up_proj.weight", whole),
-        f"layers.{{i}}.{role}.down": (f"{moe}down_proj.weight", f"{_LAYER}mlp.{name}down_proj.weight"),
+        gate: (f"{moe}.gate_proj.weight", whole),
+        up: (f"{moe}.up_proj.weight", whole),
+        f".{role}.down": (f"{moe}.down_proj.weight", f"{own}.down_proj.weight"),
     }
 
 
@@ -143,25 +135,16 @@ _TEXT = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        **_neurons("mlp", _LAYER + "mlp.", ""),
-        **_neurons("shared", _MOE + "shared_experts.", "shared_experts."),
-        "layers.{i}.router": (_MOE + "gate.weight", _LAYER + "mlp.gate.weight"),
-        "layers.{i}.router_bias": (
-            _MOE + "e_score_correction_bias",
-            _LAYER + "mlp.gate.e_score_correction_bias",
-        ),
-        **{
-            f"layers.{{i}}.attention.index_{name}": (
-                f"{_LAYER}self_attn.index_{own}.weight",
-                f"{_LAYER}self_attn.indexer.{own}.weight",
-            )
-            for name, own in {"q": "q_proj", "k": "k_proj", "q_norm": "q_norm", "k_norm": "k_norm"}.items()
-        },
+        **_neurons("mlp", "mlp", "mlp"),
+        **_neurons("shared", "block_sparse_moe.shared_experts", "mlp.shared_experts"),
+        ".router": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        ".router_bias": ("block_sparse_moe.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+        ".attention.index_q": ("self_attn.index_q_proj.weight", "self_attn.indexer.q_proj.weight"),
+        ".attention.index_k": ("self_attn.index_k_proj.weight", "self_attn.indexer.k_proj.weight"),
+        ".attention.index_q_norm": ("self_attn.index_q_norm.weight", "self_attn.indexer.q_norm.weight"),
+        ".attention.index_k_norm": ("self_attn.index_k_norm.weight", "self_attn.indexer.k_norm.weight"),
     },
-    expert_names=(
-        family.ExpertNames(family.matrices(_MOE + "experts.{e}.*.weight", "w1", "w3", "w2")),
-        family.FUSED_EXPERT_NAMES,
-    ),
+    expert_names=MIXTRAL.expert_names,
     unused=(family.LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"num_mtp_modules", "num_nextn_predict_layers"}),
 )

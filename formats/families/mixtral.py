@@ -35,7 +35,7 @@ MIXTRAL = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.router": ("model.layers.{i}.block_sparse_moe.gate.weight", "model.layers.{i}.mlp.gate.weight"),
+        ".router": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
     },
     expert_names=(
         family.ExpertNames(family.matrices("model.layers.{i}.block_sparse_moe.experts.{e}.*.weight", "w1", "w3", "w2")),

@@ -89,21 +89,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-_LAYER = "backbone.layers.{i}"
-_MIXER = f"{_LAYER}.mixer"
-_NAMES = {
-    "embed": "backbone.embeddings.weight",
-    "layers.{i}.attention_norm": f"{_LAYER}.norm.weight",
-    "layers.{i}.mlp_norm": f"{_LAYER}.norm.weight",
-    **{f"layers.{{i}}.attention.{name}": f"{_MIXER}.{name}_proj.weight" for name in ("q", "k", "v", "o")},
-    **{f"layers.{{i}}.mixer.{role}": f"{_MIXER}.{name}" for role, name in MAMBA2_NAMES.items()},
-    **{f"layers.{{i}}.mlp.{name}": f"{_MIXER}.{name}_proj.weight" for name in ("up", "down")},
-    **{f"layers.{{i}}.shared.{name}": f"{_MIXER}.shared_experts.{name}_proj.weight" for name in ("up", "down")},
-    "layers.{i}.router": f"{_MIXER}.gate.weight",
-    "layers.{i}.router_bias": f"{_MIXER}.gate.e_score_correction_bias",
-    "norm": "backbone.norm_f.weight",
-    "head": "lm_head.weight",
-}
 NEMOTRON_H = family.Family(
     model_type="nemotron_h",
     short_names={
@@ -112,10 +97,23 @@ NEMOTRON_H = family.Family(
     },
     published=(family.Published("nemotron-3-nano-30b-a3b", "31.6", "3.6"),),
     read_config=_read_config,
-    # With save_original_format=False, transformers 5 writes its own names.
-    dense_names={role: (name, name.replace("backbone.", "model.")) for role, name in _NAMES.items()},
+    # The second are those that transformers 5 writes with save_original_format=False.
+    layer=("backbone.layers.{i}.", "model.layers.{i}."),
+    dense_names={
+        "embed": ("backbone.embeddings.weight", "model.embeddings.weight"),
+        ".attention_norm": "norm.weight",
+        ".mlp_norm": "norm.weight",
+        ".attention.{q,k,v,o}": "mixer.{}_proj.weight",
+        **{f".mixer.{role}": f"mixer.{name}" for role, name in MAMBA2_NAMES.items()},
+        ".mlp.{up,down}": "mixer.{}_proj.weight",
+        ".shared.{up,down}": "mixer.shared_experts.{}_proj.weight",
+        ".router": "mixer.gate.weight",
+        ".router_bias": "mixer.gate.e_score_correction_bias",
+        "norm": ("backbone.norm_f.weight", "model.norm_f.weight"),
+        "head": "lm_head.weight",
+    },
     expert_names=(
-        family.ExpertNames(family.matrices(f"{_MIXER}.experts.{{e}}.*.weight", "up_proj", "down_proj")),
+        family.ExpertNames(family.matrices("backbone.layers.{i}.mixer.experts.{e}.*.weight", "up_proj", "down_proj")),
         family.ExpertNames(family.matrices("model.layers.{i}.mixer.experts.*", "up_proj", "down_proj")),
     ),
     unused=(MTP_LAYER,),

@@ -20,12 +20,12 @@ NGRAM_TABLES = (
     TableNames(f"{_EMBEDDING}.ngram_embedding.weight", *_CONSTANTS),
 )
 NGRAM_NAMES = {
-    "layers.{i}.ngrams.key": "model.layers.{i}.ple.key_proj.weight",
-    "layers.{i}.ngrams.value": "model.layers.{i}.ple.value_proj.weight",
-    "layers.{i}.ngrams.key_norm": "model.layers.{i}.ple.norm_key.weight",
-    "layers.{i}.ngrams.query_norm": "model.layers.{i}.ple.norm_query.weight",
-    "layers.{i}.ngrams.conv_norm": "model.layers.{i}.ple.norm_conv.weight",
-    "layers.{i}.ngrams.conv": "model.layers.{i}.ple.conv1d.weight",
+    ".ngrams.key": "ple.key_proj.weight",
+    ".ngrams.value": "ple.value_proj.weight",
+    ".ngrams.key_norm": "ple.norm_key.weight",
+    ".ngrams.query_norm": "ple.norm_query.weight",
+    ".ngrams.conv_norm": "ple.norm_conv.weight",
+    ".ngrams.conv": "ple.conv1d.weight",
 }
 
 

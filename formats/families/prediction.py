@@ -18,7 +18,7 @@ from moe_pack.formats.base import json_files
 from moe_pack.formats.families import claiming
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.encodings import Quantization
-from moe_pack.formats.families.family import DenseName, ExpertNames, Family, PredictionNames, Stored
+from moe_pack.formats.families.family import DenseNames, Family, PredictionNames
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.pack.layouts import UNUSED_FILE
@@ -97,9 +97,8 @@ def _kept(pack: formats.Pack) -> dict[str, TensorEntry]:
 
 
 def _is_plain(spec: formats.ModelSpec) -> bool:
-    """Whether a layer of the model is one that can stand alone: with one residual stream and one kind of attention."""
-    attention = spec.attention
-    is_same = not isinstance(attention, parts.GroupedQuerySpec) or attention.windowed_layers is None
+    """Returns whether a layer of the model can stand alone: with one residual stream and one kind of attention."""
+    is_same = len(set(map(spec.attention.window, range(spec.num_hidden_layers)))) == 1
     return spec.residual is None and spec.encoder is None and not spec.others and is_same and not spec.needs_ids
 
 
@@ -126,25 +125,14 @@ def _layer_family(family: Family, names: PredictionNames, n: int, tensors: claim
     def named(name: str) -> str:
         return name.replace(names.stack, names.layer.format(n=n), 1)
 
-    def of_layer(ways: DenseName | tuple[DenseName, ...]) -> tuple[DenseName, ...]:
-        stored = (
-            Stored(way) if isinstance(way, str) else way for way in (ways if isinstance(ways, tuple) else (ways,))
-        )
-        return tuple(replace(way, name=named(way.name)) for way in stored if way.name.startswith(names.stack))
-
-    def of_experts(known: ExpertNames) -> ExpertNames:
-        matrices, biases, scales = (
-            {matrix: named(name) for matrix, name in each.items()}
-            for each in (known.matrices, known.biases, known.scales)
-        )
-        return replace(known, matrices=matrices, biases=biases, scales=scales)
-
     own = {"norm": names.norm, PROJECT: names.project, EMBED_NORM: names.embed_norm, HIDDEN_NORM: names.hidden_norm}
     for role, name in (("embed", names.embed), ("head", names.head)):
         if name is not None and name.format(n=n) in tensors:
             own[role] = name
-    layer = {role: of_layer(ways) for role, ways in family.dense_names.items() if role.startswith("layers.")}
-    dense_names: dict[str, DenseName | tuple[DenseName, ...]] = {role: name.format(n=n) for role, name in own.items()}
-    dense_names |= {role: ways for role, ways in layer.items() if ways}
-    experts = tuple(of_experts(known) for known in family.expert_names if names.stack in known.matrices["up"])
+    dense_names: dict[str, DenseNames] = {role: name.format(n=n) for role, name in own.items()}
+    for role, ways in family.ways.items():
+        of_layer = tuple(replace(way, name=named(way.name)) for way in ways if way.name.startswith(names.stack))
+        if role.startswith("layers.") and of_layer:
+            dense_names[role] = of_layer
+    experts = tuple(known.renamed(named) for known in family.expert_names if names.stack in known.matrices["up"])
     return replace(family, dense_names=dense_names, expert_names=experts)

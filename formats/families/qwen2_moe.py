@@ -39,9 +39,7 @@ QWEN2_MOE = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.shared.gate": "model.layers.{i}.mlp.shared_expert.gate_proj.weight",
-        "layers.{i}.shared.up": "model.layers.{i}.mlp.shared_expert.up_proj.weight",
-        "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_expert.down_proj.weight",
-        "layers.{i}.shared_router": "model.layers.{i}.mlp.shared_expert_gate.weight",
+        ".shared.{gate,up,down}": "mlp.shared_expert.{}_proj.weight",
+        ".shared_router": "mlp.shared_expert_gate.weight",
     },
 )

@@ -19,16 +19,12 @@ def _read_config(config: Config) -> formats.ModelSpec:
     # The class reads none of these: all layers see everything, q and k have norms, no layer has a shared expert.
     config.only(sliding_window=None, use_sliding_window=False, use_qk_norm=True, shared_expert_intermediate_size=0)
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
+    experts, chosen = config.whole("num_experts"), config.whole("num_experts_per_tok")
     return readers.read_decoder(
         config,
         attention,
         rotary.read_rope(config, attention.head_dim, default_theta=1e6, ignored=rotary.MROPE_KEYS | {"interleaved"}),
-        formats.RouterSpec(
-            "softmax_topk",
-            config.whole("num_experts"),
-            config.whole("num_experts_per_tok"),
-            config.flag("norm_topk_prob", True),
-        ),
+        formats.RouterSpec("softmax_topk", experts, chosen, config.flag("norm_topk_prob", True)),
         config.whole("moe_intermediate_size"),
         moe_layers=readers.layers_by_step(config),
     )
@@ -46,10 +42,8 @@ QWEN3_OMNI_MOE = replace(
             {"model.": "thinker.model.language_model.", "lm_head.": "thinker.lm_head."},
         ),
         parts={
-            "thinker.visual.*": "the vision part",
-            "thinker.model.visual.*": "the vision part",
-            "thinker.audio_tower.*": "the audio part",
-            "thinker.model.audio_tower.*": "the audio part",
+            **dict.fromkeys(("thinker.visual.*", "thinker.model.visual.*"), "the vision part"),
+            **dict.fromkeys(("thinker.audio_tower.*", "thinker.model.audio_tower.*"), "the audio part"),
             "talker.*": "the talker, which chooses codes of speech",
             "code2wav.*": "what makes sound of codes of speech",
         },

@@ -41,10 +41,7 @@ _TEXT = replace(
     ),
 )
 QWEN3_VL_MOE = replace(
-    within(
-        _TEXT,
-        "qwen3_vl_moe",
-    ),
+    within(_TEXT, "qwen3_vl_moe"),
     model_class="Qwen3VLMoeForConditionalGeneration",
     short_names={
         "qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",

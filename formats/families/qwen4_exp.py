@@ -94,17 +94,17 @@ QWEN4_EXP_TEXT = family.Family(
     dense_names={
         **readers.DENSE_NAMES,
         **qwen3_next.GATED_DELTA_NAMES,
-        **{
-            f"layers.{{i}}.mixer.{name}": f"{_LAYER}linear_attn.in_proj_{name}.weight"
-            for name in ("qkv", "z", "b", "a")
-        },
+        ".mixer.qkv": "linear_attn.in_proj_qkv.weight",
+        ".mixer.z": "linear_attn.in_proj_z.weight",
+        ".mixer.b": "linear_attn.in_proj_b.weight",
+        ".mixer.a": "linear_attn.in_proj_a.weight",
         **_stream_names("layers.{i}.attention_streams", _LAYER + "attn_hyper_connection"),
         **_stream_names("layers.{i}.mlp_streams", _LAYER + "mlp_hyper_connection"),
         **_stream_names("streams", "model.hyper_connection_mixer"),
         **ngrams.NGRAM_NAMES,
         **{role: family.Stored(_INDEXER + "index_qk_proj.weight", roles=_INDEX_ROLES) for role in _INDEX_ROLES},
-        "layers.{i}.attention.index_q_norm": _INDEXER + "q_layernorm.weight",
-        "layers.{i}.attention.index_k_norm": _INDEXER + "k_layernorm.weight",
+        ".attention.index_q_norm": "self_attn.indexer.q_layernorm.weight",
+        ".attention.index_k_norm": "self_attn.indexer.k_layernorm.weight",
     },
     unused=(qwen3_next.MTP_LAYER,),
     table_names=ngrams.NGRAM_TABLES,

@@ -13,32 +13,21 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, rotary
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.parts import positions
 from moe_pack.formats.parts.specs import LimitSpec
 
 # The names of tensors that most families share; roles are those of `dense_roles`.
 DENSE_NAMES: Mapping[str, str] = {
     "embed": "model.embed_tokens.weight",
-    "layers.{i}.attention_norm": "model.layers.{i}.input_layernorm.weight",
-    "layers.{i}.attention.q": "model.layers.{i}.self_attn.q_proj.weight",
-    "layers.{i}.attention.k": "model.layers.{i}.self_attn.k_proj.weight",
-    "layers.{i}.attention.v": "model.layers.{i}.self_attn.v_proj.weight",
-    "layers.{i}.attention.o": "model.layers.{i}.self_attn.o_proj.weight",
-    "layers.{i}.attention.q_bias": "model.layers.{i}.self_attn.q_proj.bias",
-    "layers.{i}.attention.k_bias": "model.layers.{i}.self_attn.k_proj.bias",
-    "layers.{i}.attention.v_bias": "model.layers.{i}.self_attn.v_proj.bias",
-    "layers.{i}.attention.o_bias": "model.layers.{i}.self_attn.o_proj.bias",
-    "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.q_norm.weight",
-    "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.k_norm.weight",
-    "layers.{i}.mlp_norm": "model.layers.{i}.post_attention_layernorm.weight",
-    "layers.{i}.mlp.gate": "model.layers.{i}.mlp.gate_proj.weight",
-    "layers.{i}.mlp.up": "model.layers.{i}.mlp.up_proj.weight",
-    "layers.{i}.mlp.down": "model.layers.{i}.mlp.down_proj.weight",
-    "layers.{i}.router": "model.layers.{i}.mlp.gate.weight",
-    "layers.{i}.router_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
-    "layers.{i}.shared.gate": "model.layers.{i}.mlp.shared_experts.gate_proj.weight",
-    "layers.{i}.shared.up": "model.layers.{i}.mlp.shared_experts.up_proj.weight",
-    "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_experts.down_proj.weight",
+    ".attention_norm": "input_layernorm.weight",
+    ".attention.{q,k,v,o}": "self_attn.{}_proj.weight",
+    ".attention.{q,k,v,o}_bias": "self_attn.{}_proj.bias",
+    ".attention.q_norm": "self_attn.q_norm.weight",
+    ".attention.k_norm": "self_attn.k_norm.weight",
+    ".mlp_norm": "post_attention_layernorm.weight",
+    ".mlp.{gate,up,down}": "mlp.{}_proj.weight",
+    ".router": "mlp.gate.weight",
+    ".router_bias": "mlp.gate.e_score_correction_bias",
+    ".shared.{gate,up,down}": "mlp.shared_experts.{}_proj.weight",
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
@@ -50,7 +39,7 @@ class LayerAttention:
 
     attention: parts.GroupedQuerySpec
     rope: parts.RopeSpec | None
-    others: tuple[parts.OtherAttentionSpec, ...]
+    others: tuple[parts.OtherAttentionSpec, ...] = ()
 
     @classmethod
     def of(cls, layers: Iterable[tuple[parts.GroupedQuerySpec, parts.RopeSpec | None]]) -> "LayerAttention":
@@ -141,8 +130,8 @@ def read_decoder(
 
 def _num_positions(config: Config, ropes: Iterable[parts.RopeSpec | None]) -> int:
     """Reads the number of positions; `max_position_embeddings` are those that dynamic scaling leaves as they are."""
-    scalings = (rope.scaling for rope in ropes if rope is not None)
-    factor = max((each.factor for each in scalings if isinstance(each, positions.DynamicSpec)), default=1.0)
+    scalings = (rope.scaling for rope in ropes if rope is not None and rope.scaling is not None)
+    factor = max((each.factor for each in scalings if each.kind == "dynamic"), default=1.0)
     return min(int(config.whole("max_position_embeddings") * max(factor, 1.0)), 2**31 - 1)
 
 
@@ -216,20 +205,27 @@ def dense_model(config: Config) -> formats.CheckpointError:
     )
 
 
-def read_sigmoid_router(config: Config, num_experts_per_tok: int | None, normalize: bool) -> formats.RouterSpec:
+def read_sigmoid_router(
+    config: Config,
+    num_experts_per_tok: int | None,
+    normalize: bool,
+    experts: tuple[str, ...] = ("n_routed_experts", "num_local_experts"),
+    scaling_factor: float = 1,
+) -> formats.RouterSpec:
     """Reads a router of DeepSeek-V3's kind: sigmoids, a bias that corrects the choice, groups.
 
-    Args:    num_experts_per_tok, normalize: the family's defaults; None if the config must have the key.
+    Args:    experts: the keys of the number of experts.   num_experts_per_tok, normalize, scaling_factor: the family's
+             defaults; None if the config must have the key.
     """
     return formats.RouterSpec(
         "sigmoid_topk",
-        config.whole(config.either("n_routed_experts", "num_local_experts")),
+        config.whole(config.either(*experts)),
         config.whole("num_experts_per_tok", num_experts_per_tok),
         config.flag("norm_topk_prob", normalize),
         bias=True,
         n_group=config.whole("n_group", 1),
         topk_group=config.whole("topk_group", 1),
-        scaling_factor=config.number("routed_scaling_factor", 1),
+        scaling_factor=config.number("routed_scaling_factor", scaling_factor),
     )
 
 
@@ -246,15 +242,21 @@ def layers_without_attention(config: Config, kinds: dict[str, bool]) -> tuple[in
     Args:    kinds: whether a layer of each known kind has a mixer.
     Raises:  CheckpointError for another number of layers, or another kind.
     """
-    num_layers, found = config.num_layers(), config.texts("layer_types")
-    if len(found) != num_layers:
-        raise formats.CheckpointError(
-            f"{config.place}: layer_types lists {len(found)} layers, but the model has {num_layers}"
-        )
+    found = config.texts("layer_types")
+    check_count(config, "layer_types", found)
     if unknown := set(found) - kinds.keys():
         known = ", ".join(sorted(kinds))
         raise formats.CheckpointError(f"{config.place}: layer_types has {sorted(unknown)}; supported: {known}")
     return tuple(i for i, kind in enumerate(found) if kinds[kind])
+
+
+def check_count(config: Config, key: str, values: Sequence[object], more: int = 0) -> None:
+    """Refuses a list with another number of values than there are layers, and `more` behind them."""
+    num_layers = config.num_layers()
+    if len(values) not in (num_layers, num_layers + more):
+        raise formats.CheckpointError(
+            f"{config.place}: {key} lists {len(values)} layers, but the model has {num_layers}"
+        )
 
 
 def layers_after_dense(config: Config, default: int) -> tuple[int, ...]:
@@ -267,26 +269,42 @@ def read_kinds(config: Config, key: str, known: tuple[str, ...]) -> tuple[str, .
 
     Raises:  CheckpointError for another number of layers, or a kind that is not known.
     """
-    kinds, num_layers = config.texts(key), config.num_layers()
+    kinds = config.texts(key)
     if set(kinds) - set(known):
         supported = " and ".join(map(repr, known))
         are = "is" if len(known) == 1 else "are"
         raise formats.CheckpointError(
             f"{config.place}: {key} has {sorted(set(kinds))}; only {supported} {are} supported"
         )
-    if kinds and len(kinds) != num_layers:
-        raise formats.CheckpointError(
-            f"{config.place}: {key} lists {len(kinds)} layers, but the model has {num_layers}"
-        )
+    if kinds:
+        check_count(config, key, kinds)
     return kinds
+
+
+def attention_kinds(config: Config) -> tuple[str, ...]:
+    """Reads for each layer whether it has a window, as `read_kinds`: `sliding_attention`, or `full_attention`."""
+    return read_kinds(config, "layer_types", rotary.ATTENTION_KINDS)
+
+
+def layers_of(kinds: Iterable[str], kind: str) -> tuple[int, ...]:
+    """Returns the layers of a kind, by the kind of each layer."""
+    return tuple(layer for layer, each in enumerate(kinds) if each == kind)
+
+
+def with_window(
+    config: Config, attention: parts.GroupedQuerySpec, window: int, layers: tuple[int, ...]
+) -> parts.GroupedQuerySpec:
+    """Returns attention that has a window in these layers, which alone rotate; without any, attention as it is."""
+    among = None if len(layers) == config.num_layers() else layers
+    return (
+        replace(attention, sliding_window=window, windowed_layers=among, rotated_layers=among) if layers else attention
+    )
 
 
 def layers_by_kind(config: Config, num_dense: int) -> tuple[int, ...]:
     """Reads the MoE layers of a model: those that are `sparse` by `mlp_layer_types`, else all after `num_dense`."""
     kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
-    if not kinds:
-        return tuple(range(num_dense, config.num_layers()))
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    return layers_of(kinds, "sparse") if kinds else tuple(range(num_dense, config.num_layers()))
 
 
 def layers_after_dense_by_step(config: Config) -> tuple[int, ...]:
@@ -294,7 +312,7 @@ def layers_after_dense_by_step(config: Config) -> tuple[int, ...]:
     kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     if kinds:
         config.ignore("first_k_dense_replace", "moe_layer_freq")
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+        return layers_of(kinds, "sparse")
     first, step = config.count("first_k_dense_replace", 1), config.whole("moe_layer_freq", 1)
     return tuple(layer for layer in range(config.num_layers()) if layer >= first and layer % step == 0)
 
@@ -330,12 +348,12 @@ def refuse_mixed_layers(config: Config) -> None:
 
 
 LATENT_NAMES: Mapping[str, str] = {
-    "layers.{i}.attention.q_a": "model.layers.{i}.self_attn.q_a_proj.weight",
-    "layers.{i}.attention.q_a_norm": "model.layers.{i}.self_attn.q_a_layernorm.weight",
-    "layers.{i}.attention.q_b": "model.layers.{i}.self_attn.q_b_proj.weight",
-    "layers.{i}.attention.kv_a": "model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight",
-    "layers.{i}.attention.kv_a_norm": "model.layers.{i}.self_attn.kv_a_layernorm.weight",
-    "layers.{i}.attention.kv_b": "model.layers.{i}.self_attn.kv_b_proj.weight",
+    ".attention.q_a": "self_attn.q_a_proj.weight",
+    ".attention.q_a_norm": "self_attn.q_a_layernorm.weight",
+    ".attention.q_b": "self_attn.q_b_proj.weight",
+    ".attention.kv_a": "self_attn.kv_a_proj_with_mqa.weight",
+    ".attention.kv_a_norm": "self_attn.kv_a_layernorm.weight",
+    ".attention.kv_b": "self_attn.kv_b_proj.weight",
 }
 
 

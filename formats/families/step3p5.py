@@ -53,16 +53,13 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 def _of_layers(config: Config, key: str, values: Sequence[_T], predicting: int) -> tuple[_T, ...]:
     """Returns the values of decoder layers; published lists go on with those of layers that predict further tokens."""
-    num_layers = config.num_layers()
-    if values and len(values) not in (num_layers, num_layers + predicting):
-        raise formats.CheckpointError(
-            f"{config.place}: {key} lists {len(values)} layers, but the model has {num_layers}"
-        )
-    return tuple(values[:num_layers])
+    if values:
+        readers.check_count(config, key, values, predicting)
+    return tuple(values[: config.num_layers()])
 
 
 def _moe_layers(config: Config, predicting: int) -> tuple[int, ...]:
-    """The layers with experts: as `mlp_layer_types` or `moe_layers_enum` says, else all but the first three."""
+    """Reads the layers with experts: as `mlp_layer_types` or `moe_layers_enum` says, else all but the first three."""
     kinds, num_layers = config.texts("mlp_layer_types"), config.num_layers()
     if kinds:
         config.ignore("moe_layers_enum")
@@ -71,7 +68,7 @@ def _moe_layers(config: Config, predicting: int) -> tuple[int, ...]:
             raise formats.CheckpointError(
                 f"{config.place}: mlp_layer_types has {sorted(unknown)}; supported: dense, sparse"
             )
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+        return readers.layers_of(kinds, "sparse")
     if not config.has("moe_layers_enum"):
         return tuple(range(3, num_layers))
     listed = config.text("moe_layers_enum")
@@ -202,16 +199,10 @@ STEP3P5 = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention.gate": _LAYER + "self_attn.g_proj.weight",
-        "layers.{i}.router": (_LAYER + "moe.gate.weight", _LAYER + "mlp.gate.weight"),
-        "layers.{i}.router_bias": (_LAYER + "moe.router_bias", _LAYER + "mlp.gate.e_score_correction_bias"),
-        **{
-            f"layers.{{i}}.shared.{matrix}": (
-                f"{_LAYER}share_expert.{matrix}_proj.weight",
-                f"{_LAYER}mlp.shared_experts.{matrix}_proj.weight",
-            )
-            for matrix in ("gate", "up", "down")
-        },
+        ".attention.gate": "self_attn.g_proj.weight",
+        ".router": ("moe.gate.weight", "mlp.gate.weight"),
+        ".router_bias": ("moe.router_bias", "mlp.gate.e_score_correction_bias"),
+        ".shared.{gate,up,down}": ("share_expert.{}_proj.weight", "mlp.shared_experts.{}_proj.weight"),
     },
     expert_names=(
         family.ExpertNames(family.matrices(_LAYER + "moe.*.weight", "gate_proj", "up_proj", "down_proj")),

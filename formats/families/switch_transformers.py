@@ -49,10 +49,10 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 
 def _sparse(config: Config, stack: str, num_layers: int) -> tuple[int, ...]:
-    """The layers of a stack that have experts: the second of each step.
+    """Reads the layers of a stack that have experts: the second of each step.
 
-    The step follows from how many there are to be; `*_sparse_step` repeats it. As in the reference implementation the
-    second layer is one where none is asked for, and none is where more are than there are layers.
+    The step follows from their number; `*_sparse_step` repeats it. As in the reference implementation, 0 of them are
+    one, the second layer, and more of them than layers are none.
     """
     num_sparse = config.count(f"num_sparse_{stack}_layers", 3)
     step = num_layers // num_sparse if num_sparse else num_layers
@@ -83,7 +83,7 @@ def _read_router(config: Config) -> formats.RouterSpec:
 
 
 def _layer(mlp: int) -> dict[str, str]:
-    """The names of a stack's layers; `mlp` is the place of the second half in them."""
+    """Returns the names of a stack's layers; `mlp` is the place of the second half in them."""
     own, second = "block.{i}.layer.0", f"block.{{i}}.layer.{mlp}"
     return {
         "{i}.attention_norm": f"{own}.layer_norm.weight",
