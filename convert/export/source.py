@@ -114,7 +114,7 @@ def exported_tensors(
     """
     tensors = _expert_tensors(model, dtype, by_expert)
     experts = {**model.claims.experts, **model.claims.expert_biases}
-    of_experts = {name for source in experts.values() for name in source.tensors()}
+    of_experts = {name for source in experts.values() for name in (source.tensor, source.scales)}
     for name, (kind, shape, source) in _dense_tensors(pack, model, dtype).items():
         assert name not in of_experts, f"{name}: dense and an expert's"
         tensors[name] = (kind, _plain_shape(source, shape))

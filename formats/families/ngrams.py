@@ -30,16 +30,12 @@ NGRAM_NAMES = {
 
 
 def read_ngrams(config: Config) -> ngrams.NgramSpec | None:
-    """Reads the n-gram embeddings of a model; None if no layer has them.
-
-    Layers count from 1 in `ple_layer_ids`. `split_ngram_parts` says only how many tensors a table is saved in.
-    """
-    config.ignore("split_ngram_parts")
+    """Reads the n-gram embeddings of a model; None if no layer has them. Layers count from 1 in `ple_layer_ids`."""
+    config.ignore("split_ngram_parts")  # in how many tensors a table is saved
     layers = tuple(sorted(set(config.counts("ple_layer_ids"))))
     if not layers:
-        keys = ("ple_embed_dim", "ple_conv_kernel_size", "ngram_size", "heads_per_ngram", "ngram_vocab_size_base")
-        for key in (*keys, "make_ngram_vocab_size_divisible_by", "seed"):
-            config.ignore(key)
+        config.ignore("ple_embed_dim", "ple_conv_kernel_size", "ngram_size", "heads_per_ngram", "ngram_vocab_size_base")
+        config.ignore("make_ngram_vocab_size_divisible_by", "seed")
         return None
     if layers[0] < 1:
         raise CheckpointError(f"{config.place}: ple_layer_ids has layer 0, expected layers counted from 1")

@@ -1,8 +1,7 @@
 """The families by their `model_type`, and the step from a `config.json` to a `ModelSpec`.
 
-A family is data, one file a `model_type`, which nothing else lists. Code outside this folder knows specs and roles, but
-never families. The module of a family is imported when a `config.json` names it: a pack has its spec in the manifest,
-and runs without.
+A family is data, one file a `model_type`, which nothing else lists. A module is imported when a `config.json` names it:
+a pack has its spec in the manifest, and runs without.
 """
 
 from __future__ import annotations
