@@ -116,7 +116,8 @@ class Checkpoint(SourceReader):
         fates |= dict.fromkeys((source.tensor for source in experts), "packed")
         tables = (source.tensor for pieces in self.claims.tables.values() for source in pieces)
         fates |= dict.fromkeys(tables, "table")
-        fates |= dict.fromkeys(self.claims.unused, "unused") | dict.fromkeys(self.claims.dropped, "dropped")
+        fates |= dict.fromkeys(self.claims.unused, "unused")
+        fates |= dict.fromkeys(self.claims.dropped, "dropped")
         reasons = {**self.claims.unused, **self.claims.dropped}
         weights = Counter[str]()
         for source in sources:

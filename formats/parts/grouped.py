@@ -16,7 +16,7 @@ class BlockIndexerSpec:
     """The choice of `num_blocks` blocks of `block_tokens` positions that a query attends to, by small heads.
 
     There are `num_heads` queries, and one key a position, of `head_dim`, normed (rms, the model's eps) and rotated as
-    the layer's own. Keys are in the cache. docs/model.md says how blocks score.
+    the layer's own. Keys are in the cache.
     Source: transformers, models/qwen4_exp, Qwen4ExpTextQSAIndexer; models/minimax_m3_vl, MiniMaxM3VLIndexer.
     """
 
@@ -50,8 +50,8 @@ class BlockIndexerSpec:
 class GroupedQuerySpec(heads.Attention):
     """Grouped-query attention: `num_heads` queries share `num_kv_heads` keys and values of `head_dim`.
 
-    Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss. Of the gate:
-    transformers, models/qwen3_next; of values from keys, and their norm: models/gemma4, Gemma4TextAttention.
+    Source: gpt-oss model card (2508.10925), section 2.3, for sinks; transformers, models/qwen3_next for the gate,
+    models/gemma4, Gemma4TextAttention, for values from keys, and their norm.
     """
 
     kind: Literal["grouped_query"]
@@ -108,10 +108,8 @@ class GroupedQuerySpec(heads.Attention):
     def _projections_fault(self) -> str | None:
         if self.bias != tuple(name for name in PROJECTIONS if name in self.bias):
             return f"attention bias names {self.bias}, expected some of {PROJECTIONS} in this order"
-        if not 0 < self.value_scale < 1e6:
-            return f"value_scale is {self.value_scale}, expected between 0 and 1e6"
-        if self.clip is not None and not 0 < self.clip < 1e6:
-            return f"attention clip is {self.clip}, expected between 0 and 1e6"
+        if (fault := part.numbers_fault({"value_scale": self.value_scale, "attention clip": self.clip})) is not None:
+            return fault
         if (self.gated or self.keys_as_values) and self.value_dim != self.head_dim:
             name = "gated" if self.gated else "keys_as_values"
             return f"{name} attention has keys of {self.head_dim} and values of {self.value_dim}, expected equal"

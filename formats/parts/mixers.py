@@ -2,12 +2,8 @@
 
     state = decay * state + what the token writes;  output = what the token reads from the state
 
-`MixerSpec` is part of a `ModelSpec`. It names the layers that have the mixer; all others have attention. Each kind has
-its sizes, and says what follows from them: its roles (`layers.{i}.mixer.{name}` in a pack), the shape of its state, and
-whether it can run. docs/model.md says what each kind computes.
-
 A state has up to two parts, both float32: the last inputs of a short convolution, and a recurrent state of each head.
-Neither grows with the text, and neither can be cut back to an earlier position.
+Neither grows with the text, and neither can be cut back to an earlier position. docs/model.md says what each computes.
 """
 
 import math
@@ -66,9 +62,8 @@ class Mixer(part.Part, ABC):
     def fault(self, num_layers: int) -> str | None:
         """Returns why it cannot be the mixer of a model of so many layers, or None."""
         sizes = part.sizes_of(self)
-        for name, size in sizes.items():
-            if not 0 < size < 2**31:
-                return f"mixer {name} is {size}, expected 1 to 2^31 - 1"
+        if (fault := part.sizes_fault(sizes, "mixer ")) is not None:
+            return fault
         if not self.layers or not part.are_layers(self.layers, num_layers):
             return "mixer layers must list decoder layers, at least one, in rising order"
         if sizes.get("conv_kernel", 1) > MAX_CONV_KERNEL:
@@ -434,7 +429,7 @@ class LightningSpec(Mixer):
             return f"mixer factors are {len(self.factors)} numbers for {len(self.layers)} layers"
         if not all(0 < factor <= 2 for factor in self.factors):
             return f"mixer factors are {self.factors}, expected above 0 and at most 2"
-        return None if 0 < self.norm_eps < 1 else f"mixer norm_eps is {self.norm_eps}, expected between 0 and 1"
+        return part.numbers_fault({"mixer norm_eps": self.norm_eps}, "1")
 
 
 MixerSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSpec | LightningSpec

@@ -13,9 +13,9 @@ MAX_BUCKETS = 2**16
 class RelativeSpec(heads.Attention):
     """Attention of `num_heads` heads of `head_dim`, each with keys of its own, and no rotation.
 
-    A learned bias is added to `scale` times query times key. Each head has `num_buckets` of them; the distance from
-    query to key selects one. The layers of a stack share one table. Attention of a decoder layer to the encoder's
-    output has no such bias.
+    A learned bias is added to `scale` times query times key. Each head has `num_buckets` of them, selected by the
+    distance from query to key. The layers of a stack share one table. Attention to the encoder's output has no such
+    bias.
     Source: T5 (1910.10683), section 2.1; transformers, models/switch_transformers, _relative_position_bucket.
     """
 

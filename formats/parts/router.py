@@ -17,8 +17,8 @@ class RouterSpec(part.Part):
     logits, then the sigmoid of each; here a bias is added to logits. `sqrtsoftplus_topk`: the root of each logit's
     softplus, then the largest. `sparsemixer`: the largest logit, again and again; the weight is the softmax over the
     remaining logits within `2 jitter` of it.
-    Source of the scales: transformers, models/gemma4, Gemma4TextRouter; of `num_identity`: models/longcat_flash; of
-    tables: models/deepseek_v4, DeepseekV4HashRouter; of `zero_outside`: models/axk2, AXK2TopkRouter.
+    Source: transformers, models/gemma4, Gemma4TextRouter, for scales; models/longcat_flash for `num_identity`;
+    models/deepseek_v4, DeepseekV4HashRouter, for tables; models/axk2, AXK2TopkRouter, for `zero_outside`.
     """
 
     kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sqrtsoftplus_topk", "sparsemixer"]
