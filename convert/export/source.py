@@ -13,9 +13,8 @@ from typing import Any, Literal
 from moe_pack import formats
 from moe_pack.convert.options import Dtype
 from moe_pack.formats.families import claiming
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.encodings import WORD_BITS
-from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.family import Config, ExpertNames, Family
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.pack import manifests
 from moe_pack.formats.parts.specs import with_repeats

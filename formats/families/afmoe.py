@@ -9,10 +9,9 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         score_func="sigmoid", route_norm=True, n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1
     )
@@ -43,7 +42,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> parts.GroupedQuerySpec:
+def _read_attention(config: family.Config) -> parts.GroupedQuerySpec:
     """Reads attention: layers with a window rotate, the others do not, and without a window no layer does."""
     config.require("head_dim")  # missing, transformers takes 128
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", own_keys=True)

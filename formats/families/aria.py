@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.multimodal import within
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(mlp_bias=False)
     experts, chosen = config.whole("moe_num_experts"), config.whole("moe_topk")
     config.only(num_experts_per_tok=chosen)  # in published configs; the class never reads it
@@ -44,7 +43,7 @@ ARIA = replace(
     within(
         _TEXT,
         "aria",
-        ignored_keys=keys(
+        ignored_keys=family.keys(
             "ignore_index max_value_projector_patch_to_query_dict projector_patch_to_query_dict vision_feature_layer"
         ),
     ),

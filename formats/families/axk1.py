@@ -7,14 +7,13 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, read_latent_decoder
 from moe_pack.formats.parts import NormedResidualSpec
 
 _POST_NORM = "post_mlp_layernorm.weight"
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(scoring_func="sigmoid")
     # Missing, transformers takes those of A.X K1.
     config.require("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads")

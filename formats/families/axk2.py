@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import deepseek_v32, readers
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import deepseek_v32, family, readers
 from moe_pack.formats.families.deepseek_v3 import read_latent_decoder
 
 # Written by the authors' own classes, read by no code of transformers: other values would be another model.
@@ -24,7 +23,7 @@ _ONLY = {
 }
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(**_ONLY)
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of A.X K2 Light.

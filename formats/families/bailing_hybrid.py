@@ -11,7 +11,6 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.parts.specs import LimitSpec
 
 _BASE = 6e6  # of rotary positions
@@ -42,7 +41,7 @@ _ONLY = {
 }
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.derive("max_position_embeddings", config.whole(config.either("model_max_length", "max_position_embeddings")))
     config.only(**_ONLY)
     # The class ties nothing, whatever the key says, and has no latent of queries, unlike Ling-3.0-Tiny.
@@ -87,7 +86,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return replace(spec, expert=replace(spec.expert, function="capped_silu", limits=limits)) if limits else spec
 
 
-def _read_mixer(config: Config) -> parts.KimiDeltaSpec:
+def _read_mixer(config: family.Config) -> parts.KimiDeltaSpec:
     """Reads Kimi delta attention, whose sizes transformers writes under keys of their own, where they win."""
     num_layers, period = config.num_layers(), config.whole("layer_group_size", 6)
     if config.has("layer_types"):
@@ -107,7 +106,7 @@ def _read_mixer(config: Config) -> parts.KimiDeltaSpec:
     )
 
 
-def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
+def _read_rope(config: family.Config, head_dim: int) -> parts.RopeSpec:
     """Reads the rotary positions of latent attention; a rotated share is one of the other layers' heads."""
     size, group = config.whole("qk_rope_head_dim"), rotary.rope_group(config)
     config.only(rotary_dim=size)
@@ -127,7 +126,7 @@ def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     return rope
 
 
-def _read_limits(config: Config, moe_layers: tuple[int, ...]) -> tuple[LimitSpec, ...]:
+def _read_limits(config: family.Config, moe_layers: tuple[int, ...]) -> tuple[LimitSpec, ...]:
     """Reads the limits of the neurons of routed and of shared experts: a list each, in which 0 stands for none."""
     num_layers, lists = config.num_layers(), list[tuple[float | None, ...]]()
     for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
@@ -169,7 +168,7 @@ BAILING_HYBRID = family.Family(
         ".router_bias": ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
     },
     unused=(readers.PREDICTION_LAYER,),
-    ignored_keys=keys(
+    ignored_keys=family.keys(
         """
         max_window_layers mtp_loss_scaling_factor mtp_use_kda num_mtp_layers num_nextn_predict_layers pretraining_tp
         seq_aux

@@ -9,14 +9,12 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families import family, readers, rotary
 
 _SHARPER = parts.TemperatureSpec(0.1, 2048, is_from_one=True, is_unrotated=False, is_power=True)
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     # Missing, transformers takes those of Beam 1.0; null is no number of groups, but no softcap.
     config.require("head_dim", "num_key_value_heads", "n_group", "topk_group", "final_logit_softcapping")
     for key in ("n_group", "topk_group"):
@@ -41,7 +39,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     """Reads attention and rotary positions of each layer; a kind of layer whose positions are null does not rotate."""
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     own = replace(own, gate=parts.OutputGateSpec("value", "sigmoid", bias=True))
@@ -63,7 +61,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     return readers.LayerAttention.of(of(kind) for kind in kinds)
 
 
-def _kinds(config: Config) -> tuple[str, ...]:
+def _kinds(config: family.Config) -> tuple[str, ...]:
     """Reads the kind of each layer: of `layer_types`, else every sixth and the last without a window."""
     num_layers = config.num_layers()
     return readers.attention_kinds(config) or tuple(
@@ -71,7 +69,7 @@ def _kinds(config: Config) -> tuple[str, ...]:
     )
 
 
-BEAM = Family(
+BEAM = family.Family(
     model_type="beam",
     short_names={"beam-1.0": "reflection/Beam-1.0-501B-A23B"},
     unpublished="no public copy of the file of reflection/Beam-1.0-501B-A23B was found",

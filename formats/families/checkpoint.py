@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.formats.families import checkpoint_files, claiming, published, registry
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Config, Family
 from moe_pack.formats.families.given_names import given_names
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.pack import manifests, safetensors

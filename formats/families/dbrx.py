@@ -10,20 +10,19 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 # Each of the two objects is a config of its own, with the keys that all of them have.
 _NOT_READ = frozenset({"tie_word_embeddings"})
 
 
-def _object(config: Config, key: str) -> Config:
+def _object(config: family.Config, key: str) -> family.Config:
     group = config.group(key)
     if group is None:
         raise formats.CheckpointError(f"{config.place}: key {key!r} is missing, expected an object")
     return group
 
 
-def _read_router(ffn: Config) -> formats.RouterSpec:
+def _read_router(ffn: family.Config) -> formats.RouterSpec:
     ffn.require("moe_normalize_expert_weights")  # null says that weights are not normalized; missing, it is 1
     ffn.only(moe_normalize_expert_weights=1)
     return formats.RouterSpec(
@@ -34,7 +33,7 @@ def _read_router(ffn: Config) -> formats.RouterSpec:
     )
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attn, ffn = _object(config, "attn_config"), _object(config, "ffn_config")
     num_kv_heads, theta = attn.whole("kv_n_heads"), attn.number("rope_theta")
     config.only(

@@ -7,13 +7,11 @@ Source: transformers, models/deepseek_ocr2.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import multimodal, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import family, multimodal, readers, rotary
 from moe_pack.formats.families.deepseek_v2 import read_router
-from moe_pack.formats.families.family import Family
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(mlp_bias=False)
     config.require("mlp_layer_types")  # the class has no default that works
     kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
@@ -30,7 +28,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-_TEXT = Family(
+_TEXT = family.Family(
     model_type="deepseek_ocr2_text",
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,

@@ -10,10 +10,9 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, multimodal, readers, rotary
-from moe_pack.formats.families.config import Config, keys
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     # Missing, transformers takes V3's own: 8, 4, 2.5 and 128.
     config.require("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads")
@@ -21,7 +20,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 
 def read_latent_decoder(
-    config: Config,
+    config: family.Config,
     attention: parts.LatentSpec,
     moe_layers: tuple[int, ...],
     *,
@@ -101,7 +100,7 @@ KIMI_K25 = replace(
         parts=multimodal.PARTS
         | dict.fromkeys(("mm_projector.*", "model.mm_projector.*"), "what maps vision to the text model"),
         tied_head=True,
-        ignored_keys=keys(
+        ignored_keys=family.keys(
             """
             ignore_index media_placeholder_token_id projection_hidden_size projection_layer_norm_eps
             use_unified_vision_chunk video_placeholder

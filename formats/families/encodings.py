@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_pack import formats
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 
 SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix
 MXFP4_BLOCK = 32  # columns that share a scale of an MXFP4 matrix

@@ -8,18 +8,17 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 _LEAST_SUM = 1e-12
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     num_experts = config.whole(config.either("moe_num_experts", "num_experts"))
     return read_ernie(config, num_experts, config.whole("moe_intermediate_size"), _moe_layers(config))
 
 
 def read_ernie(
-    config: Config, num_experts: int, expert_size: int, moe_layers: tuple[int, ...], has_images: bool = False
+    config: family.Config, num_experts: int, expert_size: int, moe_layers: tuple[int, ...], has_images: bool = False
 ) -> formats.ModelSpec:
     """Reads the keys of ERNIE 4.5 that are the same with images, where positions have three numbers and no scaling."""
     # The last two are in released configs alone; other values would be another model.
@@ -52,7 +51,7 @@ def read_ernie(
     return replace(spec, tied_head=config.flag("tie_word_embeddings", True))
 
 
-def _moe_layers(config: Config) -> tuple[int, ...]:
+def _moe_layers(config: family.Config) -> tuple[int, ...]:
     """Reads the MoE layers: every `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`."""
     num_layers, step = config.num_layers(), config.whole("moe_layer_interval", 1)
     first, last = config.count("moe_layer_start_index", 1), config.integer("moe_layer_end_index", -1)

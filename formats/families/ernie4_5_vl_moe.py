@@ -10,10 +10,9 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import ernie4_5_moe, family, multimodal, readers
-from moe_pack.formats.families.config import Config, keys
 
 
-def _pair(config: Config, key: str) -> tuple[int, int]:
+def _pair(config: family.Config, key: str) -> tuple[int, int]:
     """Reads a list of two whole numbers above 0: for text, and for images."""
     found = config.counts(key)
     if len(found) != 2 or 0 in found:
@@ -21,7 +20,7 @@ def _pair(config: Config, key: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _read_text(config: Config) -> formats.ModelSpec:
+def _read_text(config: family.Config) -> formats.ModelSpec:
     return ernie4_5_moe.read_ernie(
         config,
         config.whole(config.either("moe_num_experts", "num_experts")),
@@ -31,7 +30,7 @@ def _read_text(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_flat(config: Config) -> formats.ModelSpec:
+def _read_flat(config: family.Config) -> formats.ModelSpec:
     config.only(rope_3d=True, use_rmsnorm=True, moe_layer_interval=1)
     num_layers, (first, of_images) = config.num_layers(), _pair(config, "moe_layer_start_index")
     if first != of_images or min(_pair(config, "moe_layer_end_index")) < num_layers - 1:
@@ -95,7 +94,7 @@ ERNIE4_5_MOE_VL = replace(
         *_TEXT.dropped,
         *(family.LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in _PARTS.items()),
     ),
-    ignored_keys=keys(
+    ignored_keys=family.keys(
         """
         im_patch_id image_end_token_id image_start_token_id moe_capacity moe_multimodal_dispatch_use_allgather
         pixel_hidden_size spatial_conv_size temporal_conv_size video_end_token_id video_start_token_id vision_config

@@ -5,11 +5,10 @@ Source: transformers, models/exaone_moe; LG AI Research (2026).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(scoring_func="sigmoid", topk_method="noaux_tc")
     expert_size = config.whole("moe_intermediate_size")
     num_dense = config.count("first_k_dense_replace", 1)
@@ -31,7 +30,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> GroupedQuerySpec:
+def _read_attention(config: family.Config) -> GroupedQuerySpec:
     """Reads attention whose layers with a window rotate: all but every `sliding_window_pattern`-th without a list."""
     attention, kinds = readers.read_grouped_query(config, qk_norm="head"), readers.attention_kinds(config)
     config.require("sliding_window")  # missing, transformers takes 4096; it cannot be null

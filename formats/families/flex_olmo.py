@@ -6,13 +6,11 @@ Source: transformers, models/flex_olmo; Shi et al., "FlexOlmo" (2507.07024).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.parts import NormedResidualSpec
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     bias = readers.attention_bias(config)
     attention = readers.read_grouped_query(config, bias=bias, own_keys=True, qk_norm="projection")
     experts = config.whole(config.either("num_experts", "num_local_experts"), 7)
@@ -27,7 +25,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return replace(spec, residual=NormedResidualSpec("normed", False, ("attention", "mlp"), apart=False, scaled=False))
 
 
-FLEX_OLMO = Family(
+FLEX_OLMO = family.Family(
     model_type="flex_olmo",
     short_names={"flexolmo": "allenai/FlexOlmo-7x7B-1T", "flexolmo-7x7b": "allenai/FlexOlmo-7x7B-1T"},
     unpublished="no public copy of the file of allenai/FlexOlmo-7x7B-1T was found",

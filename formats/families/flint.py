@@ -7,13 +7,11 @@ Source: transformers, models/flint.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attention = _read_attention(config)
     rope = rotary.read_rope(config, attention.head_dim)
     router = formats.RouterSpec(
@@ -34,7 +32,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> GroupedQuerySpec:
+def _read_attention(config: family.Config) -> GroupedQuerySpec:
     """Reads attention with sinks; without a list, the first two layers, every fourth and the last see all."""
     config.require("head_dim")  # missing, transformers takes 128
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
@@ -52,13 +50,13 @@ def _read_attention(config: Config) -> GroupedQuerySpec:
     return readers.with_window(config, attention, config.whole("sliding_window"), windowed)
 
 
-def _moe_layers(config: Config) -> tuple[int, ...]:
+def _moe_layers(config: family.Config) -> tuple[int, ...]:
     """Reads the MoE layers: by `decoder_sparse_step` and `mlp_only_layers`, which without the key are the first two."""
     layers = readers.layers_by_step(config)
     return layers if config.has("mlp_only_layers") else tuple(layer for layer in layers if layer > 1)
 
 
-FLINT = Family(
+FLINT = family.Family(
     model_type="flint",
     short_names={"flint": "RecursiveSI/flint"},
     unpublished="no public copy of the file of RecursiveSI/flint was found; transformers' defaults are its sizes",

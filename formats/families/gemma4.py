@@ -11,13 +11,12 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, multimodal, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.positions import ProportionalSpec
 
 _FULL, _SLIDING = rotary.ATTENTION_KINDS
 
 
-def _read_text(config: Config) -> formats.ModelSpec:
+def _read_text(config: family.Config) -> formats.ModelSpec:
     if not config.flag("enable_moe_block", False):
         raise readers.dense_model(config)
     config.require("hidden_size_per_layer_input")  # missing, transformers takes 256
@@ -48,7 +47,7 @@ def _read_text(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 256
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", scale=1.0)
     own = replace(own, v_norm=True)
@@ -66,7 +65,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
 
 
 def _heads(
-    config: Config, own: parts.GroupedQuerySpec, layer: int, kind: str, from_keys: bool
+    config: family.Config, own: parts.GroupedQuerySpec, layer: int, kind: str, from_keys: bool
 ) -> parts.GroupedQuerySpec:
     """Reads the heads of a layer: as `per_layer_config` says, else those without a window have keys of their own."""
     head_dim, num_kv_heads = own.head_dim, own.num_kv_heads
@@ -87,7 +86,7 @@ def _heads(
     return replace(own, head_dim=head_dim, num_kv_heads=num_kv_heads)
 
 
-def _read_ropes(config: Config, heads: dict[str, parts.GroupedQuerySpec]) -> dict[str, parts.RopeSpec]:
+def _read_ropes(config: family.Config, heads: dict[str, parts.GroupedQuerySpec]) -> dict[str, parts.RopeSpec]:
     defaults = {}
     for kind, each in heads.items():
         quarter = ProportionalSpec("proportional", each.head_dim // 8, 1.0) if kind == _FULL else None

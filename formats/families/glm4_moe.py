@@ -6,10 +6,9 @@ Source: transformers, models/glm4_moe; GLM-4.5 (2508.06471).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     qk_norm, bias = config.flag("use_qk_norm", False), readers.attention_bias(config, ("q", "k", "v"))
     attention = readers.read_grouped_query(config, bias=bias, qk_norm="head" if qk_norm else "none")
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.count("n_shared_experts", 1)

@@ -5,11 +5,10 @@ Source: transformers, models/glm4_moe_lite.
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v3 import read_latent_decoder
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     if not config.has("mlp_layer_types"):
         config.only(first_k_dense_replace=1)

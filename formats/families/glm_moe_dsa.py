@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import deepseek_v32, readers
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import deepseek_v32, family, readers
 from moe_pack.formats.families.deepseek_v3 import read_latent_decoder
-from moe_pack.formats.families.family import Published
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         scoring_func="sigmoid",
         topk_method="noaux_tc",
@@ -27,7 +25,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     # Missing, transformers takes those of GLM-5.
     config.require("routed_scaling_factor", "num_key_value_heads", "index_topk")
     indexer = replace(deepseek_v32.read_indexer(config), interleaved=True)
-    # Published configs have 192 as head_dim, which transformers replaces.
+    # family.Published configs have 192 as head_dim, which transformers replaces.
     attention = replace(readers.read_latent(config, reads_head_dim=False), indexer=indexer)
     moe_layers = deepseek_v32.layers_after_dense(config)
     spec = read_latent_decoder(config, attention, moe_layers, interleaved=True, default_eps=1e-5)
@@ -35,7 +33,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
 
 
 def with_shared_choices(
-    config: Config, spec: formats.ModelSpec, own: parts.LatentSpec, shared: tuple[int, ...]
+    config: family.Config, spec: formats.ModelSpec, own: parts.LatentSpec, shared: tuple[int, ...]
 ) -> formats.ModelSpec:
     """Returns the spec, whose attention is `own`, with attention that shares an indexer's choice in these layers."""
     if 0 in shared:
@@ -47,7 +45,7 @@ def with_shared_choices(
     return replace(spec, others=(parts.OtherAttentionSpec(shared, sharing, spec.rope),) if shared else ())
 
 
-def _indexer_kinds(config: Config) -> tuple[str, ...]:
+def _indexer_kinds(config: family.Config) -> tuple[str, ...]:
     """Reads which layers have an indexer and which share a choice: a list, else a letter for each, else a period."""
     config.ignore("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
     if config.has("indexer_types"):
@@ -68,7 +66,7 @@ GLM_MOE_DSA = replace(
     deepseek_v32.DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     short_names={f"glm-{name}": f"zai-org/GLM-{name}" for name in ("5", "5.1", "5.2", "5.3")},
-    published=(Published("glm-5.3", "744", "40", cached="47.616", active_leaves_out=("embed",)),),
+    published=(family.Published("glm-5.3", "744", "40", cached="47.616", active_leaves_out=("embed",)),),
     read_config=_read_config,
     ignored_keys=deepseek_v32.DEEPSEEK_V32.ignored_keys | {"index_share_for_mtp_iteration"},
 )

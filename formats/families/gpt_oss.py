@@ -9,10 +9,9 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attention, rope = _read_attention(config), _read_rope(config)
     config.only(swiglu_alpha=1.702, swiglu_limit=7.0)
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok", 4)
@@ -38,7 +37,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return replace(spec, expert=expert)
 
 
-def _read_attention(config: Config) -> parts.GroupedQuerySpec:
+def _read_attention(config: family.Config) -> parts.GroupedQuerySpec:
     config.require("head_dim")  # without it transformers takes 64
     bias = parts.PROJECTIONS if config.flag("attention_bias", True) else ()
     kinds = readers.attention_kinds(config)
@@ -55,7 +54,7 @@ def _read_attention(config: Config) -> parts.GroupedQuerySpec:
     )
 
 
-def _read_rope(config: Config) -> parts.RopeSpec:
+def _read_rope(config: family.Config) -> parts.RopeSpec:
     if rotary.rope_group(config) is None:  # transformers takes a yarn of its own, whatever rope_theta says
         raise formats.CheckpointError(
             f"{config.place}: rope_parameters and rope_scaling are missing, expected one of them"

@@ -9,33 +9,32 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attention = read_granite_attention(config)
     return read_granite(config, readers.LayerAttention(attention, rotary.read_rope(config, attention.head_dim)), None)
 
 
-def _read_shared(config: Config) -> formats.ModelSpec:
+def _read_shared(config: family.Config) -> formats.ModelSpec:
     return replace(_read_config(config), shared_expert=read_shared_expert(config))
 
 
-def read_granite_attention(config: Config) -> GroupedQuerySpec:
+def read_granite_attention(config: family.Config) -> GroupedQuerySpec:
     """Reads a Granite model's attention, whose scale is a key."""
     scale = config.number("attention_multiplier", 1)
     return readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True, scale=scale)
 
 
-def read_shared_expert(config: Config) -> formats.SharedExpertSpec | None:
+def read_shared_expert(config: family.Config) -> formats.SharedExpertSpec | None:
     """Reads the shared expert; None if its size is 0."""
     size = config.count("shared_intermediate_size", 0)
     return formats.SharedExpertSpec(size, gated=False) if size else None
 
 
 def read_granite(
-    config: Config, attention: readers.LayerAttention, shared_expert: formats.SharedExpertSpec | None
+    config: family.Config, attention: readers.LayerAttention, shared_expert: formats.SharedExpertSpec | None
 ) -> formats.ModelSpec:
     """Reads a Granite model of experts, with this attention and shared expert."""
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok")

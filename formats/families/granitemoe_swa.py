@@ -7,15 +7,14 @@ Source: transformers, models/granitemoe_swa.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import granitemoe, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import family, granitemoe, readers, rotary
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     return granitemoe.read_granite(config, _read_attention(config), granitemoe.read_shared_expert(config))
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     own, num_layers = replace(granitemoe.read_granite_attention(config), sinks=True), config.num_layers()
     rope = rotary.read_rope(config, own.head_dim)
     thetas = config.numbers("layer_rope_theta") or (rope.theta,) * num_layers

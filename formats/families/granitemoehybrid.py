@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, granitemoe, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import Mamba2Spec
 
 MAMBA_LAYERS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
 
 
-def _read_mixer(config: Config) -> Mamba2Spec | None:
+def _read_mixer(config: family.Config) -> Mamba2Spec | None:
     layers = readers.layers_without_attention(config, MAMBA_LAYERS)
     width, num_heads = config.whole("mamba_expand", 2) * config.whole("hidden_size"), config.whole("mamba_n_heads", 128)
     head_dim = width // num_heads
@@ -39,7 +38,7 @@ def _read_mixer(config: Config) -> Mamba2Spec | None:
     return mixer if layers else None
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     if config.has("num_local_experts") and not config.count("num_local_experts"):
         raise readers.dense_model(config)
     attention = granitemoe.read_granite_attention(config)

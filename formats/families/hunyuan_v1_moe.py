@@ -5,10 +5,9 @@ Source: transformers, models/hunyuan_v1_moe; Tencent (2025).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     num_layers = config.num_layers()
     config.only(
         use_qk_norm=True,

@@ -5,10 +5,9 @@ Source: transformers, models/hy_v3; Tencent (2026).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config, keys
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         moe_router_enable_expert_bias=True, moe_router_use_sigmoid=True, qk_norm=True, route_norm=True, mlp_bias=False
     )
@@ -54,7 +53,7 @@ HY_V3 = family.Family(
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     # Precisions of sums, which are float32 here whatever they say; a kernel; a layer that is not run.
-    ignored_keys=keys(
+    ignored_keys=family.keys(
         "enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine num_nextn_predict_layers "
         "use_grouped_mm"
     ),

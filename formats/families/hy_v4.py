@@ -9,7 +9,6 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import deepseek_v32, family, readers
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v3 import read_latent_decoder
 from moe_pack.formats.families.glm_moe_dsa import with_shared_choices
 from moe_pack.formats.parts.specs import LimitSpec
@@ -27,7 +26,7 @@ _ONLY = {
 }
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(**_ONLY)
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of a smaller Hy4.
@@ -56,7 +55,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _sharing_layers(config: Config) -> tuple[int, ...]:
+def _sharing_layers(config: family.Config) -> tuple[int, ...]:
     """Reads the layers that share an indexer's choice; without a list, three of four after the second layer."""
     kinds = readers.read_kinds(config, "indexer_types", ("full", "shared"))
     if kinds:

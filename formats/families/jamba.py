@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import MambaSpec
 
 
-def _every(config: Config, name: str, period: int, offset: int) -> tuple[int, ...]:
+def _every(config: family.Config, name: str, period: int, offset: int) -> tuple[int, ...]:
     """Reads the layers at a period and an offset, which are keys that begin with `name`."""
     period = config.whole(f"{name}_layer_period", period)
     offset = config.count(f"{name}_layer_offset", offset)
@@ -24,7 +23,7 @@ def _every(config: Config, name: str, period: int, offset: int) -> tuple[int, ..
     return tuple(i for i in range(config.num_layers()) if i % period == offset)
 
 
-def _read_mixer(config: Config) -> MambaSpec | None:
+def _read_mixer(config: family.Config) -> MambaSpec | None:
     d, attention = config.whole("hidden_size"), _every(config, "attn", 8, 4)
     rank = math.ceil(d / 16)
     layers = tuple(i for i in range(config.num_layers()) if i not in attention)
@@ -41,7 +40,7 @@ def _read_mixer(config: Config) -> MambaSpec | None:
     return mixer if layers else None
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(sliding_window=None)  # in published configs; no code of transformers reads it
     num_experts = config.whole("num_experts", 16)
     if num_experts == 1:

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import KimiDeltaSpec
 
 
-def _linear_layers(config: Config, group: Config | None) -> tuple[int, ...]:
+def _linear_layers(config: family.Config, group: family.Config | None) -> tuple[int, ...]:
     """Reads the layers with Kimi delta attention: of the published config's group, of `layer_types`, or the usual."""
     num_layers = config.num_layers()
     if config.has("layer_types"):
@@ -28,7 +27,7 @@ def _linear_layers(config: Config, group: Config | None) -> tuple[int, ...]:
     return tuple(sorted(i - 1 for i in linear))
 
 
-def _read_mixer(config: Config) -> KimiDeltaSpec:
+def _read_mixer(config: family.Config) -> KimiDeltaSpec:
     group = config.group("linear_attn_config")
 
     def size(inside: str, key: str, default: int) -> int:
@@ -48,7 +47,7 @@ def _read_mixer(config: Config) -> KimiDeltaSpec:
     return mixer
 
 
-def _moe_layers(config: Config) -> tuple[int, ...]:
+def _moe_layers(config: family.Config) -> tuple[int, ...]:
     kinds, num_layers = config.texts("mlp_layer_types"), config.num_layers()
     if not kinds:
         return readers.layers_after_dense(config, default=1)
@@ -60,7 +59,7 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
     return readers.layers_of(kinds, "sparse")
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.derive("max_position_embeddings", config.whole(config.either("model_max_length", "max_position_embeddings")))
     # Written in the published config, read by no code of transformers.
     config.only(mla_use_nope=True, moe_router_activation_func="sigmoid", moe_layer_freq=1, use_grouped_topk=True)

@@ -8,12 +8,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families import family, readers, rotary
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(attention_bias=False, use_sliding_window=True)
     # Missing, transformers takes those of Kolibri 1.
     config.require("head_dim", "num_key_value_heads")
@@ -38,7 +36,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> parts.GroupedQuerySpec:
+def _read_attention(config: family.Config) -> parts.GroupedQuerySpec:
     """Reads attention in which the layers with a window rotate."""
     attention, kinds = readers.read_grouped_query(config, qk_norm="head"), readers.attention_kinds(config)
     windowed = tuple(
@@ -48,7 +46,7 @@ def _read_attention(config: Config) -> parts.GroupedQuerySpec:
     return readers.with_window(config, attention, config.whole("sliding_window"), windowed)
 
 
-KOLIBRI1 = Family(
+KOLIBRI1 = family.Family(
     model_type="kolibri1",
     short_names={"kolibri-1": "Aleph-Alpha/Kolibri-1", "kolibri-1-bf16": "Aleph-Alpha/Kolibri-1-BF16"},
     unpublished="no public copy of the file of Aleph-Alpha/Kolibri-1 was found; transformers' defaults are its sizes",

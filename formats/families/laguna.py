@@ -9,10 +9,9 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attention, moe_layers = _read_attention(config), readers.layers_by_kind(config, num_dense=1)
     config.only(
         mlp_only_layers=[layer for layer in range(config.num_layers()) if layer not in moe_layers],
@@ -43,7 +42,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     num_layers = config.num_layers()
     config.require("head_dim")  # missing, transformers takes 128
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
@@ -66,7 +65,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     )
 
 
-def _read_gate(config: Config) -> parts.OutputGateSpec:
+def _read_gate(config: family.Config) -> parts.OutputGateSpec:
     if config.is_text("gating", "per-element"):
         return parts.OutputGateSpec("value", "softplus")
     if not config.is_text("gating", "per-head") and not config.flag("gating", True):

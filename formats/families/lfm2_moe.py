@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import ShortConvSpec
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attention = readers.read_grouped_query(config, qk_norm="head")
     layers = readers.layers_without_attention(config, {"conv": True, "full_attention": False})
     conv = ShortConvSpec(

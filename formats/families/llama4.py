@@ -10,13 +10,12 @@ from typing import Literal
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 
 _MLP = "model.layers.{i}.feed_forward."
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     # More experts would each get an input of its own.
     config.only(num_experts_per_tok=1, for_llm_compressor=False)
     size = config.whole("intermediate_size")
@@ -35,7 +34,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _moe_layers(config: Config) -> tuple[int, ...]:
+def _moe_layers(config: family.Config) -> tuple[int, ...]:
     """Reads the MoE layers: as `moe_layers` lists them, else every `interleave_moe_layer_step`-th."""
     num_layers, step = config.num_layers(), config.whole("interleave_moe_layer_step", 1)
     if config.has("moe_layers"):
@@ -44,7 +43,7 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
     return tuple(range(step - 1, num_layers, step))
 
 
-def _read_attention(config: Config) -> parts.GroupedQuerySpec:
+def _read_attention(config: family.Config) -> parts.GroupedQuerySpec:
     num_layers = config.num_layers()
     # Null: each head has its own keys; heads divide the hidden size. Missing, transformers takes 8 and 128.
     config.require("num_key_value_heads", "head_dim")
@@ -70,7 +69,7 @@ def _read_attention(config: Config) -> parts.GroupedQuerySpec:
     return replace(attention, rotated_layers=rotated, temperature=temperature if tuned else None)
 
 
-def _rotated_layers(config: Config) -> tuple[int, ...]:
+def _rotated_layers(config: family.Config) -> tuple[int, ...]:
     """Reads which layers rotate: those with a 1 in `no_rope_layers`, else all but every `no_rope_layer_interval`-th."""
     num_layers, listed = config.num_layers(), config.counts("no_rope_layers")
     step = config.whole("no_rope_layer_interval", 4)

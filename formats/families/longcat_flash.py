@@ -10,11 +10,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import ShortcutResidualSpec
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(attention_method="MLA", zero_expert_type="identity", mla_scale_q_lora=True, mla_scale_kv_lora=True)
     config.only(router_bias=False)  # transformers makes such a bias, and computes without it
     num_layers = 2 * config.whole("num_layers")

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import RopeSpec
 
 _THETAS = {"full_attention": 5e5, "sliding_attention": 1e4}
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     experts = config.whole(config.either("num_experts", "num_local_experts"))
     attention = _read_attention(config)
     return readers.read_decoder(
@@ -29,7 +28,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 128
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     kinds = readers.attention_kinds(config) or ("full_attention",) * config.num_layers()

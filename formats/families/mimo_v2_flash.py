@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import RopeSpec
 
 _THETAS = {"full_attention": 5e6, "sliding_attention": 1e4}
 _ROTATED = 0.334  # of a head, if the config does not say
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     num_layers, moe_layers = config.num_layers(), readers.layers_by_kind(config, num_dense=1)
     attention = _read_attention(config)
     config.only(
@@ -38,7 +37,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     # Missing, transformers takes 192 and 0.707; null is a scale of 1.
     config.require("head_dim", "attention_value_scale")
     value_dim = config.whole("v_head_dim")
@@ -62,7 +61,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     return readers.LayerAttention.of((windowed if kind == "sliding_attention" else own, ropes[kind]) for kind in kinds)
 
 
-def _check_published_keys(config: Config, kinds: tuple[str, ...], ropes: dict[str, RopeSpec]) -> None:
+def _check_published_keys(config: family.Config, kinds: tuple[str, ...], ropes: dict[str, RopeSpec]) -> None:
     """Refuses a config whose published keys, which transformers does not read, say something else than the others."""
     config.only(
         hybrid_layer_pattern=[int(kind == "sliding_attention") for kind in kinds],

@@ -10,11 +10,10 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.mixtral import MIXTRAL
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(postnorm=True, shared_intermediate_size=0)
     config.ignore("shared_moe_mode")  # of shared experts, of which there are none
     config.require("num_key_value_heads")  # missing, transformers takes 8
@@ -38,7 +37,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return replace(spec, mixer=mixer, residual=of_layers)
 
 
-def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
+def _read_rope(config: family.Config, head_dim: int) -> parts.RopeSpec:
     """Reads rotary positions; with a `rotary_dim`, which is that of published models, they have no scaling."""
     if not config.has("rotary_dim"):
         config.ignore("rotary_dim")
@@ -47,7 +46,7 @@ def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     return replace(rope, rotary_dim=config.whole("rotary_dim"))
 
 
-def _read_mixer(config: Config, num_heads: int, head_dim: int) -> parts.LightningSpec | None:
+def _read_mixer(config: family.Config, num_heads: int, head_dim: int) -> parts.LightningSpec | None:
     """Reads lightning attention, in the layers that `layer_types` names, else in every second; None if in no layer."""
     kinds = readers.read_kinds(config, "layer_types", ("full_attention", "linear_attention"))
     num_layers = config.num_layers()

@@ -5,11 +5,10 @@ Source: transformers, models/minimax_m2; its released modeling_minimax_m2.py.
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.mixtral import MIXTRAL
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         attn_type_list=[1] * config.num_layers(),
         qk_norm_type="per_layer",

@@ -10,13 +10,12 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, multimodal, readers, rotary
-from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.mixtral import MIXTRAL
 
 _FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         scoring_func="sigmoid",
         use_routing_bias=True,
@@ -68,14 +67,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _moe_layers(config: Config) -> tuple[int, ...]:
+def _moe_layers(config: family.Config) -> tuple[int, ...]:
     """Reads the layers with experts: by `mlp_layer_types`, else by `moe_layer_freq`, else all."""
     num_layers, kinds = config.num_layers(), readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     flags = _flags(config, "moe_layer_freq", num_layers)
     return tuple(i for i in range(num_layers) if (kinds[i] == "sparse" if kinds else not flags or flags[i]))
 
 
-def _flags(config: Config, key: str, num_layers: int) -> tuple[int, ...]:
+def _flags(config: family.Config, key: str, num_layers: int) -> tuple[int, ...]:
     """Reads a list of 0 or 1 for each layer; empty if the key is missing or null."""
     flags = config.counts(key)
     if flags and (len(flags) != num_layers or max(flags) > 1):
@@ -85,7 +84,7 @@ def _flags(config: Config, key: str, num_layers: int) -> tuple[int, ...]:
     return flags
 
 
-def _read_indexer(config: Config) -> tuple[parts.BlockIndexerSpec, tuple[int, ...]]:
+def _read_indexer(config: family.Config) -> tuple[parts.BlockIndexerSpec, tuple[int, ...]]:
     """Reads the indexer, and the layers that have one.
 
     Keys in `sparse_attention_config` come before those that transformers writes, except for the layers.
@@ -154,7 +153,7 @@ MINIMAX_M3_VL = replace(
         "minimax_m3_vl",
         parts={**multimodal.PARTS, "patch_merge_mlp.*": "what maps vision to the text model"},
         tied_by_text=True,
-        ignored_keys=keys(
+        ignored_keys=family.keys(
             """
             image_grid_pinpoints image_seq_length img_token_compression_config merged_hidden_size
             multimodal_projector_bias num_reward_heads process_image_mode projector_hidden_act projector_hidden_size

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.parts import TemperatureSpec
 
 _KEY = "llama_4_scaling_beta"
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.require("num_key_value_heads")  # null says that each head has its own; missing, transformers takes 32
     # A group's score is the sum of its two best, as with sigmoids; our softmax routers take the best.
     config.only(mlp_bias=False, sliding_window=None, n_group=1, topk_group=1)

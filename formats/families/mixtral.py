@@ -5,10 +5,9 @@ Source: transformers, models/mixtral; Jiang et al., "Mixtral of Experts" (2401.0
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     window = config.whole("sliding_window") if config.has("sliding_window") else None
     attention = readers.read_grouped_query(config, sliding_window=window)
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok", 2)

@@ -10,7 +10,6 @@ from functools import partial
 
 from moe_pack import formats
 from moe_pack.formats.families import family
-from moe_pack.formats.families.config import Config, keys
 
 Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
 # Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
@@ -30,7 +29,7 @@ PARTS: dict[str, str] = {
     }.items()
 }
 # Keys of the multimodal config, and of objects between it and the text model's, that concern other parts alone.
-_OTHER_PARTS = keys(
+_OTHER_PARTS = family.keys(
     """
     audio_config audio_end_token_id audio_start_token_id audio_token_id audio_token_index boa_token_id boa_token_index
     boi_token_id boi_token_index eoa_token_id eoa_token_index eoi_token_id eoi_token_index image_end_token_id
@@ -62,7 +61,7 @@ def within(
              ignored_keys: keys of the multimodal config that change nothing for text.
     """
 
-    def read_config(config: Config) -> formats.ModelSpec:
+    def read_config(config: family.Config) -> formats.ModelSpec:
         *outer, values = _objects(config, text_keys)
         is_tied = outer[-1].flag("tie_word_embeddings", tied_head)
         values.choice("model_type", (text.model_type, model_type, *text_types))
@@ -102,7 +101,7 @@ def within(
     )
 
 
-def _objects(config: Config, text_keys: tuple[str, ...]) -> list[Config]:
+def _objects(config: family.Config, text_keys: tuple[str, ...]) -> list[family.Config]:
     """Returns the config, the objects on the way to the text model's, and that."""
     objects = [config]
     for key in text_keys:

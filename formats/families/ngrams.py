@@ -4,8 +4,7 @@ Source: transformers, models/qwen4_exp; conversion_mapping.py for the shards of 
 """
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import TableNames
+from moe_pack.formats.families.family import Config, TableNames
 from moe_pack.formats.parts import ngrams
 
 _EMBEDDING = "model.layers.{i}.ple.ple_embedding"

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.mixtral import MIXTRAL
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     window = config.whole("sliding_window") if config.has("sliding_window") else None
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), sliding_window=window)
     config.only(num_experts_per_tok=2)

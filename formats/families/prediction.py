@@ -16,9 +16,8 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.base import json_files
 from moe_pack.formats.families import claiming
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.encodings import Quantization
-from moe_pack.formats.families.family import DenseNames, Family, PredictionNames
+from moe_pack.formats.families.family import Config, DenseNames, Family, PredictionNames
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.pack.layouts import UNUSED_FILE

@@ -6,10 +6,9 @@ Source: transformers, models/qwen2_moe; Qwen2 technical report (2407.10671).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(use_sliding_window=False)
     config.ignore("sliding_window", "max_window_layers")
     readers.refuse_mixed_layers(config)

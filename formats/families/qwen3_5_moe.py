@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, qwen3_next, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 
 
-def _read_text(config: Config) -> formats.ModelSpec:
+def _read_text(config: family.Config) -> formats.ModelSpec:
     config.only(attn_output_gate=True, mamba_ssm_dtype="float32")
     experts, chosen = config.whole("num_experts"), config.whole("num_experts_per_tok")
     router = formats.RouterSpec("softmax_topk", experts, chosen, normalize=True)

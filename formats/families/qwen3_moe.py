@@ -5,10 +5,9 @@ Source: transformers, models/qwen3_moe; Qwen3 technical report (2505.09388).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     bias, window = readers.attention_bias(config), readers.window_if_used(config)
     attention = readers.read_grouped_query(config, bias=bias, qk_norm="head", sliding_window=window)
     experts = config.whole(config.either("num_experts", "num_local_experts"))

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import GatedDeltaSpec
 
 
 def read_gated_delta(
-    config: Config, *, interleaved: bool, attending: tuple[str, ...] = ("full_attention",)
+    config: family.Config, *, interleaved: bool, attending: tuple[str, ...] = ("full_attention",)
 ) -> GatedDeltaSpec:
     """Reads Gated DeltaNet, in the layers of `layer_types`, else in all but every `full_attention_interval`-th.
 
@@ -37,7 +36,7 @@ def read_gated_delta(
 
 
 def read_gated(
-    config: Config,
+    config: family.Config,
     router: formats.RouterSpec,
     *,
     moe_layers: tuple[int, ...] | None = None,
@@ -63,7 +62,7 @@ def read_gated(
     )
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(use_sliding_window=False)  # in published configs; no code of transformers reads it
     experts = config.whole(config.either("num_experts", "num_local_experts"))
     chosen, normalize = config.whole("num_experts_per_tok"), config.flag("norm_topk_prob", True)

@@ -8,14 +8,12 @@ Source: transformers, models/qwen3_omni_moe; 2509.17765.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config, keys
-from moe_pack.formats.families.family import Published
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     # The class reads none of these: all layers see everything, q and k have norms, no layer has a shared expert.
     config.only(sliding_window=None, use_sliding_window=False, use_qk_norm=True, shared_expert_intermediate_size=0)
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
@@ -36,7 +34,7 @@ QWEN3_OMNI_MOE = replace(
         _TEXT,
         "qwen3_omni_moe",
         text_keys=("thinker_config", "text_config"),
-        # Published checkpoints, and what save_pretrained(..., save_original_format=False) writes.
+        # family.Published checkpoints, and what save_pretrained(..., save_original_format=False) writes.
         moves=(
             {"model.": "thinker.model.", "lm_head.": "thinker.lm_head."},
             {"model.": "thinker.model.language_model.", "lm_head.": "thinker.lm_head."},
@@ -47,7 +45,7 @@ QWEN3_OMNI_MOE = replace(
             "talker.*": "the talker, which chooses codes of speech",
             "code2wav.*": "what makes sound of codes of speech",
         },
-        ignored_keys=keys(
+        ignored_keys=family.keys(
             """
             assistant_token_id code2wav_config enable_audio_output im_end_token_id im_start_token_id
             position_id_per_seconds seconds_per_chunk system_token_id talker_config tts_bos_token_id tts_eos_token_id
@@ -61,5 +59,5 @@ QWEN3_OMNI_MOE = replace(
         "qwen3-omni-30b-a3b-thinking": "Qwen/Qwen3-Omni-30B-A3B-Thinking",
         "qwen3-omni-30b-a3b-captioner": "Qwen/Qwen3-Omni-30B-A3B-Captioner",
     },
-    published=(Published("qwen3-omni-30b-a3b-instruct", "30.5", "3.3"),),
+    published=(family.Published("qwen3-omni-30b-a3b-instruct", "30.5", "3.3"),),
 )

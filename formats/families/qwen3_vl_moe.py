@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     # Neither is read by the class: all layers see everything, and weights are normalized.
     config.only(sliding_window=None, use_sliding_window=False, norm_topk_prob=True)
     config.ignore("max_window_layers")

@@ -9,13 +9,12 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, ngrams, qwen3_next, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 
 _KINDS = {"linear_attention": True, "full_attention": False, "indexed_attention": False}
 
 
-def _read_text(config: Config) -> formats.ModelSpec:
+def _read_text(config: family.Config) -> formats.ModelSpec:
     config.only(attn_output_gate=True, mamba_ssm_dtype="float32")
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
@@ -42,7 +41,7 @@ def _read_text(config: Config) -> formats.ModelSpec:
     return replace(spec, mixer=_read_mixer(config), residual=residual, ngrams=ngrams.read_ngrams(config))
 
 
-def _read_indexer(config: Config) -> parts.BlockIndexerSpec:
+def _read_indexer(config: family.Config) -> parts.BlockIndexerSpec:
     """Reads which blocks of positions a query attends to; the config must have all keys."""
     config.only(indexer_kv_heads=1)
     config.require("indexer_kv_heads")
@@ -55,7 +54,7 @@ def _read_indexer(config: Config) -> parts.BlockIndexerSpec:
     return parts.BlockIndexerSpec("pooled", heads, width, block_tokens=size, num_blocks=budget // size)
 
 
-def _read_mixer(config: Config) -> parts.GatedDeltaSpec:
+def _read_mixer(config: family.Config) -> parts.GatedDeltaSpec:
     interval = config.whole("full_attention_interval", 4)
     if config.has("layer_types"):
         layers = readers.layers_without_attention(config, _KINDS)

@@ -12,7 +12,6 @@ from typing import Literal
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.specs import LimitSpec
 
 # The names of tensors that most families share; roles are those of `dense_roles`.
@@ -83,7 +82,7 @@ PREDICTION_NAMES = family.PredictionNames(
 
 
 def read_decoder(
-    config: Config,
+    config: family.Config,
     attention: parts.AttentionSpec,
     rope: parts.RopeSpec | None,
     router: formats.RouterSpec,
@@ -128,14 +127,14 @@ def read_decoder(
     )
 
 
-def _num_positions(config: Config, ropes: Iterable[parts.RopeSpec | None]) -> int:
+def _num_positions(config: family.Config, ropes: Iterable[parts.RopeSpec | None]) -> int:
     """Reads the number of positions; `max_position_embeddings` are those that dynamic scaling leaves as they are."""
     scalings = (rope.scaling for rope in ropes if rope is not None and rope.scaling is not None)
     factor = max((each.factor for each in scalings if each.kind == "dynamic"), default=1.0)
     return min(int(config.whole("max_position_embeddings") * max(factor, 1.0)), 2**31 - 1)
 
 
-def _dense_size(config: Config, key: str | None, is_used: bool) -> int | None:
+def _dense_size(config: family.Config, key: str | None, is_used: bool) -> int | None:
     """Reads the size of layers without experts; ignores its key if there are none."""
     if key is not None and not is_used:
         config.ignore(key)
@@ -143,7 +142,7 @@ def _dense_size(config: Config, key: str | None, is_used: bool) -> int | None:
 
 
 def read_grouped_query(
-    config: Config,
+    config: family.Config,
     *,
     bias: tuple[parts.Projection, ...] = (),
     qk_norm: Literal["none", "head", "projection", "rotated_head", "unit"] = "none",
@@ -172,7 +171,7 @@ def read_grouped_query(
     )
 
 
-def read_llama_attention(config: Config, bias: tuple[parts.Projection, ...]) -> parts.GroupedQuerySpec:
+def read_llama_attention(config: family.Config, bias: tuple[parts.Projection, ...]) -> parts.GroupedQuerySpec:
     """Reads the attention of published modeling files that derive from Llama's of transformers 4.3x.
 
     Heads divide the hidden size; these files never read `head_dim`.
@@ -181,7 +180,7 @@ def read_llama_attention(config: Config, bias: tuple[parts.Projection, ...]) -> 
     return read_grouped_query(config, bias=bias, own_keys=True)
 
 
-def read_llama_rope(config: Config, head_dim: int) -> parts.RopeSpec:
+def read_llama_rope(config: family.Config, head_dim: int) -> parts.RopeSpec:
     """Reads the rotary positions of such a modeling file: `rope_theta` and `rope_scaling`, not `rope_parameters`.
 
     No published model of these uses the scalings that the files know (linear, dynamic), which are refused.
@@ -190,14 +189,14 @@ def read_llama_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     return rotary.read_rope(config, head_dim, scalings=())
 
 
-def read_expert_count(config: Config, key: str) -> int:
+def read_expert_count(config: family.Config, key: str) -> int:
     """Reads the number of experts in a family that shares its `model_type` with dense models, which lack the key."""
     if not config.has(key):
         raise dense_model(config)
     return config.whole(key)
 
 
-def dense_model(config: Config) -> formats.CheckpointError:
+def dense_model(config: family.Config) -> formats.CheckpointError:
     """Returns the error for a model without experts."""
     model_type = config.text("model_type")
     return formats.CheckpointError(
@@ -206,7 +205,7 @@ def dense_model(config: Config) -> formats.CheckpointError:
 
 
 def read_sigmoid_router(
-    config: Config,
+    config: family.Config,
     num_experts_per_tok: int | None,
     normalize: bool,
     experts: tuple[str, ...] = ("n_routed_experts", "num_local_experts"),
@@ -230,13 +229,13 @@ def read_sigmoid_router(
 
 
 def attention_bias(
-    config: Config, names: tuple[parts.Projection, ...] = parts.PROJECTIONS
+    config: family.Config, names: tuple[parts.Projection, ...] = parts.PROJECTIONS
 ) -> tuple[parts.Projection, ...]:
     """Reads which projections have a bias: `names` if `attention_bias` is true, else none."""
     return names if config.flag("attention_bias", False) else ()
 
 
-def layers_without_attention(config: Config, kinds: dict[str, bool]) -> tuple[int, ...]:
+def layers_without_attention(config: family.Config, kinds: dict[str, bool]) -> tuple[int, ...]:
     """Reads the layers that `layer_types` gives a mixer in place of attention; the config must have the key.
 
     Args:    kinds: whether a layer of each known kind has a mixer.
@@ -250,7 +249,7 @@ def layers_without_attention(config: Config, kinds: dict[str, bool]) -> tuple[in
     return tuple(i for i, kind in enumerate(found) if kinds[kind])
 
 
-def check_count(config: Config, key: str, values: Sequence[object], more: int = 0) -> None:
+def check_count(config: family.Config, key: str, values: Sequence[object], more: int = 0) -> None:
     """Refuses a list with another number of values than there are layers, and `more` behind them."""
     num_layers = config.num_layers()
     if len(values) not in (num_layers, num_layers + more):
@@ -259,12 +258,12 @@ def check_count(config: Config, key: str, values: Sequence[object], more: int = 
         )
 
 
-def layers_after_dense(config: Config, default: int) -> tuple[int, ...]:
+def layers_after_dense(config: family.Config, default: int) -> tuple[int, ...]:
     """Reads the MoE layers of a model whose first `first_k_dense_replace` layers have no experts."""
     return tuple(range(config.num_layers()))[config.count("first_k_dense_replace", default) :]
 
 
-def read_kinds(config: Config, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def read_kinds(config: family.Config, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """Reads a list with the kind of each layer (`layer_types`); empty if the key is missing or null.
 
     Raises:  CheckpointError for another number of layers, or a kind that is not known.
@@ -281,7 +280,7 @@ def read_kinds(config: Config, key: str, known: tuple[str, ...]) -> tuple[str, .
     return kinds
 
 
-def attention_kinds(config: Config) -> tuple[str, ...]:
+def attention_kinds(config: family.Config) -> tuple[str, ...]:
     """Reads for each layer whether it has a window, as `read_kinds`: `sliding_attention`, or `full_attention`."""
     return read_kinds(config, "layer_types", rotary.ATTENTION_KINDS)
 
@@ -292,7 +291,7 @@ def layers_of(kinds: Iterable[str], kind: str) -> tuple[int, ...]:
 
 
 def with_window(
-    config: Config, attention: parts.GroupedQuerySpec, window: int, layers: tuple[int, ...]
+    config: family.Config, attention: parts.GroupedQuerySpec, window: int, layers: tuple[int, ...]
 ) -> parts.GroupedQuerySpec:
     """Returns attention that has a window in these layers, which alone rotate; without any, attention as it is."""
     among = None if len(layers) == config.num_layers() else layers
@@ -301,13 +300,13 @@ def with_window(
     )
 
 
-def layers_by_kind(config: Config, num_dense: int) -> tuple[int, ...]:
+def layers_by_kind(config: family.Config, num_dense: int) -> tuple[int, ...]:
     """Reads the MoE layers of a model: those that are `sparse` by `mlp_layer_types`, else all after `num_dense`."""
     kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     return layers_of(kinds, "sparse") if kinds else tuple(range(num_dense, config.num_layers()))
 
 
-def layers_after_dense_by_step(config: Config) -> tuple[int, ...]:
+def layers_after_dense_by_step(config: family.Config) -> tuple[int, ...]:
     """Reads the MoE layers of a model by `mlp_layer_types`, or the older keys: every n-th after dense ones."""
     kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     if kinds:
@@ -317,13 +316,13 @@ def layers_after_dense_by_step(config: Config) -> tuple[int, ...]:
     return tuple(layer for layer in range(config.num_layers()) if layer >= first and layer % step == 0)
 
 
-def layers_by_step(config: Config) -> tuple[int, ...]:
+def layers_by_step(config: family.Config) -> tuple[int, ...]:
     """Reads the MoE layers of a model: every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, without = config.whole("decoder_sparse_step", 1), config.counts("mlp_only_layers")
     return tuple(i for i in range(config.num_layers()) if (i + 1) % step == 0 and i not in without)
 
 
-def window_if_used(config: Config) -> int | None:
+def window_if_used(config: family.Config) -> int | None:
     """Reads `sliding_window` if `use_sliding_window` is true; else ignores it. Always ignores `max_window_layers`."""
     config.ignore("sliding_window", "max_window_layers")
     return config.whole("sliding_window") if config.flag("use_sliding_window", False) else None
@@ -338,7 +337,7 @@ def limits_of(pairs: Sequence[tuple[float | None, float | None]]) -> tuple[Limit
     )
 
 
-def refuse_mixed_layers(config: Config) -> None:
+def refuse_mixed_layers(config: family.Config) -> None:
     """Refuses `layer_types` other than full attention everywhere."""
     kinds = set(config.texts("layer_types"))
     if kinds - {"full_attention"}:
@@ -358,7 +357,7 @@ LATENT_NAMES: Mapping[str, str] = {
 
 
 def read_latent(
-    config: Config,
+    config: family.Config,
     head_dim: int | None = None,
     *,
     reads_head_dim: bool = True,

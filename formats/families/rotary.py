@@ -10,7 +10,7 @@ from typing import Literal
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.parts import positions
 
 # `ntk_alpha` is Hunyuan's fixed alpha, `mscales` is Phi-3.5-MoE's longrope with two of them.

@@ -5,10 +5,9 @@ Source: transformers, models/solar_open; Upstage (2026).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     # All layers have experts; published configs say so, and have a size for layers that have none.
     config.only(first_k_dense_replace=0, use_qk_norm=False)
     config.ignore("intermediate_size")

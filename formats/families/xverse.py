@@ -6,10 +6,9 @@ Source: xverse/XVERSE-MoE-A4.2B, modeling_xverse.py.
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     num_experts, chosen = readers.read_expert_count(config, "num_experts"), config.whole("moe_top_k", 6)
     attention = readers.read_llama_attention(config, readers.attention_bias(config))
     expert_size = config.whole("intermediate_size")

@@ -100,14 +100,11 @@ class CompressedSpec(heads.Attention):
     def roles(self, d: int, offset: float) -> Iterator[part.DenseRole]:
         width, rank = self.num_heads * self.head_dim, self.q_lora_rank
         mixed = self.num_groups * self.o_lora_rank
-        yield part.DenseRole("q_a", (rank, d), True)
-        yield part.DenseRole("q_a_norm", (rank,), False)
-        yield part.DenseRole("q_b", (width, rank), True)
-        yield part.DenseRole("kv", (self.head_dim, d), True)
-        yield part.DenseRole("kv_norm", (self.head_dim,), False)
-        yield part.DenseRole("sinks", (self.num_heads,), False)
-        yield part.DenseRole("o_a", (mixed, width // self.num_groups), True)
-        yield part.DenseRole("o_b", (d, mixed), True)
+        yield from part.matrices(q_a=(rank, d))
+        yield from part.vectors(q_a_norm=rank)
+        yield from part.matrices(q_b=(width, rank), kv=(self.head_dim, d))
+        yield from part.vectors(kv_norm=self.head_dim, sinks=self.num_heads)
+        yield from part.matrices(o_a=(mixed, width // self.num_groups), o_b=(d, mixed))
         if (compression := self.compression) is None:
             return
         for name, dim in zip(("entry", "index"), compression.dims(self.head_dim), strict=False):

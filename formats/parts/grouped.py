@@ -166,8 +166,7 @@ class GroupedQuerySpec(heads.Attention):
             yield part.DenseRole("q_norm", (q if whole else self.head_dim,), False, offset)
             yield part.DenseRole("k_norm", (kv if whole else self.head_dim,), False, offset)
         if (indexer := self.indexer) is not None:
-            yield part.DenseRole("index_q", (indexer.num_heads * indexer.head_dim, d), True)
-            yield part.DenseRole("index_k", (indexer.head_dim, d), True)
+            yield from part.matrices(index_q=(indexer.num_heads * indexer.head_dim, d), index_k=(indexer.head_dim, d))
             yield part.DenseRole("index_q_norm", (indexer.head_dim,), False, offset)
             yield part.DenseRole("index_k_norm", (indexer.head_dim,), False, offset)
 

@@ -96,25 +96,20 @@ class LatentSpec(heads.Attention):
         if self.q_lora_rank is None:
             yield part.DenseRole("q", (q, d), True)
         else:
-            yield part.DenseRole("q_a", (self.q_lora_rank, d), True)
-            yield part.DenseRole("q_a_norm", (self.q_lora_rank,), False)
-            shape = (q + outputs, 2 * self.q_lora_rank) if self.gated else (q, self.q_lora_rank)
-            yield part.DenseRole("q_b", shape, True)
-        yield part.DenseRole("kv_a", (rank + rope, d), True)
-        yield part.DenseRole("kv_a_norm", (rank,), False)
-        yield part.DenseRole("kv_b", (num_heads * (self.qk_nope_head_dim + self.v_head_dim), rank), True)
-        yield part.DenseRole("o", (d, outputs), True)
+            yield from part.matrices(q_a=(self.q_lora_rank, d))
+            yield from part.vectors(q_a_norm=self.q_lora_rank)
+            yield from part.matrices(q_b=(q + outputs, 2 * self.q_lora_rank) if self.gated else (q, self.q_lora_rank))
+        yield from part.matrices(kv_a=(rank + rope, d))
+        yield from part.vectors(kv_a_norm=rank)
+        yield from part.matrices(kv_b=(num_heads * (self.qk_nope_head_dim + self.v_head_dim), rank), o=(d, outputs))
         if self.gate is not None:
             yield from self.gate.roles(num_heads, self.v_head_dim, d)
         if self.sinks:
             yield part.DenseRole("sinks", (num_heads,), False)
         if (indexer := self.own_indexer) is not None:
             heads, width = indexer.num_heads, indexer.head_dim
-            yield part.DenseRole("index_q", (heads * width, self.q_lora_rank or 0), True)
-            yield part.DenseRole("index_k", (width, d), True)
-            yield part.DenseRole("index_k_norm", (width,), False)
-            yield part.DenseRole("index_k_norm_bias", (width,), False)
-            yield part.DenseRole("index_weights", (heads, d), False)
+            yield from part.matrices(index_q=(heads * width, self.q_lora_rank or 0), index_k=(width, d))
+            yield from part.vectors(index_k_norm=width, index_k_norm_bias=width, index_weights=(heads, d))
 
     @property
     def cached_width(self) -> int:  # the latent, the rotated key, and the indexer's key

@@ -54,8 +54,7 @@ class NgramSpec(part.Part):
 
     def roles(self, hidden_size: int, stream_width: int, offset: float) -> Iterator[part.DenseRole]:
         """Yields the dense tensors of a layer; hidden states have `stream_width` values. `offset` is that of norms."""
-        yield part.DenseRole("key", (stream_width, self.embed_dim), True)
-        yield part.DenseRole("value", (hidden_size, self.embed_dim), True)
+        yield from part.matrices(key=(stream_width, self.embed_dim), value=(hidden_size, self.embed_dim))
         for name in ("key_norm", "query_norm", "conv_norm"):
             yield part.DenseRole(name, (stream_width,), False, offset)
         yield part.DenseRole("conv", (stream_width * self.conv_kernel,), False)

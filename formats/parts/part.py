@@ -29,6 +29,16 @@ class DenseRole:
     integers: bool = False  # values are whole numbers below 2^24, stored as integers
 
 
+def matrices(**shapes: Shape) -> Iterator[DenseRole]:
+    """Yields dense tensors that may be quantized."""
+    return (DenseRole(name, shape, True) for name, shape in shapes.items())
+
+
+def vectors(**shapes: Shape | int) -> Iterator[DenseRole]:
+    """Yields dense tensors that stay as they are: vectors, and small matrices."""
+    return (DenseRole(name, (shape,) if isinstance(shape, int) else shape, False) for name, shape in shapes.items())
+
+
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 INTEGER_DTYPES = ("I32", "I64")
 

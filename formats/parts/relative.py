@@ -39,9 +39,7 @@ class RelativeSpec(heads.Attention):
 
     def roles(self, d: int, offset: float) -> Iterator[part.DenseRole]:
         width = self.num_heads * self.head_dim
-        for projection in ("q", "k", "v"):
-            yield part.DenseRole(projection, (width, d), True)
-        yield part.DenseRole("o", (d, width), True)
+        yield from part.matrices(q=(width, d), k=(width, d), v=(width, d), o=(d, width))
 
     def stack_roles(self) -> Iterator[part.DenseRole]:
         yield part.DenseRole("position_bias", (self.num_buckets, self.num_heads), False)

@@ -10,7 +10,7 @@ from support.cases import case
 from support.families import IN_TRANSFORMERS, WITH_ENCODER, Tiny, config_of, text_config, text_values, with_text
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.registry import read_spec
 
 # What PretrainedConfig of transformers 4.57 wrote with to_dict, beyond what the installed class writes.

@@ -29,7 +29,7 @@ from moe_pack.convert.pipeline import convert
 from moe_pack.convert.verify import compare_weights
 from moe_pack.formats import CheckpointError, Pack, PackError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.ngrams import read_ngrams
 from moe_pack.formats.pack.manifests import read_account
 from moe_pack.formats.pack.reader import audit
