@@ -1,5 +1,3 @@
-"""Cards of `cohere2_moe`, `cohere2_vision`."""
-
 from support.cards import SMALL_VISION, YARN, Card, Multimodal, Values, missing, only
 
 CONFIG: Values = {

@@ -1,5 +1,3 @@
-"""The card of `glm4v_moe`."""
-
 from support.cards import EXPERTS, Card, Multimodal, missing, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""Cards of `granitemoe`, `granitemoeshared`."""
-
 from support.cards import SCALES, YARN, Card, Values, unknown
 
 CONFIG: Values = SCALES | {

@@ -1,5 +1,3 @@
-"""The card of `longcat_flash`."""
-
 from support.cards import Card, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""Cards of `mistral3`, `mistral4`."""
-
 from support.cards import LATENT, MSCALES, SMALL_VISION, YARN, Card, Close, Multimodal, Values, only
 
 CONFIG: Values = LATENT | {

@@ -1,5 +1,3 @@
-"""The card of `olmoe`."""
-
 from support.cards import YARN, Card
 
 CARDS = {

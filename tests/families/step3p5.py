@@ -1,5 +1,3 @@
-"""Cards of `step3p5`, `step3p7`."""
-
 from support.cards import EXPERTS, YARN, Card, Multimodal, Values, missing, only, unknown
 
 CONFIG: Values = EXPERTS | {
