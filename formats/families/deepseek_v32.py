@@ -37,10 +37,7 @@ def layers_after_dense(config: family.Config) -> tuple[int, ...]:
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
-    short_names={
-        "deepseek-v3.2": "deepseek-ai/DeepSeek-V3.2",
-        "deepseek-v3.2-exp": "deepseek-ai/DeepSeek-V3.2-Exp",
-    },
+    short_names={"deepseek-v3.2": "deepseek-ai/DeepSeek-V3.2", "deepseek-v3.2-exp": "deepseek-ai/DeepSeek-V3.2-Exp"},
     published=(family.Published("deepseek-v3.2", "671", "37", cached="42.944", active_leaves_out=("embed",)),),
     read_config=_read_config,
     dense_names={

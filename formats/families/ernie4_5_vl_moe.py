@@ -71,11 +71,7 @@ _TEXT = family.Family(
 )
 ERNIE4_5_VL_MOE = replace(
     multimodal.within(
-        _TEXT,
-        "ernie4_5_vl_moe",
-        parts=_PARTS,
-        moves=({}, {"model.": "model.language_model."}),
-        tied_head=True,
+        _TEXT, "ernie4_5_vl_moe", parts=_PARTS, moves=({}, {"model.": "model.language_model."}), tied_head=True
     ),
     unpublished="its models are published with a flat config, ernie4_5_moe_vl",
 )

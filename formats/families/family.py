@@ -78,24 +78,15 @@ class Config:
 
     def whole(self, key: str, default: int | None = None) -> int:
         """Reads a whole number from 1 to 2^31 - 1; `default` if the key is missing or null."""
-        value = int(self._typed(key, (int,), "a whole number", default))
-        if not 0 < value < 2**31:
-            raise formats.CheckpointError(f"{self.place}: {key} is {value}, expected 1 to 2^31 - 1")
-        return value
+        return self._ranged(key, 1, default)
 
     def count(self, key: str, default: int | None = None) -> int:
         """Reads a whole number from 0 to 2^31 - 1; `default` if the key is missing or null."""
-        value = int(self._typed(key, (int,), "a whole number", default))
-        if not 0 <= value < 2**31:
-            raise formats.CheckpointError(f"{self.place}: {key} is {value}, expected 0 to 2^31 - 1")
-        return value
+        return self._ranged(key, 0, default)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Reads a whole number from -2^31 to 2^31 - 1; `default` if the key is missing or null."""
-        value = int(self._typed(key, (int,), "a whole number", default))
-        if not -(2**31) <= value < 2**31:
-            raise formats.CheckpointError(f"{self.place}: {key} is {value}, expected -2^31 to 2^31 - 1")
-        return value
+        return self._ranged(key, -(2**31), default)
 
     def num_layers(self, key: str = "num_hidden_layers") -> int:
         """Reads the number of decoder layers (at most `MAX_LAYERS`)."""
@@ -267,6 +258,13 @@ class Config:
                     "arithmetic"
                 )
 
+    def _ranged(self, key: str, least: int, default: int | None) -> int:
+        value = int(self._typed(key, (int,), "a whole number", default))
+        if not least <= value < 2**31:
+            shown = "-2^31" if least < 0 else least
+            raise formats.CheckpointError(f"{self.place}: {key} is {value}, expected {shown} to 2^31 - 1")
+        return value
+
     def _float(self, key: str, number: int | float) -> float:
         if not abs(number) < _MAX_NUMBER:
             raise formats.CheckpointError(
@@ -293,7 +291,7 @@ class Config:
 
 
 def _is_same(value: object, expected: object) -> bool:
-    """Returns whether two values of JSON are equal, and either both or none true or false (in Python `1 == True`)."""
+    """Returns whether two values of JSON are equal, either both or none of them true or false (`1 == True`)."""
     return value == expected and isinstance(value, bool) == isinstance(expected, bool)
 
 

@@ -136,9 +136,6 @@ GEMMA4 = replace(
         tied_head=True,
         ignored_keys=frozenset({"vision_soft_tokens_per_image"}),
     ),
-    short_names={
-        "gemma-4-26b-a4b": "google/gemma-4-26B-A4B",
-        "gemma-4-26b-a4b-it": "google/gemma-4-26B-A4B-it",
-    },
+    short_names={"gemma-4-26b-a4b": "google/gemma-4-26B-A4B", "gemma-4-26b-a4b-it": "google/gemma-4-26B-A4B-it"},
     published=(family.Published("gemma-4-26b-a4b", "25.2", "3.8", cached="112.640"),),
 )

@@ -83,9 +83,6 @@ MIMO_V2_FLASH = family.Family(
     short_names={"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"},
     published=(family.Published("mimo-v2-flash", "309", "15", cached="111.36"),),
     read_config=_read_config,
-    dense_names={
-        **readers.DENSE_NAMES,
-        ".attention.sinks": ("self_attn.attention_sink_bias", "self_attn.sinks"),
-    },
+    dense_names={**readers.DENSE_NAMES, ".attention.sinks": ("self_attn.attention_sink_bias", "self_attn.sinks")},
     unused=(family.LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
 )

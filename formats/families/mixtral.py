@@ -32,10 +32,7 @@ MIXTRAL = family.Family(
     },
     published=(family.Published("mixtral-8x7b", "46.7", "12.9"), family.Published("mixtral-8x22b", "141", "39")),
     read_config=_read_config,
-    dense_names={
-        **readers.DENSE_NAMES,
-        ".router": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
-    },
+    dense_names={**readers.DENSE_NAMES, ".router": ("block_sparse_moe.gate.weight", "mlp.gate.weight")},
     expert_names=(
         family.ExpertNames(family.matrices("model.layers.{i}.block_sparse_moe.experts.{e}.*.weight", "w1", "w3", "w2")),
         family.FUSED_EXPERT_NAMES,

@@ -1,9 +1,8 @@
-"""The prediction layer of a pack: what a family's model ships to predict a further token, which a draft runs.
+"""The prediction layer of a pack: a decoder layer that predicts a further token, which a draft runs.
 
-It is one decoder layer with its own norms and a projection (DeepSeek-V3, 2412.19437, section 2.2, calls it a module for
-multi-token prediction). Packs keep its tensors in `unused-000.safetensors`, under the checkpoint's names and in its
-bytes, and the checkpoint's `config.json`. Together they say which family's names to look for, so that every pack with
-these tensors has the layer, however old it is. docs/model.md has the names.
+It has norms of its own and a projection (DeepSeek-V3, 2412.19437, section 2.2, calls it a module for multi-token
+prediction). Packs keep its tensors in `unused-000.safetensors`, under the checkpoint's names and in its bytes. With the
+checkpoint's `config.json` they say which family's names to look for. docs/model.md has the names.
 """
 
 from collections.abc import Iterator
@@ -29,18 +28,16 @@ PROJECT, EMBED_NORM, HIDDEN_NORM = "project", "embed_norm", "hidden_norm"  # rol
 
 
 class PredictionLayer(SourceReader):
-    """The prediction layer of an open pack, as a model of one layer.
-
-    `spec`: of that layer; its norm is the one before the head.   `roles`: its dense tensors by name: those of a layer
-    (`layers.0.…`) and `norm`; `project` [d, 2d], `embed_norm` and `hidden_norm`; `embed` and `head` if the checkpoint
-    has them for this layer too.   `dense`: the place of each. The pack stays the caller's.
-    """
+    """The prediction layer of an open pack, as a model of one layer. The pack stays the caller's."""
 
     def __init__(self, pack: formats.Pack, family: Family, names: PredictionNames, quantization: Quantization) -> None:
-        self.pack, self.spec = pack, _layer_spec(pack.spec)
+        self.pack = pack
+        self.spec = _layer_spec(pack.spec)  # its norm is the one before the head
         self._entries = _kept(pack)
         tensors = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
         own = _layer_family(family, names, pack.spec.num_hidden_layers, tensors)
+        # A layer's (`layers.0.…`), `norm`, `project` [d, 2d], `embed_norm` and `hidden_norm`; `embed` and `head` if the
+        # checkpoint has them for this layer too.
         self.roles = {role.name: role for role in _roles(self.spec, own)}
         try:
             places = claiming.claim_parts(own, self.spec, tuple(self.roles.values()), tensors, quantization)

@@ -33,11 +33,7 @@ _TEXT = replace(
     model_type="qwen3_vl_moe_text",
     read_config=_read_config,
     # Published checkpoints fuse and transpose; what save_pretrained(..., save_original_format=False) writes does not.
-    expert_names=(
-        replace(family.FUSED_EXPERT_NAMES, transposed=True),
-        family.FUSED_EXPERT_NAMES,
-        family.EXPERT_NAMES,
-    ),
+    expert_names=(replace(family.FUSED_EXPERT_NAMES, transposed=True), family.FUSED_EXPERT_NAMES, family.EXPERT_NAMES),
 )
 QWEN3_VL_MOE = replace(
     within(_TEXT, "qwen3_vl_moe"),

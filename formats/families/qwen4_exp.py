@@ -110,11 +110,7 @@ QWEN4_EXP_TEXT = family.Family(
     ignored_keys=frozenset({"mtp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "number_of_conv_states"}),
 )
 QWEN4_EXP = replace(
-    within(
-        QWEN4_EXP_TEXT,
-        "qwen4_exp",
-        ignored_keys=frozenset({"language_model_only"}),
-    ),
+    within(QWEN4_EXP_TEXT, "qwen4_exp", ignored_keys=frozenset({"language_model_only"})),
     short_names={"qwen3.8-flash-next": "Qwen/Qwen3.8-Flash-Next", "qwen4-exp": "Qwen/Qwen4-Exp"},
     published=(
         family.Published("qwen3.8-flash-next", "176", "6", cached="13.824", active_leaves_out=("embed", "head")),

@@ -271,10 +271,7 @@ def read_kinds(config: family.Config, key: str, known: tuple[str, ...]) -> tuple
     kinds = config.texts(key)
     if set(kinds) - set(known):
         supported = " and ".join(map(repr, known))
-        are = "is" if len(known) == 1 else "are"
-        raise formats.CheckpointError(
-            f"{config.place}: {key} has {sorted(set(kinds))}; only {supported} {are} supported"
-        )
+        raise formats.CheckpointError(f"{config.place}: {key} has {sorted(set(kinds))}; only {supported} are supported")
     if kinds:
         check_count(config, key, kinds)
     return kinds

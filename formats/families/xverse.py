@@ -33,10 +33,7 @@ XVERSE = family.Family(
     },
     published=(family.Published("xverse-moe-a4.2b", "25.8", "4.2"),),
     read_config=_read_config,
-    dense_names={
-        **readers.DENSE_NAMES,
-        ".router": "mlp.router.weight",
-    },
+    dense_names={**readers.DENSE_NAMES, ".router": "mlp.router.weight"},
     expert_names=(family.EXPERT_NAMES,),
     ignored_keys=frozenset({"max_tokenizer_truncation", "pretraining_tp"}),
 )

@@ -98,44 +98,32 @@ class GroupedQuerySpec(heads.Attention):
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} heads cannot share {self.num_kv_heads} keys and values"
         return (
-            self._projections_fault()
-            or self._layers_fault(num_layers)
-            or self._pairs_fault()
+            next(self._faults(num_layers), None)
             or (None if self.indexer is None else self.indexer.fault(self, rope))
             or self._temperature_fault()
         )
 
-    def _projections_fault(self) -> str | None:
+    def _faults(self, num_layers: int) -> Iterator[str]:
         if self.bias != tuple(name for name in PROJECTIONS if name in self.bias):
-            return f"attention bias names {self.bias}, expected some of {PROJECTIONS} in this order"
+            yield f"attention bias names {self.bias}, expected some of {PROJECTIONS} in this order"
         if (fault := part.numbers_fault({"value_scale": self.value_scale, "attention clip": self.clip})) is not None:
-            return fault
+            yield fault
+        name = "gated" if self.gated else "keys_as_values"
         if (self.gated or self.keys_as_values) and self.value_dim != self.head_dim:
-            name = "gated" if self.gated else "keys_as_values"
-            return f"{name} attention has keys of {self.head_dim} and values of {self.value_dim}, expected equal"
-        return None
-
-    def _layers_fault(self, num_layers: int) -> str | None:
-        for name in ("windowed_layers", "rotated_layers"):
-            layers = getattr(self, name)
-            if layers is None:
-                continue
-            if not layers or not part.are_layers(layers, num_layers) or len(layers) == num_layers:
-                return f"{name} must list some decoder layers, but not all, in rising order"
+            yield f"{name} attention has keys of {self.head_dim} and values of {self.value_dim}, expected equal"
+        for field, layers in (("windowed_layers", self.windowed_layers), ("rotated_layers", self.rotated_layers)):
+            is_legal = layers is None or (layers and part.are_layers(layers, num_layers) and len(layers) < num_layers)
+            if not is_legal:
+                yield f"{field} must list some decoder layers, but not all, in rising order"
         if self.sliding_window is None and (self.windowed_layers is not None or self.chunked):
-            name = "chunked" if self.windowed_layers is None else "windowed_layers"
-            return f"{name} is given without a sliding_window"
-        return None
-
-    def _pairs_fault(self) -> str | None:
-        """Returns which two fields exclude each other, or None."""
+            field = "chunked" if self.windowed_layers is None else "windowed_layers"
+            yield f"{field} is given without a sliding_window"
         if self.keys_as_values and "v" in self.bias:
-            return "attention bias names v, but keys_as_values leaves no projection of values"
+            yield "attention bias names v, but keys_as_values leaves no projection of values"
         if self.gated and self.gate is not None:
-            return "attention has gated and gate, of which only one can be"
+            yield "attention has gated and gate, of which only one can be"
         if self.clip is not None and (self.gated or self.keys_as_values):
-            return f"attention has {'gated' if self.gated else 'keys_as_values'} and clip, of which only one can be"
-        return None
+            yield f"attention has {name} and clip, of which only one can be"
 
     def _temperature_fault(self) -> str | None:
         if self.temperature is None or (fault := self.temperature.fault()) is not None:
