@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.formats.families import checkpoint_files, claiming, published, registry
-from moe_pack.formats.families.family import Config, Family
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.given_names import given_names
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.pack import manifests, safetensors
@@ -195,7 +195,8 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
     Raises:  CheckpointError for an unknown name, an unsupported config, or more layers or tokens than the model has.
     """
     values, place = _config(source)
-    family = _family(values)
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    family = registry.family_of(model_type) if isinstance(model_type, str) else None
     if family is not None:
         newer = {old: new for old, new in family.old_keys.items() if new not in values}
         values = {newer.get(key, key): value for key, value in values.items()}
@@ -214,11 +215,6 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
             raise
         hint = "" if num_layers is None else "; the model's first layers may have no experts"
         raise formats.CheckpointError(f"{fault} (with {' and '.join(given)}{hint})") from fault
-
-
-def _family(values: Any) -> Family | None:
-    model_type = values.get("model_type") if isinstance(values, dict) else None
-    return registry.family_of(model_type) if isinstance(model_type, str) else None
 
 
 # Keys with the number of layers that predict further tokens: some lists of values for layers go on with theirs.

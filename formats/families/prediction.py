@@ -32,7 +32,9 @@ class PredictionLayer(SourceReader):
 
     def __init__(self, pack: formats.Pack, family: Family, names: PredictionNames, quantization: Quantization) -> None:
         self.pack = pack
-        self.spec = _layer_spec(pack.spec)  # its norm is the one before the head
+        # One layer with attention and experts, as those of the model; its norm is the one before the head.
+        one = replace(pack.spec, num_hidden_layers=1, moe_layers=(0,), mixer=None, halves=None)
+        self.spec = with_repeats(replace(one, dense_intermediate_size=None), 0)
         self._entries = _kept(pack)
         tensors = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
         own = _layer_family(family, names, pack.spec.num_hidden_layers, tensors)
@@ -96,12 +98,6 @@ def _is_plain(spec: formats.ModelSpec) -> bool:
     """Returns whether a layer of the model can stand alone: with one residual stream and one kind of attention."""
     is_same = len(set(map(spec.attention.window, range(spec.num_hidden_layers)))) == 1
     return spec.residual is None and spec.encoder is None and not spec.others and is_same and not spec.needs_ids
-
-
-def _layer_spec(spec: formats.ModelSpec) -> formats.ModelSpec:
-    """Returns the spec of the layer: one with attention and experts, as those of the model."""
-    one = replace(spec, num_hidden_layers=1, moe_layers=(0,), dense_intermediate_size=None, mixer=None, halves=None)
-    return with_repeats(one, 0)
 
 
 def _roles(spec: formats.ModelSpec, family: Family) -> Iterator[parts.DenseRole]:

@@ -7,13 +7,13 @@ Source: transformers, models/qwen3_next; Gated Delta Networks (2412.06464).
 from dataclasses import replace
 
 from moe_pack import formats
+from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.parts import GatedDeltaSpec
 
 
 def read_gated_delta(
     config: family.Config, *, interleaved: bool, attending: tuple[str, ...] = ("full_attention",)
-) -> GatedDeltaSpec:
+) -> parts.GatedDeltaSpec:
     """Reads Gated DeltaNet, in the layers of `layer_types`, else in all but every `full_attention_interval`-th.
 
     Args:    attending: the kinds of layers with attention.
@@ -23,7 +23,7 @@ def read_gated_delta(
     if config.has("layer_types"):
         kinds = {"linear_attention": True} | dict.fromkeys(attending, False)
         layers = readers.layers_without_attention(config, kinds)
-    return GatedDeltaSpec(
+    return parts.GatedDeltaSpec(
         kind="gated_delta_net",
         layers=layers,
         num_key_heads=config.whole("linear_num_key_heads", 16),
@@ -42,6 +42,7 @@ def read_gated(
     moe_layers: tuple[int, ...] | None = None,
     dense_size_key: str | None = None,
     ignored: frozenset[str] = frozenset(),
+    indexer: parts.BlockIndexerSpec | None = None,
 ) -> formats.ModelSpec:
     """Reads a decoder as of Qwen3-Next, but for its mixer: attention with gates, and a shared expert with one.
 
@@ -49,6 +50,7 @@ def read_gated(
     """
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
+    attention = replace(attention, indexer=indexer)
     return readers.read_decoder(
         config,
         attention,

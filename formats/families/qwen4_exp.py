@@ -8,37 +8,30 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, ngrams, qwen3_next, readers, rotary
+from moe_pack.formats.families import family, ngrams, qwen3_5_moe, qwen3_next, rotary
 from moe_pack.formats.families.multimodal import within
-
-_KINDS = {"linear_attention": True, "full_attention": False, "indexed_attention": False}
 
 
 def _read_text(config: family.Config) -> formats.ModelSpec:
     config.only(attn_output_gate=True, mamba_ssm_dtype="float32")
-    config.require("head_dim")  # missing, transformers takes 256
-    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
-    attention = replace(attention, indexer=_read_indexer(config))
-    spec = readers.read_decoder(
-        config,
-        attention,
-        rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=rotary.MROPE_KEYS),
-        formats.RouterSpec(
-            "softmax_topk",
-            config.whole("num_experts", 512),
-            config.whole("num_experts_per_tok", 10),
-            config.flag("norm_topk_prob", True),
-        ),
-        config.whole("moe_intermediate_size"),
-        dense_size_key=None,
-        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
+    router = formats.RouterSpec(
+        "softmax_topk",
+        config.whole("num_experts", 512),
+        config.whole("num_experts_per_tok", 10),
+        config.flag("norm_topk_prob", True),
     )
+    spec = qwen3_next.read_gated(config, router, ignored=rotary.MROPE_KEYS, indexer=_read_indexer(config))
     group = rotary.rope_group(config)
     if group is None or not group.has("partial_rotary_factor"):
         config.require("partial_rotary_factor")  # missing, transformers refuses the config
-    residual = parts.GatedStreamsSpec("gated_streams", config.whole("hc_count", 4), config.whole("hc_lowrank", 320))
-    return replace(spec, mixer=_read_mixer(config), residual=residual, ngrams=ngrams.read_ngrams(config))
+    mixer = qwen3_next.read_gated_delta(config, interleaved=False, attending=("full_attention", "indexed_attention"))
+    is_sigmoid = config.choice("output_gate_type", ("silu", "sigmoid")) == "sigmoid"
+    return replace(
+        spec,
+        mixer=replace(mixer, gate="sigmoid" if is_sigmoid else "silu"),
+        residual=parts.GatedStreamsSpec("gated_streams", config.whole("hc_count", 4), config.whole("hc_lowrank", 320)),
+        ngrams=ngrams.read_ngrams(config),
+    )
 
 
 def _read_indexer(config: family.Config) -> parts.BlockIndexerSpec:
@@ -52,25 +45,6 @@ def _read_indexer(config: family.Config) -> parts.BlockIndexerSpec:
         )
     heads, width = config.whole("indexer_n_heads"), config.whole("indexer_head_dim")
     return parts.BlockIndexerSpec("pooled", heads, width, block_tokens=size, num_blocks=budget // size)
-
-
-def _read_mixer(config: family.Config) -> parts.GatedDeltaSpec:
-    interval = config.whole("full_attention_interval", 4)
-    if config.has("layer_types"):
-        layers = readers.layers_without_attention(config, _KINDS)
-    else:
-        layers = tuple(i for i in range(config.num_layers()) if (i + 1) % interval)
-    return parts.GatedDeltaSpec(
-        kind="gated_delta_net",
-        layers=layers,
-        num_key_heads=config.whole("linear_num_key_heads", 16),
-        num_value_heads=config.whole("linear_num_value_heads", 32),
-        key_head_dim=config.whole("linear_key_head_dim", 128),
-        value_head_dim=config.whole("linear_value_head_dim", 128),
-        conv_kernel=config.whole("linear_conv_kernel_dim", 4),
-        interleaved=False,
-        gate="sigmoid" if config.choice("output_gate_type", ("silu", "sigmoid")) == "sigmoid" else "silu",
-    )
 
 
 def _stream_names(role: str, module: str) -> dict[str, str]:
@@ -91,12 +65,7 @@ QWEN4_EXP_TEXT = family.Family(
     unpublished="its models are published inside multimodal checkpoints, qwen4_exp",
     read_config=_read_text,
     dense_names={
-        **readers.DENSE_NAMES,
-        **qwen3_next.GATED_DELTA_NAMES,
-        ".mixer.qkv": "linear_attn.in_proj_qkv.weight",
-        ".mixer.z": "linear_attn.in_proj_z.weight",
-        ".mixer.b": "linear_attn.in_proj_b.weight",
-        ".mixer.a": "linear_attn.in_proj_a.weight",
+        **qwen3_5_moe.NAMES,
         **_stream_names("layers.{i}.attention_streams", _LAYER + "attn_hyper_connection"),
         **_stream_names("layers.{i}.mlp_streams", _LAYER + "mlp_hyper_connection"),
         **_stream_names("streams", "model.hyper_connection_mixer"),

@@ -104,13 +104,16 @@ def read_decoder(
     config.only(hidden_act="silu")
     num_layers = config.num_layers()
     moe_layers = tuple(range(num_layers)) if moe_layers is None else moe_layers
+    has_dense = len(moe_layers) < num_layers
+    if dense_size_key is not None and not has_dense:
+        config.ignore(dense_size_key)
     return formats.ModelSpec(
         family="",  # `read_spec` names it
         hidden_size=config.whole("hidden_size"),
         vocab_size=config.whole("vocab_size"),
         num_hidden_layers=num_layers,
         moe_layers=moe_layers,
-        dense_intermediate_size=_dense_size(config, dense_size_key, len(moe_layers) < num_layers),
+        dense_intermediate_size=config.whole(dense_size_key) if has_dense and dense_size_key is not None else None,
         max_position_embeddings=_num_positions(config, (rope, *(each.rope for each in others))),
         norm=norm or formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
         tied_head=config.flag("tie_word_embeddings", False),
@@ -132,13 +135,6 @@ def _num_positions(config: family.Config, ropes: Iterable[parts.RopeSpec | None]
     scalings = (rope.scaling for rope in ropes if rope is not None and rope.scaling is not None)
     factor = max((each.factor for each in scalings if each.kind == "dynamic"), default=1.0)
     return min(int(config.whole("max_position_embeddings") * max(factor, 1.0)), 2**31 - 1)
-
-
-def _dense_size(config: family.Config, key: str | None, is_used: bool) -> int | None:
-    """Reads the size of layers without experts; ignores its key if there are none."""
-    if key is not None and not is_used:
-        config.ignore(key)
-    return config.whole(key) if key is not None and is_used else None
 
 
 def read_grouped_query(

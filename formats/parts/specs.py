@@ -384,14 +384,12 @@ def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int
     """Returns the values of a key-value cache for so many tokens, of which at most `chunk_tokens` enter at once."""
     if spec.encoder is not None:
         return context_tokens * cached_values(spec)
-    layers = range(spec.num_hidden_layers)
-    return sum(layer_cache_values(spec, layer, context_tokens, chunk_tokens) for layer in layers)
-
-
-def layer_cache_values(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
-    """Returns the values of a decoder layer's key-value cache, as `cache_values` of all."""
-    places = cached_tokens(spec, layer, context_tokens, chunk_tokens)
-    return spec.attention_of(layer).cache_values(places, context_tokens, chunk_tokens)
+    return sum(
+        spec.attention_of(layer).cache_values(
+            cached_tokens(spec, layer, context_tokens, chunk_tokens), context_tokens, chunk_tokens
+        )
+        for layer in range(spec.num_hidden_layers)
+    )
 
 
 def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:

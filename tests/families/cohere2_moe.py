@@ -41,9 +41,7 @@ CARDS = {
         ),
     "cohere2_vision": Card(
         CONFIG | {"model_type": "cohere2_moe", "logit_scale": 1.0},
-        shapes={
-            "own head": {"tie_word_embeddings": False},
-        },
+        shapes={"own head": {"tie_word_embeddings": False}},
         close=[only("logit_scale", 0.25, 1.0)],
         around=Multimodal(
             {

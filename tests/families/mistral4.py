@@ -17,9 +17,7 @@ CLOSE: list[Close] = [
 CARDS = {
     "mistral3": Card(
         CONFIG | {"model_type": "mistral4", "tie_word_embeddings": False},
-        shapes={
-            "tied head": {"tie_word_embeddings": True},
-        },
+        shapes={"tied head": {"tie_word_embeddings": True}},
         close=CLOSE,
         around=Multimodal(
             {

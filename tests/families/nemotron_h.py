@@ -37,9 +37,7 @@ CARDS = {
         ],
         rope="none",
     ),
-    "nemotron_h_omni": Card(
-        CONFIG, close=CLOSE, around=AROUND, rope="none",
-    ),
+    "nemotron_h_omni": Card(CONFIG, close=CLOSE, around=AROUND, rope="none"),
     "NemotronH_Nano_Omni_Reasoning_V3": Card(
         CONFIG, close=CLOSE, around=AROUND, rope="none", built_as="nemotron_h_omni",
     ),

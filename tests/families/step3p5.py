@@ -54,9 +54,7 @@ CARDS = {
     ),
     "step3p7": Card(
         CONFIG | {"model_type": "step3p5", "tie_word_embeddings": False},
-        shapes={
-            "tied head": {"tie_word_embeddings": True},
-        },
+        shapes={"tied head": {"tie_word_embeddings": True}},
         close=[unknown("vision_model_type", "clip")],
         around=Multimodal(
             {
