@@ -72,12 +72,6 @@ FAMILY_TABLES = (
 # read configs into parts, say parts in the words of GGUF, or choose a GPU's kernels. All others ask the part.
 PARTS = ("moe_pack.formats.parts", "moe_pack.runtime.model")
 LOOK_AT_PARTS = {
-    "moe_pack.formats.families.deepseek_v4",
-    "moe_pack.formats.families.gpt_oss",
-    "moe_pack.formats.families.minimax_m3_vl",
-    "moe_pack.formats.families.mistral4",
-    "moe_pack.formats.families.prediction",
-    "moe_pack.formats.families.readers",
     "moe_pack.formats.gguf.factors",
     "moe_pack.formats.gguf.files",
     "moe_pack.formats.gguf.metadata",

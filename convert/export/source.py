@@ -13,9 +13,8 @@ from typing import Any, Literal
 from moe_pack import formats
 from moe_pack.convert.options import Dtype
 from moe_pack.formats.families import claiming
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.encodings import WORD_BITS
-from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.family import Config, ExpertNames, Family
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.pack import manifests
 from moe_pack.formats.parts.specs import with_repeats
@@ -114,7 +113,7 @@ def exported_tensors(
     """
     tensors = _expert_tensors(model, dtype, by_expert)
     experts = {**model.claims.experts, **model.claims.expert_biases}
-    of_experts = {name for source in experts.values() for name in source.tensors()}
+    of_experts = {name for source in experts.values() for name in (source.tensor, source.scales)}
     for name, (kind, shape, source) in _dense_tensors(pack, model, dtype).items():
         assert name not in of_experts, f"{name}: dense and an expert's"
         tensors[name] = (kind, _plain_shape(source, shape))

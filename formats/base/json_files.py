@@ -1,7 +1,7 @@
 """Our own JSON files, read into frozen dataclasses and written from them; the SHA-256 at the end of such a file.
 
 A file with an unknown key, a missing key or a value of another type is refused. Foreign files (config.json) are read
-key by key in `families/config.py`. docs/pack.md specifies both the JSON and the digest.
+key by key in `families/family.py`. docs/pack.md specifies both the JSON and the digest.
 """
 
 import dataclasses

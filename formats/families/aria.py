@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.multimodal import within
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(mlp_bias=False)
     experts, chosen = config.whole("moe_num_experts"), config.whole("moe_topk")
     config.only(num_experts_per_tok=chosen)  # in published configs; the class never reads it
@@ -28,15 +27,13 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-_EXPERTS = "model.layers.{i}.mlp.experts."
 _TEXT = family.Family(
     model_type="aria_text",
     read_config=_read_config,
-    dense_names={**readers.DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
+    dense_names={**readers.DENSE_NAMES, ".router": "mlp.router.weight"},
     expert_names=(
         family.ExpertNames(
-            family.matrices(_EXPERTS + "*.weight", "fc1", "fc1", "fc2"),
-            transposed=True,
+            family.matrices("model.layers.{i}.mlp.experts.*.weight", "fc1", "fc1", "fc2"), transposed=True
         ),
         family.ExpertNames(family.FUSED_EXPERT_NAMES.matrices, transposed=True),
     ),
@@ -46,10 +43,8 @@ ARIA = replace(
     within(
         _TEXT,
         "aria",
-        ignored_keys=keys(
-            """
-            ignore_index max_value_projector_patch_to_query_dict projector_patch_to_query_dict vision_feature_layer
-            """
+        ignored_keys=family.keys(
+            "ignore_index max_value_projector_patch_to_query_dict projector_patch_to_query_dict vision_feature_layer"
         ),
     ),
     short_names={"aria": "rhymes-ai/Aria", "aria-chat": "rhymes-ai/Aria-Chat"},

@@ -6,32 +6,22 @@ Source: transformers, models/axk1; 2601.09200.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import family, readers
+from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, read_latent_decoder
 from moe_pack.formats.parts import NormedResidualSpec
 
 _POST_NORM = "post_mlp_layernorm.weight"
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(scoring_func="sigmoid")
     # Missing, transformers takes those of A.X K1.
     config.require("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads")
-    router = readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True)
-    if router.n_group > 1:
+    if config.has("n_group") and config.whole("n_group") > 1:
         config.only(topk_method="noaux_tc")
     config.ignore("topk_method")  # without groups, all methods choose the largest
-    expert_size = config.whole("moe_intermediate_size")
     config.whole("q_lora_rank")  # queries always have a latent
-    spec = readers.read_decoder(
-        config,
-        readers.read_latent(config),
-        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
-        router,
-        expert_size,
-        moe_layers=readers.layers_after_dense_by_step(config),
-        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
-    )
+    spec = read_latent_decoder(config, readers.read_latent(config), readers.layers_after_dense_by_step(config))
     return replace(spec, residual=NormedResidualSpec("normed", True, ("experts",), apart=False, scaled=False))
 
 
@@ -43,12 +33,10 @@ AXK1 = family.Family(
     dense_names={
         **readers.DENSE_NAMES,
         **readers.LATENT_NAMES,
-        "layers.{i}.mlp_post_norm": (f"model.layers.{{i}}.{_POST_NORM}", f"model.layers.{{i}}.mlp.{_POST_NORM}"),
+        ".mlp_post_norm": ("post_mlp_layernorm.weight", "mlp.post_mlp_layernorm.weight"),
     },
     dropped=(family.LeftOut(f"model.layers.*.{_POST_NORM}", "the norm after experts, in a layer without experts"),),
     unused=(readers.PREDICTION_LAYER,),
-    ignored_keys=frozenset(
-        {"aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "pretraining_tp", "seq_aux"}
-    ),
+    ignored_keys=DEEPSEEK_V3.ignored_keys,
     may_lack_router_bias=True,
 )

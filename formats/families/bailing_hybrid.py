@@ -11,7 +11,6 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.parts.specs import LimitSpec
 
 _BASE = 6e6  # of rotary positions
@@ -42,11 +41,11 @@ _ONLY = {
 }
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.derive("max_position_embeddings", config.whole(config.either("model_max_length", "max_position_embeddings")))
     config.only(**_ONLY)
-    config.only(tie_word_embeddings=False)  # the class ties nothing, whatever the key says
-    config.only(q_lora_rank=None)  # Ling-3.0-Tiny has a latent of queries; transformers' class has none
+    # The class ties nothing, whatever the key says, and has no latent of queries, unlike Ling-3.0-Tiny.
+    config.only(tie_word_embeddings=False, q_lora_rank=None)
     names = {
         usual: config.either(own, usual)
         for own, usual in (
@@ -71,32 +70,23 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     expert_size = config.whole("moe_intermediate_size")
     config.only(moe_shared_expert_intermediate_size=expert_size)
-    attention = replace(
-        readers.read_latent(config, reads_head_dim=False, may_lack_rank=True),
-        gate=parts.OutputGateSpec("head", "sigmoid"),
-    )
+    attention = readers.read_latent(config, reads_head_dim=False, may_lack_rank=True)
     mixer = _read_mixer(config)
-    spec = replace(
-        readers.read_decoder(
-            config,
-            attention,
-            _read_rope(config, mixer.head_dim),
-            router,
-            expert_size,
-            moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 2)),
-            shared_expert=formats.SharedExpertSpec(
-                expert_size * config.whole(names["n_shared_experts"], 1), gated=False
-            ),
-            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
-        ),
-        mixer=mixer,
+    spec = readers.read_decoder(
+        config,
+        replace(attention, gate=parts.OutputGateSpec("head", "sigmoid")),
+        _read_rope(config, mixer.head_dim),
+        router,
+        expert_size,
+        moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 2)),
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole(names["n_shared_experts"], 1), gated=False),
     )
-    config.ignore("first_k_dense_replace")
+    spec = replace(spec, mixer=mixer)
     limits = _read_limits(config, spec.moe_layers)
     return replace(spec, expert=replace(spec.expert, function="capped_silu", limits=limits)) if limits else spec
 
 
-def _read_mixer(config: Config) -> parts.KimiDeltaSpec:
+def _read_mixer(config: family.Config) -> parts.KimiDeltaSpec:
     """Reads Kimi delta attention, whose sizes transformers writes under keys of their own, where they win."""
     num_layers, period = config.num_layers(), config.whole("layer_group_size", 6)
     if config.has("layer_types"):
@@ -116,7 +106,7 @@ def _read_mixer(config: Config) -> parts.KimiDeltaSpec:
     )
 
 
-def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
+def _read_rope(config: family.Config, head_dim: int) -> parts.RopeSpec:
     """Reads the rotary positions of latent attention; a rotated share is one of the other layers' heads."""
     size, group = config.whole("qk_rope_head_dim"), rotary.rope_group(config)
     config.only(rotary_dim=size)
@@ -136,30 +126,19 @@ def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     return rope
 
 
-def _read_limits(config: Config, moe_layers: tuple[int, ...]) -> tuple[LimitSpec, ...]:
+def _read_limits(config: family.Config, moe_layers: tuple[int, ...]) -> tuple[LimitSpec, ...]:
     """Reads the limits of the neurons of routed and of shared experts: a list each, in which 0 stands for none."""
     num_layers, lists = config.num_layers(), list[tuple[float | None, ...]]()
     for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
         limits = config.limits(key) or (None,) * num_layers
-        if len(limits) != num_layers:
-            raise formats.CheckpointError(
-                f"{config.place}: {key} lists {len(limits)} layers, but the model has {num_layers}"
-            )
+        readers.check_count(config, key, limits)
         if dense := [layer for layer, limit in enumerate(limits) if limit is not None and layer not in moe_layers]:
             raise formats.CheckpointError(f"{config.place}: {key} limits layer {dense[0]}, which has no experts")
         lists.append(limits)
     return readers.limits_of(list(zip(*lists, strict=True)))
 
 
-_OWN, _USUAL = "model.layers.{i}.attention.", "model.layers.{i}.self_attn."
-_CONVS = tuple(f"layers.{{i}}.mixer.{name}_conv" for name in "qkv")
-
-
-def _both(name: str) -> tuple[str, str]:
-    """Returns the names of a layer's tensor in published files, and in transformers' memory."""
-    return _OWN + name, _USUAL + name
-
-
+_CONVS = tuple(f".mixer.{name}_conv" for name in "qkv")
 BAILING_HYBRID = family.Family(
     model_type="bailing_hybrid",
     short_names={"ling-3.0-flash": "inclusionAI/Ling-3.0-flash"},
@@ -168,28 +147,28 @@ BAILING_HYBRID = family.Family(
     dense_names={
         **readers.DENSE_NAMES,
         "embed": ("model.word_embeddings.weight", "model.embed_tokens.weight"),
-        "layers.{i}.attention.q": _both("q_proj.weight"),
-        **{role: _both(name.removeprefix(_USUAL)) for role, name in readers.LATENT_NAMES.items() if ".kv_" in role},
-        "layers.{i}.attention.gate": _both("g_proj.weight"),
-        "layers.{i}.attention.o": (_OWN + "dense.weight", _USUAL + "o_proj.weight"),
-        **{f"layers.{{i}}.mixer.{name}": _both(f"{name}_proj.weight") for name in "qkvb"},
+        ".attention.q": ("attention.q_proj.weight", "self_attn.q_proj.weight"),
+        ".attention.kv_a": ("attention.kv_a_proj_with_mqa.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+        ".attention.kv_a_norm": ("attention.kv_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+        ".attention.kv_b": ("attention.kv_b_proj.weight", "self_attn.kv_b_proj.weight"),
+        ".attention.gate": ("attention.g_proj.weight", "self_attn.g_proj.weight"),
+        ".attention.o": ("attention.dense.weight", "self_attn.o_proj.weight"),
+        ".mixer.{q,k,v}": ("attention.{}_proj.weight", "self_attn.{}_proj.weight"),
+        ".mixer.b": ("attention.b_proj.weight", "self_attn.b_proj.weight"),
         **{
-            role: (f"{_OWN}{name}_conv1d.weight", family.Stored(_USUAL + "conv1d.weight", roles=_CONVS))
+            role: (f"attention.{name}_conv1d.weight", family.Stored("self_attn.conv1d.weight", roles=_CONVS))
             for role, name in zip(_CONVS, "qkv", strict=True)
         },
-        "layers.{i}.mixer.decay": (_OWN + "f_proj.weight", _USUAL + "forget_gate.f_proj.weight"),
-        "layers.{i}.mixer.a_log": (_OWN + "A_log", _USUAL + "forget_gate.A_log"),
-        "layers.{i}.mixer.dt_bias": (_OWN + "dt_bias", _USUAL + "forget_gate.dt_bias"),
-        "layers.{i}.mixer.gate": _both("g_proj.weight"),
-        "layers.{i}.mixer.out_norm": _both("o_norm.weight"),
-        "layers.{i}.mixer.o": (_OWN + "o_proj.weight", _OWN + "dense.weight", _USUAL + "o_proj.weight"),
-        "layers.{i}.router_bias": (
-            "model.layers.{i}.mlp.gate.expert_bias",
-            "model.layers.{i}.mlp.gate.e_score_correction_bias",
-        ),
+        ".mixer.decay": ("attention.f_proj.weight", "self_attn.forget_gate.f_proj.weight"),
+        ".mixer.a_log": ("attention.A_log", "self_attn.forget_gate.A_log"),
+        ".mixer.dt_bias": ("attention.dt_bias", "self_attn.forget_gate.dt_bias"),
+        ".mixer.gate": ("attention.g_proj.weight", "self_attn.g_proj.weight"),
+        ".mixer.out_norm": ("attention.o_norm.weight", "self_attn.o_norm.weight"),
+        ".mixer.o": ("attention.o_proj.weight", "attention.dense.weight", "self_attn.o_proj.weight"),
+        ".router_bias": ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
     },
     unused=(readers.PREDICTION_LAYER,),
-    ignored_keys=keys(
+    ignored_keys=family.keys(
         """
         max_window_layers mtp_loss_scaling_factor mtp_use_kda num_mtp_layers num_nextn_predict_layers pretraining_tp
         seq_aux

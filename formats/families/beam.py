@@ -9,14 +9,12 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families import family, readers, rotary
 
 _SHARPER = parts.TemperatureSpec(0.1, 2048, is_from_one=True, is_unrotated=False, is_power=True)
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     # Missing, transformers takes those of Beam 1.0; null is no number of groups, but no softcap.
     config.require("head_dim", "num_key_value_heads", "n_group", "topk_group", "final_logit_softcapping")
     for key in ("n_group", "topk_group"):
@@ -27,16 +25,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
         config,
         layers.attention,
         layers.rope,
-        formats.RouterSpec(
-            "sigmoid_topk",
-            config.whole("num_experts"),
-            config.whole("num_experts_per_tok", 8),
-            config.flag("norm_topk_prob", True),
-            bias=True,
-            n_group=config.whole("n_group"),
-            topk_group=config.whole("topk_group"),
-            scaling_factor=config.number("routed_scaling_factor", 2.5),
-        ),
+        readers.read_sigmoid_router(config, 8, normalize=True, experts=("num_experts",), scaling_factor=2.5),
         config.whole("moe_intermediate_size"),
         moe_layers=readers.layers_by_kind(config, num_dense=3),
         others=layers.others,
@@ -50,7 +39,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     """Reads attention and rotary positions of each layer; a kind of layer whose positions are null does not rotate."""
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     own = replace(own, gate=parts.OutputGateSpec("value", "sigmoid", bias=True))
@@ -72,26 +61,25 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     return readers.LayerAttention.of(of(kind) for kind in kinds)
 
 
-def _kinds(config: Config) -> tuple[str, ...]:
+def _kinds(config: family.Config) -> tuple[str, ...]:
     """Reads the kind of each layer: of `layer_types`, else every sixth and the last without a window."""
     num_layers = config.num_layers()
-    return readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or tuple(
+    return readers.attention_kinds(config) or tuple(
         "sliding_attention" if (i + 1) % 6 and i + 1 < num_layers else "full_attention" for i in range(num_layers)
     )
 
 
-_LAYER = "model.layers.{i}"
-BEAM = Family(
+BEAM = family.Family(
     model_type="beam",
     short_names={"beam-1.0": "reflection/Beam-1.0-501B-A23B"},
     unpublished="no public copy of the file of reflection/Beam-1.0-501B-A23B was found",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention.gate": f"{_LAYER}.self_attn.gate_proj.weight",
-        "layers.{i}.attention.gate_bias": f"{_LAYER}.self_attn.gate_bias",
-        "layers.{i}.attention_post_norm": f"{_LAYER}.post_attention_layernorm.weight",
-        "layers.{i}.mlp_norm": f"{_LAYER}.pre_feedforward_layernorm.weight",
-        "layers.{i}.mlp_post_norm": f"{_LAYER}.post_feedforward_layernorm.weight",
+        ".attention.gate": "self_attn.gate_proj.weight",
+        ".attention.gate_bias": "self_attn.gate_bias",
+        ".attention_post_norm": "post_attention_layernorm.weight",
+        ".mlp_norm": "pre_feedforward_layernorm.weight",
+        ".mlp_post_norm": "post_feedforward_layernorm.weight",
     },
 )

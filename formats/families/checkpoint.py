@@ -1,9 +1,4 @@
-"""A checkpoint, read range by range; and model specs by name or by `config.json` alone.
-
-`Checkpoint` reads the config and what the files say of their tensors, and checks the structure in full; it compares the
-values only of tensors that must be copies of each other. It never reads a tensor whole: `rows` reads the rows that its
-caller wants. `model_spec` needs no weights.
-"""
+"""A checkpoint, read range by range; and model specs by name or by `config.json` alone, without weights."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,8 +11,7 @@ from numpy.typing import NDArray
 
 from moe_pack import formats
 from moe_pack.formats.families import checkpoint_files, claiming, published, registry
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.given_names import given_names
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.pack import manifests, safetensors
@@ -26,14 +20,16 @@ _COMPARED_BYTES = 4 << 20
 
 
 class Checkpoint(SourceReader):
-    """An open checkpoint. Owns its files, which it closes: `close` it.
+    """An open checkpoint. Owns its files: `close` it.
 
+    The structure is checked in full; of the values, those that must be copies of each other. It reads no tensor whole.
     Args:    source: a folder with safetensors, or any other files with tensors under the names of a family.
     Raises:  CheckpointError if files are missing or damaged, the architecture is unknown, or tensors do not fit it.
     """
 
     def __init__(self, source: Path | checkpoint_files.CheckpointFiles) -> None:
         self.files = checkpoint_files.SafetensorsFiles(source) if isinstance(source, Path) else source
+        self.folder = self.files.folder  # for messages
         self._notes: list[str] = []
         try:
             config = Config(self.files.config(), "config.json")
@@ -42,18 +38,10 @@ class Checkpoint(SourceReader):
             shapes = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
             self.spec = self._with_own_head(claiming.spec_of_tensors(self.family, self.spec, shapes))
             self.claims: claiming.Claims = claiming.claim_tensors(self.family, self.spec, shapes, quantization)
-            for name, original in self.claims.copies.items():
-                self._check_copy(name, original)
-            for name, numbers in self.claims.constants.items():
-                self._check_constants(name, numbers)
+            self._check_values()
         except formats.CheckpointError:
             self.close()
             raise
-
-    @property
-    def folder(self) -> Path:
-        """Returns where the checkpoint is, for messages."""
-        return self.files.folder
 
     def close(self) -> None:
         """Closes all files."""
@@ -80,10 +68,7 @@ class Checkpoint(SourceReader):
         return self.dtype(self.claims.tables[layer][0])
 
     def table_rows(self, layer: int, start: int, stop: int) -> NDArray[np.uint8]:
-        """Reads rows `start` to `stop` of the n-gram table of a decoder layer: u8 [rows, bytes], own memory.
-
-        Raises:  CheckpointError as `rows`.
-        """
+        """Reads rows `start` to `stop` of a layer's n-gram table: u8 [rows, bytes]. Raises as `rows`."""
         assert start < stop, f"layer {layer}: rows {start} to {stop}"
         pieces, first = list[NDArray[np.uint8]](), 0
         for source in self.claims.tables[layer]:
@@ -94,10 +79,7 @@ class Checkpoint(SourceReader):
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def table_rows_at(self, layer: int, numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Reads the rows with these numbers, rising int64 [n], of the n-gram table of a layer: u8 [n, bytes].
-
-        Raises:  CheckpointError as `rows`.
-        """
+        """Reads the rows with these numbers, rising, of a layer's n-gram table: u8 [n, bytes]. Raises as `rows`."""
         pieces, first = list[NDArray[np.uint8]](), 0
         for source in self.claims.tables[layer]:
             low, high = np.searchsorted(numbers, (first, first + source.num_rows))
@@ -128,23 +110,20 @@ class Checkpoint(SourceReader):
     def account(self) -> tuple[list[manifests.SourceFile], list[manifests.SourceTensor]]:
         """Returns every file with tensors and the fate of every tensor."""
         experts = (*self.claims.experts.values(), *self.claims.expert_biases.values())
-        packed = {source.tensor for source in experts}
         sources = (*experts, *self.claims.dense.values())
-        scales = {source.scales for source in sources}
+        fates: dict[str | None, manifests.Fate] = dict.fromkeys((source.scales for source in sources), "scales")
+        fates |= dict.fromkeys((source.tensor for source in experts), "packed")
+        tables = (source.tensor for pieces in self.claims.tables.values() for source in pieces)
+        fates |= dict.fromkeys(tables, "table")
+        fates |= dict.fromkeys(self.claims.unused, "unused")
+        fates |= dict.fromkeys(self.claims.dropped, "dropped")
+        reasons = {**self.claims.unused, **self.claims.dropped}
         weights = Counter[str]()
         for source in sources:
             weights[source.tensor] += source.num_rows * source.num_cols
-        tables = {source.tensor for pieces in self.claims.tables.values() for source in pieces}
         tensors = []
         for name, entry in self._entries.items():
-            fate: manifests.Fate = "packed" if name in packed else "scales" if name in scales else "resident"
-            reason = ""
-            if name in tables:
-                fate = "table"
-            if name in self.claims.unused:
-                fate, reason = "unused", self.claims.unused[name]
-            elif name in self.claims.dropped:
-                fate, reason = "dropped", self.claims.dropped[name]
+            fate, reason = fates.get(name, "resident"), reasons.get(name, "")
             usual = manifests.SourceTensor(
                 name, entry.dtype, entry.shape, fate, reason, decoded_from=self.files.decoded_from(name)
             )
@@ -162,9 +141,9 @@ class Checkpoint(SourceReader):
 
     def _named_entries(self) -> Mapping[str, safetensors.TensorEntry]:
         """Returns all tensors by the names that the family knows."""
-        given = given_names(self.family, self.spec, self.files.entries())
-        self.files.rename(given.known)
-        self._notes += given.notes
+        known, notes = given_names(self.family, self.spec, self.files.entries())
+        self.files.rename(known)
+        self._notes += notes
         return self.files.entries()
 
     def _with_own_head(self, spec: formats.ModelSpec) -> formats.ModelSpec:
@@ -191,20 +170,21 @@ class Checkpoint(SourceReader):
         pieces = safetensors.split_bytes(0, two.num_bytes, _COMPARED_BYTES)
         return all(np.array_equal(self.raw(name, *piece), self.raw(other, *piece)) for piece in pieces)
 
-    def _check_copy(self, name: str, original: str) -> None:
-        if not self._are_equal(name, original):
-            raise formats.CheckpointError(
-                f"{self.files.file_of(name)}: tensor {name!r} differs from {original!r}, but must be a copy "
-                "of it; models where the two differ are not supported"
-            )
-
-    def _check_constants(self, name: str, expected: tuple[int, ...]) -> None:
-        numbers = self.raw(name, 0, self._entries[name].num_bytes).view("<i8").tolist()
-        if numbers != list(expected):
-            raise formats.CheckpointError(
-                f"{self.files.file_of(name)}: tensor {name!r} has numbers that do not follow from config.json; models "
-                "with other n-gram hashes are not supported"
-            )
+    def _check_values(self) -> None:
+        """Checks tensors that must be copies of others, or have certain numbers."""
+        for name, original in self.claims.copies.items():
+            if not self._are_equal(name, original):
+                raise formats.CheckpointError(
+                    f"{self.files.file_of(name)}: tensor {name!r} differs from {original!r}, but must be a copy "
+                    "of it; models where the two differ are not supported"
+                )
+        for name, expected in self.claims.constants.items():
+            numbers = self.raw(name, 0, self._entries[name].num_bytes).view("<i8").tolist()
+            if numbers != list(expected):
+                raise formats.CheckpointError(
+                    f"{self.files.file_of(name)}: tensor {name!r} has numbers that do not follow from config.json; "
+                    "models with other n-gram hashes are not supported"
+                )
 
 
 def model_spec(source: str, num_layers: int | None = None, vocab_size: int | None = None) -> formats.ModelSpec:
@@ -215,8 +195,14 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
     Raises:  CheckpointError for an unknown name, an unsupported config, or more layers or tokens than the model has.
     """
     values, place = _config(source)
-    values = _renamed(values)
-    text = _text_values(values)
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    family = registry.family_of(model_type) if isinstance(model_type, str) else None
+    if family is not None:
+        newer = {old: new for old, new in family.old_keys.items() if new not in values}
+        values = {newer.get(key, key): value for key, value in values.items()}
+    text = values
+    for key in () if family is None else family.text_keys:
+        text = text.get(key) if isinstance(text, dict) else None
     if isinstance(text, dict):
         _cut_layers(text, num_layers)
         _cut(text, "vocab_size", vocab_size, "--vocab")
@@ -229,30 +215,6 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
             raise
         hint = "" if num_layers is None else "; the model's first layers may have no experts"
         raise formats.CheckpointError(f"{fault} (with {' and '.join(given)}{hint})") from fault
-
-
-def _text_values(values: Any) -> Any:
-    """Returns the object of a config that describes the text model: the config itself, unless it is multimodal."""
-    family = _family(values)
-    for key in () if family is None else family.text_keys:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values
-
-
-def _renamed(values: Any) -> Any:
-    """Returns the values of a config with keys under their newer names, as far as it does not have them too."""
-    family = _family(values)
-    old_keys = {} if family is None else family.old_keys
-    return (
-        {old_keys[k] if k in old_keys and old_keys[k] not in values else k: values[k] for k in values}
-        if old_keys
-        else values
-    )
-
-
-def _family(values: Any) -> Family | None:
-    model_type = values.get("model_type") if isinstance(values, dict) else None
-    return registry.family_of(model_type) if isinstance(model_type, str) else None
 
 
 # Keys with the number of layers that predict further tokens: some lists of values for layers go on with theirs.

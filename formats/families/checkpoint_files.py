@@ -1,8 +1,7 @@
-"""Where a checkpoint's bytes come from: its config, its tensors, and small files such as those of the tokenizer.
+"""The bytes of a checkpoint: its config, its tensors, and small files such as those of the tokenizer.
 
-`Checkpoint` gives tensors their roles; a `CheckpointFiles` only knows their names, dtypes, shapes and bytes.
-`SafetensorsFiles` is a Hugging Face folder with one or many safetensors shards, of which ranges are read. Other sources
-offer the same under the names that our families know.
+A `CheckpointFiles` only knows the names, dtypes, shapes and bytes of tensors; `Checkpoint` gives them their roles.
+`SafetensorsFiles` is a Hugging Face folder with one or many safetensors shards, of which ranges are read.
 """
 
 import hashlib

@@ -10,13 +10,11 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.families.multimodal import within
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         use_parallel_block=True,
         use_gated_activation=True,
@@ -26,8 +24,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
     config.require("head_dim")  # missing, transformers takes 128
     num_dense = config.count("first_k_dense_replace", 0)
-    kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
-    moe_layers = tuple(i for i in range(config.num_layers()) if (kinds[i] == "sparse" if kinds else i >= num_dense))
+    moe_layers = readers.layers_by_kind(config, num_dense)
     attention = _read_attention(config, num_dense, moe_layers)
     rope: parts.RopeSpec | None = rotary.read_rope(config, attention.head_dim, interleaved=True)
     if attention.rotated_layers == ():
@@ -54,7 +51,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _logit_scale(config: Config) -> float:
+def _logit_scale(config: family.Config) -> float:
     config.require("logit_scale")  # missing, transformers takes 0.0625
     scale = config.number("logit_scale")
     if not 1e-6 < scale < 1e6:
@@ -62,7 +59,7 @@ def _logit_scale(config: Config) -> float:
     return scale
 
 
-def _read_norm(config: Config) -> formats.NormSpec:
+def _read_norm(config: family.Config) -> formats.NormSpec:
     """Reads norms: rms if there is an eps of these, else layer norms without a bias."""
     eps = config.number("layer_norm_eps", 1e-5)
     if config.has("rms_norm_eps"):
@@ -71,7 +68,7 @@ def _read_norm(config: Config) -> formats.NormSpec:
     return formats.NormSpec("layer", eps, unbiased=True)
 
 
-def _read_router(config: Config) -> formats.RouterSpec:
+def _read_router(config: family.Config) -> formats.RouterSpec:
     """Reads a router that chooses the largest logits, and takes a softmax over these or their sigmoids."""
     is_softmax = config.choice("expert_selection_fn", ("softmax", "sigmoid")) == "softmax"
     normalize = config.flag("norm_topk_prob", True)  # a softmax is normal already
@@ -83,7 +80,7 @@ def _read_router(config: Config) -> formats.RouterSpec:
     )
 
 
-def _read_attention(config: Config, num_dense: int, moe_layers: tuple[int, ...]) -> parts.GroupedQuerySpec:
+def _read_attention(config: family.Config, num_dense: int, moe_layers: tuple[int, ...]) -> parts.GroupedQuerySpec:
     """Reads attention; if no layer rotates, `rotated_layers` is empty."""
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True)
     num_layers, windowed = config.num_layers(), _windowed_layers(config, num_dense)
@@ -98,12 +95,12 @@ def _read_attention(config: Config, num_dense: int, moe_layers: tuple[int, ...])
     )
 
 
-def _windowed_layers(config: Config, num_dense: int) -> tuple[int, ...]:
+def _windowed_layers(config: family.Config, num_dense: int) -> tuple[int, ...]:
     """Reads the layers with a window: as `layer_types` says, else by steps, among the dense layers and after them."""
-    kinds = readers.read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
+    kinds = readers.attention_kinds(config)
     if kinds:
         config.ignore("sliding_window_pattern")
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+        return readers.layers_of(kinds, "sliding_attention")
     before = config.whole("prefix_dense_sliding_window_pattern", 1)
     after = config.whole("sliding_window_pattern", 4)
     return tuple(
@@ -113,7 +110,7 @@ def _windowed_layers(config: Config, num_dense: int) -> tuple[int, ...]:
     )
 
 
-COHERE2_MOE = Family(
+COHERE2_MOE = family.Family(
     model_type="cohere2_moe",
     short_names={"north-mini-code-1.0": "CohereLabs/North-Mini-Code-1.0"},
     unpublished="public code quotes sizes of CohereLabs/North-Mini-Code-1.0, but no public copy has the whole file",
@@ -122,7 +119,7 @@ COHERE2_MOE = Family(
 )
 
 
-def _read_text_config(config: Config) -> formats.ModelSpec:
+def _read_text_config(config: family.Config) -> formats.ModelSpec:
     """Reads the text model inside a multimodal config, whose class in transformers does not scale logits."""
     config.only(logit_scale=1.0)
     return _read_config(config)

@@ -10,20 +10,19 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 # Each of the two objects is a config of its own, with the keys that all of them have.
 _NOT_READ = frozenset({"tie_word_embeddings"})
 
 
-def _object(config: Config, key: str) -> Config:
+def _object(config: family.Config, key: str) -> family.Config:
     group = config.group(key)
     if group is None:
         raise formats.CheckpointError(f"{config.place}: key {key!r} is missing, expected an object")
     return group
 
 
-def _read_router(ffn: Config) -> formats.RouterSpec:
+def _read_router(ffn: family.Config) -> formats.RouterSpec:
     ffn.require("moe_normalize_expert_weights")  # null says that weights are not normalized; missing, it is 1
     ffn.only(moe_normalize_expert_weights=1)
     return formats.RouterSpec(
@@ -34,7 +33,7 @@ def _read_router(ffn: Config) -> formats.RouterSpec:
     )
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attn, ffn = _object(config, "attn_config"), _object(config, "ffn_config")
     num_kv_heads, theta = attn.whole("kv_n_heads"), attn.number("rope_theta")
     config.only(
@@ -72,27 +71,26 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return spec
 
 
-_BLOCK = "transformer.blocks.{i}"
-_ATTENTION = f"{_BLOCK}.norm_attn_norm"
-_QKV = family.Stored(f"{_ATTENTION}.attn.Wqkv.weight", roles=tuple(f"layers.{{i}}.attention.{name}" for name in "qkv"))
+_QKV = family.Stored("norm_attn_norm.attn.Wqkv.weight", roles=tuple(f".attention.{name}" for name in "qkv"))
 DBRX = family.Family(
     model_type="dbrx",
     short_names={"dbrx": "databricks/dbrx-base", "dbrx-instruct": "databricks/dbrx-instruct"},
     published=(family.Published("dbrx-instruct", "132", "36"),),
     read_config=_read_config,
+    layer=("transformer.blocks.{i}.",),
     dense_names={
         "embed": "transformer.wte.weight",
-        "layers.{i}.attention_norm": f"{_ATTENTION}.norm_1.weight",
+        ".attention_norm": "norm_attn_norm.norm_1.weight",
         **dict.fromkeys(_QKV.roles, _QKV),
-        "layers.{i}.attention.o": f"{_ATTENTION}.attn.out_proj.weight",
-        "layers.{i}.mlp_norm": f"{_ATTENTION}.norm_2.weight",
-        "layers.{i}.router": f"{_BLOCK}.ffn.router.layer.weight",
+        ".attention.o": "norm_attn_norm.attn.out_proj.weight",
+        ".mlp_norm": "norm_attn_norm.norm_2.weight",
+        ".router": "ffn.router.layer.weight",
         "norm": "transformer.norm_f.weight",
         "head": "lm_head.weight",
     },
     expert_names=(
         family.ExpertNames(
-            family.matrices(f"{_BLOCK}.ffn.experts.mlp.*", "w1", "v1", "w2"),
+            family.matrices("transformer.blocks.{i}.ffn.experts.mlp.*", "w1", "v1", "w2"),
             transposed="down",
             one_matrix=True,
         ),

@@ -6,10 +6,9 @@ Source: deepseek-ai/deepseek-moe-16b-base, modeling_deepseek.py; DeepSeekMoE (24
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     num_experts, chosen = readers.read_expert_count(config, "n_routed_experts"), config.whole("num_experts_per_tok")
     config.only(scoring_func="softmax")
     config.require("num_key_value_heads")  # null says that each head has keys of its own; missing, 32 do

@@ -7,13 +7,11 @@ Source: transformers, models/deepseek_ocr2.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import multimodal, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import family, multimodal, readers, rotary
 from moe_pack.formats.families.deepseek_v2 import read_router
-from moe_pack.formats.families.family import Family
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(mlp_bias=False)
     config.require("mlp_layer_types")  # the class has no default that works
     kinds = readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
@@ -25,12 +23,12 @@ def _read_config(config: Config) -> formats.ModelSpec:
         rotary.read_rope(config, attention.head_dim),
         read_router(config),
         expert_size,
-        moe_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"),
+        moe_layers=readers.layers_of(kinds, "sparse"),
         shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 2), gated=False),
     )
 
 
-_TEXT = Family(
+_TEXT = family.Family(
     model_type="deepseek_ocr2_text",
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,
@@ -43,8 +41,7 @@ DEEPSEEK_OCR2 = replace(
         moves=({}, {"model.": "model.language_model."}),
         parts={
             **multimodal.PARTS,
-            "model.sam_model.*": "the vision part",
-            "model.qwen2_model.*": "the vision part",
+            **dict.fromkeys(("model.sam_model.*", "model.qwen2_model.*"), "the vision part"),
             "model.projector.*": "what maps vision to the text model",
             "model.view_sep*rator": "what separates views of a page",
         },

@@ -5,13 +5,11 @@ Source: transformers, models/deepseek_v2; DeepSeek-V2 (2405.04434).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
-    config.only(mlp_bias=False, moe_layer_freq=1)
+def _read_config(config: family.Config) -> formats.ModelSpec:
+    config.only(mlp_bias=False, moe_layer_freq=1, scoring_func="softmax")
     config.only(norm_topk_prob=False)  # DeepSeek's code and transformers' differ where it is true
-    config.only(scoring_func="softmax")
     config.require("n_shared_experts")  # null says none; missing, transformers takes 2
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.count("n_shared_experts", 0)
     return readers.read_decoder(
@@ -25,7 +23,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def read_router(config: Config) -> formats.RouterSpec:
+def read_router(config: family.Config) -> formats.RouterSpec:
     """Reads a softmax over all experts whose weights are not normalized, with groups where the config has them."""
     grouped = config.choice("topk_method", ("greedy", "group_limited_greedy")) == "group_limited_greedy"
     config.ignore("n_group", "topk_group")

@@ -8,24 +8,42 @@ Source: transformers, models/deepseek_v3, models/kimi_k25; DeepSeek-V3 (2412.194
 from dataclasses import replace
 
 from moe_pack import formats
+from moe_pack.formats import parts
 from moe_pack.formats.families import family, multimodal, readers, rotary
-from moe_pack.formats.families.config import Config, keys
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    config.require(
-        "n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"
-    )  # missing, transformers takes V3's own: 8, 4, 2.5 and 128
-    expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
+    # Missing, transformers takes V3's own: 8, 4, 2.5 and 128.
+    config.require("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads")
+    return read_latent_decoder(config, readers.read_latent(config), readers.layers_after_dense(config, default=3))
+
+
+def read_latent_decoder(
+    config: family.Config,
+    attention: parts.LatentSpec,
+    moe_layers: tuple[int, ...],
+    *,
+    interleaved: bool | None = None,
+    num_experts_per_tok: int = 8,
+    default_eps: float = 1e-6,
+) -> formats.ModelSpec:
+    """Reads a decoder of DeepSeek-V3's kind, with this attention: its routers, experts and rotary positions.
+
+    Args:    interleaved: whether neighbours rotate together; None if `rope_interleave` says it.
+             num_experts_per_tok, default_eps: the family's defaults, the second of the norms' eps.
+    """
+    interleaved = config.flag("rope_interleave", True) if interleaved is None else interleaved
+    expert_size = config.whole("moe_intermediate_size")
     return readers.read_decoder(
         config,
-        readers.read_latent(config),
-        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
-        readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        attention,
+        rotary.read_rope(config, attention.qk_rope_head_dim, interleaved=interleaved),
+        readers.read_sigmoid_router(config, num_experts_per_tok, normalize=True),
         expert_size,
-        moe_layers=readers.layers_after_dense(config, default=3),
-        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
+        moe_layers=moe_layers,
+        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", default_eps)),
     )
 
 
@@ -79,13 +97,10 @@ KIMI_K25 = replace(
                 "lm_head.": "language_model.lm_head.",
             },
         ),
-        parts={
-            **multimodal.PARTS,
-            "mm_projector.*": "what maps vision to the text model",
-            "model.mm_projector.*": "what maps vision to the text model",
-        },
+        parts=multimodal.PARTS
+        | dict.fromkeys(("mm_projector.*", "model.mm_projector.*"), "what maps vision to the text model"),
         tied_head=True,
-        ignored_keys=keys(
+        ignored_keys=family.keys(
             """
             ignore_index media_placeholder_token_id projection_hidden_size projection_layer_norm_eps
             use_unified_vision_chunk video_placeholder

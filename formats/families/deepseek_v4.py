@@ -15,8 +15,6 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.parts.positions import YarnSpec
 from moe_pack.formats.parts.specs import LimitSpec
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -25,7 +23,7 @@ _DEFAULT_RATES = {_SPARSE: 4, _HEAVY: 128}
 _ROTATED = 64 / 512  # of a head, if the config does not say
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         scoring_func="sqrtsoftplus",
         topk_method="noaux_tc",
@@ -33,16 +31,13 @@ def _read_config(config: Config) -> formats.ModelSpec:
         attention_bias=False,
         mlp_bias=False,
         num_key_value_heads=1,
+        n_shared_experts=1,  # whose size transformers takes from the routed experts, however many there are
     )
-    config.only(n_shared_experts=1)  # whose size transformers takes from the routed experts, however many there are
     config.ignore("num_nextn_predict_layers", "expert_dtype")  # tensors show how they are stored
     kinds, ropes = _read_layer_kinds(config), _read_ropes(config, config.whole("head_dim"))
     most, *rest = [kind for kind, _ in Counter(kinds).most_common()]
     own = {kind: _read_attention(config, kind) for kind in (most, *rest)}
-    others = tuple(
-        parts.OtherAttentionSpec(tuple(i for i, each in enumerate(kinds) if each == kind), own[kind], ropes[kind])
-        for kind in rest
-    )
+    others = tuple(parts.OtherAttentionSpec(readers.layers_of(kinds, kind), own[kind], ropes[kind]) for kind in rest)
     size = config.whole(config.either("moe_intermediate_size", "intermediate_size"))
     spec = readers.read_decoder(
         config,
@@ -66,11 +61,11 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return replace(spec, expert=expert, residual=residual)
 
 
-def _read_router(config: Config) -> formats.RouterSpec:
+def _read_router(config: family.Config) -> formats.RouterSpec:
     kinds = readers.read_kinds(config, "mlp_layer_types", ("hash_moe", "moe"))
     if kinds:
         config.ignore("num_hash_layers")
-        table_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == "hash_moe")
+        table_layers = readers.layers_of(kinds, "hash_moe")
     else:
         table_layers = tuple(range(min(config.count("num_hash_layers", 3), config.num_layers())))
     return formats.RouterSpec(
@@ -84,7 +79,7 @@ def _read_router(config: Config) -> formats.RouterSpec:
     )
 
 
-def _read_layer_kinds(config: Config) -> tuple[str, ...]:
+def _read_layer_kinds(config: family.Config) -> tuple[str, ...]:
     """Reads the kind of attention of each layer: a list, else a number for each, else that of DeepSeek-V4-Pro."""
     num_layers = config.num_layers()
     kinds = readers.read_kinds(config, "layer_types", (_SLIDING, _SPARSE, _HEAVY))
@@ -102,7 +97,7 @@ def _read_layer_kinds(config: Config) -> tuple[str, ...]:
     return tuple(_SPARSE if layer > 1 and layer % 2 else _HEAVY for layer in range(num_layers))
 
 
-def _read_attention(config: Config, kind: str) -> parts.CompressedSpec:
+def _read_attention(config: family.Config, kind: str) -> parts.CompressedSpec:
     """Reads the attention of the layers of a kind."""
     head_dim = config.whole("head_dim")
     indexer = parts.EntryIndexerSpec(
@@ -127,7 +122,7 @@ def _read_attention(config: Config, kind: str) -> parts.CompressedSpec:
     )
 
 
-def _read_rates(config: Config) -> dict[str, int]:
+def _read_rates(config: family.Config) -> dict[str, int]:
     """Reads how many positions an entry stands for, in the layers of each kind that has entries."""
     group, rates = config.group("compress_rates"), dict[str, int]()
     for kind, older in ((_SPARSE, "compress_rate_csa"), (_HEAVY, "compress_rate_hca")):
@@ -138,7 +133,7 @@ def _read_rates(config: Config) -> dict[str, int]:
     return rates
 
 
-def _read_ropes(config: Config, head_dim: int) -> dict[str, parts.RopeSpec]:
+def _read_ropes(config: family.Config, head_dim: int) -> dict[str, parts.RopeSpec]:
     """Reads the rotary positions of layers of each kind: those with entries have a base and a scaling of their own."""
     theta, compress_theta = config.number("rope_theta", 1e4), config.number("compress_rope_theta", 1.6e5)
     group = rotary.rope_group(config)
@@ -159,7 +154,8 @@ def _read_ropes(config: Config, head_dim: int) -> dict[str, parts.RopeSpec]:
                 f"{main.rotary_dim} in another; these must be equal"
             )
         scaling = scaled.scaling
-        if isinstance(scaling, YarnSpec) and group is not None and not group.has("attention_factor"):
+        has_factor = group is not None and group.has("attention_factor")
+        if scaling is not None and scaling.kind == "yarn" and not has_factor:
             scaling = replace(scaling, attention_factor=1.0)
         compress = replace(scaled, theta=compress_theta, scaling=scaling)
     return {_SLIDING: main, _SPARSE: compress, _HEAVY: compress}

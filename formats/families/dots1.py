@@ -6,10 +6,9 @@ Source: transformers, models/dots1; dots.llm1 technical report (2506.05767).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     _refuse_windows(config)
     config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
@@ -25,7 +24,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _refuse_windows(config: Config) -> None:
+def _refuse_windows(config: family.Config) -> None:
     """Refuses a sliding window: in layers `layer_types` names; without it, in those from `max_window_layers` on."""
     config.only(use_sliding_window=False)
     readers.refuse_mixed_layers(config)

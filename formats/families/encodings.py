@@ -1,14 +1,11 @@
-"""The encodings of a checkpoint's quantized tensors, as `quantization_config` says them.
-
-Each tensor's name and dtype show whether it is quantized.
-"""
+"""The encodings of a checkpoint's quantized tensors, by `quantization_config`; names and dtypes show which they are."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_pack import formats
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 
 SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix
 MXFP4_BLOCK = 32  # columns that share a scale of an MXFP4 matrix
@@ -34,7 +31,7 @@ _KEY = "quantization_config"
 def read_quantization(config: Config, text_keys: tuple[str, ...] = ()) -> Quantization:
     """Reads the encoding of a checkpoint's quantized tensors; that of none without a `quantization_config`.
 
-    Which tensors are quantized is seen by the tensors. How activations are rounded is ignored: they stay in float32.
+    Activations stay float32, whatever the config says of their rounding.
     Args:    text_keys: the keys that lead to the text model's object, each of which may have the key too.
     Raises:  CheckpointError for any other quantization, or for objects that say different things.
     """

@@ -8,38 +8,26 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 _LEAST_SUM = 1e-12
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
-    return read_ernie(
-        config,
-        config.whole(config.either("moe_num_experts", "num_experts")),
-        config.whole("moe_intermediate_size"),
-        _moe_layers(config),
-    )
+def _read_config(config: family.Config) -> formats.ModelSpec:
+    num_experts = config.whole(config.either("moe_num_experts", "num_experts"))
+    return read_ernie(config, num_experts, config.whole("moe_intermediate_size"), _moe_layers(config))
 
 
 def read_ernie(
-    config: Config,
-    num_experts: int,
-    expert_size: int,
-    moe_layers: tuple[int, ...],
-    has_images: bool = False,
+    config: family.Config, num_experts: int, expert_size: int, moe_layers: tuple[int, ...], has_images: bool = False
 ) -> formats.ModelSpec:
-    """Reads the keys of ERNIE 4.5 that are the same with and without images.
-
-    Args:    has_images: rotary positions have three numbers, and no scaling.
-    """
-    config.only(use_bias=False)
-    # In released configs alone; other values would be another model.
-    config.only(moe_gate="topk", moe_use_aux_free=True)
+    """Reads the keys of ERNIE 4.5 that are the same with images, where positions have three numbers and no scaling."""
+    # The last two are in released configs alone; other values would be another model.
+    config.only(use_bias=False, moe_gate="topk", moe_use_aux_free=True)
     # The sum of weights is at least this. We add it instead: in float32 that is the same for any sum above 1e-5.
     if config.number("moe_norm_min", _LEAST_SUM) != _LEAST_SUM:
         config.only(moe_norm_min=_LEAST_SUM)
     attention = readers.read_grouped_query(config)
+    scalings, ignored = ((), rotary.MROPE_KEYS) if has_images else (rotary.SCALINGS, frozenset[str]())
     config.require("moe_num_shared_experts")  # missing, transformers takes 2
     num_shared = config.count("moe_num_shared_experts", 0)
     router = formats.RouterSpec(
@@ -50,30 +38,21 @@ def read_ernie(
         bias=True,
         least_sum=_LEAST_SUM,
     )
-    return replace(
-        readers.read_decoder(
-            config,
-            attention,
-            rotary.read_rope(
-                config,
-                attention.head_dim,
-                default_theta=5e5,
-                interleaved=True,
-                scalings=() if has_images else rotary.SCALINGS,
-                ignored=rotary.MROPE_KEYS if has_images else frozenset(),
-            ),
-            router,
-            expert_size,
-            moe_layers=moe_layers,
-            shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
-            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
-        ),
-        tied_head=config.flag("tie_word_embeddings", True),
+    spec = readers.read_decoder(
+        config,
+        attention,
+        rotary.read_rope(config, attention.head_dim, 5e5, interleaved=True, scalings=scalings, ignored=ignored),
+        router,
+        expert_size,
+        moe_layers=moe_layers,
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
+    return replace(spec, tied_head=config.flag("tie_word_embeddings", True))
 
 
-def _moe_layers(config: Config) -> tuple[int, ...]:
-    """The MoE layers: every `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`."""
+def _moe_layers(config: family.Config) -> tuple[int, ...]:
+    """Reads the MoE layers: every `moe_layer_interval`-th from `moe_layer_start_index` to `moe_layer_end_index`."""
     num_layers, step = config.num_layers(), config.whole("moe_layer_interval", 1)
     first, last = config.count("moe_layer_start_index", 1), config.integer("moe_layer_end_index", -1)
     last = num_layers - 1 if last == -1 else last
@@ -94,10 +73,7 @@ ERNIE4_5_MOE = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.router_bias": (
-            "model.layers.{i}.mlp.moe_statics.e_score_correction_bias",
-            "model.layers.{i}.mlp.gate.moe_statics.e_score_correction_bias",
-        ),
+        ".router_bias": ("mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias"),
     },
     unused=(family.LeftOut("model.mtp_*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"_attn_implementation", "moe_capacity", "num_nextn_predict_layers"}),

@@ -6,15 +6,13 @@ checkpoints have one flat config, of another type, in which pairs of numbers are
 Source: transformers, models/ernie4_5_vl_moe; Baidu (2025).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import ernie4_5_moe, family, multimodal, readers
-from moe_pack.formats.families.config import Config, keys
 
 
-def _pair(config: Config, key: str) -> tuple[int, int]:
+def _pair(config: family.Config, key: str) -> tuple[int, int]:
     """Reads a list of two whole numbers above 0: for text, and for images."""
     found = config.counts(key)
     if len(found) != 2 or 0 in found:
@@ -22,7 +20,7 @@ def _pair(config: Config, key: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _read_text(config: Config) -> formats.ModelSpec:
+def _read_text(config: family.Config) -> formats.ModelSpec:
     return ernie4_5_moe.read_ernie(
         config,
         config.whole(config.either("moe_num_experts", "num_experts")),
@@ -32,7 +30,7 @@ def _read_text(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_flat(config: Config) -> formats.ModelSpec:
+def _read_flat(config: family.Config) -> formats.ModelSpec:
     config.only(rope_3d=True, use_rmsnorm=True, moe_layer_interval=1)
     num_layers, (first, of_images) = config.num_layers(), _pair(config, "moe_layer_start_index")
     if first != of_images or min(_pair(config, "moe_layer_end_index")) < num_layers - 1:
@@ -46,22 +44,16 @@ def _read_flat(config: Config) -> formats.ModelSpec:
 
 
 _OF_IMAGES = "experts for tokens of images, which a text model does not run"
-_PARTS: Mapping[str, str] = {
-    **multimodal.PARTS,
-    "model.resampler_model.*": "what maps vision to the text model",
-}
+_PARTS = {**multimodal.PARTS, "model.resampler_model.*": "what maps vision to the text model"}
 _TEXT = family.Family(
     model_type="ernie4_5_vl_moe_text",
     read_config=_read_text,
     dense_names={
         **ernie4_5_moe.ERNIE4_5_MOE.dense_names,
-        "layers.{i}.router": (
-            family.Stored("model.layers.{i}.mlp.gate.weight", transposed=True),
-            "model.layers.{i}.mlp.text_moe.gate.weight",
-        ),
-        "layers.{i}.router_bias": (
-            family.Stored("model.layers.{i}.mlp.moe_statics.e_score_correction_bias", parts=2),
-            "model.layers.{i}.mlp.text_moe.gate.moe_statics.e_score_correction_bias",
+        ".router": (family.Stored("mlp.gate.weight", transposed=True), "mlp.text_moe.gate.weight"),
+        ".router_bias": (
+            family.Stored("mlp.moe_statics.e_score_correction_bias", parts=2),
+            "mlp.text_moe.gate.moe_statics.e_score_correction_bias",
         ),
     },
     expert_names=(
@@ -79,11 +71,7 @@ _TEXT = family.Family(
 )
 ERNIE4_5_VL_MOE = replace(
     multimodal.within(
-        _TEXT,
-        "ernie4_5_vl_moe",
-        parts=_PARTS,
-        moves=({}, {"model.": "model.language_model."}),
-        tied_head=True,
+        _TEXT, "ernie4_5_vl_moe", parts=_PARTS, moves=({}, {"model.": "model.language_model."}), tied_head=True
     ),
     unpublished="its models are published with a flat config, ernie4_5_moe_vl",
 )
@@ -102,7 +90,7 @@ ERNIE4_5_MOE_VL = replace(
         *_TEXT.dropped,
         *(family.LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in _PARTS.items()),
     ),
-    ignored_keys=keys(
+    ignored_keys=family.keys(
         """
         im_patch_id image_end_token_id image_start_token_id moe_capacity moe_multimodal_dispatch_use_allgather
         pixel_hidden_size spatial_conv_size temporal_conv_size video_end_token_id video_start_token_id vision_config

@@ -6,20 +6,15 @@ Source: transformers, models/flex_olmo; Shi et al., "FlexOlmo" (2507.07024).
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families import family, readers, rotary
 from moe_pack.formats.parts import NormedResidualSpec
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
-    attention = readers.read_grouped_query(
-        config, bias=readers.attention_bias(config), own_keys=True, qk_norm="projection"
-    )
-    experts, chosen = (
-        config.whole(config.either("num_experts", "num_local_experts"), 7),
-        config.whole("num_experts_per_tok", 5),
-    )
+def _read_config(config: family.Config) -> formats.ModelSpec:
+    bias = readers.attention_bias(config)
+    attention = readers.read_grouped_query(config, bias=bias, own_keys=True, qk_norm="projection")
+    experts = config.whole(config.either("num_experts", "num_local_experts"), 7)
+    chosen = config.whole("num_experts_per_tok", 5)
     spec = readers.read_decoder(
         config,
         attention,
@@ -30,14 +25,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return replace(spec, residual=NormedResidualSpec("normed", False, ("attention", "mlp"), apart=False, scaled=False))
 
 
-FLEX_OLMO = Family(
+FLEX_OLMO = family.Family(
     model_type="flex_olmo",
     short_names={"flexolmo": "allenai/FlexOlmo-7x7B-1T", "flexolmo-7x7b": "allenai/FlexOlmo-7x7B-1T"},
     unpublished="no public copy of the file of allenai/FlexOlmo-7x7B-1T was found",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention_post_norm": "model.layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm.weight",
+        ".attention_post_norm": "post_attention_layernorm.weight",
+        ".mlp_post_norm": "post_feedforward_layernorm.weight",
     },
 )

@@ -11,18 +11,16 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, multimodal, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.positions import ProportionalSpec
 
 _FULL, _SLIDING = rotary.ATTENTION_KINDS
 
 
-def _read_text(config: Config) -> formats.ModelSpec:
+def _read_text(config: family.Config) -> formats.ModelSpec:
     if not config.flag("enable_moe_block", False):
         raise readers.dense_model(config)
-    config.only(hidden_activation="gelu_pytorch_tanh")
     config.require("hidden_size_per_layer_input")  # missing, transformers takes 256
-    config.only(hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+    config.only(hidden_activation="gelu_pytorch_tanh", hidden_size_per_layer_input=0, num_kv_shared_layers=0)
     config.only(use_bidirectional_attention="vision")  # of images; null means none
     config.ignore("use_double_wide_mlp", "vocab_size_per_layer_input")  # of layers that share keys, and of their inputs
     attention = _read_attention(config)
@@ -49,12 +47,12 @@ def _read_text(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 256
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", scale=1.0)
     own = replace(own, v_norm=True)
     num_layers, from_keys = config.num_layers(), config.flag("attention_k_eq_v", False)
-    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS)
+    kinds = readers.attention_kinds(config)
     kinds = kinds or tuple(_SLIDING if (i + 1) % 6 else _FULL for i in range(num_layers))
     kinds = (*kinds[:-1], _FULL)  # as transformers makes of any last layer
     heads = [_heads(config, own, layer, kind, from_keys) for layer, kind in enumerate(kinds)]
@@ -67,7 +65,7 @@ def _read_attention(config: Config) -> readers.LayerAttention:
 
 
 def _heads(
-    config: Config, own: parts.GroupedQuerySpec, layer: int, kind: str, from_keys: bool
+    config: family.Config, own: parts.GroupedQuerySpec, layer: int, kind: str, from_keys: bool
 ) -> parts.GroupedQuerySpec:
     """Reads the heads of a layer: as `per_layer_config` says, else those without a window have keys of their own."""
     head_dim, num_kv_heads = own.head_dim, own.num_kv_heads
@@ -88,20 +86,13 @@ def _heads(
     return replace(own, head_dim=head_dim, num_kv_heads=num_kv_heads)
 
 
-def _read_ropes(config: Config, heads: dict[str, parts.GroupedQuerySpec]) -> dict[str, parts.RopeSpec]:
-    defaults = {
-        _SLIDING: parts.RopeSpec(1e4, 0, interleaved=False, scaling=None),
-        _FULL: parts.RopeSpec(1e6, 0, interleaved=False, scaling=ProportionalSpec("proportional", 0, 1.0)),
-    }
+def _read_ropes(config: family.Config, heads: dict[str, parts.GroupedQuerySpec]) -> dict[str, parts.RopeSpec]:
+    defaults = {}
     for kind, each in heads.items():
         quarter = ProportionalSpec("proportional", each.head_dim // 8, 1.0) if kind == _FULL else None
-        defaults[kind] = replace(defaults[kind], rotary_dim=each.head_dim, scaling=quarter)
-    ropes = rotary.read_rope_by_kind(
-        config,
-        {kind: each.head_dim for kind, each in heads.items()},
-        {kind: defaults[kind] for kind in heads},
-        partial_rotary_factor=1.0,
-    )
+        defaults[kind] = parts.RopeSpec(1e6 if kind == _FULL else 1e4, each.head_dim, False, quarter)
+    sizes = {kind: each.head_dim for kind, each in heads.items()}
+    ropes = rotary.read_rope_by_kind(config, sizes, defaults, partial_rotary_factor=1.0)
     for kind, rope in ropes.items():
         if rope.rotary_dim != heads[kind].head_dim:
             raise formats.CheckpointError(
@@ -110,27 +101,26 @@ def _read_ropes(config: Config, heads: dict[str, parts.GroupedQuerySpec]) -> dic
     return ropes
 
 
-_LAYER = "model.layers.{i}."
 GEMMA4_TEXT = family.Family(
     model_type="gemma4_text",
     unpublished="its models are published inside multimodal checkpoints, gemma4",
     read_config=_read_text,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention_post_norm": _LAYER + "post_attention_layernorm.weight",
-        "layers.{i}.shared_norm": _LAYER + "pre_feedforward_layernorm.weight",
-        "layers.{i}.experts_norm": _LAYER + "pre_feedforward_layernorm_2.weight",
-        "layers.{i}.shared_post_norm": _LAYER + "post_feedforward_layernorm_1.weight",
-        "layers.{i}.experts_post_norm": _LAYER + "post_feedforward_layernorm_2.weight",
-        "layers.{i}.mlp_post_norm": _LAYER + "post_feedforward_layernorm.weight",
-        "layers.{i}.scale": _LAYER + "layer_scalar",
-        "layers.{i}.router": _LAYER + "router.proj.weight",
-        "layers.{i}.router_scale": _LAYER + "router.scale",
-        "layers.{i}.router_expert_scale": _LAYER + "router.per_expert_scale",
-        **{f"layers.{{i}}.shared.{matrix}": f"{_LAYER}mlp.{matrix}_proj.weight" for matrix in formats.MATRICES},
+        ".attention_post_norm": "post_attention_layernorm.weight",
+        ".shared_norm": "pre_feedforward_layernorm.weight",
+        ".experts_norm": "pre_feedforward_layernorm_2.weight",
+        ".shared_post_norm": "post_feedforward_layernorm_1.weight",
+        ".experts_post_norm": "post_feedforward_layernorm_2.weight",
+        ".mlp_post_norm": "post_feedforward_layernorm.weight",
+        ".scale": "layer_scalar",
+        ".router": "router.proj.weight",
+        ".router_scale": "router.scale",
+        ".router_expert_scale": "router.per_expert_scale",
+        ".shared.{gate,up,down}": "mlp.{}_proj.weight",
     },
     expert_names=(
-        family.ExpertNames(family.matrices(_LAYER + "experts.*", "gate_up_proj", "gate_up_proj", "down_proj")),
+        family.ExpertNames(family.matrices("model.layers.{i}.experts.*", "gate_up_proj", "gate_up_proj", "down_proj")),
     ),
 )
 GEMMA4 = replace(
@@ -146,9 +136,6 @@ GEMMA4 = replace(
         tied_head=True,
         ignored_keys=frozenset({"vision_soft_tokens_per_image"}),
     ),
-    short_names={
-        "gemma-4-26b-a4b": "google/gemma-4-26B-A4B",
-        "gemma-4-26b-a4b-it": "google/gemma-4-26B-A4B-it",
-    },
+    short_names={"gemma-4-26b-a4b": "google/gemma-4-26B-A4B", "gemma-4-26b-a4b-it": "google/gemma-4-26B-A4B-it"},
     published=(family.Published("gemma-4-26b-a4b", "25.2", "3.8", cached="112.640"),),
 )

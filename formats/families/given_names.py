@@ -1,12 +1,11 @@
 """The names that a checkpoint gives its tensors, where they are not those that its family knows.
 
-Wrappers of a model put their own names before or between those of its modules; a base model that is saved alone lacks
-the first one; and of tensors that are equal, some programs save one under another's name. Each is the same model.
+Wrappers of a model put their own names before or between those of its modules. A base model that is saved alone lacks
+the first one. Some programs save one of several equal tensors under another's name. Each is the same model.
 """
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 from moe_pack import formats
 from moe_pack.formats.families.claiming import stored_ways
@@ -18,18 +17,11 @@ _ADAPTER = re.compile(r"\.(lora_[A-Za-z]\w*|base_layer|modules_to_save|original_
 _ANCHORS = ("embed", "norm")  # roles that each checkpoint has once: their names show what stands before
 
 
-@dataclass(frozen=True, slots=True)
-class GivenNames:
-    """The family's name of each tensor that has another one, and lines for users on them."""
+def given_names(
+    family: Family, spec: formats.ModelSpec, names: Collection[str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Returns the family's names of a checkpoint's tensors that have others, by these; and lines for users on them.
 
-    known: dict[str, str]
-    notes: tuple[str, ...]
-
-
-def given_names(family: Family, spec: formats.ModelSpec, names: Collection[str]) -> GivenNames:
-    """Returns which tensors of a checkpoint have other names than their family knows.
-
-    Args:    names: of all tensors.
     Raises:  CheckpointError for tensors of an adapter that is not merged.
     """
     adapter = next((name for name in names if _ADAPTER.search(name)), None)
@@ -52,8 +44,8 @@ def given_names(family: Family, spec: formats.ModelSpec, names: Collection[str])
         notes.append(f"note: {len(others)} tensors have other names than the model's: {name!r} is read as {new!r}")
     known = {name: shared.get(new, new) for name, new in renamed.items()}
     if len(set(known.values())) < len(known):  # two tensors with one name: the family's own check says what is wrong
-        return GivenNames({}, ())
-    return GivenNames({name: new for name, new in known.items() if name != new}, tuple(notes))
+        return {}, ()
+    return {name: new for name, new in known.items() if name != new}, tuple(notes)
 
 
 def _headed(family: Family, spec: formats.ModelSpec, names: Collection[str]) -> dict[str, str]:
@@ -65,7 +57,7 @@ def _headed(family: Family, spec: formats.ModelSpec, names: Collection[str]) -> 
     expected = frozenset(name for way in ways for name in (way, f"{way}_packed"))
     best: dict[str, str] = {}
     for given, head in dict.fromkeys(_heads(names, anchors)):
-        renamed = _with_head(names, expected, given, head)
+        renamed = {n: head + n.removeprefix(given) for n in names if n.startswith(given) and n not in expected}
         if len(expected.intersection(renamed.values())) > len(expected.intersection(best.values())):
             best = renamed
     return best
@@ -81,11 +73,6 @@ def _heads(names: Collection[str], anchors: list[str]) -> Iterator[tuple[str, st
                 given = name.removesuffix(tail)
                 # `module.model.` for `model.` is `module.` for nothing, so that it goes from the head's name too.
                 yield (given.removesuffix(head), "") if head and given.endswith(head) else (given, head)
-
-
-def _with_head(names: Collection[str], expected: Collection[str], given: str, head: str) -> dict[str, str]:
-    """Returns the names that begin with `given` as they are with `head` in its place."""
-    return {name: head + name.removeprefix(given) for name in names if name.startswith(given) and name not in expected}
 
 
 def _shared(family: Family, spec: formats.ModelSpec, names: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -6,14 +6,11 @@ Source: transformers, models/glm4_moe; GLM-4.5 (2508.06471).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
-    qk_norm = config.flag("use_qk_norm", False)
-    attention = readers.read_grouped_query(
-        config, bias=readers.attention_bias(config, ("q", "k", "v")), qk_norm="head" if qk_norm else "none"
-    )
+def _read_config(config: family.Config) -> formats.ModelSpec:
+    qk_norm, bias = config.flag("use_qk_norm", False), readers.attention_bias(config, ("q", "k", "v"))
+    attention = readers.read_grouped_query(config, bias=bias, qk_norm="head" if qk_norm else "none")
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.count("n_shared_experts", 1)
     return readers.read_decoder(
         config,
@@ -32,9 +29,7 @@ GLM4_MOE = family.Family(
     short_names={"glm-4.5-air": "zai-org/GLM-4.5-Air", "glm-4.5": "zai-org/GLM-4.5"},
     published=(
         family.Published("glm-4.5-air", "106", "12", cached="94.208", leaves_out=("embed", "head")),
-        family.Published(
-            "glm-4.5", "355", "32", cached="188.416", leaves_out=("embed", "head"), adds_prediction_layer=True
-        ),
+        family.Published("glm-4.5", "355", "32", "188.416", leaves_out=("embed", "head"), adds_prediction_layer=True),
     ),
     read_config=_read_config,
     dense_names=readers.DENSE_NAMES,

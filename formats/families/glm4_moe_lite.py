@@ -4,27 +4,23 @@ Source: transformers, models/glm4_moe_lite.
 """
 
 from moe_pack import formats
-from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import family, readers
+from moe_pack.formats.families.deepseek_v3 import read_latent_decoder
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     if not config.has("mlp_layer_types"):
         config.only(first_k_dense_replace=1)
     config.ignore("first_k_dense_replace")
     # Missing, transformers takes those of GLM-4.7-Flash.
     config.require("num_key_value_heads", "routed_scaling_factor")
-    expert_size = config.whole("moe_intermediate_size")
-    return readers.read_decoder(
+    return read_latent_decoder(
         config,
         readers.read_latent(config),
-        rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
-        readers.read_sigmoid_router(config, num_experts_per_tok=4, normalize=True),
-        expert_size,
-        moe_layers=readers.layers_by_kind(config, num_dense=1),
-        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        readers.layers_by_kind(config, num_dense=1),
+        num_experts_per_tok=4,
+        default_eps=1e-5,
     )
 
 

@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
-from moe_pack.formats.families.family import Published
+from moe_pack.formats.families import deepseek_v32, family, readers
+from moe_pack.formats.families.deepseek_v3 import read_latent_decoder
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         scoring_func="sigmoid",
         topk_method="noaux_tc",
@@ -26,34 +24,28 @@ def _read_config(config: Config) -> formats.ModelSpec:
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of GLM-5.
     config.require("routed_scaling_factor", "num_key_value_heads", "index_topk")
-    indexer = parts.IndexerSpec(
-        config.whole("index_n_heads"), config.whole("index_head_dim"), config.whole("index_topk"), interleaved=True
-    )
-    expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
-    config.whole("q_lora_rank")  # the indexer's queries come from the latent
-    # Published configs have 192 as head_dim, which transformers replaces.
+    indexer = replace(deepseek_v32.read_indexer(config), interleaved=True)
+    # family.Published configs have 192 as head_dim, which transformers replaces.
     attention = replace(readers.read_latent(config, reads_head_dim=False), indexer=indexer)
-    rope = rotary.read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True)
-    spec = readers.read_decoder(
-        config,
-        attention,
-        rope,
-        readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
-        expert_size,
-        moe_layers=readers.layers_by_kind(config, num_dense=config.count("first_k_dense_replace", 3)),
-        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
-    )
-    shared = tuple(layer for layer, kind in enumerate(_indexer_kinds(config)) if kind == "shared")
+    moe_layers = deepseek_v32.layers_after_dense(config)
+    spec = read_latent_decoder(config, attention, moe_layers, interleaved=True, default_eps=1e-5)
+    return with_shared_choices(config, spec, attention, readers.layers_of(_indexer_kinds(config), "shared"))
+
+
+def with_shared_choices(
+    config: family.Config, spec: formats.ModelSpec, own: parts.LatentSpec, shared: tuple[int, ...]
+) -> formats.ModelSpec:
+    """Returns the spec, whose attention is `own`, with attention that shares an indexer's choice in these layers."""
     if 0 in shared:
         raise formats.CheckpointError(
             f"{config.place}: layer 0 shares an indexer's choice, but there is no layer before it"
         )
-    sharing = replace(attention, indexer=replace(indexer, shared=True))
-    return replace(spec, others=(parts.OtherAttentionSpec(shared, sharing, rope),) if shared else ())
+    assert own.indexer is not None
+    sharing = replace(own, indexer=replace(own.indexer, shared=True))
+    return replace(spec, others=(parts.OtherAttentionSpec(shared, sharing, spec.rope),) if shared else ())
 
 
-def _indexer_kinds(config: Config) -> tuple[str, ...]:
+def _indexer_kinds(config: family.Config) -> tuple[str, ...]:
     """Reads which layers have an indexer and which share a choice: a list, else a letter for each, else a period."""
     config.ignore("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
     if config.has("indexer_types"):
@@ -71,10 +63,10 @@ def _indexer_kinds(config: Config) -> tuple[str, ...]:
 
 
 GLM_MOE_DSA = replace(
-    DEEPSEEK_V32,
+    deepseek_v32.DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     short_names={f"glm-{name}": f"zai-org/GLM-{name}" for name in ("5", "5.1", "5.2", "5.3")},
-    published=(Published("glm-5.3", "744", "40", cached="47.616", active_leaves_out=("embed",)),),
+    published=(family.Published("glm-5.3", "744", "40", cached="47.616", active_leaves_out=("embed",)),),
     read_config=_read_config,
-    ignored_keys=DEEPSEEK_V32.ignored_keys | {"index_share_for_mtp_iteration"},
+    ignored_keys=deepseek_v32.DEEPSEEK_V32.ignored_keys | {"index_share_for_mtp_iteration"},
 )

@@ -9,19 +9,15 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.parts.positions import YarnSpec
-
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attention, rope = _read_attention(config), _read_rope(config)
     config.only(swiglu_alpha=1.702, swiglu_limit=7.0)
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok", 4)
     config.only(experts_per_token=chosen)  # the same by its first name; nobody reads it
-    if isinstance(rope.scaling, YarnSpec):
-        config.only(initial_context_length=rope.scaling.original_max_position_embeddings)  # likewise
+    if (yarn := rope.scaling) is not None and yarn.kind == "yarn":
+        config.only(initial_context_length=yarn.original_max_position_embeddings)  # likewise
     spec = readers.read_decoder(
         config,
         attention,
@@ -31,39 +27,35 @@ def _read_config(config: Config) -> formats.ModelSpec:
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
         dense_size_key=None,
     )
-    size = spec.expert.intermediate_size
+    expert = formats.ExpertSpec(
+        "clamped_swiglu",
+        spec.expert.intermediate_size,
+        formats.MATRICES,
+        bias=formats.MATRICES,
+        extra_floats=spec.hidden_size,
+    )
+    return replace(spec, expert=expert)
+
+
+def _read_attention(config: family.Config) -> parts.GroupedQuerySpec:
+    config.require("head_dim")  # without it transformers takes 64
+    bias = parts.PROJECTIONS if config.flag("attention_bias", True) else ()
+    kinds = readers.attention_kinds(config)
+    windowed = readers.layers_of(kinds, "sliding_attention") if kinds else tuple(range(0, config.num_layers(), 2))
+    attention = replace(readers.read_grouped_query(config, bias=bias), sinks=True)
+    if not windowed:
+        config.ignore("sliding_window")
+        return attention
+    config.require("sliding_window")  # without it transformers takes 128, with null it fails
     return replace(
-        spec,
-        expert=formats.ExpertSpec(
-            "clamped_swiglu", size, formats.MATRICES, bias=formats.MATRICES, extra_floats=spec.hidden_size
-        ),
+        attention,
+        sliding_window=config.whole("sliding_window"),
+        windowed_layers=windowed if len(windowed) < config.num_layers() else None,
     )
 
 
-def _read_attention(config: Config) -> parts.GroupedQuerySpec:
-    config.require("head_dim")  # without it transformers takes 64
-    bias = parts.PROJECTIONS if config.flag("attention_bias", True) else ()
-    windowed = _windowed_layers(config)
-    if not windowed:
-        config.ignore("sliding_window")
-        return replace(readers.read_grouped_query(config, bias=bias), sinks=True)
-    config.require("sliding_window")  # without it transformers takes 128, with null it fails
-    attention = readers.read_grouped_query(config, bias=bias, sliding_window=config.whole("sliding_window"))
-    some = windowed if len(windowed) < config.num_layers() else None
-    return replace(attention, windowed_layers=some, sinks=True)
-
-
-def _windowed_layers(config: Config) -> tuple[int, ...]:
-    """The layers with a window: as `layer_types` says, else every second from the first on."""
-    kinds = readers.read_kinds(config, "layer_types", (_FULL, _SLIDING))
-    if not kinds:
-        return tuple(range(0, config.num_layers(), 2))
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
-
-
-def _read_rope(config: Config) -> parts.RopeSpec:
-    if not config.has("rope_parameters") and not config.has("rope_scaling"):
-        # There transformers takes a yarn of its own, whatever rope_theta says.
+def _read_rope(config: family.Config) -> parts.RopeSpec:
+    if rotary.rope_group(config) is None:  # transformers takes a yarn of its own, whatever rope_theta says
         raise formats.CheckpointError(
             f"{config.place}: rope_parameters and rope_scaling are missing, expected one of them"
         )
@@ -71,15 +63,11 @@ def _read_rope(config: Config) -> parts.RopeSpec:
 
 
 _EXPERTS = "model.layers.{i}.mlp.experts."
-_BIASES: dict[formats.Matrix, str] = {
-    "gate": _EXPERTS + "gate_up_proj_bias",
-    "up": _EXPERTS + "gate_up_proj_bias",
-    "down": _EXPERTS + "down_proj_bias",
-}
+_BIASES = family.matrices(_EXPERTS + "*", "gate_up_proj_bias", "gate_up_proj_bias", "down_proj_bias")
 
 # In files made of GGUF's, where each matrix of an expert is a tensor of its own.
-_EACH: dict[formats.Matrix, str] = {matrix: _EXPERTS + f"{{e}}.{matrix}_proj" for matrix in formats.MATRICES}
-_EACH_BIAS: dict[formats.Matrix, str] = {matrix: f"{name}.bias" for matrix, name in _EACH.items()}
+_EACH = family.matrices(_EXPERTS + "{e}.*_proj", *formats.MATRICES)
+_EACH_BIAS = {matrix: f"{name}.bias" for matrix, name in _EACH.items()}
 
 GPT_OSS = family.Family(
     model_type="gpt_oss",
@@ -91,9 +79,9 @@ GPT_OSS = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks",
-        "layers.{i}.router": "model.layers.{i}.mlp.router.weight",
-        "layers.{i}.router_logit_bias": "model.layers.{i}.mlp.router.bias",
+        ".attention.sinks": "self_attn.sinks",
+        ".router": "mlp.router.weight",
+        ".router_logit_bias": "mlp.router.bias",
     },
     expert_names=(
         family.ExpertNames(

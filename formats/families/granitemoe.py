@@ -9,37 +9,32 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import GroupedQuerySpec
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
-    return read_granite(config, _same_in_all_layers(config), None)
-
-
-def _read_shared(config: Config) -> formats.ModelSpec:
-    return read_granite(config, _same_in_all_layers(config), read_shared_expert(config))
-
-
-def _same_in_all_layers(config: Config) -> readers.LayerAttention:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attention = read_granite_attention(config)
-    return readers.LayerAttention(attention, rotary.read_rope(config, attention.head_dim), others=())
+    return read_granite(config, readers.LayerAttention(attention, rotary.read_rope(config, attention.head_dim)), None)
 
 
-def read_granite_attention(config: Config) -> GroupedQuerySpec:
+def _read_shared(config: family.Config) -> formats.ModelSpec:
+    return replace(_read_config(config), shared_expert=read_shared_expert(config))
+
+
+def read_granite_attention(config: family.Config) -> GroupedQuerySpec:
     """Reads a Granite model's attention, whose scale is a key."""
     scale = config.number("attention_multiplier", 1)
     return readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True, scale=scale)
 
 
-def read_shared_expert(config: Config) -> formats.SharedExpertSpec | None:
+def read_shared_expert(config: family.Config) -> formats.SharedExpertSpec | None:
     """Reads the shared expert; None if its size is 0."""
     size = config.count("shared_intermediate_size", 0)
     return formats.SharedExpertSpec(size, gated=False) if size else None
 
 
 def read_granite(
-    config: Config, attention: readers.LayerAttention, shared_expert: formats.SharedExpertSpec | None
+    config: family.Config, attention: readers.LayerAttention, shared_expert: formats.SharedExpertSpec | None
 ) -> formats.ModelSpec:
     """Reads a Granite model of experts, with this attention and shared expert."""
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok")
@@ -75,10 +70,7 @@ GRANITEMOE = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.router": (
-            "model.layers.{i}.block_sparse_moe.router.layer.weight",
-            "model.layers.{i}.block_sparse_moe.router.weight",
-        ),
+        ".router": ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
     },
     expert_names=(
         family.ExpertNames(
@@ -91,10 +83,10 @@ GRANITEMOE = family.Family(
         ),
     ),
 )
-_SHARED = ("layers.{i}.shared.gate", "layers.{i}.shared.up")
-SHARED_NAMES: Mapping[str, str | family.Stored] = {
-    **{role: family.Stored("model.layers.{i}.shared_mlp.input_linear.weight", roles=_SHARED) for role in _SHARED},
-    "layers.{i}.shared.down": "model.layers.{i}.shared_mlp.output_linear.weight",
+_SHARED = (".shared.gate", ".shared.up")
+SHARED_NAMES: Mapping[str, family.DenseName] = {
+    **{role: family.Stored("shared_mlp.input_linear.weight", roles=_SHARED) for role in _SHARED},
+    ".shared.down": "shared_mlp.output_linear.weight",
 }
 GRANITEMOESHARED = replace(
     GRANITEMOE,
@@ -103,8 +95,5 @@ GRANITEMOESHARED = replace(
     unpublished="the class is in transformers; IBM published its weights in granitemoehybrid",
     published=(),
     read_config=_read_shared,
-    dense_names={
-        **GRANITEMOE.dense_names,
-        **SHARED_NAMES,
-    },
+    dense_names={**GRANITEMOE.dense_names, **SHARED_NAMES},
 )

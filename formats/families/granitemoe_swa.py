@@ -7,23 +7,21 @@ Source: transformers, models/granitemoe_swa.
 from dataclasses import replace
 
 from moe_pack import formats
-from moe_pack.formats.families import granitemoe, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import family, granitemoe, readers, rotary
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     return granitemoe.read_granite(config, _read_attention(config), granitemoe.read_shared_expert(config))
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     own, num_layers = replace(granitemoe.read_granite_attention(config), sinks=True), config.num_layers()
     rope = rotary.read_rope(config, own.head_dim)
     thetas = config.numbers("layer_rope_theta") or (rope.theta,) * num_layers
-    if len(thetas) != num_layers:
-        raise formats.CheckpointError(
-            f"{config.place}: layer_rope_theta lists {len(thetas)} layers, but the model has {num_layers}"
-        )
-    kinds = _layer_kinds(config)
+    readers.check_count(config, "layer_rope_theta", thetas)
+    kinds = readers.attention_kinds(config) or tuple(
+        "sliding_attention" if i % 4 else "full_attention" for i in range(num_layers)
+    )
     config.ignore("sliding_window")  # without layers that have it
     windowed = replace(own, sliding_window=config.whole("sliding_window")) if "sliding_attention" in kinds else own
     return readers.LayerAttention.of(
@@ -32,15 +30,6 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     )
 
 
-def _layer_kinds(config: Config) -> tuple[str, ...]:
-    """The kind of each layer: as `layer_types` says, else every fourth layer from the first has no window."""
-    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS)
-    return kinds or tuple("sliding_attention" if i % 4 else "full_attention" for i in range(config.num_layers()))
-
-
-# transformers does not read the older names in this family.
-_ROUTER = granitemoe.GRANITEMOESHARED.dense_names["layers.{i}.router"]
-assert isinstance(_ROUTER, tuple)
 GRANITEMOE_SWA = replace(
     granitemoe.GRANITEMOESHARED,
     model_type="granitemoe_swa",
@@ -52,7 +41,8 @@ GRANITEMOE_SWA = replace(
     expert_names=granitemoe.GRANITEMOESHARED.expert_names[::-1],
     dense_names={
         **granitemoe.GRANITEMOESHARED.dense_names,
-        "layers.{i}.router": _ROUTER[::-1],
-        "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks",
+        # transformers does not read the older names in this family.
+        ".router": ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
+        ".attention.sinks": "self_attn.sinks",
     },
 )

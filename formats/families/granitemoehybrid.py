@@ -8,20 +8,17 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, granitemoe, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import Mamba2Spec
 
 MAMBA_LAYERS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
 
 
-def _read_mixer(config: Config) -> Mamba2Spec | None:
+def _read_mixer(config: family.Config) -> Mamba2Spec | None:
     layers = readers.layers_without_attention(config, MAMBA_LAYERS)
     width, num_heads = config.whole("mamba_expand", 2) * config.whole("hidden_size"), config.whole("mamba_n_heads", 128)
-    head_dim = (
-        width // num_heads
-        if config.is_text("mamba_d_head", "auto")
-        else config.whole("mamba_d_head", width // num_heads)
-    )
+    head_dim = width // num_heads
+    if not config.is_text("mamba_d_head", "auto"):
+        head_dim = config.whole("mamba_d_head", head_dim)
     if head_dim * num_heads != width:
         raise formats.CheckpointError(
             f"{config.place}: {num_heads} heads of {head_dim} values are not mamba_expand times hidden_size, {width}"
@@ -41,11 +38,10 @@ def _read_mixer(config: Config) -> Mamba2Spec | None:
     return mixer if layers else None
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     if config.has("num_local_experts") and not config.count("num_local_experts"):
         raise readers.dense_model(config)
-    scale = config.number("attention_multiplier", 1)
-    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), own_keys=True, scale=scale)
+    attention = granitemoe.read_granite_attention(config)
     is_rotary = config.choice("position_embedding_type", ("nope", "rope")) == "rope"
     rope = rotary.read_rope(config, attention.head_dim)
     limits = config.unbounded("time_step_limit")
@@ -53,25 +49,11 @@ def _read_config(config: Config) -> formats.ModelSpec:
         raise formats.CheckpointError(
             f"{config.place}: time_step_limit is {list(limits)}; only [0.0, Infinity] is supported"
         )
-    return replace(
-        readers.read_decoder(
-            config,
-            attention,
-            rope if is_rotary else None,
-            formats.RouterSpec(
-                "topk_softmax", config.whole("num_local_experts"), config.whole("num_experts_per_tok"), normalize=False
-            ),
-            config.whole("intermediate_size"),
-            shared_expert=formats.SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False),
-        ),
-        embedding_multiplier=config.number("embedding_multiplier", 1),
-        residual_multiplier=config.number("residual_multiplier", 1),
-        logits_scaling=config.number("logits_scaling", 1),
-        mixer=_read_mixer(config),
-    )
+    shared_expert = formats.SharedExpertSpec(config.whole("shared_intermediate_size"), gated=False)
+    layers = readers.LayerAttention(attention, rope if is_rotary else None)
+    return replace(granitemoe.read_granite(config, layers, shared_expert), mixer=_read_mixer(config))
 
 
-_MAMBA = "model.layers.{i}.mamba"
 MAMBA2_NAMES = {
     "in": "in_proj.weight",
     "in_bias": "in_proj.bias",
@@ -97,7 +79,7 @@ GRANITEMOEHYBRID = family.Family(
     read_config=_read_config,
     dense_names={
         **granitemoe.GRANITEMOE.dense_names,
-        **{f"layers.{{i}}.mixer.{role}": f"{_MAMBA}.{name}" for role, name in MAMBA2_NAMES.items()},
+        **{f".mixer.{role}": f"mamba.{name}" for role, name in MAMBA2_NAMES.items()},
         **granitemoe.SHARED_NAMES,
     },
     expert_names=granitemoe.GRANITEMOE.expert_names,

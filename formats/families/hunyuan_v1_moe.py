@@ -5,12 +5,9 @@ Source: transformers, models/hunyuan_v1_moe; Tencent (2025).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
-
-_MLP = "model.layers.{i}.mlp."
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     num_layers = config.num_layers()
     config.only(
         use_qk_norm=True,
@@ -25,12 +22,10 @@ def _read_config(config: Config) -> formats.ModelSpec:
     size = config.whole("intermediate_size")
     config.only_each("moe_intermediate_size", size, num_layers)
     config.only_each("num_shared_expert", 1, num_layers)
-    config.only(
-        attention_head_dim=config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
-    )
-    attention = readers.read_grouped_query(
-        config, bias=readers.attention_bias(config), qk_norm="rotated_head", own_keys=True
-    )
+    head_dim = config.whole("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    config.only(attention_head_dim=head_dim)
+    bias = readers.attention_bias(config)
+    attention = readers.read_grouped_query(config, bias=bias, qk_norm="rotated_head", own_keys=True)
     router = formats.RouterSpec(
         "softmax_topk",
         config.each_whole(config.either("num_experts", "num_local_experts"), num_layers),
@@ -60,10 +55,10 @@ HUNYUAN_V1_MOE = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.query_layernorm.weight",
-        "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.key_layernorm.weight",
-        "layers.{i}.router": _MLP + "gate.wg.weight",
-        **{f"layers.{{i}}.shared.{matrix}": f"{_MLP}shared_mlp.{matrix}_proj.weight" for matrix in formats.MATRICES},
+        ".attention.q_norm": "self_attn.query_layernorm.weight",
+        ".attention.k_norm": "self_attn.key_layernorm.weight",
+        ".router": "mlp.gate.wg.weight",
+        ".shared.{gate,up,down}": "mlp.shared_mlp.{}_proj.weight",
     },
     ignored_keys=frozenset(
         {"eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "org_vocab_size", "pad_id", "pretraining_tp"}

@@ -5,12 +5,9 @@ Source: transformers, models/hy_v3; Tencent (2026).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config, keys
-
-_MLP = "model.layers.{i}.mlp."
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         moe_router_enable_expert_bias=True, moe_router_use_sigmoid=True, qk_norm=True, route_norm=True, mlp_bias=False
     )
@@ -19,8 +16,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     if not config.has("mlp_layer_types"):
         config.only(first_k_dense_replace=1)
     config.ignore("first_k_dense_replace")
-    config.require("head_dim")  # missing, transformers takes 128
-    config.require("num_key_value_heads")  # missing, transformers takes 8
+    config.require("head_dim", "num_key_value_heads")  # missing, transformers takes 128 and 8
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     router = formats.RouterSpec(
         "sigmoid_topk",
@@ -50,19 +46,15 @@ HY_V3 = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.router": (_MLP + "router.gate.weight", _MLP + "gate.weight"),
-        "layers.{i}.router_bias": (_MLP + "expert_bias", _MLP + "e_score_correction_bias"),
-        "layers.{i}.shared.gate": (_MLP + "shared_mlp.gate_proj.weight", _MLP + "shared_experts.gate_proj.weight"),
-        "layers.{i}.shared.up": (_MLP + "shared_mlp.up_proj.weight", _MLP + "shared_experts.up_proj.weight"),
-        "layers.{i}.shared.down": (_MLP + "shared_mlp.down_proj.weight", _MLP + "shared_experts.down_proj.weight"),
+        ".router": ("mlp.router.gate.weight", "mlp.gate.weight"),
+        ".router_bias": ("mlp.expert_bias", "mlp.e_score_correction_bias"),
+        ".shared.{gate,up,down}": ("mlp.shared_mlp.{}_proj.weight", "mlp.shared_experts.{}_proj.weight"),
     },
     unused=(readers.PREDICTION_LAYER,),
     prediction=(readers.PREDICTION_NAMES,),
     # Precisions of sums, which are float32 here whatever they say; a kernel; a layer that is not run.
-    ignored_keys=keys(
-        """
-        enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine num_nextn_predict_layers
-        use_grouped_mm
-        """
+    ignored_keys=family.keys(
+        "enable_attention_fp32_softmax enable_lm_head_fp32 enable_moe_fp32_combine num_nextn_predict_layers "
+        "use_grouped_mm"
     ),
 )

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.deepseek_v32 import DEEPSEEK_V32
+from moe_pack.formats.families import deepseek_v32, family, readers
+from moe_pack.formats.families.deepseek_v3 import read_latent_decoder
+from moe_pack.formats.families.glm_moe_dsa import with_shared_choices
 from moe_pack.formats.parts.specs import LimitSpec
 
 # Written by the authors' own classes, read by no code of transformers: other values would be another model.
@@ -26,45 +26,25 @@ _ONLY = {
 }
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(**_ONLY)
     readers.read_kinds(config, "layer_types", ("indexed_attention", "deepseek_sparse_attention"))
     # Missing, transformers takes those of a smaller Hy4.
     config.require("routed_scaling_factor", "index_topk")
     eps = config.number("rms_norm_eps", 1e-5)
-    config.whole("q_lora_rank")  # the indexer's queries come from the latent
-    indexer = parts.IndexerSpec(
-        config.whole("index_n_heads"),
-        config.whole("index_head_dim"),
-        config.whole("index_topk"),
-        rotates_last=True,
-        norm_eps=eps,
-    )
+    indexer = replace(deepseek_v32.read_indexer(config), rotates_last=True, norm_eps=eps)
     attention = replace(
         readers.read_latent(config, reads_head_dim=False, reads_kv_heads=False),
         indexer=indexer,
         gate=parts.OutputGateSpec("value", "sigmoid"),
         sinks=True,
     )
-    rope = rotary.read_rope(config, attention.qk_rope_head_dim)
-    expert_size = config.whole("moe_intermediate_size")
-    spec = readers.read_decoder(
-        config,
-        attention,
-        rope,
-        readers.read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
-        expert_size,
-        moe_layers=readers.layers_by_kind(config, num_dense=1),
-        shared_expert=formats.SharedExpertSpec(expert_size * config.whole("n_shared_experts", 1), gated=False),
-        norm=formats.NormSpec("rms", eps),
-    )
-    shared = _sharing_layers(config)
-    sharing = replace(attention, indexer=replace(indexer, shared=True))
+    moe_layers = readers.layers_by_kind(config, num_dense=1)
+    spec = read_latent_decoder(config, attention, moe_layers, interleaved=False, default_eps=1e-5)
     limit = LimitSpec(None, config.number("swiglu_limit", 10.0), None)
     return replace(
-        spec,
+        with_shared_choices(config, spec, attention, _sharing_layers(config)),
         expert=replace(spec.expert, function="clipped_silu", limits=(limit,)),
-        others=(parts.OtherAttentionSpec(shared, sharing, rope),) if shared else (),
         residual=parts.MixedStreamsSpec(
             "mixed_streams",
             config.whole("hc_mult", 4),
@@ -75,25 +55,15 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _sharing_layers(config: Config) -> tuple[int, ...]:
+def _sharing_layers(config: family.Config) -> tuple[int, ...]:
     """Reads the layers that share an indexer's choice; without a list, three of four after the second layer."""
     kinds = readers.read_kinds(config, "indexer_types", ("full", "shared"))
-    if not kinds:
-        return tuple(layer for layer in range(1, config.num_layers()) if (layer - 1) % 4)
-    if kinds[0] == "shared":
-        raise formats.CheckpointError(
-            f"{config.place}: layer 0 shares an indexer's choice, but there is no layer before it"
-        )
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "shared")
+    if kinds:
+        return readers.layers_of(kinds, "shared")
+    return tuple(layer for layer in range(1, config.num_layers()) if (layer - 1) % 4)
 
 
-_LAYER = "model.layers.{i}."
 _STREAMS = {"weights": "fn", "base": "base", "scale": "scale"}
-
-
-def _gate_names(module: str, published: str, other: str) -> tuple[str, str]:
-    """Returns the names of a module's gate: published, and what `save_pretrained` or transformers' memory has."""
-    return f"{_LAYER}{module}.{published}.weight", f"{_LAYER}{module}.{other}.weight"
 
 
 HY_V4 = family.Family(
@@ -102,20 +72,17 @@ HY_V4 = family.Family(
     unpublished="public code quotes sizes of tencent/Hy4-preview, but no public copy of its file was found",
     read_config=_read_config,
     dense_names={
-        **DEEPSEEK_V32.dense_names,
-        "layers.{i}.attention.gate": _gate_names("self_attn", "linear_gate", "gate_proj"),
-        "layers.{i}.attention.sinks": (_LAYER + "self_attn.learnable_sink_param", _LAYER + "self_attn.sinks"),
-        "layers.{i}.mlp.gate": _gate_names("mlp", "gate_proj", "linear_gate"),
-        "layers.{i}.shared.gate": _gate_names("mlp.shared_experts", "gate_proj", "linear_gate"),
-        **{
-            f"layers.{{i}}.{half}_streams.{role}": (
-                f"{_LAYER}hc_{module}_layer.hc_pre.hc_{name}",
-                f"{_LAYER}hc_pre.hc_{module}_layer.hc_{name}",
-                f"{_LAYER}{own}_hc.{name}",
-            )
-            for half, module, own in (("attention", "attn", "attn"), ("mlp", "mlp", "ffn"))
-            for role, name in _STREAMS.items()
-        },
+        **deepseek_v32.DEEPSEEK_V32.dense_names,
+        ".attention.gate": ("self_attn.linear_gate.weight", "self_attn.gate_proj.weight"),
+        ".attention.sinks": ("self_attn.learnable_sink_param", "self_attn.sinks"),
+        ".mlp.gate": ("mlp.gate_proj.weight", "mlp.linear_gate.weight"),
+        ".shared.gate": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.linear_gate.weight"),
+        ".attention_streams.weights": ("hc_attn_layer.hc_pre.hc_fn", "hc_pre.hc_attn_layer.hc_fn", "attn_hc.fn"),
+        ".attention_streams.base": ("hc_attn_layer.hc_pre.hc_base", "hc_pre.hc_attn_layer.hc_base", "attn_hc.base"),
+        ".attention_streams.scale": ("hc_attn_layer.hc_pre.hc_scale", "hc_pre.hc_attn_layer.hc_scale", "attn_hc.scale"),
+        ".mlp_streams.weights": ("hc_mlp_layer.hc_pre.hc_fn", "hc_pre.hc_mlp_layer.hc_fn", "ffn_hc.fn"),
+        ".mlp_streams.base": ("hc_mlp_layer.hc_pre.hc_base", "hc_pre.hc_mlp_layer.hc_base", "ffn_hc.base"),
+        ".mlp_streams.scale": ("hc_mlp_layer.hc_pre.hc_scale", "hc_pre.hc_mlp_layer.hc_scale", "ffn_hc.scale"),
         **{
             f"streams.{role}": (
                 f"model.hc_head.hc_head_{name}",

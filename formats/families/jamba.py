@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import MambaSpec
 
 
-def _every(config: Config, name: str, period: int, offset: int) -> tuple[int, ...]:
+def _every(config: family.Config, name: str, period: int, offset: int) -> tuple[int, ...]:
     """Reads the layers at a period and an offset, which are keys that begin with `name`."""
     period = config.whole(f"{name}_layer_period", period)
     offset = config.count(f"{name}_layer_offset", offset)
@@ -24,7 +23,7 @@ def _every(config: Config, name: str, period: int, offset: int) -> tuple[int, ..
     return tuple(i for i in range(config.num_layers()) if i % period == offset)
 
 
-def _read_mixer(config: Config) -> MambaSpec | None:
+def _read_mixer(config: family.Config) -> MambaSpec | None:
     d, attention = config.whole("hidden_size"), _every(config, "attn", 8, 4)
     rank = math.ceil(d / 16)
     layers = tuple(i for i in range(config.num_layers()) if i not in attention)
@@ -41,25 +40,19 @@ def _read_mixer(config: Config) -> MambaSpec | None:
     return mixer if layers else None
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(sliding_window=None)  # in published configs; no code of transformers reads it
     num_experts = config.whole("num_experts", 16)
     if num_experts == 1:
         raise readers.dense_model(config)
-    return replace(
-        readers.read_decoder(
-            config,
-            readers.read_grouped_query(config),
-            None,
-            formats.RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False),
-            config.whole("intermediate_size"),
-            moe_layers=_every(config, "expert", 2, 1),
-        ),
-        mixer=_read_mixer(config),
-    )
+    router = formats.RouterSpec("softmax_topk", num_experts, config.whole("num_experts_per_tok", 2), normalize=False)
+    size, moe_layers = config.whole("intermediate_size"), _every(config, "expert", 2, 1)
+    attention = readers.read_grouped_query(config)
+    spec = readers.read_decoder(config, attention, None, router, size, moe_layers=moe_layers)
+    return replace(spec, mixer=_read_mixer(config))
 
 
-_MLP, _MAMBA = "model.layers.{i}.feed_forward", "model.layers.{i}.mamba"
+_MLP = "model.layers.{i}.feed_forward"
 _MAMBA_NAMES = {
     "in": "in_proj.weight",
     "in_bias": "in_proj.bias",
@@ -87,10 +80,10 @@ JAMBA = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        **{f"layers.{{i}}.mixer.{role}": f"{_MAMBA}.{name}" for role, name in _MAMBA_NAMES.items()},
-        "layers.{i}.mlp_norm": "model.layers.{i}.pre_ff_layernorm.weight",
-        **{f"layers.{{i}}.mlp.{name}": f"{_MLP}.{name}_proj.weight" for name in ("gate", "up", "down")},
-        "layers.{i}.router": f"{_MLP}.router.weight",
+        **{f".mixer.{role}": f"mamba.{name}" for role, name in _MAMBA_NAMES.items()},
+        ".mlp_norm": "pre_ff_layernorm.weight",
+        ".mlp.{gate,up,down}": "feed_forward.{}_proj.weight",
+        ".router": "feed_forward.router.weight",
         "norm": "model.final_layernorm.weight",
     },
     expert_names=(

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import KimiDeltaSpec
 
 
-def _linear_layers(config: Config, group: Config | None) -> tuple[int, ...]:
+def _linear_layers(config: family.Config, group: family.Config | None) -> tuple[int, ...]:
     """Reads the layers with Kimi delta attention: of the published config's group, of `layer_types`, or the usual."""
     num_layers = config.num_layers()
     if config.has("layer_types"):
@@ -28,7 +27,7 @@ def _linear_layers(config: Config, group: Config | None) -> tuple[int, ...]:
     return tuple(sorted(i - 1 for i in linear))
 
 
-def _read_mixer(config: Config) -> KimiDeltaSpec:
+def _read_mixer(config: family.Config) -> KimiDeltaSpec:
     group = config.group("linear_attn_config")
 
     def size(inside: str, key: str, default: int) -> int:
@@ -48,7 +47,7 @@ def _read_mixer(config: Config) -> KimiDeltaSpec:
     return mixer
 
 
-def _moe_layers(config: Config) -> tuple[int, ...]:
+def _moe_layers(config: family.Config) -> tuple[int, ...]:
     kinds, num_layers = config.texts("mlp_layer_types"), config.num_layers()
     if not kinds:
         return readers.layers_after_dense(config, default=1)
@@ -57,19 +56,14 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
         raise formats.CheckpointError(
             f"{config.place}: mlp_layer_types must list {num_layers} layers, each dense or sparse"
         )
-    return tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
+    return readers.layers_of(kinds, "sparse")
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.derive("max_position_embeddings", config.whole(config.either("model_max_length", "max_position_embeddings")))
     # Written in the published config, read by no code of transformers.
-    config.only(
-        mla_use_nope=True,
-        moe_router_activation_func="sigmoid",
-        moe_layer_freq=1,
-        use_grouped_topk=True,
-        rope_scaling=None,
-    )
+    config.only(mla_use_nope=True, moe_router_activation_func="sigmoid", moe_layer_freq=1, use_grouped_topk=True)
+    config.only(rope_scaling=None)
     config.require("num_key_value_heads")  # missing, transformers takes 32
     router = formats.RouterSpec(
         "sigmoid_topk",
@@ -84,23 +78,19 @@ def _read_config(config: Config) -> formats.ModelSpec:
     expert_size = config.whole("moe_intermediate_size")
     num_shared = config.whole(config.either("num_shared_experts", "n_shared_experts"), 1)
     config.only(tie_word_embeddings=False)  # the class ties nothing, whatever the key says
-    return replace(
-        readers.read_decoder(
-            config,
-            readers.read_latent(config, reads_head_dim=False),  # transformers replaces it
-            None,
-            router,
-            expert_size,
-            moe_layers=_moe_layers(config),
-            shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
-            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
-        ),
-        mixer=_read_mixer(config),
+    spec = readers.read_decoder(
+        config,
+        readers.read_latent(config, reads_head_dim=False),  # transformers replaces it
+        None,
+        router,
+        expert_size,
+        moe_layers=_moe_layers(config),
+        shared_expert=formats.SharedExpertSpec(expert_size * num_shared, gated=False),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
+    return replace(spec, mixer=_read_mixer(config))
 
 
-_MOE = "model.layers.{i}.block_sparse_moe"
-_MLP = "model.layers.{i}.mlp"
 KIMI_LINEAR = family.Family(
     model_type="kimi_linear",
     short_names={
@@ -113,30 +103,24 @@ KIMI_LINEAR = family.Family(
     dense_names={
         **readers.DENSE_NAMES,
         **readers.LATENT_NAMES,
-        **{
-            f"layers.{{i}}.mixer.{name}": f"model.layers.{{i}}.self_attn.{name}_proj.weight" for name in ("q", "k", "v")
-        },
-        **{f"layers.{{i}}.mixer.{name}_conv": f"model.layers.{{i}}.self_attn.{name}_conv1d.weight" for name in "qkv"},
-        "layers.{i}.mixer.b": "model.layers.{i}.self_attn.b_proj.weight",
-        "layers.{i}.mixer.decay_a": "model.layers.{i}.self_attn.f_a_proj.weight",
-        "layers.{i}.mixer.decay_b": "model.layers.{i}.self_attn.f_b_proj.weight",
-        "layers.{i}.mixer.a_log": "model.layers.{i}.self_attn.A_log",
-        "layers.{i}.mixer.dt_bias": "model.layers.{i}.self_attn.dt_bias",
-        "layers.{i}.mixer.gate_a": "model.layers.{i}.self_attn.g_a_proj.weight",
-        "layers.{i}.mixer.gate_b": "model.layers.{i}.self_attn.g_b_proj.weight",
-        "layers.{i}.mixer.out_norm": "model.layers.{i}.self_attn.o_norm.weight",
-        "layers.{i}.mixer.o": "model.layers.{i}.self_attn.o_proj.weight",
-        **{
-            f"layers.{{i}}.mlp.{name}": (f"{_MLP}.{name}_proj.weight", f"{_MOE}.{name}_proj.weight")
-            for name in ("gate", "up", "down")
-        },
-        "layers.{i}.router": f"{_MOE}.gate.weight",
-        "layers.{i}.router_bias": f"{_MOE}.gate.e_score_correction_bias",
-        **{
-            f"layers.{{i}}.shared.{name}": f"{_MOE}.shared_experts.{name}_proj.weight"
-            for name in ("gate", "up", "down")
-        },
+        ".mixer.{q,k,v}": "self_attn.{}_proj.weight",
+        ".mixer.{q,k,v}_conv": "self_attn.{}_conv1d.weight",
+        ".mixer.b": "self_attn.b_proj.weight",
+        ".mixer.decay_a": "self_attn.f_a_proj.weight",
+        ".mixer.decay_b": "self_attn.f_b_proj.weight",
+        ".mixer.a_log": "self_attn.A_log",
+        ".mixer.dt_bias": "self_attn.dt_bias",
+        ".mixer.gate_a": "self_attn.g_a_proj.weight",
+        ".mixer.gate_b": "self_attn.g_b_proj.weight",
+        ".mixer.out_norm": "self_attn.o_norm.weight",
+        ".mixer.o": "self_attn.o_proj.weight",
+        ".mlp.{gate,up,down}": ("mlp.{}_proj.weight", "block_sparse_moe.{}_proj.weight"),
+        ".router": "block_sparse_moe.gate.weight",
+        ".router_bias": "block_sparse_moe.gate.e_score_correction_bias",
+        ".shared.{gate,up,down}": "block_sparse_moe.shared_experts.{}_proj.weight",
     },
-    expert_names=(family.ExpertNames(family.matrices(f"{_MOE}.experts.{{e}}.*.weight", "w1", "w3", "w2")),),
+    expert_names=(
+        family.ExpertNames(family.matrices("model.layers.{i}.block_sparse_moe.experts.{e}.*.weight", "w1", "w3", "w2")),
+    ),
     ignored_keys=frozenset({"pretraining_tp", "num_nextn_predict_layers", "rope_theta"}),
 )

@@ -8,12 +8,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families import family, readers, rotary
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(attention_bias=False, use_sliding_window=True)
     # Missing, transformers takes those of Kolibri 1.
     config.require("head_dim", "num_key_value_heads")
@@ -38,43 +36,26 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> parts.GroupedQuerySpec:
+def _read_attention(config: family.Config) -> parts.GroupedQuerySpec:
     """Reads attention in which the layers with a window rotate."""
-    attention, windowed = readers.read_grouped_query(config, qk_norm="head"), _windowed_layers(config)
-    window = config.whole("sliding_window")  # missing, transformers takes 513, with null it fails
-    if not windowed:
-        return attention
-    attention = replace(attention, sliding_window=window)
-    if len(windowed) == config.num_layers():
-        return attention
-    return replace(attention, windowed_layers=windowed, rotated_layers=windowed)
+    attention, kinds = readers.read_grouped_query(config, qk_norm="head"), readers.attention_kinds(config)
+    windowed = tuple(
+        i for i in range(config.num_layers()) if (kinds[i] == "sliding_attention" if kinds else (i + 1) % 5)
+    )
+    # Missing, transformers takes 513; with null it fails.
+    return readers.with_window(config, attention, config.whole("sliding_window"), windowed)
 
 
-def _windowed_layers(config: Config) -> tuple[int, ...]:
-    """Reads the layers with a window: as `layer_types` says, else all but every fifth."""
-    kinds = readers.read_kinds(config, "layer_types", ("full_attention", "sliding_attention"))
-    if kinds:
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
-    return tuple(layer for layer in range(config.num_layers()) if (layer + 1) % 5)
-
-
-_LAYER = "model.layers.{i}"
-KOLIBRI1 = Family(
+KOLIBRI1 = family.Family(
     model_type="kolibri1",
     short_names={"kolibri-1": "Aleph-Alpha/Kolibri-1", "kolibri-1-bf16": "Aleph-Alpha/Kolibri-1-BF16"},
     unpublished="no public copy of the file of Aleph-Alpha/Kolibri-1 was found; transformers' defaults are its sizes",
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention_post_norm": (
-            f"{_LAYER}.post_attn_norm.weight",
-            f"{_LAYER}.post_self_attn_layernorm.weight",
-        ),
-        "layers.{i}.mlp_post_norm": (f"{_LAYER}.post_ffn_norm.weight", f"{_LAYER}.post_mlp_layernorm.weight"),
-        "layers.{i}.router_bias": (
-            f"{_LAYER}.moe.router.expert_bias",
-            f"{_LAYER}.mlp.gate.e_score_correction_bias",
-        ),
+        ".attention_post_norm": ("post_attn_norm.weight", "post_self_attn_layernorm.weight"),
+        ".mlp_post_norm": ("post_ffn_norm.weight", "post_mlp_layernorm.weight"),
+        ".router_bias": ("moe.router.expert_bias", "mlp.gate.e_score_correction_bias"),
     },
     ignored_keys=frozenset({"head_dtype"}),  # the head is float32 here, whatever it says
 )

@@ -9,10 +9,9 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attention, moe_layers = _read_attention(config), readers.layers_by_kind(config, num_dense=1)
     config.only(
         mlp_only_layers=[layer for layer in range(config.num_layers()) if layer not in moe_layers],
@@ -43,17 +42,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     num_layers = config.num_layers()
     config.require("head_dim")  # missing, transformers takes 128
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
     own = replace(own, gate=_read_gate(config))
-    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or ("full_attention",) * num_layers
+    kinds = readers.attention_kinds(config) or ("full_attention",) * num_layers
     heads = config.counts("num_attention_heads_per_layer") or (own.num_heads,) * num_layers
-    if len(heads) != num_layers:
-        raise formats.CheckpointError(
-            f"{config.place}: num_attention_heads_per_layer lists {len(heads)} layers, but the model has {num_layers}"
-        )
+    readers.check_count(config, "num_attention_heads_per_layer", heads)
     config.ignore("sliding_window")  # without layers that have it
     window = config.whole("sliding_window") if "sliding_attention" in kinds else None
     usual = {
@@ -63,14 +59,13 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     ropes = rotary.read_rope_by_kind(
         config, own.head_dim, {kind: usual[kind] for kind in kinds}, partial_rotary_factor=1.0
     )
-    windows = {"full_attention": None, "sliding_attention": window}
     return readers.LayerAttention.of(
-        (replace(own, num_heads=count, sliding_window=windows[kind]), ropes[kind])
+        (replace(own, num_heads=count, sliding_window=window if kind == "sliding_attention" else None), ropes[kind])
         for kind, count in zip(kinds, heads, strict=True)
     )
 
 
-def _read_gate(config: Config) -> parts.OutputGateSpec:
+def _read_gate(config: family.Config) -> parts.OutputGateSpec:
     if config.is_text("gating", "per-element"):
         return parts.OutputGateSpec("value", "softplus")
     if not config.is_text("gating", "per-head") and not config.flag("gating", True):
@@ -78,7 +73,6 @@ def _read_gate(config: Config) -> parts.OutputGateSpec:
     return parts.OutputGateSpec("head", "softplus")
 
 
-_BIAS, _SHARED = "e_score_correction_bias", "model.layers.{i}.mlp.shared_expert"
 LAGUNA = family.Family(
     model_type="laguna",
     short_names={"laguna-xs.2": "poolside/Laguna-XS.2", "laguna-xs-2.1": "poolside/Laguna-XS-2.1"},
@@ -86,11 +80,8 @@ LAGUNA = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention.gate": "model.layers.{i}.self_attn.g_proj.weight",
-        "layers.{i}.router_bias": (f"model.layers.{{i}}.mlp.experts.{_BIAS}", f"model.layers.{{i}}.mlp.gate.{_BIAS}"),
-        **{
-            f"layers.{{i}}.shared.{matrix}": (f"{_SHARED}.{matrix}_proj.weight", f"{_SHARED}s.{matrix}_proj.weight")
-            for matrix in ("gate", "up", "down")
-        },
+        ".attention.gate": "self_attn.g_proj.weight",
+        ".router_bias": ("mlp.experts.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+        ".shared.{gate,up,down}": ("mlp.shared_expert.{}_proj.weight", "mlp.shared_experts.{}_proj.weight"),
     },
 )

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import ShortConvSpec
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     attention = readers.read_grouped_query(config, qk_norm="head")
     layers = readers.layers_without_attention(config, {"conv": True, "full_attention": False})
     conv = ShortConvSpec(
@@ -31,49 +30,44 @@ def _read_config(config: Config) -> formats.ModelSpec:
         scaling_factor=config.number("routed_scaling_factor", 1),
         least_sum=1e-6 if normalize else 0.0,
     )
-    return replace(
-        readers.read_decoder(
-            config,
-            attention,
-            rotary.read_rope(config, attention.head_dim, default_theta=1e6),
-            router,
-            config.whole("moe_intermediate_size"),
-            moe_layers=tuple(range(config.num_layers()))[config.count("num_dense_layers", 2) :],
-            norm=formats.NormSpec("rms", config.number("norm_eps", 1e-5)),
-        ),
-        tied_head=config.flag(config.either("tie_embedding", "tie_word_embeddings"), True),
-        mixer=conv if layers else None,
+    spec = readers.read_decoder(
+        config,
+        attention,
+        rotary.read_rope(config, attention.head_dim, default_theta=1e6),
+        router,
+        config.whole("moe_intermediate_size"),
+        moe_layers=tuple(range(config.num_layers()))[config.count("num_dense_layers", 2) :],
+        norm=formats.NormSpec("rms", config.number("norm_eps", 1e-5)),
     )
+    is_tied = config.flag(config.either("tie_embedding", "tie_word_embeddings"), True)
+    return replace(spec, tied_head=is_tied, mixer=conv if layers else None)
 
 
-_LAYER = "model.layers.{i}"
-_MLP = f"{_LAYER}.feed_forward"
+_MLP = "model.layers.{i}.feed_forward"
 LFM2_MOE = family.Family(
     model_type="lfm2_moe",
     short_names={"lfm2-8b-a1b": "LiquidAI/LFM2-8B-A1B"},
     published=(family.Published("lfm2-8b-a1b", "8.3", "1.5"),),
     read_config=_read_config,
     dense_names={
-        "embed": "model.embed_tokens.weight",
-        "layers.{i}.attention_norm": f"{_LAYER}.operator_norm.weight",
-        **{f"layers.{{i}}.attention.{name}": f"{_LAYER}.self_attn.{name}_proj.weight" for name in ("q", "k", "v")},
-        "layers.{i}.attention.o": f"{_LAYER}.self_attn.out_proj.weight",
-        "layers.{i}.attention.q_norm": f"{_LAYER}.self_attn.q_layernorm.weight",
-        "layers.{i}.attention.k_norm": f"{_LAYER}.self_attn.k_layernorm.weight",
-        "layers.{i}.mixer.in": f"{_LAYER}.conv.in_proj.weight",
-        "layers.{i}.mixer.in_bias": f"{_LAYER}.conv.in_proj.bias",
-        "layers.{i}.mixer.conv": f"{_LAYER}.conv.conv.weight",
-        "layers.{i}.mixer.conv_bias": f"{_LAYER}.conv.conv.bias",
-        "layers.{i}.mixer.o": f"{_LAYER}.conv.out_proj.weight",
-        "layers.{i}.mixer.o_bias": f"{_LAYER}.conv.out_proj.bias",
-        "layers.{i}.mlp_norm": f"{_LAYER}.ffn_norm.weight",
-        "layers.{i}.mlp.gate": f"{_MLP}.w1.weight",
-        "layers.{i}.mlp.up": f"{_MLP}.w3.weight",
-        "layers.{i}.mlp.down": f"{_MLP}.w2.weight",
-        "layers.{i}.router": f"{_MLP}.gate.weight",
-        "layers.{i}.router_bias": f"{_MLP}.expert_bias",
+        **readers.DENSE_NAMES,
+        ".attention_norm": "operator_norm.weight",
+        ".attention.o": "self_attn.out_proj.weight",
+        ".attention.q_norm": "self_attn.q_layernorm.weight",
+        ".attention.k_norm": "self_attn.k_layernorm.weight",
+        ".mixer.in": "conv.in_proj.weight",
+        ".mixer.in_bias": "conv.in_proj.bias",
+        ".mixer.conv": "conv.conv.weight",
+        ".mixer.conv_bias": "conv.conv.bias",
+        ".mixer.o": "conv.out_proj.weight",
+        ".mixer.o_bias": "conv.out_proj.bias",
+        ".mlp_norm": "ffn_norm.weight",
+        ".mlp.gate": "feed_forward.w1.weight",
+        ".mlp.up": "feed_forward.w3.weight",
+        ".mlp.down": "feed_forward.w2.weight",
+        ".router": "feed_forward.gate.weight",
+        ".router_bias": "feed_forward.expert_bias",
         "norm": "model.embedding_norm.weight",
-        "head": "lm_head.weight",
     },
     expert_names=(
         family.ExpertNames(family.matrices(f"{_MLP}.experts.{{e}}.*.weight", "w1", "w3", "w2")),

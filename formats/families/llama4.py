@@ -5,19 +5,19 @@ Source: transformers, models/llama4; Meta (2025).
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 
 _MLP = "model.layers.{i}.feed_forward."
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
-    config.only(num_experts_per_tok=1)  # more of them would each get an input of its own
-    config.only(for_llm_compressor=False)
+def _read_config(config: family.Config) -> formats.ModelSpec:
+    # More experts would each get an input of its own.
+    config.only(num_experts_per_tok=1, for_llm_compressor=False)
     size = config.whole("intermediate_size")
     attention = _read_attention(config)
     router = formats.RouterSpec("topk_sigmoid", config.whole("num_local_experts"), 1, normalize=False, on_input=True)
@@ -34,8 +34,8 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _moe_layers(config: Config) -> tuple[int, ...]:
-    """The MoE layers: as `moe_layers` lists them, else every `interleave_moe_layer_step`-th."""
+def _moe_layers(config: family.Config) -> tuple[int, ...]:
+    """Reads the MoE layers: as `moe_layers` lists them, else every `interleave_moe_layer_step`-th."""
     num_layers, step = config.num_layers(), config.whole("interleave_moe_layer_step", 1)
     if config.has("moe_layers"):
         listed = frozenset(config.counts("moe_layers"))
@@ -43,17 +43,16 @@ def _moe_layers(config: Config) -> tuple[int, ...]:
     return tuple(range(step - 1, num_layers, step))
 
 
-def _read_attention(config: Config) -> parts.GroupedQuerySpec:
+def _read_attention(config: family.Config) -> parts.GroupedQuerySpec:
     num_layers = config.num_layers()
-    config.require("num_key_value_heads")  # null says that each head has its own; missing, transformers takes 8
-    config.require("head_dim")  # null says that heads divide the hidden size; missing, transformers takes 128
-    is_normed = config.flag("use_qk_norm", True)
-    attention = readers.read_grouped_query(
-        config, bias=readers.attention_bias(config), qk_norm="unit" if is_normed else "none", own_keys=True
-    )
+    # Null: each head has its own keys; heads divide the hidden size. Missing, transformers takes 8 and 128.
+    config.require("num_key_value_heads", "head_dim")
+    qk_norm: Literal["unit", "none"] = "unit" if config.flag("use_qk_norm", True) else "none"
+    bias = readers.attention_bias(config)
+    attention = readers.read_grouped_query(config, bias=bias, qk_norm=qk_norm, own_keys=True)
     rotated = _rotated_layers(config)
     kinds = readers.read_kinds(config, "layer_types", ("full_attention", "chunked_attention"))
-    chunked = tuple(layer for layer, kind in enumerate(kinds) if kind == "chunked_attention") if kinds else rotated
+    chunked = readers.layers_of(kinds, "chunked_attention") if kinds else rotated
     if chunked:
         config.require("attention_chunk_size")  # missing, transformers takes 8192; with null it fails
         some = chunked if len(chunked) < num_layers else None
@@ -70,8 +69,8 @@ def _read_attention(config: Config) -> parts.GroupedQuerySpec:
     return replace(attention, rotated_layers=rotated, temperature=temperature if tuned else None)
 
 
-def _rotated_layers(config: Config) -> tuple[int, ...]:
-    """The layers that rotate: those with a 1 in `no_rope_layers`, else all but every `no_rope_layer_interval`-th."""
+def _rotated_layers(config: family.Config) -> tuple[int, ...]:
+    """Reads which layers rotate: those with a 1 in `no_rope_layers`, else all but every `no_rope_layer_interval`-th."""
     num_layers, listed = config.num_layers(), config.counts("no_rope_layers")
     step = config.whole("no_rope_layer_interval", 4)
     if listed:
@@ -85,28 +84,20 @@ LLAMA4_TEXT = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.mlp.gate": _MLP + "gate_proj.weight",
-        "layers.{i}.mlp.up": _MLP + "up_proj.weight",
-        "layers.{i}.mlp.down": _MLP + "down_proj.weight",
-        "layers.{i}.router": _MLP + "router.weight",
-        "layers.{i}.shared.gate": _MLP + "shared_expert.gate_proj.weight",
-        "layers.{i}.shared.up": _MLP + "shared_expert.up_proj.weight",
-        "layers.{i}.shared.down": _MLP + "shared_expert.down_proj.weight",
+        ".mlp.{gate,up,down}": "feed_forward.{}_proj.weight",
+        ".router": "feed_forward.router.weight",
+        ".shared.{gate,up,down}": "feed_forward.shared_expert.{}_proj.weight",
     },
     expert_names=(
         family.ExpertNames(
-            family.matrices(_MLP + "experts.*", "gate_up_proj", "gate_up_proj", "down_proj"),
-            transposed=True,
+            family.matrices(_MLP + "experts.*", "gate_up_proj", "gate_up_proj", "down_proj"), transposed=True
         ),
         # What vLLM reads of checkpoints in codes; the reader of GGUF files takes it too.
         family.ExpertNames({matrix: f"{_MLP}experts.{{e}}.{matrix}_proj.weight" for matrix in formats.MATRICES}),
     ),
 )
 LLAMA4 = replace(
-    within(
-        LLAMA4_TEXT,
-        "llama4",
-    ),
+    within(LLAMA4_TEXT, "llama4"),
     short_names={
         "llama-4-scout": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
         "llama-4-scout-17b-16e": "meta-llama/Llama-4-Scout-17B-16E",

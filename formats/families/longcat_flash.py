@@ -1,8 +1,8 @@
 """LongCat-Flash: two attentions and two dense experts a layer, which are two layers here; the routed experts join the
 hidden state one layer later; experts that return their input; scaled latents.
 
-The routed experts of a layer are those of its first half, beside the first dense expert, and join the hidden state at
-the end of its second half.
+The routed experts of a layer belong to its first half, with the first dense expert. They join the hidden state at the
+end of its second half.
 Source: transformers, models/longcat_flash; LongCat-Flash (2509.01322).
 """
 
@@ -10,11 +10,10 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import ShortcutResidualSpec
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(attention_method="MLA", zero_expert_type="identity", mla_scale_q_lora=True, mla_scale_kv_lora=True)
     config.only(router_bias=False)  # transformers makes such a bias, and computes without it
     num_layers = 2 * config.whole("num_layers")
@@ -53,15 +52,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return replace(spec, residual=ShortcutResidualSpec("shortcut", spec.moe_layers))
 
 
-_LAYER = "model.layers.{pair}."
-_EXPERTS = _LAYER + "mlp.experts."
+_EXPERTS = "model.layers.{pair}.mlp.experts."
 _IDENTITY = "of an expert that returns its input"
 
 
 def _by_halves(name: str) -> str:
-    """Returns a name of `readers` with the layer's number, and that of its half after the module's name."""
-    layer, module, rest = name.removeprefix("model.layers.{i}.").partition(".")
-    return f"{_LAYER}{layer}.{{side}}.{rest}" if module else name
+    """Returns a name of `readers` with the number of the layer's half after the module's."""
+    module, dot, rest = name.partition(".")
+    return f"{module}{dot}{{side}}.{rest}" if dot else name
 
 
 LONGCAT_FLASH = family.Family(
@@ -73,18 +71,18 @@ LONGCAT_FLASH = family.Family(
     },
     unpublished="no public copy of the file of meituan-longcat/LongCat-Flash-Chat was found",
     read_config=_read_config,
+    layer=("model.layers.{pair}.",),
     dense_names={
+        **readers.DENSE_NAMES,
         **{
-            role: _by_halves(str(name)) if role.startswith("layers.") else name
+            role: _by_halves(name)
             for role, name in {**readers.DENSE_NAMES, **readers.LATENT_NAMES}.items()
+            if role.startswith(".")
         },
-        **{
-            f"layers.{{i}}.{role}.{matrix}": f"{_LAYER}mlps.{side}.{matrix}_proj.weight"
-            for side, role in enumerate(("shared", "mlp"))
-            for matrix in formats.MATRICES
-        },
-        "layers.{i}.router": _LAYER + "mlp.router.classifier.weight",
-        "layers.{i}.router_bias": _LAYER + "mlp.router.e_score_correction_bias",
+        ".shared.{gate,up,down}": "mlps.0.{}_proj.weight",
+        ".mlp.{gate,up,down}": "mlps.1.{}_proj.weight",
+        ".router": "mlp.router.classifier.weight",
+        ".router_bias": "mlp.router.e_score_correction_bias",
     },
     expert_names=(
         family.ExpertNames({matrix: f"{_EXPERTS}{{e}}.{matrix}_proj.weight" for matrix in formats.MATRICES}),

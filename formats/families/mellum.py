@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import RopeSpec
 
 _THETAS = {"full_attention": 5e5, "sliding_attention": 1e4}
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     experts = config.whole(config.either("num_experts", "num_local_experts"))
     attention = _read_attention(config)
     return readers.read_decoder(
@@ -29,17 +28,15 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
+def _read_attention(config: family.Config) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 128
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head")
-    kinds = (
-        readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or ("full_attention",) * config.num_layers()
-    )
+    kinds = readers.attention_kinds(config) or ("full_attention",) * config.num_layers()
     # Written in published configs, read by no code: `layer_types` says which layers have the window.
     config.only(use_sliding_window=True)
     config.ignore("max_window_layers")
-    rope = RopeSpec(0.0, own.head_dim, interleaved=False, scaling=None)
-    ropes = rotary.read_rope_by_kind(config, own.head_dim, {kind: replace(rope, theta=_THETAS[kind]) for kind in kinds})
+    defaults = {kind: RopeSpec(_THETAS[kind], own.head_dim, interleaved=False, scaling=None) for kind in kinds}
+    ropes = rotary.read_rope_by_kind(config, own.head_dim, defaults)
     config.ignore("sliding_window")  # without layers that have it
     windowed = replace(own, sliding_window=config.whole("sliding_window")) if "sliding_attention" in kinds else own
     return readers.LayerAttention.of((windowed if kind == "sliding_attention" else own, ropes[kind]) for kind in kinds)

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts import RopeSpec
 
 _THETAS = {"full_attention": 5e6, "sliding_attention": 1e4}
 _ROTATED = 0.334  # of a head, if the config does not say
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     num_layers, moe_layers = config.num_layers(), readers.layers_by_kind(config, num_dense=1)
     attention = _read_attention(config)
     config.only(
@@ -38,9 +37,9 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _read_attention(config: Config) -> readers.LayerAttention:
-    config.require("head_dim")  # missing, transformers takes 192
-    config.require("attention_value_scale")  # missing, transformers takes 0.707, and 1 for null
+def _read_attention(config: family.Config) -> readers.LayerAttention:
+    # Missing, transformers takes 192 and 0.707; null is a scale of 1.
+    config.require("head_dim", "attention_value_scale")
     value_dim = config.whole("v_head_dim")
     own = readers.read_grouped_query(config, bias=readers.attention_bias(config, ("q", "k", "v")))
     own = replace(
@@ -52,29 +51,25 @@ def _read_attention(config: Config) -> readers.LayerAttention:
     if config.has("sliding_window_size"):  # without the query's own position
         window = config.whole("sliding_window_size") + 1
     windowed = replace(own, num_kv_heads=2 * own.num_kv_heads, sinks=True, sliding_window=window)
-    kinds = readers.read_kinds(config, "layer_types", rotary.ATTENTION_KINDS) or tuple(
+    kinds = readers.attention_kinds(config) or tuple(
         "full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in range(config.num_layers())
     )
-    rope = RopeSpec(0.0, int(own.head_dim * _ROTATED), interleaved=False, scaling=None)
-    defaults = {kind: replace(rope, theta=_THETAS[kind]) for kind in kinds}
+    rotated = int(own.head_dim * _ROTATED)
+    defaults = {kind: RopeSpec(_THETAS[kind], rotated, interleaved=False, scaling=None) for kind in kinds}
     ropes = rotary.read_rope_by_kind(config, own.head_dim, defaults, _ROTATED)
     _check_published_keys(config, kinds, ropes)
     return readers.LayerAttention.of((windowed if kind == "sliding_attention" else own, ropes[kind]) for kind in kinds)
 
 
-def _check_published_keys(config: Config, kinds: tuple[str, ...], ropes: dict[str, RopeSpec]) -> None:
+def _check_published_keys(config: family.Config, kinds: tuple[str, ...], ropes: dict[str, RopeSpec]) -> None:
     """Refuses a config whose published keys, which transformers does not read, say something else than the others."""
     config.only(
         hybrid_layer_pattern=[int(kind == "sliding_attention") for kind in kinds],
         add_swa_attention_sink_bias=True,
         add_full_attention_sink_bias=False,
     )
-    for key, of_window in (
-        ("num_attention_heads", 1),
-        ("num_key_value_heads", 2),
-        ("head_dim", 1),
-        ("v_head_dim", 1),
-    ):
+    times = {"num_attention_heads": 1, "num_key_value_heads": 2, "head_dim": 1, "v_head_dim": 1}
+    for key, of_window in times.items():
         config.only(**{f"swa_{key}": of_window * config.whole(key)})
     for key, kind in (("rope_theta", "full_attention"), ("swa_rope_theta", "sliding_attention")):
         config.only(**{key: ropes[kind].theta if kind in ropes else None})
@@ -88,12 +83,6 @@ MIMO_V2_FLASH = family.Family(
     short_names={"mimo-v2-flash": "XiaomiMiMo/MiMo-V2-Flash"},
     published=(family.Published("mimo-v2-flash", "309", "15", cached="111.36"),),
     read_config=_read_config,
-    dense_names={
-        **readers.DENSE_NAMES,
-        "layers.{i}.attention.sinks": (
-            "model.layers.{i}.self_attn.attention_sink_bias",
-            "model.layers.{i}.self_attn.sinks",
-        ),
-    },
+    dense_names={**readers.DENSE_NAMES, ".attention.sinks": ("self_attn.attention_sink_bias", "self_attn.sinks")},
     unused=(family.LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
 )

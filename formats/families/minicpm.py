@@ -9,22 +9,22 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     num_experts, chosen = readers.read_expert_count(config, "num_experts"), config.whole("num_experts_per_tok")
     config.only(pretraining_tp=1)  # in slices, the head is given what is not divided by dim_model_base
     attention = readers.read_llama_attention(config, readers.attention_bias(config))
+    spec = readers.read_decoder(
+        config,
+        attention,
+        readers.read_llama_rope(config, attention.head_dim),
+        formats.RouterSpec("softmax_topk", num_experts, chosen, normalize=True),
+        config.whole("intermediate_size"),
+        dense_size_key=None,
+    )
     return replace(
-        readers.read_decoder(
-            config,
-            attention,
-            readers.read_llama_rope(config, attention.head_dim),
-            formats.RouterSpec("softmax_topk", num_experts, chosen, normalize=True),
-            config.whole("intermediate_size"),
-            dense_size_key=None,
-        ),
+        spec,
         tied_head=config.flag("tie_word_embeddings", True),
         embedding_multiplier=config.number("scale_emb", 1),
         residual_multiplier=config.number("scale_depth", 1) / math.sqrt(config.num_layers()),

@@ -10,27 +10,22 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.mixtral import MIXTRAL
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(postnorm=True, shared_intermediate_size=0)
     config.ignore("shared_moe_mode")  # of shared experts, of which there are none
     config.require("num_key_value_heads")  # missing, transformers takes 8
     window = config.whole("sliding_window") if config.has("sliding_window") else None
     attention = readers.read_grouped_query(config, own_keys=True, sliding_window=window)
     mixer = _read_mixer(config, attention.num_heads, attention.head_dim)
+    experts = config.whole(config.either("num_local_experts", "num_experts"))
     spec = readers.read_decoder(
         config,
         attention,
         _read_rope(config, attention.head_dim),
-        formats.RouterSpec(
-            "softmax_topk",
-            config.whole(config.either("num_local_experts", "num_experts")),
-            config.whole("num_experts_per_tok", 2),
-            normalize=True,
-        ),
+        formats.RouterSpec("softmax_topk", experts, config.whole("num_experts_per_tok", 2), normalize=True),
         config.whole("intermediate_size"),
         norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
     )
@@ -42,7 +37,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return replace(spec, mixer=mixer, residual=of_layers)
 
 
-def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
+def _read_rope(config: family.Config, head_dim: int) -> parts.RopeSpec:
     """Reads rotary positions; with a `rotary_dim`, which is that of published models, they have no scaling."""
     if not config.has("rotary_dim"):
         config.ignore("rotary_dim")
@@ -51,12 +46,10 @@ def _read_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     return replace(rope, rotary_dim=config.whole("rotary_dim"))
 
 
-def _read_mixer(config: Config, num_heads: int, head_dim: int) -> parts.LightningSpec | None:
+def _read_mixer(config: family.Config, num_heads: int, head_dim: int) -> parts.LightningSpec | None:
     """Reads lightning attention, in the layers that `layer_types` names, else in every second; None if in no layer."""
-    kinds, num_layers = (
-        readers.read_kinds(config, "layer_types", ("full_attention", "linear_attention")),
-        config.num_layers(),
-    )
+    kinds = readers.read_kinds(config, "layer_types", ("full_attention", "linear_attention"))
+    num_layers = config.num_layers()
     layers = tuple(i for i in range(num_layers) if (kinds[i] == "linear_attention" if kinds else i % 2 == 1))
     if not layers:
         return None
@@ -64,7 +57,6 @@ def _read_mixer(config: Config, num_heads: int, head_dim: int) -> parts.Lightnin
     return parts.LightningSpec("lightning_attention", layers, num_heads, head_dim, factors, norm_eps=1e-6)
 
 
-_LAYER = "model.layers.{i}"
 _CONSTANT = "a constant that follows from the number of heads and layers"
 MINIMAX = family.Family(
     model_type="minimax",
@@ -78,10 +70,10 @@ MINIMAX = family.Family(
     read_config=_read_config,
     dense_names={
         **MIXTRAL.dense_names,
-        "layers.{i}.mixer.qkv": f"{_LAYER}.self_attn.qkv_proj.weight",
-        "layers.{i}.mixer.gate": f"{_LAYER}.self_attn.output_gate.weight",
-        "layers.{i}.mixer.out_norm": f"{_LAYER}.self_attn.norm.weight",
-        "layers.{i}.mixer.o": f"{_LAYER}.self_attn.out_proj.weight",
+        ".mixer.qkv": "self_attn.qkv_proj.weight",
+        ".mixer.gate": "self_attn.output_gate.weight",
+        ".mixer.out_norm": "self_attn.norm.weight",
+        ".mixer.o": "self_attn.out_proj.weight",
     },
     expert_names=MIXTRAL.expert_names,
     dropped=tuple(

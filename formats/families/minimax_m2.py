@@ -5,12 +5,10 @@ Source: transformers, models/minimax_m2; its released modeling_minimax_m2.py.
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
-
-_MOE = "model.layers.{i}.block_sparse_moe."
+from moe_pack.formats.families.mixtral import MIXTRAL
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         attn_type_list=[1] * config.num_layers(),
         qk_norm_type="per_layer",
@@ -19,8 +17,10 @@ def _read_config(config: Config) -> formats.ModelSpec:
         use_routing_bias=True,
         shared_intermediate_size=0,
         sliding_window=None,
+        layernorm_full_attention_beta=1.0,
+        layernorm_linear_attention_beta=1.0,
+        layernorm_mlp_beta=1.0,
     )
-    config.only(layernorm_full_attention_beta=1.0, layernorm_linear_attention_beta=1.0, layernorm_mlp_beta=1.0)
     config.require("head_dim")  # missing, transformers takes 128
     attention = readers.read_grouped_query(config, qk_norm="projection")
     # Released configs give the rotated part of a head in values; with a factor too, transformers takes the factor.
@@ -35,9 +35,7 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return readers.read_decoder(
         config,
         attention,
-        rotary.read_rope(
-            config, attention.head_dim, default_theta=5e6, partial_rotary_factor=rotary_dim / attention.head_dim
-        ),
+        rotary.read_rope(config, attention.head_dim, 5e6, partial_rotary_factor=rotary_dim / attention.head_dim),
         router,
         config.whole("intermediate_size"),
         dense_size_key=None,
@@ -56,16 +54,10 @@ MINIMAX_M2 = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.router": (_MOE + "gate.weight", "model.layers.{i}.mlp.gate.weight"),
-        "layers.{i}.router_bias": (
-            _MOE + "e_score_correction_bias",
-            "model.layers.{i}.mlp.e_score_correction_bias",
-        ),
+        ".router": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        ".router_bias": ("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
     },
-    expert_names=(
-        family.ExpertNames(family.matrices(_MOE + "experts.{e}.*.weight", "w1", "w3", "w2")),
-        family.FUSED_EXPERT_NAMES,
-    ),
+    expert_names=MIXTRAL.expert_names,
     # No released checkpoint has the prediction layers that these announce.
     ignored_keys=frozenset(
         {"mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"}

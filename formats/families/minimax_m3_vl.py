@@ -10,13 +10,12 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, multimodal, readers, rotary
-from moe_pack.formats.families.config import Config, keys
-from moe_pack.formats.parts.positions import ProportionalSpec
+from moe_pack.formats.families.mixtral import MIXTRAL
 
 _FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         scoring_func="sigmoid",
         use_routing_bias=True,
@@ -34,7 +33,9 @@ def _read_config(config: Config) -> formats.ModelSpec:
     num_layers = config.num_layers()
     plain = readers.read_grouped_query(config, qk_norm="head")
     rope = rotary.read_rope(config, plain.head_dim, default_theta=5e6, partial_rotary_factor=1.0)
-    pairs = rope.scaling.rotated_pairs if isinstance(rope.scaling, ProportionalSpec) else rope.rotary_dim // 2
+    scaling, pairs = rope.scaling, rope.rotary_dim // 2
+    if scaling is not None and scaling.kind == "proportional":
+        pairs = scaling.rotated_pairs
     config.only(rotary_dim=2 * pairs)  # the same, which transformers does not read
     indexer, sparse = _read_indexer(config)
     full = tuple(layer for layer in range(num_layers) if layer not in sparse)
@@ -66,14 +67,14 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _moe_layers(config: Config) -> tuple[int, ...]:
+def _moe_layers(config: family.Config) -> tuple[int, ...]:
     """Reads the layers with experts: by `mlp_layer_types`, else by `moe_layer_freq`, else all."""
     num_layers, kinds = config.num_layers(), readers.read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     flags = _flags(config, "moe_layer_freq", num_layers)
     return tuple(i for i in range(num_layers) if (kinds[i] == "sparse" if kinds else not flags or flags[i]))
 
 
-def _flags(config: Config, key: str, num_layers: int) -> tuple[int, ...]:
+def _flags(config: family.Config, key: str, num_layers: int) -> tuple[int, ...]:
     """Reads a list of 0 or 1 for each layer; empty if the key is missing or null."""
     flags = config.counts(key)
     if flags and (len(flags) != num_layers or max(flags) > 1):
@@ -83,10 +84,10 @@ def _flags(config: Config, key: str, num_layers: int) -> tuple[int, ...]:
     return flags
 
 
-def _read_indexer(config: Config) -> tuple[parts.BlockIndexerSpec, tuple[int, ...]]:
+def _read_indexer(config: family.Config) -> tuple[parts.BlockIndexerSpec, tuple[int, ...]]:
     """Reads the indexer, and the layers that have one.
 
-    What `sparse_attention_config` says comes before the keys that transformers writes, except for the layers.
+    Keys in `sparse_attention_config` come before those that transformers writes, except for the layers.
     """
     num_layers, kinds = config.num_layers(), readers.read_kinds(config, "layer_types", (_FULL, _SPARSE))
     group = config.group("sparse_attention_config")
@@ -114,27 +115,17 @@ def _read_indexer(config: Config) -> tuple[parts.BlockIndexerSpec, tuple[int, ..
     )
     if group is not None:
         group.refuse_unread()
-    if kinds:
-        return indexer, tuple(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
-    return indexer, tuple(layer for layer, flag in enumerate(flags) if flag)
+    return indexer, readers.layers_of(kinds, _SPARSE) if kinds else tuple(i for i, flag in enumerate(flags) if flag)
 
 
-_LAYER = "model.layers.{i}."
-_MOE = _LAYER + "block_sparse_moe."
-
-
-def _stacked(role: str, name: str) -> family.Stored:
-    roles = f"layers.{{i}}.{role}.gate", f"layers.{{i}}.{role}.up"
-    return family.Stored(f"{_LAYER}mlp.{name}gate_up_proj.weight", roles=roles)
-
-
-def _neurons(role: str, moe: str, name: str) -> dict[str, tuple[family.DenseName, ...]]:
+def _neurons(role: str, moe: str, own: str) -> dict[str, tuple[family.DenseName, ...]]:
     """Returns the names of the matrices of a dense expert; transformers' own fuse gate and up."""
-    whole = _stacked(role, name)
+    gate, up = f".{role}.gate", f".{role}.up"
+    whole = family.Stored(f"{own}.gate_up_proj.weight", roles=(gate, up))
     return {
-        f"layers.{{i}}.{role}.gate": (f"{moe}gate_proj.weight", whole),
-        f"layers.{{i}}.{role}.up": (f"{moe}up_proj.weight", whole),
-        f"layers.{{i}}.{role}.down": (f"{moe}down_proj.weight", f"{_LAYER}mlp.{name}down_proj.weight"),
+        gate: (f"{moe}.gate_proj.weight", whole),
+        up: (f"{moe}.up_proj.weight", whole),
+        f".{role}.down": (f"{moe}.down_proj.weight", f"{own}.down_proj.weight"),
     }
 
 
@@ -143,25 +134,16 @@ _TEXT = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        **_neurons("mlp", _LAYER + "mlp.", ""),
-        **_neurons("shared", _MOE + "shared_experts.", "shared_experts."),
-        "layers.{i}.router": (_MOE + "gate.weight", _LAYER + "mlp.gate.weight"),
-        "layers.{i}.router_bias": (
-            _MOE + "e_score_correction_bias",
-            _LAYER + "mlp.gate.e_score_correction_bias",
-        ),
-        **{
-            f"layers.{{i}}.attention.index_{name}": (
-                f"{_LAYER}self_attn.index_{own}.weight",
-                f"{_LAYER}self_attn.indexer.{own}.weight",
-            )
-            for name, own in {"q": "q_proj", "k": "k_proj", "q_norm": "q_norm", "k_norm": "k_norm"}.items()
-        },
+        **_neurons("mlp", "mlp", "mlp"),
+        **_neurons("shared", "block_sparse_moe.shared_experts", "mlp.shared_experts"),
+        ".router": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        ".router_bias": ("block_sparse_moe.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+        ".attention.index_q": ("self_attn.index_q_proj.weight", "self_attn.indexer.q_proj.weight"),
+        ".attention.index_k": ("self_attn.index_k_proj.weight", "self_attn.indexer.k_proj.weight"),
+        ".attention.index_q_norm": ("self_attn.index_q_norm.weight", "self_attn.indexer.q_norm.weight"),
+        ".attention.index_k_norm": ("self_attn.index_k_norm.weight", "self_attn.indexer.k_norm.weight"),
     },
-    expert_names=(
-        family.ExpertNames(family.matrices(_MOE + "experts.{e}.*.weight", "w1", "w3", "w2")),
-        family.FUSED_EXPERT_NAMES,
-    ),
+    expert_names=MIXTRAL.expert_names,
     unused=(family.LeftOut("model.mtp.*", "a multi-token-prediction layer, which plain decoding does not run"),),
     ignored_keys=frozenset({"num_mtp_modules", "num_nextn_predict_layers"}),
 )
@@ -171,7 +153,7 @@ MINIMAX_M3_VL = replace(
         "minimax_m3_vl",
         parts={**multimodal.PARTS, "patch_merge_mlp.*": "what maps vision to the text model"},
         tied_by_text=True,
-        ignored_keys=keys(
+        ignored_keys=family.keys(
             """
             image_grid_pinpoints image_seq_length img_token_compression_config merged_hidden_size
             multimodal_projector_bias num_reward_heads process_image_mode projector_hidden_act projector_hidden_size

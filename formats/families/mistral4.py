@@ -8,19 +8,16 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
-from moe_pack.formats.parts import TemperatureSpec, positions
+from moe_pack.formats.parts import TemperatureSpec
 
 _KEY = "llama_4_scaling_beta"
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
-    config.only(mlp_bias=False)
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.require("num_key_value_heads")  # null says that each head has its own; missing, transformers takes 32
-    config.only(sliding_window=None)
     # A group's score is the sum of its two best, as with sigmoids; our softmax routers take the best.
-    config.only(n_group=1, topk_group=1)
+    config.only(mlp_bias=False, sliding_window=None, n_group=1, topk_group=1)
     whole = config.whole("qk_nope_head_dim") + config.whole("qk_rope_head_dim")
     latent, group = readers.read_latent(config, head_dim=whole), rotary.rope_group(config)
     share = config.whole("qk_rope_head_dim") / whole
@@ -31,14 +28,17 @@ def _read_config(config: Config) -> formats.ModelSpec:
         partial_rotary_factor=share,
         ignored=frozenset({_KEY, "max_position_embeddings"}),
     )
-    if group is None or not isinstance(
-        rope.scaling, positions.YarnSpec | positions.LongRopeSpec | positions.Llama3Spec
+    scaling = rope.scaling
+    if (
+        group is None
+        or scaling is None
+        or (scaling.kind != "yarn" and scaling.kind != "longrope" and scaling.kind != "llama3")
     ):
         # Without one, transformers takes a yarn of its own; with plain positions its rotation does not fit its heads;
         # the temperature needs an original context.
         raise formats.CheckpointError(f"{config.place}: rope_type must be yarn, longrope or llama3")
     temperature = TemperatureSpec(
-        group.number(_KEY), rope.scaling.original_max_position_embeddings, is_from_one=False, is_unrotated=False
+        group.number(_KEY), scaling.original_max_position_embeddings, is_from_one=False, is_unrotated=False
     )
     expert_size = config.whole("moe_intermediate_size")
     router = formats.RouterSpec(

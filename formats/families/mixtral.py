@@ -5,10 +5,9 @@ Source: transformers, models/mixtral; Jiang et al., "Mixtral of Experts" (2401.0
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     window = config.whole("sliding_window") if config.has("sliding_window") else None
     attention = readers.read_grouped_query(config, sliding_window=window)
     experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok", 2)
@@ -33,10 +32,7 @@ MIXTRAL = family.Family(
     },
     published=(family.Published("mixtral-8x7b", "46.7", "12.9"), family.Published("mixtral-8x22b", "141", "39")),
     read_config=_read_config,
-    dense_names={
-        **readers.DENSE_NAMES,
-        "layers.{i}.router": ("model.layers.{i}.block_sparse_moe.gate.weight", "model.layers.{i}.mlp.gate.weight"),
-    },
+    dense_names={**readers.DENSE_NAMES, ".router": ("block_sparse_moe.gate.weight", "mlp.gate.weight")},
     expert_names=(
         family.ExpertNames(family.matrices("model.layers.{i}.block_sparse_moe.experts.{e}.*.weight", "w1", "w3", "w2")),
         family.FUSED_EXPERT_NAMES,

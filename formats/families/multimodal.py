@@ -1,17 +1,15 @@
 """Text models inside multimodal checkpoints: `within` makes the family of such a checkpoint from its text model's.
 
-The `config.json` of a multimodal checkpoint has an object for each part (`text_config`, `vision_config`, ...), and its
-tensors' names say to which part they belong. The text model is read from its object by its own family. The other parts
-are not run and not packed: only images and sounds need them. `source.json` says so of each of their tensors.
+The text model is read from its object of `config.json` (`text_config`) by its own family. The other parts, which the
+tensors' names show, are neither run nor packed: only images and sounds need them. `source.json` says so of each tensor.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
 
 from moe_pack import formats
 from moe_pack.formats.families import family
-from moe_pack.formats.families.config import Config, keys
 
 Moves = Mapping[str, str]  # from the beginning of a name in the text model alone to that in the multimodal checkpoint
 # Where transformers 5 puts the text model, and where most checkpoints of transformers 4 have it.
@@ -20,7 +18,7 @@ LANGUAGE_MODEL: tuple[Moves, ...] = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 )
 # The beginnings of the names of other parts' tensors, and what these parts are.
-PARTS: Mapping[str, str] = {
+PARTS: dict[str, str] = {
     f"{model}{name}.*": part
     for model in ("model.", "")
     for name, part in {
@@ -31,7 +29,7 @@ PARTS: Mapping[str, str] = {
     }.items()
 }
 # Keys of the multimodal config, and of objects between it and the text model's, that concern other parts alone.
-_OTHER_PARTS = keys(
+_OTHER_PARTS = family.keys(
     """
     audio_config audio_end_token_id audio_start_token_id audio_token_id audio_token_index boa_token_id boa_token_index
     boi_token_id boi_token_index eoa_token_id eoa_token_index eoi_token_id eoi_token_index image_end_token_id
@@ -39,7 +37,6 @@ _OTHER_PARTS = keys(
     vision_config vision_end_token_id vision_start_token_id vision_token_id
     """
 )
-_T = TypeVar("_T")
 
 
 def within(
@@ -56,15 +53,15 @@ def within(
 ) -> family.Family:
     """Returns the family of multimodal checkpoints whose text model is one of the family `text`, without its models.
 
-    Args:    parts: patterns of the names of other parts' tensors, and what these are.   moves: ways in which
-             checkpoints rename the text model's tensors; a name that no beginning fits stays.   text_keys: the keys
-             that lead to the text model's object.   text_types: other names of its `model_type`.   tied_head: whether
-             the head is tied if the object that the text model's is in does not say it.
+    Args:    parts: patterns of the names of other parts' tensors, and what these are.
+             moves: ways in which checkpoints rename the text model's tensors; a name that no beginning fits stays.
+             text_keys: the keys that lead to the text model's object.   text_types: other names of its `model_type`.
+             tied_head: whether the head is tied if the object around the text model's does not say it.
              tied_by_text: whether the text model's own key ties it too.
              ignored_keys: keys of the multimodal config that change nothing for text.
     """
 
-    def read_config(config: Config) -> formats.ModelSpec:
+    def read_config(config: family.Config) -> formats.ModelSpec:
         *outer, values = _objects(config, text_keys)
         is_tied = outer[-1].flag("tie_word_embeddings", tied_head)
         values.choice("model_type", (text.model_type, model_type, *text_types))
@@ -78,6 +75,7 @@ def within(
             between.refuse_unread(_OTHER_PARTS | ignored_keys)
         return replace(spec, tied_head=is_tied)
 
+    renames = [partial(_moved, moves=each) for each in moves]
     return replace(
         text,
         model_type=model_type,
@@ -85,26 +83,25 @@ def within(
         published=(),
         unpublished="",
         read_config=read_config,
-        dense_names={role: _all_moved(names, moves) for role, names in text.dense_names.items()},
-        expert_names=tuple(_moved_experts(names, each) for each in moves for names in text.expert_names),
-        table_names=tuple(
-            family.TableNames(*(_moved(name, each) for name in names.names()))
-            for each in moves
-            for names in text.table_names
-        ),
+        dense_names={
+            role: tuple(dict.fromkeys(replace(way, name=rename(way.name)) for rename in renames for way in ways))
+            for role, ways in text.ways.items()
+        },
+        expert_names=tuple(names.renamed(rename) for rename in renames for names in text.expert_names),
+        table_names=tuple(family.renamed(names, rename) for rename in renames for names in text.table_names),
         dropped=(
             *(_moved_left_out(left_out, each) for each in moves for left_out in text.dropped),
             *(family.LeftOut(pattern, f"{part}, which a text model does not run") for pattern, part in parts.items()),
         ),
         unused=tuple(_moved_left_out(left_out, each) for each in moves for left_out in text.unused),
-        prediction=tuple(_moved_prediction(names, each) for each in moves for names in text.prediction),
+        prediction=tuple(family.renamed(names, rename) for rename in renames for names in text.prediction),
         ignored_keys=_OTHER_PARTS | ignored_keys,
         text_keys=text_keys,
         old_keys={},
     )
 
 
-def _objects(config: Config, text_keys: tuple[str, ...]) -> list[Config]:
+def _objects(config: family.Config, text_keys: tuple[str, ...]) -> list[family.Config]:
     """Returns the config, the objects on the way to the text model's, and that."""
     objects = [config]
     for key in text_keys:
@@ -120,40 +117,6 @@ def _objects(config: Config, text_keys: tuple[str, ...]) -> list[Config]:
 def _moved(name: str, moves: Moves) -> str:
     """Returns a name of the text model as the multimodal checkpoint has it."""
     return next((new + name[len(old) :] for old, new in moves.items() if name.startswith(old)), name)
-
-
-def _all_moved(
-    names: family.DenseName | tuple[family.DenseName, ...], moves: tuple[Moves, ...]
-) -> tuple[family.DenseName, ...]:
-    names = names if isinstance(names, tuple) else (names,)
-    return tuple(
-        dict.fromkeys(
-            _moved(way, each) if isinstance(way, str) else replace(way, name=_moved(way.name, each))
-            for each in moves
-            for way in names
-        )
-    )
-
-
-def _moved_experts(names: family.ExpertNames, moves: Moves) -> family.ExpertNames:
-    matrices, biases, scales = (
-        {matrix: _moved(name, moves) for matrix, name in each.items()}
-        for each in (names.matrices, names.biases, names.scales)
-    )
-    return replace(names, matrices=matrices, biases=biases, scales=scales)
-
-
-def _moved_prediction(names: family.PredictionNames, moves: Moves) -> family.PredictionNames:
-    return family.PredictionNames(
-        stack=_moved(names.stack, moves),
-        layer=_moved(names.layer, moves),
-        project=_moved(names.project, moves),
-        embed_norm=_moved(names.embed_norm, moves),
-        hidden_norm=_moved(names.hidden_norm, moves),
-        norm=_moved(names.norm, moves),
-        embed=None if names.embed is None else _moved(names.embed, moves),
-        head=None if names.head is None else _moved(names.head, moves),
-    )
 
 
 def _moved_left_out(left_out: family.LeftOut, moves: Moves) -> family.LeftOut:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.families.granitemoehybrid import MAMBA2_NAMES
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_next import MTP_LAYER
@@ -21,7 +20,7 @@ _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "ml
 _KINDS = {**{kind: kind for kind in _LETTERS.values()}, "mamba": "linear_attention", "attention": "full_attention"}
 
 
-def _kinds(config: Config) -> tuple[str, ...]:
+def _kinds(config: family.Config) -> tuple[str, ...]:
     """Reads what each layer is: a list, or a letter for each."""
     if config.has("layers_block_type"):
         config.ignore("hybrid_override_pattern")
@@ -36,7 +35,7 @@ def _kinds(config: Config) -> tuple[str, ...]:
     return tuple(known[kind] for kind in found)
 
 
-def _read_mixer(config: Config, layers: tuple[int, ...]) -> parts.Mamba2Spec:
+def _read_mixer(config: family.Config, layers: tuple[int, ...]) -> parts.Mamba2Spec:
     config.only(mamba_hidden_act="silu", mamba_proj_bias=False)
     return parts.Mamba2Spec(
         kind="mamba2",
@@ -52,7 +51,7 @@ def _read_mixer(config: Config, layers: tuple[int, ...]) -> parts.Mamba2Spec:
     )
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(
         mlp_hidden_act="relu2",
         mlp_bias=False,
@@ -89,21 +88,6 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-_LAYER = "backbone.layers.{i}"
-_MIXER = f"{_LAYER}.mixer"
-_NAMES = {
-    "embed": "backbone.embeddings.weight",
-    "layers.{i}.attention_norm": f"{_LAYER}.norm.weight",
-    "layers.{i}.mlp_norm": f"{_LAYER}.norm.weight",
-    **{f"layers.{{i}}.attention.{name}": f"{_MIXER}.{name}_proj.weight" for name in ("q", "k", "v", "o")},
-    **{f"layers.{{i}}.mixer.{role}": f"{_MIXER}.{name}" for role, name in MAMBA2_NAMES.items()},
-    **{f"layers.{{i}}.mlp.{name}": f"{_MIXER}.{name}_proj.weight" for name in ("up", "down")},
-    **{f"layers.{{i}}.shared.{name}": f"{_MIXER}.shared_experts.{name}_proj.weight" for name in ("up", "down")},
-    "layers.{i}.router": f"{_MIXER}.gate.weight",
-    "layers.{i}.router_bias": f"{_MIXER}.gate.e_score_correction_bias",
-    "norm": "backbone.norm_f.weight",
-    "head": "lm_head.weight",
-}
 NEMOTRON_H = family.Family(
     model_type="nemotron_h",
     short_names={
@@ -112,14 +96,27 @@ NEMOTRON_H = family.Family(
     },
     published=(family.Published("nemotron-3-nano-30b-a3b", "31.6", "3.6"),),
     read_config=_read_config,
-    # With save_original_format=False, transformers 5 writes its own names.
-    dense_names={role: (name, name.replace("backbone.", "model.")) for role, name in _NAMES.items()},
+    # The second are those that transformers 5 writes with save_original_format=False.
+    layer=("backbone.layers.{i}.", "model.layers.{i}."),
+    dense_names={
+        "embed": ("backbone.embeddings.weight", "model.embeddings.weight"),
+        ".attention_norm": "norm.weight",
+        ".mlp_norm": "norm.weight",
+        ".attention.{q,k,v,o}": "mixer.{}_proj.weight",
+        **{f".mixer.{role}": f"mixer.{name}" for role, name in MAMBA2_NAMES.items()},
+        ".mlp.{up,down}": "mixer.{}_proj.weight",
+        ".shared.{up,down}": "mixer.shared_experts.{}_proj.weight",
+        ".router": "mixer.gate.weight",
+        ".router_bias": "mixer.gate.e_score_correction_bias",
+        "norm": ("backbone.norm_f.weight", "model.norm_f.weight"),
+        "head": "lm_head.weight",
+    },
     expert_names=(
-        family.ExpertNames(family.matrices(f"{_MIXER}.experts.{{e}}.*.weight", "up_proj", "down_proj")),
+        family.ExpertNames(family.matrices("backbone.layers.{i}.mixer.experts.{e}.*.weight", "up_proj", "down_proj")),
         family.ExpertNames(family.matrices("model.layers.{i}.mixer.experts.*", "up_proj", "down_proj")),
     ),
     unused=(MTP_LAYER,),
-    ignored_keys=keys(
+    ignored_keys=family.keys(
         """
         chunk_size expand hidden_dropout mamba_ssm_cache_dtype moe_shared_expert_overlap mtp_hybrid_override_pattern
         mtp_layers_block_type norm_eps num_logits_to_keep num_nextn_predict_layers rescale_prenorm_residual
@@ -144,7 +141,7 @@ def _omni(model_type: str) -> family.Family:
         ignored_keys=_OMNI_IGNORED,
     )
 
-    def read_config(config: Config) -> formats.ModelSpec:
+    def read_config(config: family.Config) -> formats.ModelSpec:
         config.only(tie_word_embeddings=False)  # which has no effect in transformers
         return whole.read_config(config)
 
@@ -153,7 +150,7 @@ def _omni(model_type: str) -> family.Family:
     )
 
 
-_OMNI_IGNORED = keys(
+_OMNI_IGNORED = family.keys(
     """
     downsample_ratio force_image_size image_tag_type img_context_token img_context_token_id img_end_token
     img_start_token max_sequence_length norm_mean norm_std patch_size projector_hidden_size ps_version

@@ -4,8 +4,7 @@ Source: transformers, models/qwen4_exp; conversion_mapping.py for the shards of 
 """
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import TableNames
+from moe_pack.formats.families.family import Config, TableNames
 from moe_pack.formats.parts import ngrams
 
 _EMBEDDING = "model.layers.{i}.ple.ple_embedding"
@@ -20,26 +19,22 @@ NGRAM_TABLES = (
     TableNames(f"{_EMBEDDING}.ngram_embedding.weight", *_CONSTANTS),
 )
 NGRAM_NAMES = {
-    "layers.{i}.ngrams.key": "model.layers.{i}.ple.key_proj.weight",
-    "layers.{i}.ngrams.value": "model.layers.{i}.ple.value_proj.weight",
-    "layers.{i}.ngrams.key_norm": "model.layers.{i}.ple.norm_key.weight",
-    "layers.{i}.ngrams.query_norm": "model.layers.{i}.ple.norm_query.weight",
-    "layers.{i}.ngrams.conv_norm": "model.layers.{i}.ple.norm_conv.weight",
-    "layers.{i}.ngrams.conv": "model.layers.{i}.ple.conv1d.weight",
+    ".ngrams.key": "ple.key_proj.weight",
+    ".ngrams.value": "ple.value_proj.weight",
+    ".ngrams.key_norm": "ple.norm_key.weight",
+    ".ngrams.query_norm": "ple.norm_query.weight",
+    ".ngrams.conv_norm": "ple.norm_conv.weight",
+    ".ngrams.conv": "ple.conv1d.weight",
 }
 
 
 def read_ngrams(config: Config) -> ngrams.NgramSpec | None:
-    """Reads the n-gram embeddings of a model; None if no layer has them.
-
-    Layers count from 1 in `ple_layer_ids`. `split_ngram_parts` says only how many tensors a table is saved in.
-    """
-    config.ignore("split_ngram_parts")
+    """Reads the n-gram embeddings of a model; None if no layer has them. Layers count from 1 in `ple_layer_ids`."""
+    config.ignore("split_ngram_parts")  # in how many tensors a table is saved
     layers = tuple(sorted(set(config.counts("ple_layer_ids"))))
     if not layers:
-        keys = ("ple_embed_dim", "ple_conv_kernel_size", "ngram_size", "heads_per_ngram", "ngram_vocab_size_base")
-        for key in (*keys, "make_ngram_vocab_size_divisible_by", "seed"):
-            config.ignore(key)
+        config.ignore("ple_embed_dim", "ple_conv_kernel_size", "ngram_size", "heads_per_ngram", "ngram_vocab_size_base")
+        config.ignore("make_ngram_vocab_size_divisible_by", "seed")
         return None
     if layers[0] < 1:
         raise CheckpointError(f"{config.place}: ple_layer_ids has layer 0, expected layers counted from 1")

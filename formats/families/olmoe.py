@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
-    attention = readers.read_grouped_query(
-        config, bias=readers.attention_bias(config), own_keys=True, qk_norm="projection"
-    )
+def _read_config(config: family.Config) -> formats.ModelSpec:
+    bias = readers.attention_bias(config)
+    attention = readers.read_grouped_query(config, bias=bias, own_keys=True, qk_norm="projection")
     attention = replace(attention, clip=config.number("clip_qkv") if config.has("clip_qkv") else None)
     experts, chosen = config.whole("num_experts"), config.whole("num_experts_per_tok", 8)
     return readers.read_decoder(

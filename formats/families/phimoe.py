@@ -7,25 +7,24 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.mixtral import MIXTRAL
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     window = config.whole("sliding_window") if config.has("sliding_window") else None
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), sliding_window=window)
     config.only(num_experts_per_tok=2)
     jitter = config.number("router_jitter_noise", 0.01)  # also at inference: it is the width of sparsemixer's band
-    return replace(
-        readers.read_decoder(
-            config,
-            attention,
-            rotary.read_rope(config, attention.head_dim, default_theta=1e6, scalings=("mscales",)),
-            formats.RouterSpec("sparsemixer", config.whole("num_local_experts"), 2, normalize=False, jitter=jitter),
-            config.whole("intermediate_size"),
-            norm=formats.NormSpec("layer", config.number("rms_norm_eps", 1e-5)),
-        ),
-        head_bias=config.flag("lm_head_bias", False),
+    router = formats.RouterSpec("sparsemixer", config.whole("num_local_experts"), 2, normalize=False, jitter=jitter)
+    spec = readers.read_decoder(
+        config,
+        attention,
+        rotary.read_rope(config, attention.head_dim, default_theta=1e6, scalings=("mscales",)),
+        router,
+        config.whole("intermediate_size"),
+        norm=formats.NormSpec("layer", config.number("rms_norm_eps", 1e-5)),
     )
+    return replace(spec, head_bias=config.flag("lm_head_bias", False))
 
 
 PHIMOE = family.Family(
@@ -35,15 +34,12 @@ PHIMOE = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention_norm_bias": "model.layers.{i}.input_layernorm.bias",
-        "layers.{i}.mlp_norm_bias": "model.layers.{i}.post_attention_layernorm.bias",
-        "layers.{i}.router": ("model.layers.{i}.block_sparse_moe.gate.weight", "model.layers.{i}.mlp.router.weight"),
+        ".attention_norm_bias": "input_layernorm.bias",
+        ".mlp_norm_bias": "post_attention_layernorm.bias",
+        ".router": ("block_sparse_moe.gate.weight", "mlp.router.weight"),
         "norm_bias": "model.norm.bias",
         "head_bias": "lm_head.bias",
     },
-    expert_names=(
-        family.ExpertNames(family.matrices("model.layers.{i}.block_sparse_moe.experts.{e}.*.weight", "w1", "w3", "w2")),
-        family.FUSED_EXPERT_NAMES,
-    ),
+    expert_names=MIXTRAL.expert_names,
     ignored_keys=frozenset({"hidden_dropout", "input_jitter_noise"}),
 )

@@ -1,9 +1,8 @@
-"""The prediction layer of a pack: what a family's model ships to predict a further token, which a draft runs.
+"""The prediction layer of a pack: a decoder layer that predicts a further token, which a draft runs.
 
-It is one decoder layer with its own norms and a projection (DeepSeek-V3, 2412.19437, section 2.2, calls it a module for
-multi-token prediction). Packs keep its tensors in `unused-000.safetensors`, under the checkpoint's names and in its
-bytes, and the checkpoint's `config.json`. Together they say which family's names to look for, so that every pack with
-these tensors has the layer, however old it is. docs/model.md has the names.
+It has norms of its own and a projection (DeepSeek-V3, 2412.19437, section 2.2, calls it a module for multi-token
+prediction). Packs keep its tensors in `unused-000.safetensors`, under the checkpoint's names and in its bytes. With the
+checkpoint's `config.json` they say which family's names to look for. docs/model.md has the names.
 """
 
 from collections.abc import Iterator
@@ -16,9 +15,8 @@ from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.base import json_files
 from moe_pack.formats.families import claiming
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.encodings import Quantization
-from moe_pack.formats.families.family import DenseName, ExpertNames, Family, PredictionNames, Stored
+from moe_pack.formats.families.family import Config, DenseNames, Family, PredictionNames
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.families.source_reader import SourceReader
 from moe_pack.formats.pack.layouts import UNUSED_FILE
@@ -30,18 +28,18 @@ PROJECT, EMBED_NORM, HIDDEN_NORM = "project", "embed_norm", "hidden_norm"  # rol
 
 
 class PredictionLayer(SourceReader):
-    """The prediction layer of an open pack, as a model of one layer.
-
-    `spec`: of that layer; its norm is the one before the head.   `roles`: its dense tensors by name: those of a layer
-    (`layers.0.…`) and `norm`; `project` [d, 2d], `embed_norm` and `hidden_norm`; `embed` and `head` if the checkpoint
-    has them for this layer too.   `dense`: the place of each. The pack stays the caller's.
-    """
+    """The prediction layer of an open pack, as a model of one layer. The pack stays the caller's."""
 
     def __init__(self, pack: formats.Pack, family: Family, names: PredictionNames, quantization: Quantization) -> None:
-        self.pack, self.spec = pack, _layer_spec(pack.spec)
+        self.pack = pack
+        # One layer with attention and experts, as those of the model; its norm is the one before the head.
+        one = replace(pack.spec, num_hidden_layers=1, moe_layers=(0,), mixer=None, halves=None)
+        self.spec = with_repeats(replace(one, dense_intermediate_size=None), 0)
         self._entries = _kept(pack)
         tensors = {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}
         own = _layer_family(family, names, pack.spec.num_hidden_layers, tensors)
+        # A layer's (`layers.0.…`), `norm`, `project` [d, 2d], `embed_norm` and `hidden_norm`; `embed` and `head` if the
+        # checkpoint has them for this layer too.
         self.roles = {role.name: role for role in _roles(self.spec, own)}
         try:
             places = claiming.claim_parts(own, self.spec, tuple(self.roles.values()), tensors, quantization)
@@ -97,16 +95,9 @@ def _kept(pack: formats.Pack) -> dict[str, TensorEntry]:
 
 
 def _is_plain(spec: formats.ModelSpec) -> bool:
-    """Whether a layer of the model is one that can stand alone: with one residual stream and one kind of attention."""
-    attention = spec.attention
-    is_same = not isinstance(attention, parts.GroupedQuerySpec) or attention.windowed_layers is None
+    """Returns whether a layer of the model can stand alone: with one residual stream and one kind of attention."""
+    is_same = len(set(map(spec.attention.window, range(spec.num_hidden_layers)))) == 1
     return spec.residual is None and spec.encoder is None and not spec.others and is_same and not spec.needs_ids
-
-
-def _layer_spec(spec: formats.ModelSpec) -> formats.ModelSpec:
-    """Returns the spec of the layer: one with attention and experts, as those of the model."""
-    one = replace(spec, num_hidden_layers=1, moe_layers=(0,), dense_intermediate_size=None, mixer=None, halves=None)
-    return with_repeats(one, 0)
 
 
 def _roles(spec: formats.ModelSpec, family: Family) -> Iterator[parts.DenseRole]:
@@ -126,25 +117,14 @@ def _layer_family(family: Family, names: PredictionNames, n: int, tensors: claim
     def named(name: str) -> str:
         return name.replace(names.stack, names.layer.format(n=n), 1)
 
-    def of_layer(ways: DenseName | tuple[DenseName, ...]) -> tuple[DenseName, ...]:
-        stored = (
-            Stored(way) if isinstance(way, str) else way for way in (ways if isinstance(ways, tuple) else (ways,))
-        )
-        return tuple(replace(way, name=named(way.name)) for way in stored if way.name.startswith(names.stack))
-
-    def of_experts(known: ExpertNames) -> ExpertNames:
-        matrices, biases, scales = (
-            {matrix: named(name) for matrix, name in each.items()}
-            for each in (known.matrices, known.biases, known.scales)
-        )
-        return replace(known, matrices=matrices, biases=biases, scales=scales)
-
     own = {"norm": names.norm, PROJECT: names.project, EMBED_NORM: names.embed_norm, HIDDEN_NORM: names.hidden_norm}
     for role, name in (("embed", names.embed), ("head", names.head)):
         if name is not None and name.format(n=n) in tensors:
             own[role] = name
-    layer = {role: of_layer(ways) for role, ways in family.dense_names.items() if role.startswith("layers.")}
-    dense_names: dict[str, DenseName | tuple[DenseName, ...]] = {role: name.format(n=n) for role, name in own.items()}
-    dense_names |= {role: ways for role, ways in layer.items() if ways}
-    experts = tuple(of_experts(known) for known in family.expert_names if names.stack in known.matrices["up"])
+    dense_names: dict[str, DenseNames] = {role: name.format(n=n) for role, name in own.items()}
+    for role, ways in family.ways.items():
+        of_layer = tuple(replace(way, name=named(way.name)) for way in ways if way.name.startswith(names.stack))
+        if role.startswith("layers.") and of_layer:
+            dense_names[role] = of_layer
+    experts = tuple(known.renamed(named) for known in family.expert_names if names.stack in known.matrices["up"])
     return replace(family, dense_names=dense_names, expert_names=experts)

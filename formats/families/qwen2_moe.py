@@ -6,10 +6,9 @@ Source: transformers, models/qwen2_moe; Qwen2 technical report (2407.10671).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(use_sliding_window=False)
     config.ignore("sliding_window", "max_window_layers")
     readers.refuse_mixed_layers(config)
@@ -39,9 +38,7 @@ QWEN2_MOE = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.shared.gate": "model.layers.{i}.mlp.shared_expert.gate_proj.weight",
-        "layers.{i}.shared.up": "model.layers.{i}.mlp.shared_expert.up_proj.weight",
-        "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_expert.down_proj.weight",
-        "layers.{i}.shared_router": "model.layers.{i}.mlp.shared_expert_gate.weight",
+        ".shared.{gate,up,down}": "mlp.shared_expert.{}_proj.weight",
+        ".shared_router": "mlp.shared_expert_gate.weight",
     },
 )

@@ -9,56 +9,37 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, qwen3_next, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 
-_IGNORED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 
-
-def _read_text(config: Config) -> formats.ModelSpec:
+def _read_text(config: family.Config) -> formats.ModelSpec:
     config.only(attn_output_gate=True, mamba_ssm_dtype="float32")
-    config.require("head_dim")  # missing, transformers takes 256
-    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
-    return replace(
-        readers.read_decoder(
-            config,
-            attention,
-            rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=rotary.MROPE_KEYS),
-            formats.RouterSpec(
-                "softmax_topk", config.whole("num_experts"), config.whole("num_experts_per_tok"), normalize=True
-            ),
-            config.whole("moe_intermediate_size"),
-            dense_size_key=None,
-            shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
-        ),
-        mixer=qwen3_next.read_gated_delta(config, interleaved=False),
-    )
+    experts, chosen = config.whole("num_experts"), config.whole("num_experts_per_tok")
+    router = formats.RouterSpec("softmax_topk", experts, chosen, normalize=True)
+    spec = qwen3_next.read_gated(config, router, ignored=rotary.MROPE_KEYS)
+    return replace(spec, mixer=qwen3_next.read_gated_delta(config, interleaved=False))
 
 
-_NAMES = {
+NAMES = {
     **readers.DENSE_NAMES,
     **qwen3_next.GATED_DELTA_NAMES,
-    **{
-        f"layers.{{i}}.mixer.{name}": f"model.layers.{{i}}.linear_attn.in_proj_{name}.weight"
-        for name in ("qkv", "z", "b", "a")
-    },
+    ".mixer.qkv": "linear_attn.in_proj_qkv.weight",
+    ".mixer.z": "linear_attn.in_proj_z.weight",
+    ".mixer.b": "linear_attn.in_proj_b.weight",
+    ".mixer.a": "linear_attn.in_proj_a.weight",
 }
 QWEN3_5_MOE_TEXT = family.Family(
     model_type="qwen3_5_moe_text",
     model_class="Qwen3_5MoeForCausalLM",
     unpublished="its models are published inside multimodal checkpoints, qwen3_5_moe",
     read_config=_read_text,
-    dense_names=_NAMES,
+    dense_names=NAMES,
     unused=(qwen3_next.MTP_LAYER,),
     prediction=(qwen3_next.MTP_NAMES,),
-    ignored_keys=_IGNORED,
+    ignored_keys=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
 )
 QWEN3_5_MOE = replace(
-    within(
-        QWEN3_5_MOE_TEXT,
-        "qwen3_5_moe",
-    ),
+    within(QWEN3_5_MOE_TEXT, "qwen3_5_moe"),
     short_names={
         "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
         "qwen3.5-122b-a10b": "Qwen/Qwen3.5-122B-A10B",

@@ -5,21 +5,18 @@ Source: transformers, models/qwen3_moe; Qwen3 technical report (2505.09388).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
-    attention = readers.read_grouped_query(
-        config, bias=readers.attention_bias(config), qk_norm="head", sliding_window=readers.window_if_used(config)
-    )
+def _read_config(config: family.Config) -> formats.ModelSpec:
+    bias, window = readers.attention_bias(config), readers.window_if_used(config)
+    attention = readers.read_grouped_query(config, bias=bias, qk_norm="head", sliding_window=window)
     experts = config.whole(config.either("num_experts", "num_local_experts"))
+    chosen, normalize = config.whole("num_experts_per_tok"), config.flag("norm_topk_prob", False)
     return readers.read_decoder(
         config,
         attention,
         rotary.read_rope(config, attention.head_dim),
-        formats.RouterSpec(
-            "softmax_topk", experts, config.whole("num_experts_per_tok"), config.flag("norm_topk_prob", False)
-        ),
+        formats.RouterSpec("softmax_topk", experts, chosen, normalize),
         config.whole("moe_intermediate_size"),
         moe_layers=readers.layers_by_step(config),
     )

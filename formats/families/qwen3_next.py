@@ -7,24 +7,25 @@ Source: transformers, models/qwen3_next; Gated Delta Networks (2412.06464).
 from dataclasses import replace
 
 from moe_pack import formats
+from moe_pack.formats import parts
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.parts import GatedDeltaSpec
 
 
-def linear_layers(config: Config) -> tuple[int, ...]:
-    """Reads the layers without attention: `layer_types`, or all but every `full_attention_interval`-th."""
+def read_gated_delta(
+    config: family.Config, *, interleaved: bool, attending: tuple[str, ...] = ("full_attention",)
+) -> parts.GatedDeltaSpec:
+    """Reads Gated DeltaNet, in the layers of `layer_types`, else in all but every `full_attention_interval`-th.
+
+    Args:    attending: the kinds of layers with attention.
+    """
     interval = config.whole("full_attention_interval", 4)
+    layers = tuple(i for i in range(config.num_layers()) if (i + 1) % interval)
     if config.has("layer_types"):
-        return readers.layers_without_attention(config, {"linear_attention": True, "full_attention": False})
-    return tuple(i for i in range(config.num_layers()) if (i + 1) % interval)
-
-
-def read_gated_delta(config: Config, *, interleaved: bool) -> GatedDeltaSpec:
-    """Reads Gated DeltaNet, and in which layers it is."""
-    return GatedDeltaSpec(
+        kinds = {"linear_attention": True} | dict.fromkeys(attending, False)
+        layers = readers.layers_without_attention(config, kinds)
+    return parts.GatedDeltaSpec(
         kind="gated_delta_net",
-        layers=linear_layers(config),
+        layers=layers,
         num_key_heads=config.whole("linear_num_key_heads", 16),
         num_value_heads=config.whole("linear_num_value_heads", 32),
         key_head_dim=config.whole("linear_key_head_dim", 128),
@@ -34,40 +35,52 @@ def read_gated_delta(config: Config, *, interleaved: bool) -> GatedDeltaSpec:
     )
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
-    config.only(use_sliding_window=False)  # in published configs; no code of transformers reads it
+def read_gated(
+    config: family.Config,
+    router: formats.RouterSpec,
+    *,
+    moe_layers: tuple[int, ...] | None = None,
+    dense_size_key: str | None = None,
+    ignored: frozenset[str] = frozenset(),
+    indexer: parts.BlockIndexerSpec | None = None,
+) -> formats.ModelSpec:
+    """Reads a decoder as of Qwen3-Next, but for its mixer: attention with gates, and a shared expert with one.
+
+    Args:    ignored: keys of `rope_parameters` that change nothing.
+    """
     config.require("head_dim")  # missing, transformers takes 256
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
-    return replace(
-        readers.read_decoder(
-            config,
-            attention,
-            rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25),
-            formats.RouterSpec(
-                "softmax_topk",
-                config.whole(config.either("num_experts", "num_local_experts")),
-                config.whole("num_experts_per_tok"),
-                config.flag("norm_topk_prob", True),
-            ),
-            config.whole("moe_intermediate_size"),
-            moe_layers=readers.layers_by_step(config),
-            shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-            norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
-        ),
-        mixer=read_gated_delta(config, interleaved=True),
+    attention = replace(attention, indexer=indexer)
+    return readers.read_decoder(
+        config,
+        attention,
+        rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=ignored),
+        router,
+        config.whole("moe_intermediate_size"),
+        moe_layers=moe_layers,
+        dense_size_key=dense_size_key,
+        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
+        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
     )
 
 
+def _read_config(config: family.Config) -> formats.ModelSpec:
+    config.only(use_sliding_window=False)  # in published configs; no code of transformers reads it
+    experts = config.whole(config.either("num_experts", "num_local_experts"))
+    chosen, normalize = config.whole("num_experts_per_tok"), config.flag("norm_topk_prob", True)
+    router, moe_layers = formats.RouterSpec("softmax_topk", experts, chosen, normalize), readers.layers_by_step(config)
+    spec = read_gated(config, router, moe_layers=moe_layers, dense_size_key="intermediate_size")
+    return replace(spec, mixer=read_gated_delta(config, interleaved=True))
+
+
 GATED_DELTA_NAMES = {
-    "layers.{i}.mixer.conv": "model.layers.{i}.linear_attn.conv1d.weight",
-    "layers.{i}.mixer.a_log": "model.layers.{i}.linear_attn.A_log",
-    "layers.{i}.mixer.dt_bias": "model.layers.{i}.linear_attn.dt_bias",
-    "layers.{i}.mixer.out_norm": "model.layers.{i}.linear_attn.norm.weight",
-    "layers.{i}.mixer.o": "model.layers.{i}.linear_attn.out_proj.weight",
-    "layers.{i}.shared.gate": "model.layers.{i}.mlp.shared_expert.gate_proj.weight",
-    "layers.{i}.shared.up": "model.layers.{i}.mlp.shared_expert.up_proj.weight",
-    "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_expert.down_proj.weight",
-    "layers.{i}.shared_router": "model.layers.{i}.mlp.shared_expert_gate.weight",
+    ".mixer.conv": "linear_attn.conv1d.weight",
+    ".mixer.a_log": "linear_attn.A_log",
+    ".mixer.dt_bias": "linear_attn.dt_bias",
+    ".mixer.out_norm": "linear_attn.norm.weight",
+    ".mixer.o": "linear_attn.out_proj.weight",
+    ".shared.{gate,up,down}": "mlp.shared_expert.{}_proj.weight",
+    ".shared_router": "mlp.shared_expert_gate.weight",
 }
 MTP_LAYER = family.LeftOut("mtp.*", "a multi-token-prediction layer, which plain decoding does not run")
 # A layer with attention, whatever the layer before it has; embedding and head are the model's own.
@@ -93,8 +106,8 @@ QWEN3_NEXT = family.Family(
     dense_names={
         **readers.DENSE_NAMES,
         **GATED_DELTA_NAMES,
-        "layers.{i}.mixer.qkvz": "model.layers.{i}.linear_attn.in_proj_qkvz.weight",
-        "layers.{i}.mixer.ba": "model.layers.{i}.linear_attn.in_proj_ba.weight",
+        ".mixer.qkvz": "linear_attn.in_proj_qkvz.weight",
+        ".mixer.ba": "linear_attn.in_proj_ba.weight",
     },
     unused=(MTP_LAYER,),
     prediction=(MTP_NAMES,),

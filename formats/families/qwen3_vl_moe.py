@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.multimodal import within
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     # Neither is read by the class: all layers see everything, and weights are normalized.
     config.only(sliding_window=None, use_sliding_window=False, norm_topk_prob=True)
     config.ignore("max_window_layers")
@@ -34,17 +33,10 @@ _TEXT = replace(
     model_type="qwen3_vl_moe_text",
     read_config=_read_config,
     # Published checkpoints fuse and transpose; what save_pretrained(..., save_original_format=False) writes does not.
-    expert_names=(
-        replace(family.FUSED_EXPERT_NAMES, transposed=True),
-        family.FUSED_EXPERT_NAMES,
-        family.EXPERT_NAMES,
-    ),
+    expert_names=(replace(family.FUSED_EXPERT_NAMES, transposed=True), family.FUSED_EXPERT_NAMES, family.EXPERT_NAMES),
 )
 QWEN3_VL_MOE = replace(
-    within(
-        _TEXT,
-        "qwen3_vl_moe",
-    ),
+    within(_TEXT, "qwen3_vl_moe"),
     model_class="Qwen3VLMoeForConditionalGeneration",
     short_names={
         "qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",

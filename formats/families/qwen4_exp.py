@@ -8,41 +8,33 @@ from dataclasses import replace
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families import family, ngrams, qwen3_next, readers, rotary
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families import family, ngrams, qwen3_5_moe, qwen3_next, rotary
 from moe_pack.formats.families.multimodal import within
 
-_KINDS = {"linear_attention": True, "full_attention": False, "indexed_attention": False}
 
-
-def _read_text(config: Config) -> formats.ModelSpec:
+def _read_text(config: family.Config) -> formats.ModelSpec:
     config.only(attn_output_gate=True, mamba_ssm_dtype="float32")
-    config.require("head_dim")  # missing, transformers takes 256
-    attention = readers.read_grouped_query(config, bias=readers.attention_bias(config), qk_norm="head", gated=True)
-    attention = replace(attention, indexer=_read_indexer(config))
-    spec = readers.read_decoder(
-        config,
-        attention,
-        rotary.read_rope(config, attention.head_dim, partial_rotary_factor=0.25, ignored=rotary.MROPE_KEYS),
-        formats.RouterSpec(
-            "softmax_topk",
-            config.whole("num_experts", 512),
-            config.whole("num_experts_per_tok", 10),
-            config.flag("norm_topk_prob", True),
-        ),
-        config.whole("moe_intermediate_size"),
-        dense_size_key=None,
-        shared_expert=formats.SharedExpertSpec(config.whole("shared_expert_intermediate_size"), gated=True),
-        norm=formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6), zero_centered=True),
+    router = formats.RouterSpec(
+        "softmax_topk",
+        config.whole("num_experts", 512),
+        config.whole("num_experts_per_tok", 10),
+        config.flag("norm_topk_prob", True),
     )
+    spec = qwen3_next.read_gated(config, router, ignored=rotary.MROPE_KEYS, indexer=_read_indexer(config))
     group = rotary.rope_group(config)
     if group is None or not group.has("partial_rotary_factor"):
         config.require("partial_rotary_factor")  # missing, transformers refuses the config
-    residual = parts.GatedStreamsSpec("gated_streams", config.whole("hc_count", 4), config.whole("hc_lowrank", 320))
-    return replace(spec, mixer=_read_mixer(config), residual=residual, ngrams=ngrams.read_ngrams(config))
+    mixer = qwen3_next.read_gated_delta(config, interleaved=False, attending=("full_attention", "indexed_attention"))
+    is_sigmoid = config.choice("output_gate_type", ("silu", "sigmoid")) == "sigmoid"
+    return replace(
+        spec,
+        mixer=replace(mixer, gate="sigmoid" if is_sigmoid else "silu"),
+        residual=parts.GatedStreamsSpec("gated_streams", config.whole("hc_count", 4), config.whole("hc_lowrank", 320)),
+        ngrams=ngrams.read_ngrams(config),
+    )
 
 
-def _read_indexer(config: Config) -> parts.BlockIndexerSpec:
+def _read_indexer(config: family.Config) -> parts.BlockIndexerSpec:
     """Reads which blocks of positions a query attends to; the config must have all keys."""
     config.only(indexer_kv_heads=1)
     config.require("indexer_kv_heads")
@@ -53,25 +45,6 @@ def _read_indexer(config: Config) -> parts.BlockIndexerSpec:
         )
     heads, width = config.whole("indexer_n_heads"), config.whole("indexer_head_dim")
     return parts.BlockIndexerSpec("pooled", heads, width, block_tokens=size, num_blocks=budget // size)
-
-
-def _read_mixer(config: Config) -> parts.GatedDeltaSpec:
-    interval = config.whole("full_attention_interval", 4)
-    if config.has("layer_types"):
-        layers = readers.layers_without_attention(config, _KINDS)
-    else:
-        layers = tuple(i for i in range(config.num_layers()) if (i + 1) % interval)
-    return parts.GatedDeltaSpec(
-        kind="gated_delta_net",
-        layers=layers,
-        num_key_heads=config.whole("linear_num_key_heads", 16),
-        num_value_heads=config.whole("linear_num_value_heads", 32),
-        key_head_dim=config.whole("linear_key_head_dim", 128),
-        value_head_dim=config.whole("linear_value_head_dim", 128),
-        conv_kernel=config.whole("linear_conv_kernel_dim", 4),
-        interleaved=False,
-        gate="sigmoid" if config.choice("output_gate_type", ("silu", "sigmoid")) == "sigmoid" else "silu",
-    )
 
 
 def _stream_names(role: str, module: str) -> dict[str, str]:
@@ -92,30 +65,21 @@ QWEN4_EXP_TEXT = family.Family(
     unpublished="its models are published inside multimodal checkpoints, qwen4_exp",
     read_config=_read_text,
     dense_names={
-        **readers.DENSE_NAMES,
-        **qwen3_next.GATED_DELTA_NAMES,
-        **{
-            f"layers.{{i}}.mixer.{name}": f"{_LAYER}linear_attn.in_proj_{name}.weight"
-            for name in ("qkv", "z", "b", "a")
-        },
+        **qwen3_5_moe.NAMES,
         **_stream_names("layers.{i}.attention_streams", _LAYER + "attn_hyper_connection"),
         **_stream_names("layers.{i}.mlp_streams", _LAYER + "mlp_hyper_connection"),
         **_stream_names("streams", "model.hyper_connection_mixer"),
         **ngrams.NGRAM_NAMES,
         **{role: family.Stored(_INDEXER + "index_qk_proj.weight", roles=_INDEX_ROLES) for role in _INDEX_ROLES},
-        "layers.{i}.attention.index_q_norm": _INDEXER + "q_layernorm.weight",
-        "layers.{i}.attention.index_k_norm": _INDEXER + "k_layernorm.weight",
+        ".attention.index_q_norm": "self_attn.indexer.q_layernorm.weight",
+        ".attention.index_k_norm": "self_attn.indexer.k_layernorm.weight",
     },
     unused=(qwen3_next.MTP_LAYER,),
     table_names=ngrams.NGRAM_TABLES,
     ignored_keys=frozenset({"mtp", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "number_of_conv_states"}),
 )
 QWEN4_EXP = replace(
-    within(
-        QWEN4_EXP_TEXT,
-        "qwen4_exp",
-        ignored_keys=frozenset({"language_model_only"}),
-    ),
+    within(QWEN4_EXP_TEXT, "qwen4_exp", ignored_keys=frozenset({"language_model_only"})),
     short_names={"qwen3.8-flash-next": "Qwen/Qwen3.8-Flash-Next", "qwen4-exp": "Qwen/Qwen4-Exp"},
     published=(
         family.Published("qwen3.8-flash-next", "176", "6", cached="13.824", active_leaves_out=("embed", "head")),

@@ -12,33 +12,21 @@ from typing import Literal
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, rotary
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.parts import positions
 from moe_pack.formats.parts.specs import LimitSpec
 
 # The names of tensors that most families share; roles are those of `dense_roles`.
 DENSE_NAMES: Mapping[str, str] = {
     "embed": "model.embed_tokens.weight",
-    "layers.{i}.attention_norm": "model.layers.{i}.input_layernorm.weight",
-    "layers.{i}.attention.q": "model.layers.{i}.self_attn.q_proj.weight",
-    "layers.{i}.attention.k": "model.layers.{i}.self_attn.k_proj.weight",
-    "layers.{i}.attention.v": "model.layers.{i}.self_attn.v_proj.weight",
-    "layers.{i}.attention.o": "model.layers.{i}.self_attn.o_proj.weight",
-    "layers.{i}.attention.q_bias": "model.layers.{i}.self_attn.q_proj.bias",
-    "layers.{i}.attention.k_bias": "model.layers.{i}.self_attn.k_proj.bias",
-    "layers.{i}.attention.v_bias": "model.layers.{i}.self_attn.v_proj.bias",
-    "layers.{i}.attention.o_bias": "model.layers.{i}.self_attn.o_proj.bias",
-    "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.q_norm.weight",
-    "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.k_norm.weight",
-    "layers.{i}.mlp_norm": "model.layers.{i}.post_attention_layernorm.weight",
-    "layers.{i}.mlp.gate": "model.layers.{i}.mlp.gate_proj.weight",
-    "layers.{i}.mlp.up": "model.layers.{i}.mlp.up_proj.weight",
-    "layers.{i}.mlp.down": "model.layers.{i}.mlp.down_proj.weight",
-    "layers.{i}.router": "model.layers.{i}.mlp.gate.weight",
-    "layers.{i}.router_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
-    "layers.{i}.shared.gate": "model.layers.{i}.mlp.shared_experts.gate_proj.weight",
-    "layers.{i}.shared.up": "model.layers.{i}.mlp.shared_experts.up_proj.weight",
-    "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_experts.down_proj.weight",
+    ".attention_norm": "input_layernorm.weight",
+    ".attention.{q,k,v,o}": "self_attn.{}_proj.weight",
+    ".attention.{q,k,v,o}_bias": "self_attn.{}_proj.bias",
+    ".attention.q_norm": "self_attn.q_norm.weight",
+    ".attention.k_norm": "self_attn.k_norm.weight",
+    ".mlp_norm": "post_attention_layernorm.weight",
+    ".mlp.{gate,up,down}": "mlp.{}_proj.weight",
+    ".router": "mlp.gate.weight",
+    ".router_bias": "mlp.gate.e_score_correction_bias",
+    ".shared.{gate,up,down}": "mlp.shared_experts.{}_proj.weight",
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
@@ -50,7 +38,7 @@ class LayerAttention:
 
     attention: parts.GroupedQuerySpec
     rope: parts.RopeSpec | None
-    others: tuple[parts.OtherAttentionSpec, ...]
+    others: tuple[parts.OtherAttentionSpec, ...] = ()
 
     @classmethod
     def of(cls, layers: Iterable[tuple[parts.GroupedQuerySpec, parts.RopeSpec | None]]) -> "LayerAttention":
@@ -94,7 +82,7 @@ PREDICTION_NAMES = family.PredictionNames(
 
 
 def read_decoder(
-    config: Config,
+    config: family.Config,
     attention: parts.AttentionSpec,
     rope: parts.RopeSpec | None,
     router: formats.RouterSpec,
@@ -116,13 +104,16 @@ def read_decoder(
     config.only(hidden_act="silu")
     num_layers = config.num_layers()
     moe_layers = tuple(range(num_layers)) if moe_layers is None else moe_layers
+    has_dense = len(moe_layers) < num_layers
+    if dense_size_key is not None and not has_dense:
+        config.ignore(dense_size_key)
     return formats.ModelSpec(
         family="",  # `read_spec` names it
         hidden_size=config.whole("hidden_size"),
         vocab_size=config.whole("vocab_size"),
         num_hidden_layers=num_layers,
         moe_layers=moe_layers,
-        dense_intermediate_size=_dense_size(config, dense_size_key, len(moe_layers) < num_layers),
+        dense_intermediate_size=config.whole(dense_size_key) if has_dense and dense_size_key is not None else None,
         max_position_embeddings=_num_positions(config, (rope, *(each.rope for each in others))),
         norm=norm or formats.NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
         tied_head=config.flag("tie_word_embeddings", False),
@@ -139,22 +130,15 @@ def read_decoder(
     )
 
 
-def _num_positions(config: Config, ropes: Iterable[parts.RopeSpec | None]) -> int:
+def _num_positions(config: family.Config, ropes: Iterable[parts.RopeSpec | None]) -> int:
     """Reads the number of positions; `max_position_embeddings` are those that dynamic scaling leaves as they are."""
-    scalings = (rope.scaling for rope in ropes if rope is not None)
-    factor = max((each.factor for each in scalings if isinstance(each, positions.DynamicSpec)), default=1.0)
+    scalings = (rope.scaling for rope in ropes if rope is not None and rope.scaling is not None)
+    factor = max((each.factor for each in scalings if each.kind == "dynamic"), default=1.0)
     return min(int(config.whole("max_position_embeddings") * max(factor, 1.0)), 2**31 - 1)
 
 
-def _dense_size(config: Config, key: str | None, is_used: bool) -> int | None:
-    """Reads the size of layers without experts; ignores its key if there are none."""
-    if key is not None and not is_used:
-        config.ignore(key)
-    return config.whole(key) if key is not None and is_used else None
-
-
 def read_grouped_query(
-    config: Config,
+    config: family.Config,
     *,
     bias: tuple[parts.Projection, ...] = (),
     qk_norm: Literal["none", "head", "projection", "rotated_head", "unit"] = "none",
@@ -183,7 +167,7 @@ def read_grouped_query(
     )
 
 
-def read_llama_attention(config: Config, bias: tuple[parts.Projection, ...]) -> parts.GroupedQuerySpec:
+def read_llama_attention(config: family.Config, bias: tuple[parts.Projection, ...]) -> parts.GroupedQuerySpec:
     """Reads the attention of published modeling files that derive from Llama's of transformers 4.3x.
 
     Heads divide the hidden size; these files never read `head_dim`.
@@ -192,7 +176,7 @@ def read_llama_attention(config: Config, bias: tuple[parts.Projection, ...]) -> 
     return read_grouped_query(config, bias=bias, own_keys=True)
 
 
-def read_llama_rope(config: Config, head_dim: int) -> parts.RopeSpec:
+def read_llama_rope(config: family.Config, head_dim: int) -> parts.RopeSpec:
     """Reads the rotary positions of such a modeling file: `rope_theta` and `rope_scaling`, not `rope_parameters`.
 
     No published model of these uses the scalings that the files know (linear, dynamic), which are refused.
@@ -201,14 +185,14 @@ def read_llama_rope(config: Config, head_dim: int) -> parts.RopeSpec:
     return rotary.read_rope(config, head_dim, scalings=())
 
 
-def read_expert_count(config: Config, key: str) -> int:
+def read_expert_count(config: family.Config, key: str) -> int:
     """Reads the number of experts in a family that shares its `model_type` with dense models, which lack the key."""
     if not config.has(key):
         raise dense_model(config)
     return config.whole(key)
 
 
-def dense_model(config: Config) -> formats.CheckpointError:
+def dense_model(config: family.Config) -> formats.CheckpointError:
     """Returns the error for a model without experts."""
     model_type = config.text("model_type")
     return formats.CheckpointError(
@@ -216,96 +200,122 @@ def dense_model(config: Config) -> formats.CheckpointError:
     )
 
 
-def read_sigmoid_router(config: Config, num_experts_per_tok: int | None, normalize: bool) -> formats.RouterSpec:
+def read_sigmoid_router(
+    config: family.Config,
+    num_experts_per_tok: int | None,
+    normalize: bool,
+    experts: tuple[str, ...] = ("n_routed_experts", "num_local_experts"),
+    scaling_factor: float = 1,
+) -> formats.RouterSpec:
     """Reads a router of DeepSeek-V3's kind: sigmoids, a bias that corrects the choice, groups.
 
-    Args:    num_experts_per_tok, normalize: the family's defaults; None if the config must have the key.
+    Args:    experts: the keys of the number of experts.   num_experts_per_tok, normalize, scaling_factor: the family's
+             defaults; None if the config must have the key.
     """
     return formats.RouterSpec(
         "sigmoid_topk",
-        config.whole(config.either("n_routed_experts", "num_local_experts")),
+        config.whole(config.either(*experts)),
         config.whole("num_experts_per_tok", num_experts_per_tok),
         config.flag("norm_topk_prob", normalize),
         bias=True,
         n_group=config.whole("n_group", 1),
         topk_group=config.whole("topk_group", 1),
-        scaling_factor=config.number("routed_scaling_factor", 1),
+        scaling_factor=config.number("routed_scaling_factor", scaling_factor),
     )
 
 
 def attention_bias(
-    config: Config, names: tuple[parts.Projection, ...] = parts.PROJECTIONS
+    config: family.Config, names: tuple[parts.Projection, ...] = parts.PROJECTIONS
 ) -> tuple[parts.Projection, ...]:
     """Reads which projections have a bias: `names` if `attention_bias` is true, else none."""
     return names if config.flag("attention_bias", False) else ()
 
 
-def layers_without_attention(config: Config, kinds: dict[str, bool]) -> tuple[int, ...]:
+def layers_without_attention(config: family.Config, kinds: dict[str, bool]) -> tuple[int, ...]:
     """Reads the layers that `layer_types` gives a mixer in place of attention; the config must have the key.
 
     Args:    kinds: whether a layer of each known kind has a mixer.
     Raises:  CheckpointError for another number of layers, or another kind.
     """
-    num_layers, found = config.num_layers(), config.texts("layer_types")
-    if len(found) != num_layers:
-        raise formats.CheckpointError(
-            f"{config.place}: layer_types lists {len(found)} layers, but the model has {num_layers}"
-        )
+    found = config.texts("layer_types")
+    check_count(config, "layer_types", found)
     if unknown := set(found) - kinds.keys():
         known = ", ".join(sorted(kinds))
         raise formats.CheckpointError(f"{config.place}: layer_types has {sorted(unknown)}; supported: {known}")
     return tuple(i for i, kind in enumerate(found) if kinds[kind])
 
 
-def layers_after_dense(config: Config, default: int) -> tuple[int, ...]:
+def check_count(config: family.Config, key: str, values: Sequence[object], more: int = 0) -> None:
+    """Refuses a list with another number of values than there are layers, and `more` behind them."""
+    num_layers = config.num_layers()
+    if len(values) not in (num_layers, num_layers + more):
+        raise formats.CheckpointError(
+            f"{config.place}: {key} lists {len(values)} layers, but the model has {num_layers}"
+        )
+
+
+def layers_after_dense(config: family.Config, default: int) -> tuple[int, ...]:
     """Reads the MoE layers of a model whose first `first_k_dense_replace` layers have no experts."""
     return tuple(range(config.num_layers()))[config.count("first_k_dense_replace", default) :]
 
 
-def read_kinds(config: Config, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def read_kinds(config: family.Config, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
     """Reads a list with the kind of each layer (`layer_types`); empty if the key is missing or null.
 
     Raises:  CheckpointError for another number of layers, or a kind that is not known.
     """
-    kinds, num_layers = config.texts(key), config.num_layers()
+    kinds = config.texts(key)
     if set(kinds) - set(known):
         supported = " and ".join(map(repr, known))
-        are = "is" if len(known) == 1 else "are"
-        raise formats.CheckpointError(
-            f"{config.place}: {key} has {sorted(set(kinds))}; only {supported} {are} supported"
-        )
-    if kinds and len(kinds) != num_layers:
-        raise formats.CheckpointError(
-            f"{config.place}: {key} lists {len(kinds)} layers, but the model has {num_layers}"
-        )
+        raise formats.CheckpointError(f"{config.place}: {key} has {sorted(set(kinds))}; only {supported} are supported")
+    if kinds:
+        check_count(config, key, kinds)
     return kinds
 
 
-def layers_by_kind(config: Config, num_dense: int) -> tuple[int, ...]:
+def attention_kinds(config: family.Config) -> tuple[str, ...]:
+    """Reads for each layer whether it has a window, as `read_kinds`: `sliding_attention`, or `full_attention`."""
+    return read_kinds(config, "layer_types", rotary.ATTENTION_KINDS)
+
+
+def layers_of(kinds: Iterable[str], kind: str) -> tuple[int, ...]:
+    """Returns the layers of a kind, by the kind of each layer."""
+    return tuple(layer for layer, each in enumerate(kinds) if each == kind)
+
+
+def with_window(
+    config: family.Config, attention: parts.GroupedQuerySpec, window: int, layers: tuple[int, ...]
+) -> parts.GroupedQuerySpec:
+    """Returns attention that has a window in these layers, which alone rotate; without any, attention as it is."""
+    among = None if len(layers) == config.num_layers() else layers
+    return (
+        replace(attention, sliding_window=window, windowed_layers=among, rotated_layers=among) if layers else attention
+    )
+
+
+def layers_by_kind(config: family.Config, num_dense: int) -> tuple[int, ...]:
     """Reads the MoE layers of a model: those that are `sparse` by `mlp_layer_types`, else all after `num_dense`."""
     kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
-    if not kinds:
-        return tuple(range(num_dense, config.num_layers()))
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    return layers_of(kinds, "sparse") if kinds else tuple(range(num_dense, config.num_layers()))
 
 
-def layers_after_dense_by_step(config: Config) -> tuple[int, ...]:
+def layers_after_dense_by_step(config: family.Config) -> tuple[int, ...]:
     """Reads the MoE layers of a model by `mlp_layer_types`, or the older keys: every n-th after dense ones."""
     kinds = read_kinds(config, "mlp_layer_types", ("dense", "sparse"))
     if kinds:
         config.ignore("first_k_dense_replace", "moe_layer_freq")
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+        return layers_of(kinds, "sparse")
     first, step = config.count("first_k_dense_replace", 1), config.whole("moe_layer_freq", 1)
     return tuple(layer for layer in range(config.num_layers()) if layer >= first and layer % step == 0)
 
 
-def layers_by_step(config: Config) -> tuple[int, ...]:
+def layers_by_step(config: family.Config) -> tuple[int, ...]:
     """Reads the MoE layers of a model: every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, without = config.whole("decoder_sparse_step", 1), config.counts("mlp_only_layers")
     return tuple(i for i in range(config.num_layers()) if (i + 1) % step == 0 and i not in without)
 
 
-def window_if_used(config: Config) -> int | None:
+def window_if_used(config: family.Config) -> int | None:
     """Reads `sliding_window` if `use_sliding_window` is true; else ignores it. Always ignores `max_window_layers`."""
     config.ignore("sliding_window", "max_window_layers")
     return config.whole("sliding_window") if config.flag("use_sliding_window", False) else None
@@ -320,7 +330,7 @@ def limits_of(pairs: Sequence[tuple[float | None, float | None]]) -> tuple[Limit
     )
 
 
-def refuse_mixed_layers(config: Config) -> None:
+def refuse_mixed_layers(config: family.Config) -> None:
     """Refuses `layer_types` other than full attention everywhere."""
     kinds = set(config.texts("layer_types"))
     if kinds - {"full_attention"}:
@@ -330,17 +340,17 @@ def refuse_mixed_layers(config: Config) -> None:
 
 
 LATENT_NAMES: Mapping[str, str] = {
-    "layers.{i}.attention.q_a": "model.layers.{i}.self_attn.q_a_proj.weight",
-    "layers.{i}.attention.q_a_norm": "model.layers.{i}.self_attn.q_a_layernorm.weight",
-    "layers.{i}.attention.q_b": "model.layers.{i}.self_attn.q_b_proj.weight",
-    "layers.{i}.attention.kv_a": "model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight",
-    "layers.{i}.attention.kv_a_norm": "model.layers.{i}.self_attn.kv_a_layernorm.weight",
-    "layers.{i}.attention.kv_b": "model.layers.{i}.self_attn.kv_b_proj.weight",
+    ".attention.q_a": "self_attn.q_a_proj.weight",
+    ".attention.q_a_norm": "self_attn.q_a_layernorm.weight",
+    ".attention.q_b": "self_attn.q_b_proj.weight",
+    ".attention.kv_a": "self_attn.kv_a_proj_with_mqa.weight",
+    ".attention.kv_a_norm": "self_attn.kv_a_layernorm.weight",
+    ".attention.kv_b": "self_attn.kv_b_proj.weight",
 }
 
 
 def read_latent(
-    config: Config,
+    config: family.Config,
     head_dim: int | None = None,
     *,
     reads_head_dim: bool = True,

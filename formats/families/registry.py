@@ -1,8 +1,7 @@
 """The families by their `model_type`, and the step from a `config.json` to a `ModelSpec`.
 
-A family is data, one file a `model_type`, which nothing else lists. Code outside this folder knows specs and roles, but
-never families. The module of a family is imported when a `config.json` names it: a pack has its spec in the manifest,
-and runs without.
+A family is data, one file a `model_type`, which nothing else lists. A module is imported when a `config.json` names it:
+a pack has its spec in the manifest, and runs without.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.base.commands import did_you_mean
 
 if TYPE_CHECKING:
-    from moe_pack.formats.families.config import Config
     from moe_pack.formats.families.encodings import Quantization
-    from moe_pack.formats.families.family import Family
+    from moe_pack.formats.families.family import Config, Family
 
 # The modules of this folder that are no family's.
 _SHARED = frozenset(
     (
-        *("__init__", "checkpoint", "checkpoint_files", "claiming", "config", "encodings", "family", "given_names"),
+        *("__init__", "checkpoint", "checkpoint_files", "claiming", "encodings", "family", "given_names"),
         *("multimodal", "ngrams", "prediction", "published", "readers", "registry", "rotary", "source_reader"),
         *("text_files", "weight_files"),
     )

@@ -1,7 +1,7 @@
 """Readers of rotary positions: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5.
 
-Nearly all families have each scaling that transformers has for all its models; a family's file says which, if it has
-others. Source: transformers, modeling_rope_utils.py.
+Nearly all families have each scaling that transformers has for all models; a family's file says if it has others.
+Source: transformers, modeling_rope_utils.py.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Literal
 
 from moe_pack import formats
 from moe_pack.formats import parts
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.parts import positions
 
 # `ntk_alpha` is Hunyuan's fixed alpha, `mscales` is Phi-3.5-MoE's longrope with two of them.
@@ -35,10 +35,9 @@ def read_rope(
 ) -> parts.RopeSpec:
     """Reads the rotary positions of a model whose heads (or their rotated part) have `head_dim` values.
 
-    Args:    default_theta, partial_rotary_factor: the family's, if the config has none; a family without a partial
-             factor rotates whole heads, and refuses the key (most of transformers' models ignore it).
-             scalings: those that the family has, in addition to none; by default all that transformers has.
-             ignored: keys of `rope_parameters` that change nothing in this family.
+    Args:    default_theta, partial_rotary_factor: the family's, if the config has none. A family without a partial
+             factor rotates whole heads, and refuses the key, which most of transformers' models ignore.
+             scalings: those of the family, beyond none.   ignored: keys of `rope_parameters` that change nothing.
              group: the object with the rotary positions, if it is not the config's usual one.
     Raises:  CheckpointError for a scaling that we do not implement, or an unknown key of a scaling.
     """
@@ -195,13 +194,9 @@ def _longrope(config: Config, group: Config) -> positions.LongRopeSpec:
 
 
 def _longrope_with_mscales(config: Config, group: Config) -> positions.LongRopeSpec:
+    original, factors = _original(config, group), (group.numbers("short_factor"), group.numbers("long_factor"))
     return positions.LongRopeSpec(
-        kind="longrope",
-        original_max_position_embeddings=_original(config, group),
-        short_factor=group.numbers("short_factor"),
-        long_factor=group.numbers("long_factor"),
-        short_mscale=group.number("short_mscale"),
-        long_mscale=group.number("long_mscale"),
+        "longrope", original, *factors, group.number("short_mscale"), group.number("long_mscale")
     )
 
 

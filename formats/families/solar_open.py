@@ -5,16 +5,13 @@ Source: transformers, models/solar_open; Upstage (2026).
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers, rotary
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     # All layers have experts; published configs say so, and have a size for layers that have none.
-    config.only(first_k_dense_replace=0)
+    config.only(first_k_dense_replace=0, use_qk_norm=False)
     config.ignore("intermediate_size")
-    config.only(use_qk_norm=False)
-    config.require("head_dim")  # missing, transformers takes 128
-    config.require("num_key_value_heads")  # missing, transformers takes 8
+    config.require("head_dim", "num_key_value_heads")  # missing, transformers takes 128 and 8
     attention = readers.read_grouped_query(config, bias=readers.attention_bias(config, ("q", "k", "v")))
     expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
     return readers.read_decoder(

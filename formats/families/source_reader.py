@@ -1,4 +1,4 @@
-"""What reads the rows of source matrices, wherever their tensors are: in a checkpoint's shards, or kept in a pack."""
+"""The reading of source matrices by rows, in a checkpoint's shards or kept in a pack."""
 
 from abc import ABC, abstractmethod
 

@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family, multimodal, readers, rotary
-from moe_pack.formats.families.config import Config
 from moe_pack.formats.parts.specs import LimitSpec
 
 _T = TypeVar("_T")
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     predicting = config.count(config.either("num_nextn_predict_layers", "num_mtp_layers"), 0)
     kinds = _of_layers(config, "layer_types", config.texts("layer_types"), predicting)
     kinds = kinds or ("full_attention",) * config.num_layers()
@@ -51,18 +50,15 @@ def _read_config(config: Config) -> formats.ModelSpec:
     return replace(spec, expert=replace(spec.expert, function="capped_silu", limits=limits)) if limits else spec
 
 
-def _of_layers(config: Config, key: str, values: Sequence[_T], predicting: int) -> tuple[_T, ...]:
+def _of_layers(config: family.Config, key: str, values: Sequence[_T], predicting: int) -> tuple[_T, ...]:
     """Returns the values of decoder layers; published lists go on with those of layers that predict further tokens."""
-    num_layers = config.num_layers()
-    if values and len(values) not in (num_layers, num_layers + predicting):
-        raise formats.CheckpointError(
-            f"{config.place}: {key} lists {len(values)} layers, but the model has {num_layers}"
-        )
-    return tuple(values[:num_layers])
+    if values:
+        readers.check_count(config, key, values, predicting)
+    return tuple(values[: config.num_layers()])
 
 
-def _moe_layers(config: Config, predicting: int) -> tuple[int, ...]:
-    """The layers with experts: as `mlp_layer_types` or `moe_layers_enum` says, else all but the first three."""
+def _moe_layers(config: family.Config, predicting: int) -> tuple[int, ...]:
+    """Reads the layers with experts: as `mlp_layer_types` or `moe_layers_enum` says, else all but the first three."""
     kinds, num_layers = config.texts("mlp_layer_types"), config.num_layers()
     if kinds:
         config.ignore("moe_layers_enum")
@@ -71,7 +67,7 @@ def _moe_layers(config: Config, predicting: int) -> tuple[int, ...]:
             raise formats.CheckpointError(
                 f"{config.place}: mlp_layer_types has {sorted(unknown)}; supported: dense, sparse"
             )
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+        return readers.layers_of(kinds, "sparse")
     if not config.has("moe_layers_enum"):
         return tuple(range(3, num_layers))
     listed = config.text("moe_layers_enum")
@@ -84,7 +80,7 @@ def _moe_layers(config: Config, predicting: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if layer in layers)
 
 
-def _read_attention(config: Config, kinds: tuple[str, ...], predicting: int) -> readers.LayerAttention:
+def _read_attention(config: family.Config, kinds: tuple[str, ...], predicting: int) -> readers.LayerAttention:
     config.require("head_dim")  # missing, transformers takes 128
     num_kv_heads = config.whole(config.either("num_key_value_heads", "num_attention_groups"))
     own = parts.GroupedQuerySpec(
@@ -106,7 +102,7 @@ def _read_attention(config: Config, kinds: tuple[str, ...], predicting: int) -> 
     return readers.LayerAttention.of((windowed if kind == "sliding_attention" else own, ropes[kind]) for kind in kinds)
 
 
-def _sliding_heads(config: Config, own: parts.GroupedQuerySpec, kinds: tuple[str, ...]) -> int:
+def _sliding_heads(config: family.Config, own: parts.GroupedQuerySpec, kinds: tuple[str, ...]) -> int:
     """Reads the number of heads of layers with a window."""
     heads, other = own.num_heads, config.group("attention_other_setting")
     if other is not None:
@@ -129,7 +125,9 @@ def _sliding_heads(config: Config, own: parts.GroupedQuerySpec, kinds: tuple[str
     return heads
 
 
-def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predicting: int) -> dict[str, parts.RopeSpec]:
+def _read_ropes(
+    config: family.Config, head_dim: int, kinds: tuple[str, ...], predicting: int
+) -> dict[str, parts.RopeSpec]:
     """Reads the rotary positions of each kind: an object for each, or lists with a base and a share for each layer."""
     usual = {kind: parts.RopeSpec(1e4, head_dim, interleaved=False, scaling=None) for kind in kinds}
     if config.has("rope_parameters"):
@@ -150,17 +148,17 @@ def _read_ropes(config: Config, head_dim: int, kinds: tuple[str, ...], predictin
     if "full_attention" in objects:  # layers with a window are never scaled
         objects["full_attention"] |= scaling
     written = {"max_position_embeddings": config.whole("max_position_embeddings"), "rope_parameters": objects}
-    return rotary.read_rope_by_kind(Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0)
+    return rotary.read_rope_by_kind(family.Config(written, config.place), head_dim, usual, partial_rotary_factor=1.0)
 
 
-def _each(config: Config, key: str, default: float, predicting: int) -> tuple[float, ...]:
+def _each(config: family.Config, key: str, default: float, predicting: int) -> tuple[float, ...]:
     """Reads a number for each layer, which may also be one number for all."""
     if config.is_list(key):
         return _of_layers(config, key, config.numbers(key), predicting)
     return (config.number(key, default),) * config.num_layers()
 
 
-def _read_limits(config: Config, moe_layers: tuple[int, ...], predicting: int) -> tuple[LimitSpec, ...]:
+def _read_limits(config: family.Config, moe_layers: tuple[int, ...], predicting: int) -> tuple[LimitSpec, ...]:
     """Reads the limits of neurons; a dense expert's are those of the shared expert of its layer."""
     num_layers = config.num_layers()
     routed, unrouted = (
@@ -171,7 +169,7 @@ def _read_limits(config: Config, moe_layers: tuple[int, ...], predicting: int) -
     return readers.limits_of(pairs)
 
 
-def _check_published_keys(config: Config) -> None:
+def _check_published_keys(config: family.Config) -> None:
     """Refuses other values of keys that published configs have and transformers does not read."""
     config.only(
         mlp_bias=False,
@@ -202,16 +200,10 @@ STEP3P5 = family.Family(
     read_config=_read_config,
     dense_names={
         **readers.DENSE_NAMES,
-        "layers.{i}.attention.gate": _LAYER + "self_attn.g_proj.weight",
-        "layers.{i}.router": (_LAYER + "moe.gate.weight", _LAYER + "mlp.gate.weight"),
-        "layers.{i}.router_bias": (_LAYER + "moe.router_bias", _LAYER + "mlp.gate.e_score_correction_bias"),
-        **{
-            f"layers.{{i}}.shared.{matrix}": (
-                f"{_LAYER}share_expert.{matrix}_proj.weight",
-                f"{_LAYER}mlp.shared_experts.{matrix}_proj.weight",
-            )
-            for matrix in ("gate", "up", "down")
-        },
+        ".attention.gate": "self_attn.g_proj.weight",
+        ".router": ("moe.gate.weight", "mlp.gate.weight"),
+        ".router_bias": ("moe.router_bias", "mlp.gate.e_score_correction_bias"),
+        ".shared.{gate,up,down}": ("share_expert.{}_proj.weight", "mlp.shared_experts.{}_proj.weight"),
     },
     expert_names=(
         family.ExpertNames(family.matrices(_LAYER + "moe.*.weight", "gate_proj", "up_proj", "down_proj")),

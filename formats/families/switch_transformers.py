@@ -7,13 +7,12 @@ Source: transformers, models/switch_transformers; 2101.03961.
 from moe_pack import formats
 from moe_pack.formats import parts
 from moe_pack.formats.families import family
-from moe_pack.formats.families.config import Config, keys
 from moe_pack.formats.parts.specs import EncoderSpec
 
 _NO_LIMIT = 2**31 - 1  # of positions: beyond max_distance all have one bias
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     config.only(is_encoder_decoder=True, is_decoder=False, add_cross_attention=False, num_selected_experts=1)
     config.choice("dense_act_fn", ("relu",))
     config.only(feed_forward_proj="relu", is_gated_act=False)
@@ -48,11 +47,11 @@ def _read_config(config: Config) -> formats.ModelSpec:
     )
 
 
-def _sparse(config: Config, stack: str, num_layers: int) -> tuple[int, ...]:
-    """The layers of a stack that have experts: the second of each step.
+def _sparse(config: family.Config, stack: str, num_layers: int) -> tuple[int, ...]:
+    """Reads the layers of a stack that have experts: the second of each step.
 
-    The step follows from how many there are to be; `*_sparse_step` repeats it. As in the reference implementation the
-    second layer is one where none is asked for, and none is where more are than there are layers.
+    The step follows from their number; `*_sparse_step` repeats it. As in the reference implementation, 0 of them are
+    one, the second layer, and more of them than layers are none.
     """
     num_sparse = config.count(f"num_sparse_{stack}_layers", 3)
     step = num_layers // num_sparse if num_sparse else num_layers
@@ -60,7 +59,7 @@ def _sparse(config: Config, stack: str, num_layers: int) -> tuple[int, ...]:
     return tuple(i for i in range(num_layers) if step == 1 or (step and i % step == 1))
 
 
-def _read_attention(config: Config) -> parts.RelativeSpec:
+def _read_attention(config: family.Config) -> parts.RelativeSpec:
     return parts.RelativeSpec(
         kind="relative",
         num_heads=config.whole("num_heads"),
@@ -71,7 +70,7 @@ def _read_attention(config: Config) -> parts.RelativeSpec:
     )
 
 
-def _read_router(config: Config) -> formats.RouterSpec:
+def _read_router(config: family.Config) -> formats.RouterSpec:
     config.only(router_bias=False, router_dtype="float32")
     return formats.RouterSpec(
         "softmax_topk",
@@ -83,7 +82,7 @@ def _read_router(config: Config) -> formats.RouterSpec:
 
 
 def _layer(mlp: int) -> dict[str, str]:
-    """The names of a stack's layers; `mlp` is the place of the second half in them."""
+    """Returns the names of a stack's layers; `mlp` is the place of the second half in them."""
     own, second = "block.{i}.layer.0", f"block.{{i}}.layer.{mlp}"
     return {
         "{i}.attention_norm": f"{own}.layer_norm.weight",
@@ -135,7 +134,7 @@ SWITCH_TRANSFORMERS = family.Family(
         family.LeftOut("encoder.embed_tokens.weight", _COPY, copy_of="shared.weight"),
         family.LeftOut("decoder.embed_tokens.weight", _COPY, copy_of="shared.weight"),
     ),
-    ignored_keys=keys(
+    ignored_keys=family.keys(
         """
         add_router_probs dropout_rate initializer_factor n_positions output_past router_ignore_padding_tokens
         router_jitter_noise router_type router_z_loss_coef

@@ -1,8 +1,8 @@
 """The small files of a model's text: special tokens that several files name, tokens that end a text, chat templates.
 
-A token may be in tokenizer.json, in tokenizer_config.json, in added_tokens.json or in special_tokens_map.json. Which
-file counts, and in which order tokens get their numbers, is as in transformers 5: `_from_pretrained` of
-`PreTrainedTokenizerBase` and `__init__` of `TokenizersBackend`.
+A token may be in tokenizer.json, in tokenizer_config.json, in added_tokens.json or in special_tokens_map.json. The
+order of files and of new tokens is that of transformers 5: `_from_pretrained` of `PreTrainedTokenizerBase` and
+`__init__` of `TokenizersBackend`.
 """
 
 import re
@@ -192,7 +192,10 @@ def _to_add(
         if known.special and _SENTINEL.fullmatch(known.content):
             known.special = False
             added.append(known)
-    expected, rowless, number = dict[str, int](), list[str](), _next_number(tokenizer)
+    # The number that the library gives the next token that is added.
+    number = max(tokenizer.get_added_tokens_decoder(), default=-1) + 1
+    number = max(number, tokenizer.get_vocab_size(with_added_tokens=False))
+    expected, rowless = dict[str, int](), list[str]()
     for text, listed in numbers.items():
         if tokenizer.token_to_id(text) is None:
             if vocab_size is not None and number >= vocab_size:
@@ -232,7 +235,7 @@ def end_tokens(
 def read_templates(files: TextFiles) -> dict[str, str]:
     """Returns the chat templates by name: of chat_template.jinja (`default`), else of tokenizer_config.json.
 
-    Of several named templates, `default` is for conversations, and `tool_use` for those with tools.
+    `default` is for conversations, and `tool_use` for those with tools.
     Raises:  PackError, or CheckpointError for a checkpoint, if they are something else than texts.
     """
     templates = chat_templates(read_values(files, CONFIG_FILE), error_of(files))
@@ -281,12 +284,6 @@ def _joined(extra: Any, more: Any) -> Any:
     if isinstance(extra, list) and isinstance(more, list):
         return [*extra, *(token for token in more if token not in extra)]
     return more or extra
-
-
-def _next_number(tokenizer: Tokenizer) -> int:
-    """Returns the number that the library gives the next token that is added."""
-    after_added = max(tokenizer.get_added_tokens_decoder(), default=-1) + 1
-    return max(after_added, tokenizer.get_vocab_size(with_added_tokens=False))
 
 
 def _short(value: object) -> str:

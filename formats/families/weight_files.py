@@ -1,8 +1,8 @@
-"""Which files of a folder have a model's weights, by the names of all its files and by the index of its shards.
+"""The files of a folder that have a model's weights, found by the names of all its files and the index of its shards.
 
 The rule is that of transformers: `model.safetensors` comes before `model.safetensors.index.json`, and other files are
-not read. But a folder that can be read in two ways is refused: one with two whole models, or with an adapter that is
-not merged into the weights. Each other file with weights that is not read is named in a note.
+not read. But a folder with two whole models, or with an adapter that is not merged, is refused. Each other file with
+weights that is not read is named in a note.
 """
 
 import re
@@ -38,11 +38,11 @@ class WeightFiles:
 
 @dataclass(frozen=True, slots=True)
 class JoinedShards:
-    """The tensors of all shards: their entries and shards by name; and lines for users on copies that are not read."""
+    """The tensors of all shards."""
 
-    entries: dict[str, TensorEntry]
-    shards: dict[str, str]
-    notes: tuple[str, ...]
+    entries: dict[str, TensorEntry]  # by name
+    shards: dict[str, str]  # of each tensor
+    notes: tuple[str, ...]  # lines for users on copies that are not read
 
 
 def file_names(folder: Path) -> list[str]:
@@ -121,7 +121,7 @@ def unused_notes(names: Iterable[str], used: Collection[str]) -> list[str]:
 
 
 def join_shards(weights: WeightFiles, headers: Mapping[str, Iterable[TensorEntry]]) -> JoinedShards:
-    """Returns all tensors. Of a tensor in several shards, the one counts that the index names.
+    """Returns all tensors; of those in several shards, the ones that the index names.
 
     Args:    headers: the entries of each shard.
     Raises:  CheckpointError if a tensor without a place in the index is in two shards, or one is not in the shard that

@@ -6,10 +6,9 @@ Source: xverse/XVERSE-MoE-A4.2B, modeling_xverse.py.
 
 from moe_pack import formats
 from moe_pack.formats.families import family, readers
-from moe_pack.formats.families.config import Config
 
 
-def _read_config(config: Config) -> formats.ModelSpec:
+def _read_config(config: family.Config) -> formats.ModelSpec:
     num_experts, chosen = readers.read_expert_count(config, "num_experts"), config.whole("moe_top_k", 6)
     attention = readers.read_llama_attention(config, readers.attention_bias(config))
     expert_size = config.whole("intermediate_size")
@@ -34,7 +33,7 @@ XVERSE = family.Family(
     },
     published=(family.Published("xverse-moe-a4.2b", "25.8", "4.2"),),
     read_config=_read_config,
-    dense_names={**readers.DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
+    dense_names={**readers.DENSE_NAMES, ".router": "mlp.router.weight"},
     expert_names=(family.EXPERT_NAMES,),
     ignored_keys=frozenset({"max_tokenizer_truncation", "pretraining_tp"}),
 )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack import formats
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.formats.gguf import placing
 from moe_pack.formats.gguf.architecture import Architecture, Values

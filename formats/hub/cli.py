@@ -1,4 +1,4 @@
-"""What commands share that take a pack, a checkpoint or a model by its path or by its name."""
+"""Arguments of commands: a pack, a checkpoint or a model, by its path or by its name."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,15 +13,12 @@ from moe_pack.formats.hub.names import parse_name, source_name
 
 
 class _Pack(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """The path of a pack, or its name on the hub. A path that leads nowhere is refused before torch is imported.
-
-    `exit_code`: of that refusal.
-    """
+    """The path of a pack, or its name on the hub. A path that leads nowhere is refused before torch is imported."""
 
     name = "path"
 
     def __init__(self, exit_code: int = 1) -> None:
-        self._exit_code = exit_code
+        self._exit_code = exit_code  # of that refusal
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Returns the path."""
@@ -37,15 +34,13 @@ class _Pack(click.ParamType):  # type: ignore[type-arg]  # generic since click 8
 
 
 class _Named(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """A path, or a name of a model.
-
-    `check`: raises for a text that is neither.   `names`: returns the names that completion offers.
-    """
+    """A path, or a name of a model."""
 
     name = "text"
 
     def __init__(self, check: Callable[[str], object], names: Callable[[], Iterable[str]]) -> None:
-        self._check, self._names = check, names
+        self._check = check  # raises for a text that is neither
+        self._names = names  # returns the names that completion offers
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Returns the text."""
@@ -115,10 +110,7 @@ MODEL = _Named(_check_model, _published_names)
 
 
 def pack_folder(pack: Path) -> Path:
-    """Returns the folder of a command's pack; one on the hub is downloaded and checked first, with progress.
-
-    Raises:  PackError as `find_pack`.
-    """
+    """Returns the folder of a command's pack; one on the hub is downloaded and checked first. Raises as `find_pack`."""
     if pack.exists() or parse_name(str(pack)) is None:
         return pack
     from moe_pack.formats.hub.packs import find_pack

@@ -1,7 +1,6 @@
-"""Names of packs and checkpoints on the hub: `owner/repository`, with a variant and a revision.
+"""Names of packs and checkpoints on the hub: `owner/repository:variant@revision`.
 
-`owner/repository:variant@revision`: the variant is a folder of the repository (of a repository with several packs, one
-of them); the revision is a branch, a tag or a commit. Both can be left out.
+The variant is a folder of the repository; the revision is a branch, a tag or a commit. Both can be left out.
 """
 
 import re
@@ -21,11 +20,11 @@ STREAM_BYTES, LEAST_STREAM_BYTES = 4 << 30, 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository of the hub, and what of it. `variant`: empty for its top folder.   `revision`: None: its `main`."""
+    """A repository of the hub, or a folder of it."""
 
     repository: str
-    variant: str = ""
-    revision: str | None = None
+    variant: str = ""  # the folder; empty: the top one
+    revision: str | None = None  # None: `main`
 
     def text(self) -> str:
         """Returns the name as a user types it."""

@@ -1,7 +1,7 @@
-"""Packs on the hub: which a repository has, and their downloads, whole and checked.
+"""Packs on the hub: those of a repository, and their downloads, whole and checked.
 
-A repository has a pack at its top, or several, each in a folder of its own, which is the variant in the pack's name. A
-downloaded pack is in the hub's cache, as the hub's client keeps it; a mark in its folder says that it was checked.
+A repository has a pack at its top, or several, each in a folder of its own, its variant. A downloaded pack is in the
+hub's cache; a mark in its folder says that it was checked.
 """
 
 import shutil
@@ -19,8 +19,8 @@ from moe_pack.formats.pack.reader import audit
 def find_pack(folder: Path, progress: formats.Progress = formats.NO_PROGRESS, patience: Patience | None = None) -> Path:
     """Returns the folder of the pack that a path or a name of the hub leads to.
 
-    A path that exists is returned as it is, and one that is no name of the hub too. A name is looked up in the hub's
-    cache. If the pack is not there, or only in part, it is downloaded whole and each of its bytes is checked.
+    A path that exists, or is no name of the hub, is returned as it is. A name is looked up in the hub's cache; a pack
+    that is not whole there is downloaded, and each of its bytes is checked.
     Raises:  PackError if the hub or its disk fails, the repository has no such pack, or the download is damaged.
     """
     name = None if folder.exists() else names.parse_name(str(folder))

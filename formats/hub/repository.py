@@ -1,11 +1,11 @@
 """A repository of the hub at one commit: its list of files, downloads to the hub's cache, and ranges of files.
 
-The client is `huggingface_hub`, which the extra `[hub]` installs; it is imported when a repository is opened. Tokens,
-the hub's address and the cache's folder are its own (`hf auth login`, HF_TOKEN, HF_ENDPOINT, HF_HOME).
+The client is `huggingface_hub`, which the extra `[hub]` installs. Tokens, the hub's address and the cache's folder are
+its own (`hf auth login`, HF_TOKEN, HF_ENDPOINT, HF_HOME).
 
-The network may fail: requests that time out, are cut, or are answered with 408, 429 or 5xx are made again with growing
-pauses, after the pause that the hub asks for with Retry-After; ranges go on where they were cut. `Patience` says how
-long. Every request names the commit, so that all bytes belong to one state of the repository.
+Requests that time out, are cut, or are answered with 408, 429 or 5xx are made again with growing pauses, after the
+pause that the hub asks for with Retry-After; ranges go on where they were cut. Every request names the commit, so that
+all bytes belong to one state of the repository.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,15 +33,12 @@ _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How often a request is made in a row without a byte of success, and the pauses between, in seconds.
-
-    A pause is twice the pause before, or what the hub's Retry-After asks for.
-    """
+    """The attempts at a request in a row without a byte of success, and the pauses between, in seconds."""
 
     tries: int = 8
-    first_pause: float = 1.0
+    first_pause: float = 1.0  # each pause is twice the one before ...
     longest_pause: float = 60.0
-    longest_asked: float = 600.0
+    longest_asked: float = 600.0  # ... or what the hub's Retry-After asks for
 
     def pause(self, attempt: int, asked: float | None) -> float:
         """Returns the pause after the failed attempt of this number, from 0."""
@@ -52,11 +49,11 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository. `digest`: the SHA-256 of a large file, the git id of a small one."""
+    """A file of a repository."""
 
     path: str
     num_bytes: int
-    digest: str
+    digest: str  # the SHA-256 of a large file, the git id of a small one
 
 
 class HubRepository:
@@ -144,14 +141,8 @@ class HubRepository:
         progress.begin(Stage(f"downloading {self.name.text()}", sum(missing), "B"))
         blobs = self.cache / f"models--{self.name.repository.replace('/', '--')}" / "blobs"
         with _without_bars(client), _counted(blobs, progress):
-            snapshot: str = self._patiently(
-                lambda: client.snapshot_download(
-                    self.name.repository,
-                    revision=self.name.revision,
-                    cache_dir=client.constants.HF_HUB_CACHE,
-                    **wanted,
-                )
-            )
+            where = {"revision": self.name.revision, "cache_dir": client.constants.HF_HUB_CACHE}
+            snapshot: str = self._patiently(lambda: client.snapshot_download(self.name.repository, **where, **wanted))
         progress.end()
         return Path(snapshot)
 
@@ -170,9 +161,8 @@ class HubRepository:
         headers = {**self._headers, "Range": f"bytes={start}-{end - 1}"}
         url = f"{self._root}/{quote(path)}"
         timeout = client.constants.HF_HUB_DOWNLOAD_TIMEOUT
-        with client.utils.get_session().stream(
-            "GET", url, headers=headers, timeout=timeout, follow_redirects=True
-        ) as answer:
+        session = client.utils.get_session()
+        with session.stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as answer:
             if answer.is_error:
                 answer.read()
             client.utils.hf_raise_for_status(answer)
@@ -328,13 +318,8 @@ def _network_faults() -> tuple[type[Exception], ...]:
     from httpx2 import TransportError
     from huggingface_hub import errors
 
-    return (
-        errors.HfHubHTTPError,
-        errors.LocalEntryNotFoundError,
-        errors.HFValidationError,
-        ConnectionError,
-        TransportError,
-    )
+    of_hub = (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError)
+    return (*of_hub, ConnectionError, TransportError)
 
 
 def _first_line(fault: Exception) -> str:

@@ -1,9 +1,8 @@
 """A checkpoint on the hub, read without downloading it whole: pieces come when they are read, and go for others.
 
-The headers of all shards come first. A shard is divided into pieces: some tensors that follow each other, or a part of
-a large tensor. A piece that is read is fetched to a file without a name, which the disk gives back even if the process
-is killed; the least recently used pieces go when all together would exceed the quota. A piece that is read again after
-it went is fetched again.
+A piece has some tensors that follow each other in a shard, or a part of a large one. It is fetched to a file without a
+name, which the disk gives back even if the process is killed. The least recently used pieces go when all together would
+exceed the quota; they are fetched again when they are read again.
 """
 
 import hashlib
@@ -164,12 +163,12 @@ def _disk_bytes(num_bytes: int) -> int:
 
 
 class _Piece:
-    """A piece on the disk, or on its way. `num_users`: threads that read it or wait for it."""
+    """A piece on the disk, or on its way."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.disk_bytes = _disk_bytes(num_bytes)
-        self.num_users = 0
+        self.num_users = 0  # threads that read it or wait for it
         self.is_complete = False
         self.file: IO[bytes] | None = None
 

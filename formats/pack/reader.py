@@ -239,7 +239,7 @@ class Pack:
                     fault = f"shape {[stored.rows, stored.cols]}, expected {list(role.shape)}"
                 if fault:
                     raise PackError(f"{manifests.MANIFEST_FILE}: dense {role.name!r}: {fault}")
-            elif entry.dtype not in (known := part.plain_dtypes(role)):
+            elif entry.dtype not in (known := part.INTEGER_DTYPES if role.integers else part.FLOAT_DTYPES):
                 raise PackError(
                     f"{layouts.DENSE_FILE}: tensor {role.name!r} is {entry.dtype}, expected one of {', '.join(known)}"
                 )

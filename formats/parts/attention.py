@@ -21,10 +21,9 @@ class OtherAttentionSpec:
 
 
 def attention_fault(attention: AttentionSpec, rope: positions.RopeSpec | None, num_layers: int) -> str | None:
-    """Returns why attention with these rotary positions cannot be that of a model of so many layers, or None."""
-    if not 0 < attention.scale < 1e6:
-        return f"attention scale is {attention.scale}, expected between 0 and 1e6"
-    return attention.fault(rope, num_layers)
+    """Returns why attention with these rotary positions cannot run in a model of so many layers, or None."""
+    fault = part.numbers_fault({"attention scale": attention.scale})
+    return fault or attention.fault(rope, num_layers)
 
 
 def rope_fault(rope: positions.RopeSpec | None, attention: AttentionSpec) -> str | None:

@@ -25,8 +25,8 @@ class CompressionSpec:
     """Entries, one for each `window_tokens` positions, that stand for all positions of a sequence.
 
     An entry is an average of its window's projections, weighted for each value by a softmax over positions, normed
-    (rms, the model's eps), and rotated as at the window's first position. A query sees those of windows that end at
-    its position or before.
+    (rms, the model's eps), and rotated as at the window's first position. A query sees entries of windows that are
+    over.
     Source: transformers, models/deepseek_v4, DeepseekV4HCACompressor and DeepseekV4CSACompressor (overlap, indexer).
     """
 
@@ -36,7 +36,7 @@ class CompressionSpec:
 
     @property
     def earlier_tokens(self) -> int:
-        """The most tokens before a new one whose projections the new one's entry averages, or those after it do."""
+        """The most tokens before a new one whose projections its entry, or a later one, averages."""
         return self.window_tokens * (2 if self.overlap else 1) - 1
 
     def dims(self, head_dim: int) -> tuple[int, ...]:
@@ -44,12 +44,12 @@ class CompressionSpec:
         return (head_dim,) if self.indexer is None else (head_dim, self.indexer.head_dim)
 
     def raw_width(self, head_dim: int) -> int:
-        """Returns the values of a position from which entries follow: projections and the logits of their weights."""
+        """Returns the cached values of a position: projections and the logits of their weights."""
         return 2 * (2 if self.overlap else 1) * sum(self.dims(head_dim))
 
 
 def raw_places(compression: CompressionSpec, context_tokens: int, chunk_tokens: int) -> int:
-    """Returns for how many positions a layer caches what entries follow from: the chunk, and what it needs before."""
+    """Returns for how many positions a layer caches projections: those of the chunk, and those it needs before."""
     return min(context_tokens, compression.earlier_tokens + chunk_tokens)
 
 
@@ -58,9 +58,8 @@ class CompressedSpec(heads.Attention):
     """Attention to a window of positions, and to compressed entries for all of a sequence.
 
     All heads share one key a position (or entry) of `head_dim`, which is also its value; it is normed (rms, the model's
-    eps) with a weight, and then rotated. Each head's query is normed without a weight. The last `rotary_dim` values of
-    a head are rotated, and what heads give is rotated back by the query's angles. Each head has a sink, a logit in its
-    softmax to which no value belongs.
+    eps) and then rotated. Each head's query is normed without a weight. The last `rotary_dim` values of a head are
+    rotated, and outputs are rotated back by the query's angles. Each head has a sink in its softmax, without a value.
     Source: transformers, models/deepseek_v4, DeepseekV4Attention.
     """
 
@@ -73,11 +72,6 @@ class CompressedSpec(heads.Attention):
     num_groups: int  # outputs of heads go through two matrices, of which the first multiplies each group alone
     o_lora_rank: int  # values of a group between both matrices
     compression: CompressionSpec | None  # null: a query attends to its window alone
-
-    @property
-    def group_width(self) -> int:
-        """The values of a group of heads."""
-        return self.num_heads * self.head_dim // self.num_groups
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -106,14 +100,11 @@ class CompressedSpec(heads.Attention):
     def roles(self, d: int, offset: float) -> Iterator[part.DenseRole]:
         width, rank = self.num_heads * self.head_dim, self.q_lora_rank
         mixed = self.num_groups * self.o_lora_rank
-        yield part.DenseRole("q_a", (rank, d), True)
-        yield part.DenseRole("q_a_norm", (rank,), False)
-        yield part.DenseRole("q_b", (width, rank), True)
-        yield part.DenseRole("kv", (self.head_dim, d), True)
-        yield part.DenseRole("kv_norm", (self.head_dim,), False)
-        yield part.DenseRole("sinks", (self.num_heads,), False)
-        yield part.DenseRole("o_a", (mixed, self.group_width), True)
-        yield part.DenseRole("o_b", (d, mixed), True)
+        yield from part.matrices(q_a=(rank, d))
+        yield from part.vectors(q_a_norm=rank)
+        yield from part.matrices(q_b=(width, rank), kv=(self.head_dim, d))
+        yield from part.vectors(kv_norm=self.head_dim, sinks=self.num_heads)
+        yield from part.matrices(o_a=(mixed, width // self.num_groups), o_b=(d, mixed))
         if (compression := self.compression) is None:
             return
         for name, dim in zip(("entry", "index"), compression.dims(self.head_dim), strict=False):

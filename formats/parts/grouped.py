@@ -16,7 +16,7 @@ class BlockIndexerSpec:
     """The choice of `num_blocks` blocks of `block_tokens` positions that a query attends to, by small heads.
 
     There are `num_heads` queries, and one key a position, of `head_dim`, normed (rms, the model's eps) and rotated as
-    the layer's own. Keys are in the cache. docs/model.md says how blocks score.
+    the layer's own. Keys are in the cache.
     Source: transformers, models/qwen4_exp, Qwen4ExpTextQSAIndexer; models/minimax_m3_vl, MiniMaxM3VLIndexer.
     """
 
@@ -50,8 +50,8 @@ class BlockIndexerSpec:
 class GroupedQuerySpec(heads.Attention):
     """Grouped-query attention: `num_heads` queries share `num_kv_heads` keys and values of `head_dim`.
 
-    Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss. Of the gate:
-    transformers, models/qwen3_next; of values from keys, and their norm: models/gemma4, Gemma4TextAttention.
+    Source: gpt-oss model card (2508.10925), section 2.3, for sinks; transformers, models/qwen3_next for the gate,
+    models/gemma4, Gemma4TextAttention, for values from keys, and their norm.
     """
 
     kind: Literal["grouped_query"]
@@ -98,46 +98,32 @@ class GroupedQuerySpec(heads.Attention):
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} heads cannot share {self.num_kv_heads} keys and values"
         return (
-            self._projections_fault()
-            or self._layers_fault(num_layers)
-            or self._pairs_fault()
+            next(self._faults(num_layers), None)
             or (None if self.indexer is None else self.indexer.fault(self, rope))
             or self._temperature_fault()
         )
 
-    def _projections_fault(self) -> str | None:
+    def _faults(self, num_layers: int) -> Iterator[str]:
         if self.bias != tuple(name for name in PROJECTIONS if name in self.bias):
-            return f"attention bias names {self.bias}, expected some of {PROJECTIONS} in this order"
-        if not 0 < self.value_scale < 1e6:
-            return f"value_scale is {self.value_scale}, expected between 0 and 1e6"
-        if self.clip is not None and not 0 < self.clip < 1e6:
-            return f"attention clip is {self.clip}, expected between 0 and 1e6"
+            yield f"attention bias names {self.bias}, expected some of {PROJECTIONS} in this order"
+        if (fault := part.numbers_fault({"value_scale": self.value_scale, "attention clip": self.clip})) is not None:
+            yield fault
+        name = "gated" if self.gated else "keys_as_values"
         if (self.gated or self.keys_as_values) and self.value_dim != self.head_dim:
-            name = "gated" if self.gated else "keys_as_values"
-            return f"{name} attention has keys of {self.head_dim} and values of {self.value_dim}, expected equal"
-        return None
-
-    def _layers_fault(self, num_layers: int) -> str | None:
-        for name in ("windowed_layers", "rotated_layers"):
-            layers = getattr(self, name)
-            if layers is None:
-                continue
-            if not layers or not part.are_layers(layers, num_layers) or len(layers) == num_layers:
-                return f"{name} must list some decoder layers, but not all, in rising order"
+            yield f"{name} attention has keys of {self.head_dim} and values of {self.value_dim}, expected equal"
+        for field, layers in (("windowed_layers", self.windowed_layers), ("rotated_layers", self.rotated_layers)):
+            is_legal = layers is None or (layers and part.are_layers(layers, num_layers) and len(layers) < num_layers)
+            if not is_legal:
+                yield f"{field} must list some decoder layers, but not all, in rising order"
         if self.sliding_window is None and (self.windowed_layers is not None or self.chunked):
-            name = "chunked" if self.windowed_layers is None else "windowed_layers"
-            return f"{name} is given without a sliding_window"
-        return None
-
-    def _pairs_fault(self) -> str | None:
-        """Returns which two fields exclude each other, or None."""
+            field = "chunked" if self.windowed_layers is None else "windowed_layers"
+            yield f"{field} is given without a sliding_window"
         if self.keys_as_values and "v" in self.bias:
-            return "attention bias names v, but keys_as_values leaves no projection of values"
+            yield "attention bias names v, but keys_as_values leaves no projection of values"
         if self.gated and self.gate is not None:
-            return "attention has gated and gate, of which only one can be"
+            yield "attention has gated and gate, of which only one can be"
         if self.clip is not None and (self.gated or self.keys_as_values):
-            return f"attention has {'gated' if self.gated else 'keys_as_values'} and clip, of which only one can be"
-        return None
+            yield f"attention has {name} and clip, of which only one can be"
 
     def _temperature_fault(self) -> str | None:
         if self.temperature is None or (fault := self.temperature.fault()) is not None:
@@ -168,8 +154,7 @@ class GroupedQuerySpec(heads.Attention):
             yield part.DenseRole("q_norm", (q if whole else self.head_dim,), False, offset)
             yield part.DenseRole("k_norm", (kv if whole else self.head_dim,), False, offset)
         if (indexer := self.indexer) is not None:
-            yield part.DenseRole("index_q", (indexer.num_heads * indexer.head_dim, d), True)
-            yield part.DenseRole("index_k", (indexer.head_dim, d), True)
+            yield from part.matrices(index_q=(indexer.num_heads * indexer.head_dim, d), index_k=(indexer.head_dim, d))
             yield part.DenseRole("index_q_norm", (indexer.head_dim,), False, offset)
             yield part.DenseRole("index_k_norm", (indexer.head_dim,), False, offset)
 

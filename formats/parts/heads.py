@@ -1,4 +1,4 @@
-"""What kinds of attention have in common: the questions that each answers, temperature, and gates of heads."""
+"""The questions that each kind of attention answers; temperature, and gates of heads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class PieceBytes(NamedTuple):
 
 
 class Attention(part.Part, ABC):
-    """A kind of attention. What a method returns here is the answer of attention that needs nothing special."""
+    """A kind of attention. Methods return here the answer of attention that needs nothing special."""
 
     __slots__ = ()
 

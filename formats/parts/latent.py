@@ -12,9 +12,9 @@ from moe_pack.formats.parts import heads, part, positions
 class IndexerSpec:
     """The choice of `top_k` positions that a query attends to, by `num_heads` small heads of `head_dim`.
 
-    Each position has one key for all of them, in the cache after the latent's. docs/model.md says how.
-    Source: DeepSeek-V3.2 (2512.02556), section 2.1; transformers, models/deepseek_v32, DeepseekV32Indexer. Of shared
-    choices: transformers, models/glm_moe_dsa; of the last values: models/hy_v4, HYV4Indexer.
+    Each position has one key for all of them, in the cache after the latent's.
+    Source: DeepSeek-V3.2 (2512.02556), section 2.1; transformers, models/deepseek_v32, DeepseekV32Indexer;
+    models/glm_moe_dsa for shared choices; models/hy_v4, HYV4Indexer, for the last values.
     """
 
     num_heads: int
@@ -33,8 +33,8 @@ class LatentSpec(heads.Attention):
     """Multi-head latent attention: keys and values of all heads come from one latent vector a position.
 
     The cache has this latent, normed, and one rotated key for all heads.
-    Source: DeepSeek-V2 (2405.04434), section 2.1. Of the sinks: transformers, models/hy_v4, HYV4Attention; of `gated`:
-    models/axk2, AXK2Attention.
+    Source: DeepSeek-V2 (2405.04434), section 2.1; transformers, models/hy_v4, HYV4Attention, for sinks; models/axk2,
+    AXK2Attention, for `gated`.
     """
 
     kind: Literal["latent"]
@@ -68,18 +68,18 @@ class LatentSpec(heads.Attention):
         return part.sizes_of(self) | {f"indexer {name}": size for name, size in own.items()}
 
     def fault(self, rope: positions.RopeSpec | None, num_layers: int) -> str | None:
-        if not 0 < self.lora_norm_eps < 1:
-            return f"lora_norm_eps is {self.lora_norm_eps}, expected between 0 and 1"
+        if (fault := part.numbers_fault({"lora_norm_eps": self.lora_norm_eps}, "1")) is not None:
+            return fault
         for scale in (self.q_latent_scale, self.kv_latent_scale):
-            if not 0 < scale < 1e6:
-                return f"a latent's scale is {scale}, expected between 0 and 1e6"
+            if (fault := part.numbers_fault({"a latent's scale": scale})) is not None:
+                return fault
         if self.gated and (self.q_lora_rank is None or self.gate is not None):
             return "gated latent attention needs q_lora_rank, and no gate"
         if (indexer := self.indexer) is not None:
             if self.q_lora_rank is None or indexer.head_dim < self.qk_rope_head_dim:
                 return "an indexer needs q_lora_rank, and heads of at least qk_rope_head_dim values"
-            if not 0 < indexer.norm_eps < 1:
-                return f"indexer norm_eps is {indexer.norm_eps}, expected between 0 and 1"
+            if (fault := part.numbers_fault({"indexer norm_eps": indexer.norm_eps}, "1")) is not None:
+                return fault
         if self.temperature is None or (fault := self.temperature.fault()) is not None:
             return None if self.temperature is None else fault
         is_unrotated = self.temperature.is_unrotated
@@ -96,25 +96,20 @@ class LatentSpec(heads.Attention):
         if self.q_lora_rank is None:
             yield part.DenseRole("q", (q, d), True)
         else:
-            yield part.DenseRole("q_a", (self.q_lora_rank, d), True)
-            yield part.DenseRole("q_a_norm", (self.q_lora_rank,), False)
-            shape = (q + outputs, 2 * self.q_lora_rank) if self.gated else (q, self.q_lora_rank)
-            yield part.DenseRole("q_b", shape, True)
-        yield part.DenseRole("kv_a", (rank + rope, d), True)
-        yield part.DenseRole("kv_a_norm", (rank,), False)
-        yield part.DenseRole("kv_b", (num_heads * (self.qk_nope_head_dim + self.v_head_dim), rank), True)
-        yield part.DenseRole("o", (d, outputs), True)
+            yield from part.matrices(q_a=(self.q_lora_rank, d))
+            yield from part.vectors(q_a_norm=self.q_lora_rank)
+            yield from part.matrices(q_b=(q + outputs, 2 * self.q_lora_rank) if self.gated else (q, self.q_lora_rank))
+        yield from part.matrices(kv_a=(rank + rope, d))
+        yield from part.vectors(kv_a_norm=rank)
+        yield from part.matrices(kv_b=(num_heads * (self.qk_nope_head_dim + self.v_head_dim), rank), o=(d, outputs))
         if self.gate is not None:
             yield from self.gate.roles(num_heads, self.v_head_dim, d)
         if self.sinks:
             yield part.DenseRole("sinks", (num_heads,), False)
         if (indexer := self.own_indexer) is not None:
             heads, width = indexer.num_heads, indexer.head_dim
-            yield part.DenseRole("index_q", (heads * width, self.q_lora_rank or 0), True)
-            yield part.DenseRole("index_k", (width, d), True)
-            yield part.DenseRole("index_k_norm", (width,), False)
-            yield part.DenseRole("index_k_norm_bias", (width,), False)
-            yield part.DenseRole("index_weights", (heads, d), False)
+            yield from part.matrices(index_q=(heads * width, self.q_lora_rank or 0), index_k=(width, d))
+            yield from part.vectors(index_k_norm=width, index_k_norm_bias=width, index_weights=(heads, d))
 
     @property
     def cached_width(self) -> int:  # the latent, the rotated key, and the indexer's key

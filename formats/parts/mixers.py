@@ -2,12 +2,8 @@
 
     state = decay * state + what the token writes;  output = what the token reads from the state
 
-`MixerSpec` is part of a `ModelSpec`. It names the layers that have the mixer; all others have attention. Each kind has
-its sizes, and says what follows from them: its roles (`layers.{i}.mixer.{name}` in a pack), the shape of its state, and
-whether it can run. docs/model.md says what each kind computes.
-
 A state has up to two parts, both float32: the last inputs of a short convolution, and a recurrent state of each head.
-Neither grows with the text, and neither can be cut back to an earlier position.
+Neither grows with the text, and neither can be cut back to an earlier position. docs/model.md says what each computes.
 """
 
 import math
@@ -66,9 +62,8 @@ class Mixer(part.Part, ABC):
     def fault(self, num_layers: int) -> str | None:
         """Returns why it cannot be the mixer of a model of so many layers, or None."""
         sizes = part.sizes_of(self)
-        for name, size in sizes.items():
-            if not 0 < size < 2**31:
-                return f"mixer {name} is {size}, expected 1 to 2^31 - 1"
+        if (fault := part.sizes_fault(sizes, "mixer ")) is not None:
+            return fault
         if not self.layers or not part.are_layers(self.layers, num_layers):
             return "mixer layers must list decoder layers, at least one, in rising order"
         if sizes.get("conv_kernel", 1) > MAX_CONV_KERNEL:
@@ -123,18 +118,18 @@ class GatedDeltaSpec(Mixer):
 
     def roles(self, d: int) -> Iterator[part.DenseRole]:
         if self.interleaved:
-            yield part.DenseRole("qkvz", (self.conv_channels + self.value_width, d), True)
-            yield part.DenseRole("ba", (2 * self.num_value_heads, d), False)
+            yield from part.matrices(qkvz=(self.conv_channels + self.value_width, d))
+            yield from part.vectors(ba=(2 * self.num_value_heads, d))
         else:
-            yield part.DenseRole("qkv", (self.conv_channels, d), True)
-            yield part.DenseRole("z", (self.value_width, d), True)
-            yield part.DenseRole("b", (self.num_value_heads, d), False)
-            yield part.DenseRole("a", (self.num_value_heads, d), False)
-        yield part.DenseRole("conv", (self.conv_channels * self.conv_kernel,), False)
-        yield part.DenseRole("a_log", (self.num_value_heads,), False)
-        yield part.DenseRole("dt_bias", (self.num_value_heads,), False)
-        yield part.DenseRole("out_norm", (self.value_head_dim,), False)
-        yield part.DenseRole("o", (d, self.value_width), True)
+            yield from part.matrices(qkv=(self.conv_channels, d), z=(self.value_width, d))
+            yield from part.vectors(b=(self.num_value_heads, d), a=(self.num_value_heads, d))
+        yield from part.vectors(
+            conv=self.conv_channels * self.conv_kernel,
+            a_log=self.num_value_heads,
+            dt_bias=self.num_value_heads,
+            out_norm=self.value_head_dim,
+        )
+        yield from part.matrices(o=(d, self.value_width))
 
     @property
     def state(self) -> StateShape:
@@ -187,18 +182,14 @@ class KimiDeltaSpec(Mixer):
         return self.num_heads * self.head_dim
 
     def roles(self, d: int) -> Iterator[part.DenseRole]:
-        width, size = self.head_width, self.head_dim
-        for name in ("q", "k", "v"):
-            yield part.DenseRole(name, (width, d), True)
-        for name in ("q", "k", "v"):
-            yield part.DenseRole(f"{name}_conv", (width * self.conv_kernel,), False)
-        yield part.DenseRole("b", (self.num_heads, d), False)
+        width, taps = self.head_width, self.head_width * self.conv_kernel
+        yield from part.matrices(q=(width, d), k=(width, d), v=(width, d))
+        yield from part.vectors(q_conv=taps, k_conv=taps, v_conv=taps, b=(self.num_heads, d))
         yield from self._ranked("decay", d)
-        yield part.DenseRole("a_log", (self.num_heads,), False)
-        yield part.DenseRole("dt_bias", (width,), False)
+        yield from part.vectors(a_log=self.num_heads, dt_bias=width)
         yield from self._ranked("gate", d)
-        yield part.DenseRole("out_norm", (size,), False)
-        yield part.DenseRole("o", (d, width), True)
+        yield from part.vectors(out_norm=self.head_dim)
+        yield from part.matrices(o=(d, width))
 
     def _ranked(self, name: str, d: int) -> Iterator[part.DenseRole]:
         """Yields the tensors between the hidden state and a number for each value of the heads."""
@@ -264,10 +255,9 @@ class Mamba2Spec(Mixer):
         yield part.DenseRole("conv", (self.conv_channels * self.conv_kernel,), False)
         if self.conv_bias:
             yield part.DenseRole("conv_bias", (self.conv_channels,), False)
-        for name in ("a_log", "dt_bias", "skip"):
-            yield part.DenseRole(name, (self.num_heads,), False)
-        yield part.DenseRole("out_norm", (self.head_width,), False)
-        yield part.DenseRole("o", (d, self.head_width), True)
+        heads = self.num_heads
+        yield from part.vectors(a_log=heads, dt_bias=heads, skip=heads, out_norm=self.head_width)
+        yield from part.matrices(o=(d, self.head_width))
         if self.proj_bias:
             yield part.DenseRole("o_bias", (d,), False)
 
@@ -322,14 +312,17 @@ class MambaSpec(Mixer):
         yield part.DenseRole("conv", (self.channels * self.conv_kernel,), False)
         if self.conv_bias:
             yield part.DenseRole("conv_bias", (self.channels,), False)
-        yield part.DenseRole("x", (self.step_rank + 2 * self.state_size, self.channels), False)
-        for name, size in (("dt_norm", self.step_rank), ("b_norm", self.state_size), ("c_norm", self.state_size)):
-            yield part.DenseRole(name, (size,), False)
-        yield part.DenseRole("dt", (self.channels, self.step_rank), False)
-        yield part.DenseRole("dt_bias", (self.channels,), False)
-        yield part.DenseRole("a_log", (self.channels * self.state_size,), False)
-        yield part.DenseRole("skip", (self.channels,), False)
-        yield part.DenseRole("o", (d, self.channels), True)
+        yield from part.vectors(
+            x=(self.step_rank + 2 * self.state_size, self.channels),
+            dt_norm=self.step_rank,
+            b_norm=self.state_size,
+            c_norm=self.state_size,
+            dt=(self.channels, self.step_rank),
+            dt_bias=self.channels,
+            a_log=self.channels * self.state_size,
+            skip=self.channels,
+        )
+        yield from part.matrices(o=(d, self.channels))
         if self.proj_bias:
             yield part.DenseRole("o_bias", (d,), False)
 
@@ -412,10 +405,9 @@ class LightningSpec(Mixer):
         return tuple(factor * 2 ** (-8 * (head + 1) / self.num_heads) for head in range(self.num_heads))
 
     def roles(self, d: int) -> Iterator[part.DenseRole]:
-        yield part.DenseRole("qkv", (3 * self.head_width, d), True)
-        yield part.DenseRole("gate", (self.head_width, d), True)
-        yield part.DenseRole("out_norm", (self.head_width,), False)
-        yield part.DenseRole("o", (d, self.head_width), True)
+        yield from part.matrices(qkv=(3 * self.head_width, d), gate=(self.head_width, d))
+        yield from part.vectors(out_norm=self.head_width)
+        yield from part.matrices(o=(d, self.head_width))
 
     @property
     def state(self) -> StateShape:
@@ -434,7 +426,7 @@ class LightningSpec(Mixer):
             return f"mixer factors are {len(self.factors)} numbers for {len(self.layers)} layers"
         if not all(0 < factor <= 2 for factor in self.factors):
             return f"mixer factors are {self.factors}, expected above 0 and at most 2"
-        return None if 0 < self.norm_eps < 1 else f"mixer norm_eps is {self.norm_eps}, expected between 0 and 1"
+        return part.numbers_fault({"mixer norm_eps": self.norm_eps}, "1")
 
 
 MixerSpec = GatedDeltaSpec | KimiDeltaSpec | Mamba2Spec | MambaSpec | ShortConvSpec | LightningSpec

@@ -1,14 +1,10 @@
-"""n-gram embeddings: what some layers add to the hidden states, from a few rows of a table that stays on the disk.
+"""n-gram embeddings: some layers add to the hidden states from a few rows of a table that stays on the disk.
 
     rows = table[hash of the token and of those before it]          a row for each head
     x = x + gate(x, rows) * value(rows), and a short convolution of it
 
-`NgramSpec` is part of a `ModelSpec`. Which rows a token reads follows from token ids alone, so they can be read before
-the layer runs. The table of a layer has billions of weights; it is no dense role, but a file of its own in a pack.
-docs/model.md says what a layer computes.
-
-`hashed_ngrams` makes the spec from what a config has: the sizes of heads are prime numbers, and the multipliers of
-hashes come from a seed.
+Rows follow from token ids alone, so they can be read before the layer runs. The table of a layer has billions of
+weights; it is no dense role, but a file of its own in a pack. docs/model.md says what a layer computes.
 """
 
 import math
@@ -26,8 +22,8 @@ MAX_TABLE_ROWS = 2**48
 class NgramSpec(part.Part):
     """The layers with n-gram embeddings, and how their rows are found and used.
 
-    A token reads one row for each head, by a hash of the token and those before it. The rows together give a key for
-    each residual stream of the model, and a value. The value, gated by each stream, goes through a causal convolution.
+    A token reads one row for each head. The rows together give a key for each residual stream of the model, and a
+    value. The value, gated by each stream, goes through a causal convolution.
     Source: transformers, models/qwen4_exp, Qwen4ExpTextNGramEmbedding and Qwen4ExpTextPLELayer.
     """
 
@@ -56,15 +52,9 @@ class NgramSpec(part.Part):
         """Returns rows and columns of a layer's table."""
         return self.num_rows[self.layers.index(layer)], self.row_values
 
-    @property
-    def table_weights(self) -> int:
-        """The weights of all tables."""
-        return sum(self.num_rows) * self.row_values
-
     def roles(self, hidden_size: int, stream_width: int, offset: float) -> Iterator[part.DenseRole]:
         """Yields the dense tensors of a layer; hidden states have `stream_width` values. `offset` is that of norms."""
-        yield part.DenseRole("key", (stream_width, self.embed_dim), True)
-        yield part.DenseRole("value", (hidden_size, self.embed_dim), True)
+        yield from part.matrices(key=(stream_width, self.embed_dim), value=(hidden_size, self.embed_dim))
         for name in ("key_norm", "query_norm", "conv_norm"):
             yield part.DenseRole(name, (stream_width,), False, offset)
         yield part.DenseRole("conv", (stream_width * self.conv_kernel,), False)
@@ -79,10 +69,9 @@ class NgramSpec(part.Part):
 
     def fault(self, num_layers: int, stream_width: int, vocab_size: int) -> str | None:
         """Returns why n-gram embeddings cannot be those of a model with these sizes, or None."""
-        for name in ("embed_dim", "conv_kernel", "dilation", "ngram_size", "heads_per_ngram"):
-            size = getattr(self, name)
-            if not 0 < size < 2**31:
-                return f"ngrams {name} is {size}, expected 1 to 2^31 - 1"
+        names = ("embed_dim", "conv_kernel", "dilation", "ngram_size", "heads_per_ngram")
+        if (fault := part.sizes_fault({name: getattr(self, name) for name in names}, "ngrams ")) is not None:
+            return fault
         if not self.layers or not part.are_layers(self.layers, num_layers):
             return "ngrams layers must list decoder layers, at least one, in rising order"
         if not 2 <= self.ngram_size <= MAX_NGRAM_SIZE:
@@ -120,9 +109,6 @@ class NgramSpec(part.Part):
             yield "n-gram tables"
 
 
-# ---- sizes and multipliers, as a config gives them -------------------------------------------------------------------
-
-
 def hashed_ngrams(
     layers: Sequence[int],
     num_layers: int,
@@ -137,11 +123,10 @@ def hashed_ngrams(
     vocab_size: int,
     seed: int,
 ) -> NgramSpec | None:
-    """Returns the n-gram embeddings of a model, or None if none of its layers has them.
+    """Returns the n-gram embeddings of a model from what its config has, or None if none of its layers has them.
 
     The heads of all layers, in their order, have the prime numbers from `least_head_size` on as sizes. A table's rows
     are rounded up to a multiple of `rows_multiple`. The taps of the convolution are `ngram_size` tokens apart.
-
     Args:    layers: rising, counted from 0; those from `num_layers` on are left out, and the others stay what they are.
              vocab_size, seed: decide the multipliers.
     Source:  transformers, models/qwen4_exp, Qwen4ExpTextNGramEmbedding and _build_layer_multipliers.

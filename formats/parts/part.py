@@ -1,10 +1,10 @@
-"""What all parts of a model have: dense tensors, layers, and an answer to the question who cannot run them.
+"""A part of a model, as data: its dense tensors, and the runners that lack it.
 
-Others ask a part, and do not look at its class: all that follows from a kind of attention, a mixer, a residual or a
-router stands in its module, next to its fields. The answers are plain numbers and words.
+All that follows from a kind of attention, a mixer, a residual or a router stands in its module, next to its fields.
+Others ask the part, and do not look at its class.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal
@@ -29,13 +29,18 @@ class DenseRole:
     integers: bool = False  # values are whole numbers below 2^24, stored as integers
 
 
+def matrices(**shapes: Shape) -> Iterator[DenseRole]:
+    """Yields dense tensors that may be quantized."""
+    return (DenseRole(name, shape, True) for name, shape in shapes.items())
+
+
+def vectors(**shapes: Shape | int) -> Iterator[DenseRole]:
+    """Yields dense tensors that stay as they are: vectors, and small matrices."""
+    return (DenseRole(name, (shape,) if isinstance(shape, int) else shape, False) for name, shape in shapes.items())
+
+
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 INTEGER_DTYPES = ("I32", "I64")
-
-
-def plain_dtypes(role: DenseRole) -> tuple[str, ...]:
-    """Returns the safetensors dtypes in which a dense tensor that is not quantized may be stored."""
-    return INTEGER_DTYPES if role.integers else FLOAT_DTYPES
 
 
 def are_layers(layers: tuple[int, ...], num_layers: int) -> bool:
@@ -49,8 +54,24 @@ def sizes_of(record: Any) -> dict[str, int]:
     return {name: value for name, value in values if type(value) is int}
 
 
-# What may lack something of a part: the engine of a GPU, its kernels if keys and values are codes, and llama.cpp
-# where metadata of a GGUF file can say the part.
+def sizes_fault(sizes: Mapping[str, int | None], owner: str = "") -> str | None:
+    """Returns which of these sizes of an owner is not 1 to 2^31 - 1, or None."""
+    for name, size in sizes.items():
+        if size is not None and not 0 < size < 2**31:
+            return f"{owner}{name} is {size}, expected 1 to 2^31 - 1"
+    return None
+
+
+def numbers_fault(numbers: Mapping[str, float | None], most: Literal["1", "1e6"] = "1e6") -> str | None:
+    """Returns which of these numbers is not above 0 and below `most`, or None."""
+    for name, number in numbers.items():
+        if number is not None and not 0 < number < float(most):
+            return f"{name} is {number}, expected between 0 and {most}"
+    return None
+
+
+# The engine of a GPU, its kernels if keys and values are codes, and llama.cpp where metadata of a GGUF file can say the
+# part.
 Runner = Literal["gpu", "gpu codes", "gguf"]
 
 
@@ -80,7 +101,7 @@ class NormSpec(Part):
 
     @property
     def offset(self) -> float:
-        """What is added to each stored weight."""
+        """The number that is added to each stored weight."""
         return 1.0 if self.zero_centered else 0.0
 
     def roles(self, name: str, d: int) -> Iterator[DenseRole]:

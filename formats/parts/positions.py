@@ -34,7 +34,7 @@ class LinearSpec(Scaling):
     factor: float
 
     def fault(self, rotary_dim: int) -> str | None:
-        return None if 0 < self.factor < 1e6 else f"linear factor is {self.factor}, expected between 0 and 1e6"
+        return part.numbers_fault({"linear factor": self.factor})
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +184,10 @@ class RopeSpec(part.Part):
             return f"rope theta is {self.theta}, expected between 1 and 1e12"
         if self.scaling is None:
             return None
-        context = getattr(self.scaling, "original_max_position_embeddings", 1)  # those by length or by bands have one
-        if not 0 < context < 2**31:
-            return f"original_max_position_embeddings is {context}, expected 1 to 2^31 - 1"
-        return self.scaling.fault(self.rotary_dim)
+        # Those by length or by bands have an original context.
+        key = "original_max_position_embeddings"
+        fault = part.sizes_fault({key: getattr(self.scaling, key, 1)})
+        return fault or self.scaling.fault(self.rotary_dim)
 
     def lacks(self, runner: part.Runner) -> Iterator[str]:
         if self.scaling is not None:

@@ -13,9 +13,9 @@ MAX_BUCKETS = 2**16
 class RelativeSpec(heads.Attention):
     """Attention of `num_heads` heads of `head_dim`, each with keys of its own, and no rotation.
 
-    A learned bias is added to `scale` times query times key. Each head has `num_buckets` of them; the distance from
-    query to key selects one. The layers of a stack share one table. Attention of a decoder layer to the encoder's
-    output has no such bias.
+    A learned bias is added to `scale` times query times key. Each head has `num_buckets` of them, selected by the
+    distance from query to key. The layers of a stack share one table. Attention to the encoder's output has no such
+    bias.
     Source: T5 (1910.10683), section 2.1; transformers, models/switch_transformers, _relative_position_bucket.
     """
 
@@ -39,9 +39,7 @@ class RelativeSpec(heads.Attention):
 
     def roles(self, d: int, offset: float) -> Iterator[part.DenseRole]:
         width = self.num_heads * self.head_dim
-        for projection in ("q", "k", "v"):
-            yield part.DenseRole(projection, (width, d), True)
-        yield part.DenseRole("o", (d, width), True)
+        yield from part.matrices(q=(width, d), k=(width, d), v=(width, d), o=(d, width))
 
     def stack_roles(self) -> Iterator[part.DenseRole]:
         yield part.DenseRole("position_bias", (self.num_buckets, self.num_heads), False)

@@ -2,9 +2,8 @@
 
     plain:  x = x + attention(norm(x));  x = x + experts(norm(x))
 
-`ResidualSpec` is part of a `ModelSpec`; null means plain. Each kind says how many vectors of `hidden_size` a token's
-hidden state has between layers (`streams`), which tensors it needs, and whether it can run. docs/model.md says
-what each kind computes.
+`streams` is how many vectors of `hidden_size` a token's hidden state has between layers. docs/model.md says what each
+kind computes.
 """
 
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ class ModelFacts:
 
 
 class Residual(part.Part):
-    """A kind of residual. What a method returns here is the answer of a plain one."""
+    """A kind of residual. Methods return here the answer of a plain one."""
 
     __slots__ = ()
     kind: str
@@ -202,7 +201,7 @@ class GatedNormsSpec(Residual):
             yield part.DenseRole(f"{half}_gates.up", (d, self.rank), False)
 
     def own_fault(self, model: ModelFacts) -> str | None:
-        return _rank_fault(self.rank)
+        return part.sizes_fault({"residual rank": self.rank})
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +233,7 @@ class GatedStreamsSpec(Residual):
         yield part.DenseRole(f"{name}.up", (width, self.rank), True)
 
     def own_fault(self, model: ModelFacts) -> str | None:
-        return _streams_fault(self.kind, self.streams, model) or _rank_fault(self.rank)
+        return _streams_fault(self.kind, self.streams, model) or part.sizes_fault({"residual rank": self.rank})
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,9 +309,8 @@ class NormedStateSpec(Residual):
             return "a normed_state residual needs factors of layers with a mixer where there are any, and only there"
         given = [each for each in (self.attention, self.mixer, self.mlp) if each is not None]
         numbers = [number for each in given for number in (each.state, each.output)]
-        if all(0 < number < 1e6 for number in numbers):
-            return None
-        return f"residual factors are {numbers}, expected between 0 and 1e6"
+        is_legal = all(0 < number < 1e6 for number in numbers)
+        return None if is_legal else f"residual factors are {numbers}, expected between 0 and 1e6"
 
 
 MAX_STREAMS = 64
@@ -324,10 +322,6 @@ def _streams_fault(kind: str, streams: int, model: ModelFacts) -> str | None:
     return None if 2 <= streams <= MAX_STREAMS else f"residual streams is {streams}, expected 2 to {MAX_STREAMS}"
 
 
-def _rank_fault(rank: int) -> str | None:
-    return None if 0 < rank < 2**31 else f"residual rank is {rank}, expected 1 to 2^31 - 1"
-
-
 ResidualSpec = (
     NormedResidualSpec
     | NormedStateSpec
@@ -337,18 +331,3 @@ ResidualSpec = (
     | GatedStreamsSpec
     | MixedStreamsSpec
 )
-
-
-def has_input_norm(residual: ResidualSpec | None, half: Half, has_experts: bool) -> bool:
-    """Returns whether a half has the norm of its input that a plain residual has."""
-    return (residual or PLAIN).has_input_norm(half, has_experts)
-
-
-def has_output_norm(residual: ResidualSpec | None, half: Half, has_experts: bool) -> bool:
-    """Returns whether the output of a half is normed."""
-    return (residual or PLAIN).has_output_norm(half, has_experts)
-
-
-def has_input_gates(residual: ResidualSpec | None, half: Half, has_experts: bool) -> bool:
-    """Returns whether the normed input of a half goes through gates."""
-    return (residual or PLAIN).has_input_gates(half, has_experts)

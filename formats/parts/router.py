@@ -17,8 +17,8 @@ class RouterSpec(part.Part):
     logits, then the sigmoid of each; here a bias is added to logits. `sqrtsoftplus_topk`: the root of each logit's
     softplus, then the largest. `sparsemixer`: the largest logit, again and again; the weight is the softmax over the
     remaining logits within `2 jitter` of it.
-    Source of the scales: transformers, models/gemma4, Gemma4TextRouter; of `num_identity`: models/longcat_flash; of
-    tables: models/deepseek_v4, DeepseekV4HashRouter; of `zero_outside`: models/axk2, AXK2TopkRouter.
+    Source: transformers, models/gemma4, Gemma4TextRouter, for scales; models/longcat_flash for `num_identity`;
+    models/deepseek_v4, DeepseekV4HashRouter, for tables; models/axk2, AXK2TopkRouter, for `zero_outside`.
     """
 
     kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "topk_sigmoid", "sqrtsoftplus_topk", "sparsemixer"]
@@ -64,71 +64,48 @@ class RouterSpec(part.Part):
 
     def fault(self, moe_layers: tuple[int, ...], has_encoder: bool) -> str | None:
         """Returns why it cannot be the router of a model with these MoE layers, or None."""
-        return (
-            self._experts_fault()
-            or self._kind_fault()
-            or self._identity_fault()
-            or self._numbers_fault()
-            or self._table_fault(moe_layers, has_encoder)
-        )
+        return next(self._faults(moe_layers, has_encoder), None)
 
-    def _experts_fault(self) -> str | None:
-        num_experts, chosen, groups = self.num_experts, self.num_experts_per_tok, self.n_group
+    def _faults(self, moe_layers: tuple[int, ...], has_encoder: bool) -> Iterator[str]:
+        kind, chosen, num_experts, groups = self.kind, self.num_experts_per_tok, self.num_experts, self.n_group
         if chosen > num_experts:
-            return f"num_experts_per_tok is {chosen}, expected at most num_experts, {num_experts}"
+            yield f"num_experts_per_tok is {chosen}, expected at most num_experts, {num_experts}"
         if num_experts % groups or self.topk_group > groups:
-            return (
+            yield (
                 f"n_group is {groups} and topk_group is {self.topk_group}; {num_experts} experts must divide into "
                 "n_group groups, and topk_group must not exceed n_group"
             )
         left = self.topk_group * (num_experts // groups)
         if chosen > left:
-            return f"num_experts_per_tok is {chosen}, but topk_group leaves only {left} experts"
-        return None
-
-    def _kind_fault(self) -> str | None:
-        is_plain = self.kind in ("topk_softmax", "sparsemixer")
-        if is_plain and (self.n_group > 1 or self.bias or self.normalize):
-            return f"a {self.kind} router cannot have n_group, bias or normalize"
-        if self.kind in ("sqrtsoftplus_topk", "topk_sigmoid") and self.n_group > 1:
-            return f"a {self.kind} router cannot have n_group"
-        if self.zero_outside and (self.n_group == 1 or self.kind != "sigmoid_topk"):
-            return "zero_outside needs a sigmoid_topk router with n_group above 1"
-        return None
-
-    def _identity_fault(self) -> str | None:
+            yield f"num_experts_per_tok is {chosen}, but topk_group leaves only {left} experts"
+        if kind in ("topk_softmax", "sparsemixer") and (groups > 1 or self.bias or self.normalize):
+            yield f"a {kind} router cannot have n_group, bias or normalize"
+        if kind in ("sqrtsoftplus_topk", "topk_sigmoid") and groups > 1:
+            yield f"a {kind} router cannot have n_group"
+        if self.zero_outside and (groups == 1 or kind != "sigmoid_topk"):
+            yield "zero_outside needs a sigmoid_topk router with n_group above 1"
         if not 0 <= self.num_identity < 2**20:
-            return f"router num_identity is {self.num_identity}, expected 0 to 2^20 - 1"
-        is_plain = self.kind == "softmax_topk" and self.n_group == 1
-        if self.num_identity and (not is_plain or self.normalize or self.capacity or self.on_input):
-            return "num_identity needs a softmax_topk router without n_group, normalize, capacity and on_input"
-        return None
-
-    def _numbers_fault(self) -> str | None:
-        kind, chosen = self.kind, self.num_experts_per_tok
-        if kind == "sigmoid_topk" and self.n_group > 1 and self.num_experts // self.n_group < 2:
-            return f"n_group is {self.n_group}, but sigmoid_topk needs at least two experts in each group"
+            yield f"router num_identity is {self.num_identity}, expected 0 to 2^20 - 1"
+        is_plain = kind == "softmax_topk" and groups == 1 and not self.normalize
+        if self.num_identity and (not is_plain or self.capacity or self.on_input):
+            yield "num_identity needs a softmax_topk router without n_group, normalize, capacity and on_input"
+        if kind == "sigmoid_topk" and groups > 1 and num_experts // groups < 2:
+            yield f"n_group is {groups}, but sigmoid_topk needs at least two experts in each group"
         if self.capacity is not None and (kind != "softmax_topk" or chosen > 1):
-            return f"router capacity is {self.capacity}; only softmax_topk with one expert a token can have a capacity"
+            yield f"router capacity is {self.capacity}; only softmax_topk with one expert a token can have a capacity"
         if self.on_input and chosen > 1:
-            return f"router on_input needs one expert a token, but num_experts_per_tok is {chosen}"
+            yield f"router on_input needs one expert a token, but num_experts_per_tok is {chosen}"
         if not 0 <= self.jitter < 1 or (self.jitter > 0 and kind != "sparsemixer"):
-            return f"router jitter is {self.jitter} with {kind}, expected 0, or less than 1 with sparsemixer"
+            yield f"router jitter is {self.jitter} with {kind}, expected 0, or less than 1 with sparsemixer"
         if not 0 <= self.least_sum < 1 or (self.least_sum > 0 and not self.normalize):
-            return (
+            yield (
                 f"router least_sum is {self.least_sum} with normalize {self.normalize}, "
                 "expected 0, or less than 1 with normalize True"
             )
-        return None
-
-    def _table_fault(self, moe_layers: tuple[int, ...], has_encoder: bool) -> str | None:
-        if not self.table_layers:
-            return None
         if self.table_layers != tuple(layer for layer in moe_layers if layer in self.table_layers):
-            return "router table_layers must list MoE layers, in rising order"
-        if has_encoder or self.num_identity or self.capacity or self.kind == "sparsemixer":
-            return "router table_layers need a model without an encoder, num_identity, capacity and sparsemixer"
-        return None
+            yield "router table_layers must list MoE layers, in rising order"
+        if self.table_layers and (has_encoder or self.num_identity or self.capacity or kind == "sparsemixer"):
+            yield "router table_layers need a model without an encoder, num_identity, capacity and sparsemixer"
 
     def lacks(self, runner: part.Runner) -> Iterator[str]:
         if runner == "gguf" and self.kind == "softmax_topk" and self.n_group > 1:

@@ -1,15 +1,8 @@
-"""What a model computes, in one dataclass: the runtime knows models only as a `ModelSpec`, whatever their family.
+"""A model as data: the runtime knows models only as a `ModelSpec`, whatever their family.
 
-A family's file turns a `config.json` into a `ModelSpec`, the manifest stores it, and the decoder follows it.
-docs/model.md says what each value means.
-
-The file also has what follows from a spec alone:
-
-- the names and shapes of the dense tensors in a pack. Families map these roles to the source's names. `layers.{i}` is a
-  layer; if there is an encoder, its layers come first;
-- the size of a model: parameters, parameters that one token uses, values in the key-value cache;
-- `spec_fault`, which says whether a spec describes a model that can run. It guards foreign `config.json` files and
-  manifests alike; docs/model.md lists its rules.
+A family's file turns a `config.json` into a `ModelSpec`, the manifest stores it, and the decoder follows it;
+docs/model.md says what each value means. From a spec alone follow the names and shapes of the dense tensors in a pack
+(`dense_roles`), the size of the model and of its caches, and whether it can run (`spec_fault`).
 """
 
 import math
@@ -28,7 +21,7 @@ from moe_pack.formats.parts.attention import (
     rope_fault,
 )
 from moe_pack.formats.parts.positions import RopeSpec
-from moe_pack.formats.parts.residual import PLAIN, Half, ModelFacts, ResidualSpec
+from moe_pack.formats.parts.residual import PLAIN, ModelFacts, ResidualSpec
 from moe_pack.formats.parts.router import RouterSpec as RouterSpec  # the face of `formats` offers it
 
 Matrix = Literal["gate", "up", "down"]
@@ -64,13 +57,13 @@ class ExpertSpec(part.Part):
     """An expert: its neuron function, intermediate size, the matrices it has and which of them have a bias.
 
     A neuron's `h(g, u)` is `act(g) * factor(u)`; `g` and `u` are the products of its gate and up rows with the input.
-    Without a gate, `h` is `act(u)`. `silu`, `relu`, its square `relu2`, and GELU in its approximation by tanh,
-    `gelu_tanh`, are `act`, and `factor(u) = u`. The others need a gate:
+    Without a gate, `h` is `act(u)`. For `silu`, `relu`, its square `relu2`, and `gelu_tanh`, GELU in its approximation
+    by tanh, `factor(u) = u`. The others need a gate:
     `clamped_swiglu`: `act(g) = c * sigmoid(1.702 c)` with `c = min(g, 7)`, `factor(u) = clamp(u, -7, 7) + 1`.
     `clipped_silu`: `act(g) = silu(min(g, limit))`, `factor(u) = clamp(u, -limit, limit)`.
     `capped_silu`: `act(g) = min(silu(g), limit)`, and the same factor.
-    Source: `clamped_swiglu`: transformers, models/gpt_oss, GptOssExperts; `clipped_silu`: models/deepseek_v4,
-    DeepseekV4Experts; `capped_silu`: models/step3p7, Step3p7Experts.
+    Source: transformers, models/gpt_oss, GptOssExperts; models/deepseek_v4, DeepseekV4Experts; models/step3p7,
+    Step3p7Experts.
     """
 
     function: NeuronName
@@ -120,10 +113,7 @@ class ExpertSpec(part.Part):
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertSpec:
-    """The shared expert, which runs for every token (several shared experts are stored as one).
-
-    It has the neuron function and the matrices of the routed experts.
-    """
+    """The shared expert, with the function and matrices of routed ones, which runs for every token; several are one."""
 
     intermediate_size: int
     gated: bool  # its output is multiplied by the sigmoid of one logit a token
@@ -131,10 +121,7 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """The stack that reads a text before a decoder answers it.
-
-    In it, each position sees all others. The decoder's layers come after it and also attend to its output.
-    """
+    """The stack that reads a text; each position sees all others. The decoder's layers also attend to its output."""
 
     num_layers: int  # the model's first layers
     start_token: int  # an answer begins after it
@@ -318,7 +305,7 @@ def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) ->
         yield from _first_half(spec, layer, is_crossing)
     if not spec.has_second(layer):
         return
-    yield from _half_roles(spec, "mlp", has_experts)
+    yield from (spec.residual or PLAIN).half_roles("mlp", has_experts, spec.hidden_size, spec.norm)
     if not has_experts:
         assert spec.dense_intermediate_size is not None, "a checked spec"
         yield from _mlp(spec, "mlp", spec.dense_intermediate_size)
@@ -330,13 +317,9 @@ def _layer(spec: ModelSpec, layer: int, has_experts: bool, is_crossing: bool) ->
             yield part.DenseRole("shared_router", (1, spec.hidden_size), False)
 
 
-def _half_roles(spec: ModelSpec, half: Half, has_experts: bool) -> Iterator[part.DenseRole]:
-    return (spec.residual or PLAIN).half_roles(half, has_experts, spec.hidden_size, spec.norm)
-
-
 def _first_half(spec: ModelSpec, layer: int, is_crossing: bool) -> Iterator[part.DenseRole]:
     mixer, attention = spec.mixer_of(layer), spec.attention_of(layer)
-    yield from _half_roles(spec, "attention", False)
+    yield from (spec.residual or PLAIN).half_roles("attention", False, spec.hidden_size, spec.norm)
     if mixer is not None:
         yield from _under("mixer.", mixer.roles(spec.hidden_size))
         return
@@ -358,7 +341,7 @@ def _mlp(spec: ModelSpec, name: str, intermediate_size: int) -> Iterator[part.De
 
 def num_parameters(spec: ModelSpec) -> int:
     """Returns the number of all weights: dense (a tied head counts once), of n-gram tables, and of all experts."""
-    tables = 0 if spec.ngrams is None else spec.ngrams.table_weights
+    tables = 0 if spec.ngrams is None else sum(spec.ngrams.num_rows) * spec.ngrams.row_values
     return tables + _dense_parameters(spec) + len(spec.moe_layers) * spec.router.num_experts * _expert_parameters(spec)
 
 
@@ -372,7 +355,7 @@ def num_active_parameters(spec: ModelSpec) -> int:
 def cached_values(spec: ModelSpec) -> int:
     """Returns the values that a token adds to the key-value cache, in all layers (those with a window drop old ones).
 
-    With an encoder, each token of the text and each token of the answer adds so many to the decoder's layers.
+    With an encoder, each token of the text and of the answer adds so many to the decoder's layers.
     """
     if spec.encoder is not None:
         return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * spec.attention.cached_width
@@ -401,14 +384,12 @@ def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int
     """Returns the values of a key-value cache for so many tokens, of which at most `chunk_tokens` enter at once."""
     if spec.encoder is not None:
         return context_tokens * cached_values(spec)
-    layers = range(spec.num_hidden_layers)
-    return sum(layer_cache_values(spec, layer, context_tokens, chunk_tokens) for layer in layers)
-
-
-def layer_cache_values(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
-    """Returns the values of a decoder layer's key-value cache, as `cache_values` of all."""
-    places = cached_tokens(spec, layer, context_tokens, chunk_tokens)
-    return spec.attention_of(layer).cache_values(places, context_tokens, chunk_tokens)
+    return sum(
+        spec.attention_of(layer).cache_values(
+            cached_tokens(spec, layer, context_tokens, chunk_tokens), context_tokens, chunk_tokens
+        )
+        for layer in range(spec.num_hidden_layers)
+    )
 
 
 def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
@@ -482,9 +463,8 @@ def _sizes_fault(spec: ModelSpec) -> str | None:
         "intermediate_size": spec.expert.intermediate_size,
         "shared intermediate_size": spec.shared_expert.intermediate_size if spec.shared_expert else None,
     } | spec.attention.sizes
-    for name, size in sizes.items():
-        if size is not None and not 0 < size < 2**31:
-            return f"{name} is {size}, expected 1 to 2^31 - 1"
+    if (fault := part.sizes_fault(sizes)) is not None:
+        return fault
     if spec.num_hidden_layers > MAX_LAYERS:
         return f"num_hidden_layers is {spec.num_hidden_layers}, at most {MAX_LAYERS}"
     if len(spec.moe_layers) * spec.router.num_experts > MAX_EXPERTS:
@@ -508,20 +488,14 @@ def _layers_fault(spec: ModelSpec) -> str | None:
 
 
 def _numbers_fault(spec: ModelSpec) -> str | None:
-    if not 0 < spec.norm.eps < 1:
-        return f"norm eps is {spec.norm.eps}, expected between 0 and 1"
-    positive = {
+    numbers = {
         "embedding_multiplier": spec.embedding_multiplier,
         "residual_multiplier": spec.residual_multiplier,
         "logits_scaling": spec.logits_scaling,
         "router scaling_factor": spec.router.scaling_factor,
+        "logits_softcap": spec.logits_softcap,
     }
-    if spec.logits_softcap is not None:
-        positive["logits_softcap"] = spec.logits_softcap
-    for name, number in positive.items():
-        if not 0 < number < 1e6:
-            return f"{name} is {number}, expected between 0 and 1e6"
-    return None
+    return part.numbers_fault({"norm eps": spec.norm.eps}, "1") or part.numbers_fault(numbers)
 
 
 def _encoder_fault(spec: ModelSpec) -> str | None:
@@ -573,8 +547,6 @@ def _residual_fault(spec: ModelSpec) -> str | None:
 
 
 def _choices_fault(spec: ModelSpec) -> str | None:
-    if not any(isinstance(each, latent.LatentSpec) and each.indexer is not None for each, _ in spec.attention_kinds):
-        return None
     chooser: latent.IndexerSpec | None = None
     for layer in range(spec.num_hidden_layers):
         indexer = spec.indexer_of(layer)

@@ -73,12 +73,12 @@ class _Normed(Residual):
     _spec: parts.NormedResidualSpec
 
     def half_input(self, x: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
-        if residual.has_input_norm(self._spec, half, layer in weights.spec.moe_layers):
+        if self._spec.has_input_norm(half, layer in weights.spec.moe_layers):
             return super().half_input(x, weights, layer, half)
         return unit(x, weights) if self._spec.apart and half == "mlp" else x
 
     def enter(self, x: Tensor, y: Tensor, weights: Weights, layer: int, half: residual.Half) -> Tensor:
-        if residual.has_output_norm(self._spec, half, layer in weights.spec.moe_layers):
+        if self._spec.has_output_norm(half, layer in weights.spec.moe_layers):
             y = norm(y, weights, f"layers.{layer}.{half}_post_norm")
         if not self._spec.by_depth:
             return super().enter(x, y, weights, layer, half)

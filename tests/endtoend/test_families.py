@@ -34,7 +34,7 @@ from support.families import (
 
 from moe_pack.formats import CheckpointError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.registry import families_of, model_types, modules, read_spec
 from moe_pack.runtime.engine.options import cpu_only
 

@@ -29,7 +29,7 @@ from support.families import (
 
 from moe_pack.formats import CheckpointError, ModelSpec
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.runtime.model import CheckpointWeights
 

@@ -1,5 +1,3 @@
-"""The card of `afmoe`."""
-
 from support.cards import EXPERTS, Card, only
 
 CARDS = {

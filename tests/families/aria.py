@@ -1,5 +1,3 @@
-"""The card of `aria`."""
-
 from support.cards import SMALL_VISION, YARN, Card, Multimodal, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""The card of `axk1`."""
-
 from support.cards import LATENT, MSCALES, YARN, Card, missing, only
 
 CARDS = {

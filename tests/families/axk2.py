@@ -1,5 +1,3 @@
-"""The card of `axk2`."""
-
 from support.cards import LATENT, MSCALES, YARN, Card, missing, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""The card of `bailing_hybrid`."""
-
 from typing import Any
 
 from support.cards import MSCALES, YARN, Card, missing, only

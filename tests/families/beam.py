@@ -1,5 +1,3 @@
-"""The card of `beam`."""
-
 from support.cards import EXPERTS, YARN, Card, missing
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""Cards of `cohere2_moe`, `cohere2_vision`."""
-
 from support.cards import SMALL_VISION, YARN, Card, Multimodal, Values, missing, only
 
 CONFIG: Values = {
@@ -43,9 +41,7 @@ CARDS = {
         ),
     "cohere2_vision": Card(
         CONFIG | {"model_type": "cohere2_moe", "logit_scale": 1.0},
-        shapes={
-            "own head": {"tie_word_embeddings": False},
-        },
+        shapes={"own head": {"tie_word_embeddings": False}},
         close=[only("logit_scale", 0.25, 1.0)],
         around=Multimodal(
             {

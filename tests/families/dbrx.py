@@ -1,5 +1,3 @@
-"""The card of `dbrx`."""
-
 from support.cards import YARN, Card, Values, missing, only
 
 

@@ -50,28 +50,16 @@ def experts_of_token(x: torch.Tensor, values: Values, weights: plain.Weights, ml
     scores = torch.softmax(plain.linear(x, weights, f"{mlp}.gate"), dim=0)
     chosen = plain.largest(scores.tolist(), values["num_experts_per_tok"])
     total = scores[chosen].sum() + 1e-20 if values["norm_topk_prob"] and len(chosen) > 1 else 1.0
-    y = torch.zeros_like(x)
-    for e in chosen:
-        y = y + scores[e] / total * plain.swiglu(x, weights, f"{mlp}.experts.{e}", NAMES)
-    if values["n_shared_experts"] is not None:
-        y = y + plain.swiglu(x, weights, f"{mlp}.shared_experts", NAMES)
-    return y
+    return plain.experts(x, weights, mlp, {e: scores[e] / total for e in chosen}, NAMES)
 
 
 def logits(values: Values, weights: plain.Weights, ids: list[int]) -> torch.Tensor:
-    """The logits of a text."""
-    eps = values["rms_norm_eps"]
-    x = weights["model.embed_tokens.weight"][ids]
-    for i in range(values["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
-        normed = plain.rms_norm(x, weights[f"{layer}.input_layernorm.weight"], eps)
-        x = x + plain.attention(normed, values, weights, f"{layer}.self_attn")
-        normed = plain.rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], eps)
-        if has_experts(values, i):
-            x = x + torch.stack([experts_of_token(token, values, weights, f"{layer}.mlp") for token in normed])
-        else:
-            x = x + plain.swiglu(normed, weights, f"{layer}.mlp", NAMES)
-    return plain.rms_norm(x, weights["model.norm.weight"], eps) @ plain.head_of(values, weights).T
+    def feed_forward(x: torch.Tensor, mlp: str) -> torch.Tensor:
+        if f"{mlp}.gate.weight" not in weights:
+            return plain.swiglu(x, weights, mlp, NAMES)
+        return torch.stack([experts_of_token(token, values, weights, mlp) for token in x])
+
+    return plain.decoder_logits(values, weights, ids, feed_forward)
 
 
 CARDS = {

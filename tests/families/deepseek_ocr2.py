@@ -1,5 +1,3 @@
-"""The card of `deepseek_ocr2`."""
-
 from support.cards import EXPERTS, SMALL_VISION, YARN, Card, Multimodal, missing, only
 
 CARDS = {

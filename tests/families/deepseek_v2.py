@@ -1,5 +1,3 @@
-"""The card of `deepseek_v2`."""
-
 from support.cards import YARN, Card, Values, only
 
 FULL_V2: Values = {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}

@@ -1,5 +1,3 @@
-"""Cards of `deepseek_v3`, `kimi_k2`, `kimi_k25`."""
-
 from support.cards import LATENT, MSCALES, SMALL_VISION, YARN, Card, Multimodal, Values, missing, only
 
 CONFIG: Values = LATENT | {

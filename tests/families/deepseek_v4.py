@@ -1,5 +1,3 @@
-"""The card of `deepseek_v4`."""
-
 from support.cards import YARN, Card, Values, missing, only
 
 

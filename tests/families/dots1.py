@@ -1,5 +1,3 @@
-"""The card of `dots1`."""
-
 from support.cards import EXPERTS, YARN, Card, only
 
 CARDS = {

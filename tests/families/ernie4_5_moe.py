@@ -1,5 +1,3 @@
-"""The card of `ernie4_5_moe`."""
-
 from support.cards import Card, missing, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""Cards of `ernie4_5_vl_moe`, `ernie4_5_moe_vl`."""
-
 from support.cards import ALL_SCALINGS, Card, Close, Multimodal, Values, missing, only
 
 

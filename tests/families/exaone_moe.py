@@ -1,5 +1,3 @@
-"""The card of `exaone_moe`."""
-
 from support.cards import EXPERTS, YARN, Card, missing, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""The card of `flex_olmo`."""
-
 from support.cards import Card
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""Cards of `gemma4`, `gemma4_text`."""
-
 from support.cards import SMALL_VISION, Card, Multimodal, Values, only
 
 CONFIG: Values = {

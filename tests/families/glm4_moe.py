@@ -1,5 +1,3 @@
-"""The card of `glm4_moe`."""
-
 from support.cards import EXPERTS, YARN, Card
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""The card of `glm4_moe_lite`."""
-
 from support.cards import LATENT, MSCALES, YARN, Card, missing, only
 
 CARDS = {

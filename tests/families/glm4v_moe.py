@@ -1,5 +1,3 @@
-"""The card of `glm4v_moe`."""
-
 from support.cards import EXPERTS, Card, Multimodal, missing, only
 
 CARDS = {
@@ -10,9 +8,7 @@ CARDS = {
                 "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2],
             },
         },
-        shapes={
-            "no bias, tied head": {"attention_bias": False, "tie_word_embeddings": True},
-        },
+        shapes={"no bias, tied head": {"attention_bias": False, "tie_word_embeddings": True}},
         close=[
             only("use_qk_norm", True, False), missing("attention_bias"),
             ({"n_group": 3, "topk_group": 1},

@@ -1,5 +1,3 @@
-"""The card of `glm_moe_dsa`."""
-
 from support.cards import LATENT, MSCALES, YARN, Card, missing, only
 
 CARDS = {

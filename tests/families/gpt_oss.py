@@ -1,5 +1,3 @@
-"""The card of `gpt_oss`."""
-
 from support.cards import YARN, Card, missing, only
 
 CARDS = {

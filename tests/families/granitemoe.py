@@ -1,5 +1,3 @@
-"""Cards of `granitemoe`, `granitemoeshared`."""
-
 from support.cards import SCALES, YARN, Card, Values, unknown
 
 CONFIG: Values = SCALES | {
@@ -17,12 +15,8 @@ CARDS = {
     ),
     "granitemoeshared": Card(
         CONFIG | {"shared_intermediate_size": 40},
-        shapes={
-            "no shared expert, bias": {"shared_intermediate_size": 0, "attention_bias": True},
-        },
-        close=[
-            ({"shared_intermediate_size": -1}, "shared_intermediate_size is -1, expected 0 to 2^31 - 1"),
-        ],
+        shapes={"no shared expert, bias": {"shared_intermediate_size": 0, "attention_bias": True}},
+        close=[({"shared_intermediate_size": -1}, "shared_intermediate_size is -1, expected 0 to 2^31 - 1")],
         experts="fused",
     ),
 }  # fmt: skip

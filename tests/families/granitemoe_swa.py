@@ -1,5 +1,3 @@
-"""The card of `granitemoe_swa`."""
-
 from support.cards import SCALES, YARN, Card, missing
 
 CARDS = {

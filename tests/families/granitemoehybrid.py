@@ -1,5 +1,3 @@
-"""The card of `granitemoehybrid`."""
-
 from support.cards import SCALES, Card, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""The card of `hunyuan_v1_moe`."""
-
 from support.cards import ALL_SCALINGS, Card, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""The card of `hy_v3`."""
-
 from support.cards import EXPERTS, Card, only
 
 CARDS = {

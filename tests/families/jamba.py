@@ -1,5 +1,3 @@
-"""The card of `jamba`."""
-
 from support.cards import Card, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""The card of `kimi_linear`."""
-
 from support.cards import EXPERTS, Card, only
 
 CARDS = {

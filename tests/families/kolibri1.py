@@ -1,5 +1,3 @@
-"""The card of `kolibri1`."""
-
 from support.cards import EXPERTS, YARN, Card, missing, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""The card of `lfm2_moe`."""
-
 from support.cards import EXPERTS, Card, only
 
 CARDS = {

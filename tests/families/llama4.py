@@ -1,5 +1,3 @@
-"""Cards of `llama4`, `llama4_text`."""
-
 from support.cards import SMALL_VISION, Card, Close, Multimodal, Values, missing, only
 
 CONFIG: Values = {

@@ -1,5 +1,3 @@
-"""The card of `longcat_flash`."""
-
 from support.cards import Card, only
 
 CARDS = {
@@ -9,9 +7,7 @@ CARDS = {
             "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 3, "kv_lora_rank": 24, "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 12, "q_lora_rank": 40,
         },
-        shapes={
-            "experts with weights alone": {"zero_expert_num": 0, "routed_scaling_factor": 1.5},
-        },
+        shapes={"experts with weights alone": {"zero_expert_num": 0, "routed_scaling_factor": 1.5}},
         close=[
             only("zero_expert_type", "copy", "identity"), only("attention_method", "MHA", "MLA"),
             only("mla_scale_q_lora", False, True), only("mla_scale_kv_lora", False, True),

@@ -1,5 +1,3 @@
-"""The card of `mimo_v2_flash`."""
-
 from support.cards import EXPERTS, YARN, Card, missing, only
 
 CARDS = {

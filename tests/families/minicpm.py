@@ -30,29 +30,21 @@ def shapes(values: Values) -> plain.Shapes:
     return made
 
 
-def experts_of_token(x: torch.Tensor, values: Values, weights: plain.Weights, mlp: str) -> torch.Tensor:
-    """The experts with the largest softmax, weighted by their share among each other."""
-    scores = torch.softmax(plain.linear(x, weights, f"{mlp}.gate"), dim=0)
-    chosen = plain.largest(scores.tolist(), values["num_experts_per_tok"])
-    y = torch.zeros_like(x)
-    for e in chosen:
-        y = y + scores[e] / scores[chosen].sum() * plain.swiglu(x, weights, f"{mlp}.experts.{e}", NAMES)
-    return y
-
-
 def logits(values: Values, weights: plain.Weights, ids: list[int]) -> torch.Tensor:
     """The logits of a text: the embedding, each half layer's result, and what the head sees are scaled."""
-    eps, depth = values["rms_norm_eps"], values["scale_depth"] / math.sqrt(values["num_hidden_layers"])
-    x = weights["model.embed_tokens.weight"][ids] * values["scale_emb"]
-    for i in range(values["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
-        normed = plain.rms_norm(x, weights[f"{layer}.input_layernorm.weight"], eps)
-        x = x + depth * plain.attention(normed, values, weights, f"{layer}.self_attn")
-        normed = plain.rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], eps)
-        x = x + depth * torch.stack([experts_of_token(token, values, weights, f"{layer}.mlp") for token in normed])
-    last = plain.rms_norm(x, weights["model.norm.weight"], eps) / (values["hidden_size"] / values["dim_model_base"])
-    predicted: torch.Tensor = last @ plain.head_of(values, weights).T
-    return predicted
+
+    def experts_of_token(x: torch.Tensor, mlp: str) -> torch.Tensor:
+        """The experts with the largest softmax, weighted by their share among each other."""
+        scores = torch.softmax(plain.linear(x, weights, f"{mlp}.gate"), dim=0)
+        chosen = plain.largest(scores.tolist(), values["num_experts_per_tok"])
+        return plain.experts(x, weights, mlp, {e: scores[e] / scores[chosen].sum() for e in chosen}, NAMES)
+
+    def feed_forward(x: torch.Tensor, mlp: str) -> torch.Tensor:
+        return torch.stack([experts_of_token(token, mlp) for token in x])
+
+    depth = values["scale_depth"] / math.sqrt(values["num_hidden_layers"])
+    last = values["dim_model_base"] / values["hidden_size"]
+    return plain.decoder_logits(values, weights, ids, feed_forward, (values["scale_emb"], depth, last))
 
 
 CARDS = {

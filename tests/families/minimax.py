@@ -1,5 +1,3 @@
-"""The card of `minimax`."""
-
 from typing import Any
 
 import torch

@@ -1,5 +1,3 @@
-"""The card of `minimax_m2`."""
-
 from support.cards import YARN, Card, missing, only
 
 CARDS = {

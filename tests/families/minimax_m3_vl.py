@@ -1,5 +1,3 @@
-"""The card of `minimax_m3_vl`."""
-
 from support.cards import SMALL_VISION, YARN, Card, Multimodal, Values, only, with_old_keys
 
 

@@ -1,5 +1,3 @@
-"""Cards of `mistral3`, `mistral4`."""
-
 from support.cards import LATENT, MSCALES, SMALL_VISION, YARN, Card, Close, Multimodal, Values, only
 
 CONFIG: Values = LATENT | {
@@ -19,9 +17,7 @@ CLOSE: list[Close] = [
 CARDS = {
     "mistral3": Card(
         CONFIG | {"model_type": "mistral4", "tie_word_embeddings": False},
-        shapes={
-            "tied head": {"tie_word_embeddings": True},
-        },
+        shapes={"tied head": {"tie_word_embeddings": True}},
         close=CLOSE,
         around=Multimodal(
             {

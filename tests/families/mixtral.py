@@ -1,5 +1,3 @@
-"""The card of `mixtral`."""
-
 from support.cards import YARN, Card
 
 CARDS = {

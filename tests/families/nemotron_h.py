@@ -1,5 +1,3 @@
-"""Cards of `nemotron_h`, `nemotron_h_omni`, `NemotronH_Nano_Omni_Reasoning_V3`."""
-
 from support.cards import EXPERTS, SMALL_VISION, Card, Close, Multimodal, Values, only
 
 CONFIG: Values = EXPERTS | {
@@ -11,6 +9,15 @@ CONFIG: Values = EXPERTS | {
 CLOSE: list[Close] = [
     only("mlp_hidden_act", "silu", "relu2"), only("tie_word_embeddings", True, False),
 ]  # fmt: skip
+AROUND = Multimodal(
+    {
+        "vision_config": SMALL_VISION | {
+            "patch_size": 4, "image_size": 16, "max_img_size": 32, "video_temporal_patch_size": 2,
+        },
+        "vision_hidden_size": 16, "projector_hidden_size": 16,
+    },
+    names=("vision_model", "multi_modal_projector"),
+)  # fmt: skip
 CARDS = {
     "nemotron_h": Card(
         CONFIG,
@@ -30,32 +37,8 @@ CARDS = {
         ],
         rope="none",
     ),
-    "nemotron_h_omni": Card(
-        CONFIG,
-        close=CLOSE,
-        around=Multimodal(
-            {
-                "vision_config": SMALL_VISION | {
-                    "patch_size": 4, "image_size": 16, "max_img_size": 32, "video_temporal_patch_size": 2,
-                },
-                "vision_hidden_size": 16, "projector_hidden_size": 16,
-            },
-            names=("vision_model", "multi_modal_projector"),
-        ),
-        rope="none",
-    ),
+    "nemotron_h_omni": Card(CONFIG, close=CLOSE, around=AROUND, rope="none"),
     "NemotronH_Nano_Omni_Reasoning_V3": Card(
-        CONFIG,
-        close=CLOSE,
-        around=Multimodal(
-            {
-                "vision_config": SMALL_VISION | {
-                    "patch_size": 4, "image_size": 16, "max_img_size": 32, "video_temporal_patch_size": 2,
-                },
-                "vision_hidden_size": 16, "projector_hidden_size": 16,
-            },
-            names=("vision_model", "multi_modal_projector"),
-        ),
-        rope="none", built_as="nemotron_h_omni",
+        CONFIG, close=CLOSE, around=AROUND, rope="none", built_as="nemotron_h_omni",
     ),
 }  # fmt: skip

@@ -1,5 +1,3 @@
-"""The card of `phimoe`."""
-
 from collections.abc import Callable
 from typing import Any
 

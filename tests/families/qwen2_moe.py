@@ -1,5 +1,3 @@
-"""The card of `qwen2_moe`."""
-
 from support.cards import EXPERTS, YARN, Card, only
 
 CARDS = {

@@ -1,6 +1,4 @@
-"""Cards of `qwen3_5_moe`, `qwen3_5_moe_text`."""
-
-from support.cards import LINEAR, Card, Multimodal, Values, missing, only
+from support.cards import LINEAR, QWEN_VISION, Card, Multimodal, Values, missing, only
 
 CONFIG: Values = LINEAR | {
     "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2,
@@ -9,14 +7,7 @@ CONFIG: Values = LINEAR | {
 CARDS = {
     "qwen3_5_moe": Card(
         CONFIG,
-        around=Multimodal(
-            {
-                "vision_config": {
-                    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64,
-                    "num_position_embeddings": 16,
-                },
-            },
-        ),
+        around=Multimodal({"vision_config": QWEN_VISION}),
         rope="part",
     ),
     "qwen3_5_moe_text": Card(

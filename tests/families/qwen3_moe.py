@@ -1,5 +1,3 @@
-"""The card of `qwen3_moe`."""
-
 from support.cards import EXPERTS, YARN, Card, Values, with_old_keys
 
 

@@ -1,5 +1,3 @@
-"""The card of `qwen3_next`."""
-
 from support.cards import EXPERTS, LINEAR, YARN, Card, missing, only
 
 CARDS = {

@@ -1,5 +1,3 @@
-"""The card of `qwen3_omni_moe`."""
-
 from support.cards import EXPERTS, YARN, Card, Multimodal, only
 
 CARDS = {

@@ -1,6 +1,4 @@
-"""The card of `qwen3_vl_moe`."""
-
-from support.cards import EXPERTS, Card, Multimodal, only
+from support.cards import EXPERTS, QWEN_VISION, Card, Multimodal, only
 
 from families.qwen3_moe import with_num_experts
 
@@ -18,14 +16,7 @@ CARDS = {
             only("norm_topk_prob", False, True), only("use_sliding_window", True, False),
             only("sliding_window", 7, None),
         ],
-        around=Multimodal(
-            {
-                "vision_config": {
-                    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64,
-                    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
-                },
-            },
-        ),
+        around=Multimodal({"vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]}}),
         experts="fused", old=with_num_experts,
     ),
 }  # fmt: skip

@@ -1,6 +1,4 @@
-"""Cards of `qwen4_exp`, `qwen4_exp_text`."""
-
-from support.cards import LINEAR, Card, Multimodal, Values, only
+from support.cards import LINEAR, QWEN_VISION, Card, Multimodal, Values, only
 
 CONFIG: Values = LINEAR | {
     "num_hidden_layers": 5, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2,
@@ -14,14 +12,7 @@ CONFIG: Values = LINEAR | {
 CARDS = {
     "qwen4_exp": Card(
         CONFIG | {"model_type": "qwen4_exp_text"},
-        around=Multimodal(
-            {
-                "vision_config": {
-                    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64,
-                    "num_position_embeddings": 16,
-                },
-            },
-        ),
+        around=Multimodal({"vision_config": QWEN_VISION}),
         rope="part", not_run=("proportional",), refused_scalings=("dynamic", "longrope"),
     ),
     "qwen4_exp_text": Card(

@@ -1,5 +1,3 @@
-"""Cards of `step3p5`, `step3p7`."""
-
 from support.cards import EXPERTS, YARN, Card, Multimodal, Values, missing, only, unknown
 
 CONFIG: Values = EXPERTS | {
@@ -56,9 +54,7 @@ CARDS = {
     ),
     "step3p7": Card(
         CONFIG | {"model_type": "step3p5", "tie_word_embeddings": False},
-        shapes={
-            "tied head": {"tie_word_embeddings": True},
-        },
+        shapes={"tied head": {"tie_word_embeddings": True}},
         close=[unknown("vision_model_type", "clip")],
         around=Multimodal(
             {

@@ -1,5 +1,3 @@
-"""The card of `switch_transformers`."""
-
 from support.cards import Card, missing, only
 
 CARDS = {

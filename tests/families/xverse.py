@@ -30,30 +30,19 @@ def shapes(values: Values) -> plain.Shapes:
     return made
 
 
-def experts_of_token(x: torch.Tensor, values: Values, weights: plain.Weights, mlp: str) -> torch.Tensor:
-    """The routed experts weighted by their softmax over the sum of those chosen and a millionth; and the shared ones
-    as they are."""
-    scores = torch.softmax(plain.linear(x, weights, f"{mlp}.router"), dim=0)
-    chosen = plain.largest(scores.tolist(), values["moe_top_k"])
-    y = torch.zeros_like(x)
-    for e in chosen:
-        y = y + scores[e] / (scores[chosen].sum() + 1e-6) * plain.swiglu(x, weights, f"{mlp}.experts.{e}", NAMES)
-    if values["num_shared_experts"] is not None:
-        y = y + plain.swiglu(x, weights, f"{mlp}.shared_experts", NAMES)
-    return y
-
-
 def logits(values: Values, weights: plain.Weights, ids: list[int]) -> torch.Tensor:
-    """The logits of a text."""
-    eps = values["rms_norm_eps"]
-    x = weights["model.embed_tokens.weight"][ids]
-    for i in range(values["num_hidden_layers"]):
-        layer = f"model.layers.{i}"
-        normed = plain.rms_norm(x, weights[f"{layer}.input_layernorm.weight"], eps)
-        x = x + plain.attention(normed, values, weights, f"{layer}.self_attn")
-        normed = plain.rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], eps)
-        x = x + torch.stack([experts_of_token(token, values, weights, f"{layer}.mlp") for token in normed])
-    return plain.rms_norm(x, weights["model.norm.weight"], eps) @ plain.head_of(values, weights).T
+    def experts_of_token(x: torch.Tensor, mlp: str) -> torch.Tensor:
+        """The routed experts weighted by their softmax over the sum of those chosen and a millionth; and the shared
+        ones as they are."""
+        scores = torch.softmax(plain.linear(x, weights, f"{mlp}.router"), dim=0)
+        chosen = plain.largest(scores.tolist(), values["moe_top_k"])
+        shares = {e: scores[e] / (scores[chosen].sum() + 1e-6) for e in chosen}
+        return plain.experts(x, weights, mlp, shares, NAMES)
+
+    def feed_forward(x: torch.Tensor, mlp: str) -> torch.Tensor:
+        return torch.stack([experts_of_token(token, mlp) for token in x])
+
+    return plain.decoder_logits(values, weights, ids, feed_forward)
 
 
 CARDS = {

@@ -15,22 +15,16 @@ from support.cases import case
 from support.families import CARDS, ROTARY, Tiny, write
 from support.models import Tensors, pack
 
-from moe_pack.formats import CheckpointError, Matrix, canonical
+from moe_pack.formats import MATRICES, CheckpointError, Matrix, canonical
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.registry import model_types
 from moe_pack.runtime.model import read_rows
 
 D, F, E, VOCAB = 64, 5, 3, 96
 LAYER = "model.layers.{i}."
-APART: dict[Matrix, str] = {
-    "gate": LAYER + "mlp.experts.{e}.gate_proj.weight",
-    "up": LAYER + "mlp.experts.{e}.up_proj.weight",
-    "down": LAYER + "mlp.experts.{e}.down_proj.weight",
-}
-MIXTRAL_APART: dict[Matrix, str] = {
-    "gate": LAYER + "block_sparse_moe.experts.{e}.w1.weight",
-    "up": LAYER + "block_sparse_moe.experts.{e}.w3.weight",
-    "down": LAYER + "block_sparse_moe.experts.{e}.w2.weight",
+APART = {m: f"{LAYER}mlp.experts.{{e}}.{m}_proj.weight" for m in MATRICES}
+MIXTRAL_APART = {
+    m: f"{LAYER}block_sparse_moe.experts.{{e}}.{w}.weight" for m, w in zip(MATRICES, ("w1", "w3", "w2"), strict=True)
 }
 FUSED = (LAYER + "mlp.experts.gate_up_proj", LAYER + "mlp.experts.down_proj")
 GRANITE = (LAYER + "block_sparse_moe.input_linear.weight", LAYER + "block_sparse_moe.output_linear.weight")
@@ -83,13 +77,9 @@ class Source:
 
 
 COMMON = {
-    "hidden_size": D,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_experts_per_tok": 2,
-}
+    "hidden_size": D, "vocab_size": VOCAB, "max_position_embeddings": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "num_experts_per_tok": 2,
+}  # fmt: skip
 MOE = {"num_experts": E, "moe_intermediate_size": F, "intermediate_size": 80}
 QWEN3 = COMMON | MOE | {"model_type": "qwen3_moe"}
 LOCAL = COMMON | {"num_local_experts": E, "intermediate_size": F}
@@ -99,14 +89,10 @@ GRANITEMOE = Source(LOCAL | {"model_type": "granitemoe"}, LAYER + "block_sparse_
 GRANITEMOE_FUSED = Source(
     LOCAL | {"model_type": "granitemoe"}, LAYER + "block_sparse_moe.router.weight", fused=GRANITE_FUSED
 )
-GLM = {
-    **COMMON,
-    "model_type": "glm4_moe",
-    "n_routed_experts": E,
-    "moe_intermediate_size": F,
-    "first_k_dense_replace": 0,
+GLM = COMMON | {
+    "model_type": "glm4_moe", "n_routed_experts": E, "moe_intermediate_size": F, "first_k_dense_replace": 0,
     "n_shared_experts": 0,
-}
+}  # fmt: skip
 
 
 def glm(**config: Any) -> Source:
@@ -152,8 +138,7 @@ def test_experts_in_one_tensor_are_split_as_they_are_read(source: Source, tmp_pa
     checkpoint = Checkpoint(source.write(tmp_path))
     for e in range(E):
         expected = {"gate": gates_ups[e, :F], "up": gates_ups[e, F:], "down": downs[e]}
-        matrices: tuple[Matrix, ...] = ("gate", "up", "down")
-        for matrix in matrices:
+        for matrix in MATRICES:
             place = checkpoint.expert_source(0, e, matrix)
             rows, cols = expected[matrix].shape
             assert (place.num_rows, place.num_cols, checkpoint.num_bytes(place)) == (rows, cols, 2 * rows * cols)
@@ -232,11 +217,11 @@ def test_a_tensor_of_the_only_expert_of_another_shape_is_refused(half: int, tmp_
     assert refusal(tmp_path).startswith(f"{name!r} has shape [1, {F}, {2 * D}], expected ")
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_a_tensor_of_all_experts_of_a_type_we_do_not_read_is_refused(half: int, tmp_path: Path) -> None:
-    name = FUSED[half].format(i=0)
-    MIXTRAL_FUSED.write(tmp_path, lambda tensors: tensors.__setitem__(name, tensors[name].to(torch.int8)))
-    assert refusal(tmp_path) == f"{name!r} is I8, expected one of BF16, F16, F32"
+def test_a_tensor_of_all_experts_of_a_type_we_do_not_read_is_refused(tmp_path: Path) -> None:
+    for half in FUSED:
+        name = half.format(i=0)
+        MIXTRAL_FUSED.write(tmp_path, lambda tensors: tensors.__setitem__(name, tensors[name].to(torch.int8)))
+        assert refusal(tmp_path) == f"{name!r} is I8, expected one of BF16, F16, F32"
 
 
 # --- what is missing, twice there, or nobody's
@@ -384,14 +369,8 @@ def test_three_layers_may_predict_further_tokens(tmp_path: Path) -> None:
 
 
 def test_a_tensor_beyond_the_multi_token_prediction_layer_is_refused(new_folder: Callable[[], Path]) -> None:
-    cases = [
-        "model.layers.3.eh_proj.weight",
-        "model.layers.20.eh_proj.weight",
-        "model.layers.2",
-        "model.layers.1.eh_proj.weight",
-        "layers.2.eh_proj.weight",
-    ]
-    for name in cases:
+    layers = [f"model.layers.{layer}.eh_proj.weight" for layer in (3, 20, 1)]
+    for name in (*layers, "model.layers.2", "layers.2.eh_proj.weight"):
         with case(name):
             tmp_path = new_folder()
 

@@ -1,6 +1,6 @@
 """However a checkpoint holds its experts (apart, in turns, transposed, with biases), the pack is the same."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ EXPERTS = "model.layers.{i}.experts."
 MATRICES: dict[Matrix, str] = {"gate": EXPERTS + "gate_up", "up": EXPERTS + "gate_up", "down": EXPERTS + "down"}
 BIASES: dict[Matrix, str] = {"gate": EXPERTS + "gate_up_bias", "up": EXPERTS + "gate_up_bias"}
 IDS = [5, 17, 3, 90, 41]
+Change = Callable[[Tensors], object]
 
 
 def joined(first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -54,6 +55,23 @@ def names(request: pytest.FixtureRequest) -> Iterator[ExpertNames]:
     yield ExpertNames(MATRICES, BIASES, interleaved, transposed)
 
 
+@pytest.fixture
+def storing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Change]:
+    """Has Mixtral's checkpoints store experts under some names; returns the change of tensors that does it."""
+
+    def made(names: ExpertNames, biased: bool = True) -> Change:
+        monkeypatch.setitem(LOADED, "mixtral", held_so(names, bias=("gate", "up")) if biased else held_so(names))
+
+        def change(tensors: Tensors) -> None:
+            fuse(tensors, names.interleaved, names.transposed is True)
+            if biased:
+                add_biases(tensors, names.interleaved)
+
+        return change
+
+    return made
+
+
 def extents(folder: Path) -> list[bytes]:
     pack = Pack(folder)
     held = [pack.read_extent(l, e).tobytes() for l in range(2) for e in range(E)]
@@ -62,20 +80,16 @@ def extents(folder: Path) -> list[bytes]:
 
 
 def test_experts_in_any_place_make_the_same_pack(
-    names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: ExpertNames, storing: Callable[..., Change], tmp_path: Path
 ) -> None:
     pack(MODEL.write(tmp_path / "apart"), tmp_path / "expected", selector="up", width=4)
-    monkeypatch.setitem(LOADED, "mixtral", held_so(names))
-    folder = MODEL.write(tmp_path / "fused", lambda tensors: fuse(tensors, names.interleaved, names.transposed))
+    folder = MODEL.write(tmp_path / "fused", storing(names, biased=False))
     pack(folder, tmp_path / "packed", selector="up", width=4)
     assert extents(tmp_path / "packed") == extents(tmp_path / "expected")
 
 
-def test_rows_lie_where_the_tensor_has_them(
-    names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(LOADED, "mixtral", held_so(names))
-    checkpoint = Checkpoint(MODEL.write(tmp_path, lambda t: fuse(t, names.interleaved, names.transposed)))
+def test_rows_lie_where_the_tensor_has_them(names: ExpertNames, storing: Callable[..., Change], tmp_path: Path) -> None:
+    checkpoint = Checkpoint(MODEL.write(tmp_path, storing(names, biased=False)))
     original = MODEL.tensors()
     for e in range(E):
         for matrix, w in (("gate", 1), ("up", 3), ("down", 2)):
@@ -89,15 +103,9 @@ def test_rows_lie_where_the_tensor_has_them(
 
 
 def test_every_value_of_an_expert_s_tensors_is_claimed_once(
-    names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: ExpertNames, storing: Callable[..., Change], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(LOADED, "mixtral", held_so(names, bias=("gate", "up")))
-
-    def change(tensors: Tensors) -> None:
-        fuse(tensors, names.interleaved, names.transposed)
-        add_biases(tensors, names.interleaved)
-
-    checkpoint = Checkpoint(MODEL.write(tmp_path, change))
+    checkpoint = Checkpoint(MODEL.write(tmp_path, storing(names)))
     tensors = {tensor.name: tensor for tensor in checkpoint.account()[1]}
     counts: dict[str, np.ndarray] = {}
     for source in (*checkpoint.claims.experts.values(), *checkpoint.claims.expert_biases.values()):
@@ -112,20 +120,13 @@ def test_every_value_of_an_expert_s_tensors_is_claimed_once(
 
 
 def test_biases_reach_the_rows_and_the_answer(
-    names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    names: ExpertNames, storing: Callable[..., Change], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(LOADED, "mixtral", held_so(names, bias=("gate", "up")))
-    held: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def change(tensors: Tensors) -> None:
-        fuse(tensors, names.interleaved, names.transposed)
-        held.append(add_biases(tensors, names.interleaved))
-
-    folder = MODEL.write(tmp_path / "source", change)
+    folder = MODEL.write(tmp_path / "source", storing(names))
     pack(folder, tmp_path / "packed", selector="gate", width=16)
     checkpoint, packed = Checkpoint(folder), Pack(tmp_path / "packed")
     weights = PackWeights(packed, torch.device("cpu"))
-    gate, up = held[0]
+    gate, up = add_biases({}, names.interleaved)  # the same each time
     for e in range(E):
         block = next(iter(weights.expert(1, e).blocks()))
         assert block.gate_bias is not None and torch.equal(block.gate_bias, gate[e].float())
@@ -137,12 +138,8 @@ def test_biases_reach_the_rows_and_the_answer(
     packed.close()
 
 
-def test_biases_of_another_checkpoint_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOADED, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
-
-    def change(tensors: Tensors) -> None:
-        fuse(tensors, True, False)
-        add_biases(tensors, True)
+def test_biases_of_another_checkpoint_are_told(storing: Callable[..., Change], tmp_path: Path) -> None:
+    change = storing(ExpertNames(MATRICES, BIASES, True))
 
     def another(tensors: Tensors) -> None:
         change(tensors)
@@ -156,34 +153,28 @@ def test_biases_of_another_checkpoint_are_told(tmp_path: Path, monkeypatch: pyte
     packed.close()
 
 
-@pytest.mark.parametrize(
-    ("transposed", "message"),
-    [
-        (False, "rows 41 to 79: weight [47, 9] is nan, expected a number"),
-        (True, "rows 64 to 127: weight [73, 7] is nan, expected a number"),
-    ],
-)
 def test_a_weight_that_is_no_number_is_named_by_its_place_in_the_tensor(
-    transposed: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storing: Callable[..., Change], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(LOADED, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True, transposed)))
+    for transposed, place, rows in ((False, "[47, 9]", "41 to 79"), (True, "[73, 7]", "64 to 127")):
+        store = storing(ExpertNames(MATRICES, BIASES, True, transposed), biased=False)
+
+        def change(tensors: Tensors) -> None:
+            store(tensors)
+            held = tensors["model.layers.0.experts.gate_up"][1]  # up's neuron 3, its weight 9
+            held[(9, 7) if transposed else (7, 9)] = torch.nan
+
+        with pytest.raises(CheckpointError) as refused:
+            pack(MODEL.write(tmp_path / f"source {rows}", change), tmp_path / f"packed {rows}")
+        tensor = "model.safetensors: tensor 'model.layers.0.experts.gate_up'"
+        assert str(refused.value) == f"{tensor}, rows {rows}: weight {place} is nan, expected a number"
+
+
+def test_a_bias_of_another_shape_is_refused(storing: Callable[..., Change], tmp_path: Path) -> None:
+    store = storing(ExpertNames(MATRICES, BIASES, True))
 
     def change(tensors: Tensors) -> None:
-        fuse(tensors, True, transposed)
-        held = tensors["model.layers.0.experts.gate_up"][1]  # up's neuron 3, its weight 9
-        held[(9, 7) if transposed else (7, 9)] = torch.nan
-
-    with pytest.raises(CheckpointError) as refused:
-        pack(MODEL.write(tmp_path / "source", change), tmp_path / "packed")
-    assert str(refused.value) == "model.safetensors: tensor 'model.layers.0.experts.gate_up', " + message
-
-
-def test_a_bias_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOADED, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
-
-    def change(tensors: Tensors) -> None:
-        fuse(tensors, True, False)
-        add_biases(tensors, True)
+        store(tensors)
         tensors["model.layers.0.experts.gate_up_bias"] = torch.zeros(E, F)
 
     with pytest.raises(CheckpointError) as refused:

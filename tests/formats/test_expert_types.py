@@ -19,7 +19,7 @@ from support.expert_types import (
 )
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.registry import read_spec
 
 

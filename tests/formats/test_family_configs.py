@@ -8,7 +8,7 @@ import pytest
 from support.cases import case
 
 from moe_pack.formats import CheckpointError
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.readers import (
     attention_bias,
     layers_after_dense,

@@ -29,7 +29,7 @@ from moe_pack.convert.pipeline import convert
 from moe_pack.convert.verify import compare_weights
 from moe_pack.formats import CheckpointError, Pack, PackError, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.ngrams import read_ngrams
 from moe_pack.formats.pack.manifests import read_account
 from moe_pack.formats.pack.reader import audit
@@ -67,13 +67,8 @@ def folder(made: Path, new_folder: Callable[[], Path]) -> Path:
 
 
 def test_sizes_and_multipliers_are_those_of_transformers() -> None:
-    for change in (
-        {},
-        {"seed": 7},
-        {"ngram_size": 2},
-        {"heads_per_ngram": 3, "ple_embed_dim": 30},
-        {"vocab_size": 1000},
-    ):
+    others = {"seed": 7}, {"ngram_size": 2}, {"heads_per_ngram": 3, "ple_embed_dim": 30}, {"vocab_size": 1000}
+    for change in ({}, *others):
         values = {"hidden_size": 64, "vocab_size": 96} | CONFIG | change
         ours = read_ngrams(Config(values, "config.json"))
         theirs = Qwen4ExpTextConfig(**{key: value for key, value in values.items() if key != "model_type"})
@@ -194,45 +189,27 @@ def test_checkpoints_whose_tables_do_not_fit_are_refused(tmp_path: Path) -> None
     rows = spec.num_rows[1]
     part = -(-rows // 3)
 
-    def lacking(tensors: Tensors) -> None:
-        del tensors[f"{name}.ngram_embedding.shard_1.weight"]
+    first, second, third = (f"{name}.ngram_embedding.shard_{number}.weight" for number in range(3))
 
-    def short(tensors: Tensors) -> None:
-        del tensors[f"{name}.ngram_embedding.shard_2.weight"]
+    def without(*shards: str) -> Callable[[Tensors], object]:
+        return lambda tensors: [tensors.pop(shard) for shard in shards]
 
-    def mixed(tensors: Tensors) -> None:
-        tensors[f"{name}.ngram_embedding.shard_2.weight"] = tensors[f"{name}.ngram_embedding.shard_2.weight"].float()
+    def altered(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], object]:
+        return lambda tensors: tensors.__setitem__(key, change(tensors[key]))
 
-    def narrow(tensors: Tensors) -> None:
-        tensors[f"{name}.ngram_embedding.shard_1.weight"] = torch.zeros(part, 5, dtype=torch.bfloat16)
-
-    def missing(tensors: Tensors) -> None:
-        for number in range(3):
-            del tensors[f"{name}.ngram_embedding.shard_{number}.weight"]
-
-    def other(tensors: Tensors) -> None:
-        tensors[f"{name}.layer_multipliers"] += 2
-
-    def wide(tensors: Tensors) -> None:
-        tensors[f"{name}.ngram_heads_offsets"] = tensors[f"{name}.ngram_heads_offsets"].int()
-
-    first = f"{name}.ngram_embedding.shard_0.weight"
     cases = [
-        (lacking, f"checkpoint: 1 tensors from {first!r} on have {part} rows, expected {rows}"),
-        (short, f"checkpoint: 2 tensors from {first!r} on have {2 * part} rows, expected {rows}"),
-        (mixed, f"checkpoint: tensor '{name}.ngram_embedding.shard_2.weight' is F32, expected BF16 as {first!r}"),
-        (
-            narrow,
-            f"checkpoint: tensor '{name}.ngram_embedding.shard_1.weight' has shape [{part}, 5], expected [{part}, 6]",
-        ),
-        (missing, f"checkpoint: tensor {first!r} is missing"),
-        (
-            other,
-            f"model.safetensors: tensor '{name}.layer_multipliers' has numbers that do not follow from config.json; "
-            "models with other n-gram hashes are not supported",
-        ),
-        (wide, f"checkpoint: tensor '{name}.ngram_heads_offsets' is I32 [4], expected I64 [4]"),
-    ]
+        (without(second), f"checkpoint: 1 tensors from {first!r} on have {part} rows, expected {rows}"),
+        (without(third), f"checkpoint: 2 tensors from {first!r} on have {2 * part} rows, expected {rows}"),
+        (altered(third, torch.Tensor.float), f"checkpoint: tensor {third!r} is F32, expected BF16 as {first!r}"),
+        (altered(second, lambda held: torch.zeros(part, 5, dtype=held.dtype)),
+         f"checkpoint: tensor {second!r} has shape [{part}, 5], expected [{part}, 6]"),
+        (without(first, second, third), f"checkpoint: tensor {first!r} is missing"),
+        (altered(f"{name}.layer_multipliers", lambda held: held + 2),
+         f"model.safetensors: tensor '{name}.layer_multipliers' has numbers that do not follow from config.json; "
+         "models with other n-gram hashes are not supported"),
+        (altered(f"{name}.ngram_heads_offsets", torch.Tensor.int),
+         f"checkpoint: tensor '{name}.ngram_heads_offsets' is I32 [4], expected I64 [4]"),
+    ]  # fmt: skip
     for number, (change, message) in enumerate(cases):
         with pytest.raises(CheckpointError) as refused:
             Checkpoint(TinyNgrams().write(tmp_path / str(number), change))
@@ -337,14 +314,6 @@ def test_a_killed_conversion_goes_on_with_the_tables_and_copies_them_from_an_ear
 # ---- faults of packs ------------------------------------------------------------------------------------------------
 
 
-def without_file(values: JsonObject) -> None:
-    values["files"] = [file for file in values["files"] if file["name"] != NAME]
-
-
-def without_feature(values: JsonObject) -> None:
-    values["features"].remove("ngrams")
-
-
 def retotaled(values: JsonObject) -> None:
     """`reseal` counts tables' bytes under `tables`."""
     totals = values["totals"]
@@ -354,12 +323,15 @@ def retotaled(values: JsonObject) -> None:
 def test_files_and_feature_go_with_the_model(folder: Path) -> None:
     reseal(folder, after=retotaled)
     Pack(folder).close()
-    reseal(folder, without_feature, retotaled)
+    reseal(folder, lambda values: values["features"].remove("ngrams"), retotaled)
     assert refusal(folder) == "manifest.json: feature 'ngrams' and ngrams of the model must be present together"
 
 
 def test_a_table_that_is_not_listed_or_is_listed_without_its_layer_is_refused(folder: Path) -> None:
-    reseal(folder, without_file)
+    def unlisted(values: JsonObject) -> None:
+        values["files"] = [file for file in values["files"] if file["name"] != NAME]
+
+    reseal(folder, unlisted)
     assert refusal(folder) == f"manifest.json: file {NAME!r} is not listed"
 
     def moved(values: JsonObject) -> None:
@@ -378,15 +350,11 @@ def test_tables_of_another_name_dtype_or_size_are_refused(folder: Path) -> None:
     short_bytes = len(safetensors_bytes(short_header, table.raw[:-16]))
     cases = [
         ({"rows": table}, f"{NAME}: tensor 'table' is missing"),
-        (
-            {"table": HeldTensor("U16", table.shape, table.raw)},
-            f"{NAME}: tensor 'table' is U16, expected one of BF16, F16, F32",
-        ),
-        (
-            {"table": HeldTensor("BF16", (rows - 1, 8), table.raw[:-16])},
-            f"{NAME}: {short_bytes} bytes, expected {len(sound)} for its rows",
-        ),
-    ]
+        ({"table": HeldTensor("U16", table.shape, table.raw)},
+         f"{NAME}: tensor 'table' is U16, expected one of BF16, F16, F32"),
+        ({"table": HeldTensor("BF16", (rows - 1, 8), table.raw[:-16])},
+         f"{NAME}: {short_bytes} bytes, expected {len(sound)} for its rows"),
+    ]  # fmt: skip
     for tensors, message in cases:
         write_tensors(path, tensors)
         reseal(folder, after=retotaled)

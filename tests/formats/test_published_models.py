@@ -11,8 +11,7 @@ from support.families import CARDS, REFERENCES, built, class_of, quiet_transform
 from support.published import CONFIGS, PUBLISHED, UNPUBLISHED, active, agrees, path_of, spec_of, total
 
 from moe_pack.formats import MATRICES
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Published
+from moe_pack.formats.families.family import Config, Published
 from moe_pack.formats.families.registry import family_of, model_types, read_spec
 from moe_pack.formats.parts import CompressedSpec, GroupedQuerySpec, LatentSpec
 from moe_pack.formats.parts.positions import LongRopeSpec, YarnSpec

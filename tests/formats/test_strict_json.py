@@ -1,6 +1,5 @@
 """Our own JSON: what parses, what is refused and in which words."""
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +16,12 @@ def refusal(raw: bytes) -> str:
     message = str(refused.value)
     assert "\n" not in message
     return message
+
+
+def load_refusal(record: type, values: object) -> str:
+    with pytest.raises(PackError) as refused:
+        load(record, values, "a.json", PackError)
+    return str(refused.value)
 
 
 def test_damaged_json_is_refused_in_one_line() -> None:
@@ -81,15 +86,13 @@ def test_text_that_is_no_unicode_is_refused() -> None:
 
 def test_long_keys_and_values_are_cut_in_messages() -> None:
     long = "x" * 100_000
-    with pytest.raises(PackError) as refused:
-        load(Tree, GOOD | {long: 1}, "a.json", PackError)
-    assert str(refused.value) == f"a.json: unknown key '{'x' * 56}..."
+    assert load_refusal(Tree, GOOD | {long: 1}) == f"a.json: unknown key '{'x' * 56}..."
     assert refusal(f'{{"{long}": 1, "{long}": 1}}'.encode()) == f"a.json: key '{'x' * 56}... appears twice"
 
 
-@pytest.mark.parametrize("raw", [b'{"a": 1e999}', b'{"a": -1e999}'])
-def test_a_number_too_large_for_a_float_is_no_infinity(raw: bytes) -> None:
-    assert refusal(raw).startswith("a.json: ")
+def test_a_number_too_large_for_a_float_is_no_infinity() -> None:
+    for raw in (b'{"a": 1e999}', b'{"a": -1e999}'):
+        assert refusal(raw).startswith("a.json: ")
 
 
 def test_the_error_raised_is_the_one_asked_for() -> None:
@@ -116,11 +119,8 @@ GOOD = {"name": "oak", "height": 3.5, "evergreen": False, "leaves": [{"size": 1,
 OAK = Tree("oak", 3.5, False, (Leaf(1, "long"),), None)
 
 
-def test_a_record_is_read_from_exactly_its_keys() -> None:
+def test_a_record_is_read_from_its_keys_and_written_as_they_were() -> None:
     assert load(Tree, GOOD, "a.json", PackError) == OAK
-
-
-def test_a_record_written_and_read_is_the_same() -> None:
     assert load(Tree, parse(canonical(dump(OAK)), "a.json", PackError), "a.json", PackError) == OAK
 
 
@@ -146,25 +146,20 @@ def test_a_key_unknown_or_of_another_type_is_refused_by_name() -> None:
     ]  # fmt: skip
     for change, message in cases:
         with case(change, message):
-            with pytest.raises(PackError) as refused:
-                load(Tree, GOOD | change, "a.json", PackError)
-            assert str(refused.value) == message
+            assert load_refusal(Tree, GOOD | change) == message
 
 
 def test_a_missing_key_is_refused_by_name() -> None:
     for key in sorted(GOOD):
         with case(key):
             values = {name: value for name, value in GOOD.items() if name != key}
-            with pytest.raises(PackError, match=f"^a.json: key '{key}' is missing$"):
-                load(Tree, values, "a.json", PackError)
+            assert load_refusal(Tree, values) == f"a.json: key '{key}' is missing"
 
 
 def test_a_record_is_only_read_from_an_object() -> None:
     for value in [None, [], "oak", 3]:
         with case(value):
-            with pytest.raises(PackError) as refused:
-                load(Tree, value, "a.json", PackError)
-            assert str(refused.value) == f"a.json: found {value!r}, expected an object"
+            assert load_refusal(Tree, value) == f"a.json: found {value!r}, expected an object"
 
 
 def test_the_nearest_legal_record_is_read() -> None:
@@ -197,17 +192,12 @@ NEEDLE = {"kind": "needle", "length": 2}
 BLADE = {"kind": "blade", "width": 3, "edges": ["smooth"]}
 
 
-@pytest.mark.parametrize(
-    ("values", "twig"),
-    [
-        ({"leaf": NEEDLE, "spare": None}, Twig(Needle("needle", 2.0), None)),
-        ({"leaf": BLADE, "spare": NEEDLE}, Twig(Blade("blade", 3, ("smooth",)), Needle("needle", 2.0))),
-    ],
-)
-def test_an_object_of_several_kinds_is_read_as_the_one_it_says_it_is(values: dict[str, object], twig: Twig) -> None:
-    found = load(Twig, values, "a.json", PackError)
-    assert found == twig
-    assert load(Twig, parse(canonical(dump(found)), "a.json", PackError), "a.json", PackError) == twig
+def test_an_object_of_several_kinds_is_read_as_the_one_it_says_it_is() -> None:
+    needle, blade = Needle("needle", 2.0), Blade("blade", 3, ("smooth",))
+    for leaf, spare, twig in ((NEEDLE, None, Twig(needle, None)), (BLADE, NEEDLE, Twig(blade, needle))):
+        found = load(Twig, {"leaf": leaf, "spare": spare}, "a.json", PackError)
+        assert found == twig
+        assert load(Twig, parse(canonical(dump(found)), "a.json", PackError), "a.json", PackError) == twig
 
 
 def test_an_object_that_is_none_of_its_kinds_is_refused() -> None:
@@ -228,17 +218,14 @@ def test_an_object_that_is_none_of_its_kinds_is_refused() -> None:
     ]
     for leaf, message in cases:
         with case(leaf, message):
-            with pytest.raises(PackError) as refused:
-                load(Twig, {"leaf": leaf, "spare": None}, "a.json", PackError)
-            assert str(refused.value) == f"a.json: {message}"
+            assert load_refusal(Twig, {"leaf": leaf, "spare": None}) == f"a.json: {message}"
 
 
 def test_only_null_stands_for_an_object_that_may_be_missing() -> None:
     for spare in [[], "", 0, False]:
         with case(spare):
-            with pytest.raises(PackError) as refused:
-                load(Twig, {"leaf": NEEDLE, "spare": spare}, "a.json", PackError)
-            assert str(refused.value) == f"a.json: spare: found {spare!r}, expected an object"
+            message = f"a.json: spare: found {spare!r}, expected an object"
+            assert load_refusal(Twig, {"leaf": NEEDLE, "spare": spare}) == message
 
 
 def test_canonical_bytes_do_not_depend_on_the_order_of_keys() -> None:
@@ -266,17 +253,10 @@ def test_a_record_with_keys_that_came_later_is_read_as_it_was_written() -> None:
             assert load(Grown, parse(canonical(dump(record)), "a.json", PackError), "a.json", PackError) == record
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"layers": None}, "a.json: key 'name' is missing"),
-        ({"name": "a", "layers": 1}, "a.json: layers: found 1, expected a list"),
-        ({"name": "a", "new": True}, "a.json: unknown key 'new'"),
-    ],
-)
-def test_a_key_that_came_later_is_held_to_its_type(values: dict[str, object], message: str) -> None:
-    with pytest.raises(PackError, match="^" + re.escape(message)):
-        load(Grown, values, "a.json", PackError)
+def test_a_key_that_came_later_is_held_to_its_type() -> None:
+    assert load_refusal(Grown, {"layers": None}) == "a.json: key 'name' is missing"
+    assert load_refusal(Grown, {"name": "a", "layers": 1}) == "a.json: layers: found 1, expected a list"
+    assert load_refusal(Grown, {"name": "a", "new": True}).startswith("a.json: unknown key 'new'")
 
 
 def test_an_infinity_in_a_foreign_file_is_what_transformers_writes_now() -> None:

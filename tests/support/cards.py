@@ -34,6 +34,10 @@ MSCALES: Values = {"mscale": 1.0, "mscale_all_dim": 1.0}
 SMALL_VISION: Values = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
 }  # fmt: skip
+QWEN_VISION: Values = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 ALL_SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 # Changes of a config (None removes a key), and the end of the line that refuses it.

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from moe_pack.formats import Matrix, ModelSpec
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.family import Config, ExpertNames, Family
 from moe_pack.formats.families.mixtral import MIXTRAL
 from support.models import Tensors
 

@@ -54,89 +54,47 @@ class Reason:
 
 # In the order of how many people are likely to run them.
 REASONS: tuple[Reason, ...] = (
-    Reason(
-        "glm5_next",
-        "GLM-5.3-Flash",
-        "latent attention to pooled positions that an indexer selects",
-    ),
-    Reason(
-        "mistral_large4",
-        "Mistral Large 4",
+    Reason("glm5_next", "GLM-5.3-Flash",
+        "latent attention to pooled positions that an indexer selects"),
+    Reason("mistral_large4", "Mistral Large 4",
         "layers that may share keys and values, a learned scale of queries by position for each head, learned rotary "
-        "frequencies",
-    ),
-    Reason(
-        "muse_spark",
-        "Muse Spark Open",
+        "frequencies"),
+    Reason("muse_spark", "Muse Spark Open",
         "experts in a smaller space between two projections, with a norm of their input and of each output, learned "
-        "gates of residuals, a normed embedding",
-    ),
-    Reason(
-        "inkling_mm_model",
-        "Inkling",
+        "gates of residuals, a normed embedding"),
+    Reason("inkling_mm_model", "Inkling",
         "positions as learned biases that depend on the token, short convolutions of keys, values and both halves of "
-        "a layer, shared experts weighted by the router",
-    ),
-    Reason(
-        "inkling2",
-        "Inkling 2",
+        "a layer, shared experts weighted by the router"),
+    Reason("inkling2", "Inkling 2",
         "as `inkling_mm_model`; also attention to earlier layers' outputs in place of residuals, convolutions with "
-        "weights from the token, softcaps in neurons",
-    ),
-    Reason(
-        "unlimited_ocr",
-        "Unlimited-OCR",
-        "a window over the answer, while the prompt is always seen; else `deepseek` as the text model",
-    ),
-    Reason(
-        "dots3_note",
-        "dots3-note",
+        "weights from the token, softcaps in neurons"),
+    Reason("unlimited_ocr", "Unlimited-OCR",
+        "a window over the answer, while the prompt is always seen; else `deepseek` as the text model"),
+    Reason("dots3_note", "dots3-note",
         "latent attention that an indexer selects for in some layers and with a window and other sizes in the rest, "
-        "a gate for each head, a norm of the rotated key",
-    ),
-    Reason(
-        "nllb-moe",
-        "NLLB-MoE-54B",
+        "a gate for each head, a norm of the rotated key"),
+    Reason("nllb-moe", "NLLB-MoE-54B",
         "encoder and decoder with sinusoidal positions, attention with biases, and in every fourth layer ReLU "
-        "experts with biases; both experts of a token have a capacity",
-    ),
+        "experts with biases; both experts of a token have a capacity"),
     Reason("jetmoe", "JetMoE-8B", "experts in attention: the projections of queries and outputs are routed too"),
-    Reason(
-        "zaya",
-        "ZAYA1-8B",
+    Reason("zaya", "ZAYA1-8B",
         "convolutions of queries and keys, half of each value from the token before, a router with hidden layers "
-        "that continues the state of the layer before, a choice without an expert, scaled residuals",
-    ),
-    Reason(
-        "doge",
-        "Doge 20M to 320M",
+        "that continues the state of the layer before, a choice without an expert, scaled residuals"),
+    Reason("doge", "Doge 20M to 320M",
         "thousands of experts of one neuron each, found by two halves of a key; scores of attention with a bias from "
-        "the values",
-    ),
-    Reason(
-        "nemo_speechlm",
-        "Nemotron 3.5 Transcribe",
-        "the text model of `nemotron_h`, trained to write down speech: without sound there is nothing to write",
-    ),
-    Reason(
-        "diffusion_gemma",
-        "DiffusionGemma 26B-A4B",
+        "the values"),
+    Reason("nemo_speechlm", "Nemotron 3.5 Transcribe",
+        "the text model of `nemotron_h`, trained to write down speech: without sound there is nothing to write"),
+    Reason("diffusion_gemma", "DiffusionGemma 26B-A4B",
         "diffusion: a block of 256 tokens is refined in several passes, tokens are not generated one by one",
-        "not a text decoder",
-    ),
-    Reason(
-        "openai_privacy_filter",
-        "OpenAI Privacy Filter",
+        "not a text decoder"),
+    Reason("openai_privacy_filter", "OpenAI Privacy Filter",
         "gives a label to each token of a text, and each token sees those after it; it generates nothing",
-        "not a text decoder",
-    ),
-    Reason(
-        "vitpose",
-        "ViTPose++",
+        "not a text decoder"),
+    Reason("vitpose", "ViTPose++",
         "finds poses in images: a vision transformer whose expert is chosen by the name of a data set",
-        "not a text decoder",
-    ),
-)
+        "not a text decoder"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_pack.formats import ModelSpec
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.ngrams import NGRAM_NAMES, NGRAM_TABLES, read_ngrams
 from moe_pack.formats.families.registry import LOADED

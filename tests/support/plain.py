@@ -148,3 +148,38 @@ def attention(x: torch.Tensor, values: Values, weights: Weights, prefix: str) ->
 def largest(scores: list[float], count: int) -> list[int]:
     """The places of the largest, the lower one among equals."""
     return sorted(range(len(scores)), key=lambda place: (-scores[place], place))[:count]
+
+
+def experts(
+    x: torch.Tensor, weights: Weights, mlp: str, chosen: dict[int, torch.Tensor], names: tuple[str, str, str]
+) -> torch.Tensor:
+    """The outputs of a token's experts by their weights, and of shared experts, where there are any."""
+    y = torch.zeros_like(x)
+    for e, weight in chosen.items():
+        y = y + weight * swiglu(x, weights, f"{mlp}.experts.{e}", names)
+    shared = f"{mlp}.shared_experts"
+    return y + swiglu(x, weights, shared, names) if f"{shared}.{names[0]}.weight" in weights else y
+
+
+def decoder_logits(
+    values: Values,
+    weights: Weights,
+    ids: list[int],
+    feed_forward: Callable[[torch.Tensor, str], torch.Tensor],
+    multipliers: tuple[float, float, float] = (1.0, 1.0, 1.0),
+) -> torch.Tensor:
+    """The logits of a text.
+
+    Args:    feed_forward: of the normed hidden states, and the beginning of a layer's names.
+             multipliers: of the embedding, of each half layer's result, and of what the head sees.
+    """
+    embedding, depth, last = multipliers
+    eps, x = values["rms_norm_eps"], weights["model.embed_tokens.weight"][ids] * embedding
+    for i in range(values["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        normed = rms_norm(x, weights[f"{layer}.input_layernorm.weight"], eps)
+        x = x + depth * attention(normed, values, weights, f"{layer}.self_attn")
+        x = x + depth * feed_forward(
+            rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], eps), f"{layer}.mlp"
+        )
+    return rms_norm(x, weights["model.norm.weight"], eps) * last @ head_of(values, weights).T

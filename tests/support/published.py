@@ -5,8 +5,7 @@ import math
 from pathlib import Path
 
 from moe_pack.formats import ModelSpec, dense_roles
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import Published
+from moe_pack.formats.families.family import Config, Published
 from moe_pack.formats.families.registry import all_families, read_spec
 from moe_pack.formats.parts.specs import num_active_parameters, num_parameters
 from support.models import TESTS

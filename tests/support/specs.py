@@ -1,5 +1,6 @@
 """Small models as specs, one a kind of attention, and a way to change one value of one."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +40,8 @@ from moe_pack.formats.parts import (
     TemperatureSpec,
 )
 from moe_pack.formats.parts.positions import ProportionalSpec
-from moe_pack.formats.parts.specs import EncoderSpec, LimitSpec
+from moe_pack.formats.parts.specs import EncoderSpec, LimitSpec, spec_fault
+from support.cases import case
 
 Values = dict[str, Any]
 
@@ -199,3 +201,15 @@ def changed(spec: ModelSpec, path: str, value: object) -> ModelSpec:
         place = place[key]
     place[last] = value
     return load(ModelSpec, values, "model", PackError)
+
+
+def assert_refused_beside_legal(spec: ModelSpec, path: str, wrong: object, right: object, message: str) -> None:
+    with case(path, wrong, right, message):
+        assert spec_fault(changed(spec, path, right)) is None
+        assert spec_fault(changed(spec, path, wrong)) == message
+
+
+def assert_each_refused(spec: ModelSpec, cases: Iterable[tuple[str, object, object, str]]) -> None:
+    """Each case has a field, a value that is refused, the nearest legal one, and the message."""
+    for path, wrong, right, message in cases:
+        assert_refused_beside_legal(spec, path, wrong, right, message)

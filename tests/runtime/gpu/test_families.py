@@ -10,7 +10,7 @@ from support.cases import case
 from support.gpu_runs import IDS, TOLERANCE, GpuRun, gpu_logits, reference_logits
 from support.models import pack
 
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.registry import read_spec
 from moe_pack.runtime.engine.options import cpu_only
 

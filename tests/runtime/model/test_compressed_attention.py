@@ -18,7 +18,7 @@ from support.streaming import budget_for
 
 from moe_pack.formats import MATRICES, CheckpointError, ModelSpec, Pack, RunError, dense_roles
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.parts.specs import cache_values, cached_values, layer_cache_values
+from moe_pack.formats.parts.specs import cache_values, cached_tokens, cached_values
 from moe_pack.runtime import Engine, EngineOptions, Sampler, SamplingOptions
 from moe_pack.runtime.engine.options import cpu_only
 from moe_pack.runtime.generate import generate
@@ -53,7 +53,8 @@ def test_the_cache_holds_a_window_of_keys_what_entries_follow_from_and_entries()
     windows, chunk, context = 3 + 10, 10, 50
     sparse = windows * 16 + (3 + chunk) * 4 * 28 + 25 * 28
     heavy = windows * 16 + (2 + chunk) * 2 * 16 + 16 * 16
-    found = [layer_cache_values(COMPRESSED, layer, context, chunk) for layer in range(3)]
+    places = [cached_tokens(COMPRESSED, layer, context, chunk) for layer in range(3)]
+    found = [COMPRESSED.attention_of(layer).cache_values(places[layer], context, chunk) for layer in range(3)]
     assert found == [sparse, heavy, windows * 16]
     assert cache_values(COMPRESSED, context, chunk) == sum(found)
     dtypes: tuple[tuple[KvDtype, int], ...] = (("f32", 4), ("bf16", 2))

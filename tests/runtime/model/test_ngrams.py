@@ -22,7 +22,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextPLELaye
 
 from moe_pack.formats import ModelSpec, NormSpec, Pack, PackError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Config
 from moe_pack.formats.families.ngrams import read_ngrams
 from moe_pack.formats.parts import GatedStreamsSpec
 from moe_pack.formats.parts.specs import dense_roles, state_values
