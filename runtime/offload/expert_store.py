@@ -1,9 +1,4 @@
-"""The expert store of the CPU: experts in pages of the arena, fetched whole or by rows, checked when they first arrive.
-
-From the bottom up: `Trace` writes the events of a run, `PagedExpert` is an expert's extent in pages, `PagedOperations`
-compute with experts in pages, and `ExpertStore` owns pages and reads. `ExpertCache` decides what is fetched and
-evicted, and experts.py what is computed.
-"""
+"""The expert store of the CPU: experts in pages of the arena, fetched whole or by rows, and checked."""
 
 import json
 import time
@@ -34,8 +29,7 @@ _MAX_EVENTS = 1000  # in memory between two writes
 class Trace:
     """The file of `--trace`, for Perfetto (ui.perfetto.dev) or chrome://tracing; it replaces a file of that name.
 
-    `close` writes the rest; the file is then whole JSON, however the run ended. If a write fails, the file is deleted,
-    because it would not be JSON.
+    `close` writes the rest; the file is then whole JSON, however the run ended. If a write fails, the file is deleted.
     Raises:  RunError if the file cannot be written, now or later.
     Source:  the Trace Event Format of Chromium's catapult: `X` has a duration; `b` and `e` begin and end events that
              may overlap. One event a line.
@@ -176,7 +170,7 @@ class ResidentSelectors:
         return int(self._places[key]) if self.has(key) and not self._is_read[key] else None
 
     def arrived(self, key: ExpertKey) -> None:
-        """Takes note that a selector has been read."""
+        """Marks a selector as read."""
         self._is_read[key] = True
 
     def to_check(self, key: ExpertKey) -> bool:
@@ -238,10 +232,7 @@ class PagedExpert:
         return np.arange(self._first_block, self.num_blocks)
 
     def selector_blocks(self) -> Blocks:
-        """Returns the blocks of the pages that are needed whichever neurons run.
-
-        They have the selector rows, unless these stay elsewhere, and the bias of down.
-        """
+        """Returns the blocks of the pages with selector rows, unless these stay elsewhere, and with the bias of down."""
         num_blocks = -(-self.layout.selector_bytes // formats.DISK_BLOCK_BYTES)
         selector = _NO_BLOCKS if self._selector_stays else np.arange(num_blocks)
         if self.layout.extra is None:
@@ -250,9 +241,9 @@ class PagedExpert:
         return np.union1d(selector, np.arange(first_extra, self.num_blocks))
 
     def pieces_of_rows(self, neurons: NDArray[np.int32], gap_blocks: int) -> disk.Pieces:
-        """Returns the pieces to read for the records of some neurons, as far as they have not arrived.
+        """Returns the pieces to read for the records of some neurons (rising), as far as they have not arrived.
 
-        Args:    neurons: rising.   gap_blocks: gaps of at most so many blocks are read too.
+        Args:    gap_blocks: gaps of at most so many blocks are read too.
         """
         return pieces_of_rows(
             neurons,
@@ -267,7 +258,6 @@ class PagedExpert:
         )
 
     def _ends(self, neurons: NDArray[np.int32]) -> tuple[Blocks, Blocks]:
-        """Returns the first and the last block of each record."""
         row_bytes = self.layout.records.row_bytes
         begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
         return begin // formats.DISK_BLOCK_BYTES, (begin + row_bytes - 1) // formats.DISK_BLOCK_BYTES
@@ -280,10 +270,7 @@ class PagedExpert:
         return present
 
     def pieces(self, blocks: Blocks) -> disk.Pieces:
-        """Returns the pieces to read for those of `blocks` (rising) that have not arrived.
-
-        A piece is a run of blocks in one page.
-        """
+        """Returns the pieces to read for those of `blocks` (rising) that have not arrived: runs within a page."""
         blocks = blocks[~self.has_block[blocks]]
         page_blocks = self._arena.page_bytes // formats.DISK_BLOCK_BYTES
         page, within = np.divmod(blocks - self._first_block, page_blocks)
@@ -297,7 +284,7 @@ class PagedExpert:
         return disk.Pieces(blocks, offsets, places, lengths * formats.DISK_BLOCK_BYTES)
 
     def arrived(self, blocks: Blocks) -> None:
-        """Takes note that blocks have been read."""
+        """Marks blocks as read."""
         self.has_block[blocks] = True
         self.is_whole = bool(self.has_block.all())
 
@@ -321,10 +308,7 @@ class PagedExpert:
         self._row_is_checked[unchecked] = True
 
     def check_selector(self, kernels: cpu.Kernels, number: int) -> None:
-        """Checks every selector row and the bias of down.
-
-        Raises:  PackError, which names the first damaged row.
-        """
+        """Checks every selector row and the bias of down; raises as `check_rows`."""
         assert self.layout.selector is not None and self.rows.selector is not None, "an expert with a selector"
         every = np.arange(self.layout.num_rows, dtype=np.int32)
         self._check(kernels, self.rows.selector, self.layout.selector, every, number)
@@ -332,10 +316,7 @@ class PagedExpert:
         self.is_selector_checked = True
 
     def check_all_rows(self, kernels: cpu.Kernels, number: int) -> None:
-        """Checks every record that has not been checked before, and the bias of down, of an expert that is whole.
-
-        Raises:  PackError, which names the first damaged row.
-        """
+        """Checks every record that has not been checked before, and the bias of down, of an expert that is whole."""
         self.check_rows(kernels, np.arange(self.layout.num_rows, dtype=np.int32), number)
         self._check_bias(kernels, number)
 
@@ -398,7 +379,7 @@ class PagedOperations:
         return zlib.crc32(expert.extent().numpy().data)
 
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
-        """Runs whole experts over x float32 [T, d]; each writes its rows of `outputs`, weighted."""
+        """Runs experts over x float32 [T, d]; each writes its rows of `outputs`, weighted."""
         for work in works:
             some, threshold = x[torch.from_numpy(work.tokens)], work.expert.rows.threshold
             y = model.run_expert(some, work.expert, work.expert.function, self._selector, threshold)
@@ -460,7 +441,7 @@ class RunningShares:
         self._means = np.zeros((2, num_layers))
 
     def ran(self, layer_idx: int, share: float) -> None:
-        """Takes note of the share of an expert's neurons that ran for any token of the pass."""
+        """Adds the share of an expert's neurons that ran for any token of the pass."""
         means = self._means[int(self.is_decoding)]
         means[layer_idx] = _SHARE_MEMORY * means[layer_idx] + (1 - _SHARE_MEMORY) * share
 
@@ -609,10 +590,7 @@ class ExpertStore:
         self._begin(key, pieces, urgent)
 
     def check_records(self, key: ExpertKey, neurons: NDArray[np.int32]) -> None:
-        """Checks the records of some neurons that have not been checked before.
-
-        Raises:  PackError, which names the first damaged row.
-        """
+        """Checks the records of some neurons that have not been checked before; raises as `PagedExpert.check_rows`."""
         if self._verify and not self._checked[key] and self.by_rows is not None:
             self._experts[key].check_rows(self.by_rows.kernels, neurons, key.expert)
 

@@ -1,9 +1,9 @@
 """The loop that offloads: experts come from the disk into pages when a router chooses them, or when they are predicted.
 
 `ExpertCache` decides, `ExpertStore` moves bytes, its operations compute; this file carries out the decisions. Reads
-that the running layer needs go first, and prefetches for the next layer fill the rest of the disk's time; resident
-experts are computed meanwhile. Each expert's output has rows of its own, which are added up in the order of experts.
-Therefore the answer is the same to the bit, whatever was resident and whenever the rest came.
+that the running layer needs go first, prefetches for the next layer fill the rest of the disk's time, and resident
+experts are computed meanwhile. Each expert's output has rows of its own, which are added in the order of experts:
+the answer is the same to the bit, whatever was resident and whenever the rest came.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         self._initial = set(expert_cache.initial)  # until their layer runs or they are evicted
 
     def begin_pass(self, ids: Tensor, num_last: int) -> None:
-        """Prefetches the first layer's experts if a table names them; see `ExpertRunner`."""
+        """Prefetches the first layer's experts if a table names them."""
         self._num_last, self._named = num_last, {}
         if self.recorder is not None:
             self.recorder.begin_pass()
@@ -217,7 +217,7 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         self._prefetch_rows(layer_idx + 1, ahead)
 
     def resident_experts(self) -> NDArray[np.bool_]:
-        """Returns which experts are in fast memory now, a copy: bool [L, E]. May be called from any thread."""
+        """Returns a copy of which experts are in fast memory now: bool [L, E]. May be called from any thread."""
         return self._expert_cache.is_resident.copy()
 
     def _note_fetch(self, key: cache.ExpertKey) -> None:
@@ -264,7 +264,6 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         return len(tokens) if self._num_last is None or not is_last else min(self._num_last, len(tokens))
 
     def _is_decoding(self, num_tokens: int) -> bool:
-        """Whether tokens of a layer are the next ones of their sequences."""
         return self.is_batch or (num_tokens == 1 and not self.is_prompt)
 
     def _predicted_for(self, layer_idx: int, num_tokens: int) -> list[int] | None:
@@ -350,10 +349,9 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
                 counts.prefetched += 1
 
     def _prefetch_rows(self, layer_idx: int, x: Tensor) -> None:
-        """Prefetches the rows that predicted experts, if only in part resident, would run on the input x of a layer.
+        """Prefetches the rows that predicted experts, if only in part resident, would run on the layer before's input x.
 
         Their selectors may be on their way; each call takes those that have arrived since the last.
-        Args:    layer_idx: of the predicted experts, the layer after the one whose input is x.
         """
         keys = [key for key in self._rows_pending if self.store.is_here(key)]
         if not keys:
@@ -366,10 +364,7 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
     def _predict_neurons(
         self, x: Tensor, keys: Sequence[cache.ExpertKey]
     ) -> list[tuple[cache.ExpertKey, NDArray[np.int32]]]:
-        """Returns the neurons that would run on x, of experts with all selector rows and not all records.
-
-        Args:    x: float32 [1, d], as the experts get it.
-        """
+        """Returns the neurons that would run on x float32 [1, d], of experts that lack some records."""
         experts = [(key, self.store.arrive(key)) for key in keys]
         in_part = [(key, expert) for key, expert in experts if not expert.is_whole]
         if not in_part:

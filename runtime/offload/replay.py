@@ -1,8 +1,7 @@
 """Replay: recorded routes run against a policy and a number of pages, without weights.
 
-The decisions are those of `ExpertCache`, which a run uses too. Therefore the hits are those of the run where nothing is
-predicted, and where the predictions were recorded. Replay knows no time: every prefetch arrives. Belady's optimum, for
-comparison, knows the future.
+`ExpertCache` decides, as in a run. Therefore the hits are those of the run where nothing is predicted, and where the
+predictions were recorded. Replay knows no time: every prefetch arrives.
 """
 
 from collections import deque
@@ -60,7 +59,7 @@ class ReplayCounts:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """The counts of a replay: of the passes of prefill, and of decode."""
+    """The counts of a replay."""
 
     prefill: ReplayCounts = field(default_factory=ReplayCounts)
     decode: ReplayCounts = field(default_factory=ReplayCounts)
@@ -79,7 +78,7 @@ def replay(
 
     If the recorded run had this policy and these pages, all its prefetches are replayed. Otherwise experts are
     predicted from the routes so far, in passes of one token, if the preset's prediction needs no more than routes; they
-    are then prefetched at the end of the layer before.
+    are prefetched at the end of the layer before.
     Args:    extent_bytes: int64 [L, E], the bytes that fetching each expert reads.
     """
     assert facts.pages.shape == (passes.routes.shape[1], passes.num_experts), "routes of this model"
@@ -90,7 +89,7 @@ def replay(
 
 
 def optimum(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> ReplayResult:
-    """Replays routes against Belady's eviction, without placement and without prediction."""
+    """Replays routes against Belady's eviction, which knows the future, without placement and without prediction."""
     steps = [step for layers in passes.needed() for step in enumerate(layers)]
     result = ReplayResult()
     _replay(passes, ExpertCache(facts, eviction.Belady(facts, steps)), extent_bytes, result, _NoPrefetch())
@@ -102,9 +101,9 @@ def auto_policy(
 ) -> tuple[presets.PolicyName, dict[presets.PolicyName, ReplayResult]]:
     """Returns the best policy for such routes, by `best_of`, and the result of each policy without prediction.
 
-    Prediction is left out because routes alone do not tell most predictions, and because it reads no fewer bytes. All
-    begin with an empty cache, as the optimum does: policies are compared by what they keep.
-    A policy that needs scores is left out where they are not known.
+    Routes alone do not tell most predictions, and prediction reads no fewer bytes. All policies begin with an empty
+    cache, as the optimum does: they are compared by what they keep. A policy that needs scores is left out without
+    scores.
     """
     names = [
         name for name in presets.SIMPLEST_FIRST if not presets.PRESETS[name].needs_scores or passes.scores is not None
@@ -120,13 +119,9 @@ def best_of(table: Mapping[presets.PolicyName, ReplayResult]) -> presets.PolicyN
 
 
 class _NoPrefetch:
-    """Prefetches nothing. The other sources of prefetches override both methods.
-
-    Both yield events of the cache, which has carried out an event before it gives the next.
-    """
+    """Prefetches nothing. Both methods yield events of the cache, which carries out each before it gives the next."""
 
     def before_pass(self, cache: ExpertCache, pass_idx: int) -> Iterable[Event]:
-        """Prefetches before a pass."""
         return ()
 
     def after_event(self, cache: ExpertCache, layer_idx: int, is_over: bool) -> Iterable[Event]:
@@ -142,7 +137,6 @@ class _RecordedPrefetch(_NoPrefetch):
         self._num_events = 0
 
     def before_pass(self, cache: ExpertCache, pass_idx: int) -> Iterator[Event]:
-        """Repeats the requests that are due: before the first pass, those that no event precedes."""
         while self._requests and self._requests[0].after <= self._num_events:
             request = self._requests.popleft()
             if request.is_abandoned:
