@@ -1,11 +1,10 @@
 """The speed of a pack on a CPU: the disk is read while experts are computed.
 
-Which experts are missing comes from a replay of routes with the policy that the runtime would choose, by the runtime's
-own decisions and without weights (`visits`). `runtime.offload.replay` only counts hits; the cost model also needs to
-know which experts of a layer were chosen together, and how long each has been resident.
+A replay of routes with the policy that the runtime would choose says which experts are missing, which experts of a
+layer were chosen together, and how long each has been resident (`visits`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from moe_pack.runtime.cpu.reads import MAX_READ_BYTES
 from moe_pack.runtime.engine.machine import disk_cutover
 from moe_pack.runtime.engine.offloaded import auto_preset
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload import budgets, cache
+from moe_pack.runtime.offload import budgets, cache, replay
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
@@ -41,7 +40,7 @@ class Visits:
 
     @property
     def hit_rate(self) -> float:
-        """Returns the share of visits whose expert was resident; 1 if there was no visit."""
+        """The share of visits whose expert was resident; 1 if there was no visit."""
         return float((self.ages > 0).mean()) if len(self.ages) else 1.0
 
 
@@ -54,10 +53,9 @@ def visits(
     Args:    is_filled: whether the cache begins with the most popular experts, so that few tokens warm it.
     """
     L, E = facts.pages.shape
-    routes = np.sort(passes.routes.astype(np.int64), axis=2)  # [T, L, k]
     if int(facts.pages.sum()) <= facts.num_pages:
-        warm = routes[num_warm:]
-        steps = np.repeat(np.arange(len(warm) * L), routes.shape[2])
+        warm = np.sort(passes.routes[num_warm:].astype(np.int64), axis=2)  # [T, L, k]
+        steps = np.repeat(np.arange(len(warm) * L), warm.shape[2])
         keys = (warm + E * np.arange(L)[:, None]).ravel()
         return Visits(len(warm), steps, keys, np.full(len(keys), MAX_AGE))
     expert_cache = offload.expert_cache_for(preset, facts)
@@ -66,17 +64,15 @@ def visits(
         _fill(expert_cache, facts)
         ages[expert_cache.is_resident] = MAX_AGE
     visited: list[tuple[int, int, int]] = []
-    for token, layers in enumerate(routes.tolist()):
-        for l, experts in enumerate(layers):
-            for event in expert_cache.schedule(l, experts):
-                if isinstance(event, cache.FetchEvent):
-                    ages[event.key] = 0
-                elif isinstance(event, cache.ComputeEvent):
-                    if token >= num_warm:
-                        visited.append(((token - num_warm) * L + l, l * E + event.key.expert, int(ages[event.key])))
-                    ages[event.key] += 1
+    for token, l, event, _ in replay.played(passes, expert_cache):
+        if isinstance(event, cache.FetchEvent):
+            ages[event.key] = 0
+        elif isinstance(event, cache.ComputeEvent):
+            if token >= num_warm:
+                visited.append(((token - num_warm) * L + l, l * E + event.key.expert, int(ages[event.key])))
+            ages[event.key] += 1
     columns = np.array(visited, np.int64).reshape(-1, 3).T
-    return Visits(max(len(routes) - num_warm, 0), columns[0], columns[1], np.minimum(columns[2], MAX_AGE))
+    return Visits(max(len(passes.routes) - num_warm, 0), columns[0], columns[1], np.minimum(columns[2], MAX_AGE))
 
 
 def _fill(expert_cache: offload.ExpertCache, facts: offload.CacheFacts) -> None:
@@ -127,7 +123,7 @@ def estimate_on_cpu(
     seen_tokens: int = 0,
     is_rough: bool = False,
     kv_dtype: KvDtype = "f32",
-) -> speed.TokenEstimate:
+) -> speed.SpeedEstimate:
     """Estimates how fast a pack of this layout decodes on the CPU within a budget.
 
     Args:    plan: the budget's division.   popularity: [L, E], any unit.   sparsity: [L, E], the share of neurons that
@@ -188,8 +184,7 @@ def fetched_from_disk(
              predicted; where single rows are read, their selectors are computed twice.
     """
     cutover = disk_cutover(layout, machine.disk)
-    shape = (MAX_AGE + 1, *running.shape)
-    fetching = FetchCosts(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    costs = np.zeros((4, MAX_AGE + 1, *running.shape))  # the fields of `FetchCosts`
     # Experts with one layout are one object, which is found quickly.
     known: dict[tuple[int, float, bool, bool, float], Array] = {}
     for l, layer in enumerate(layout.experts):
@@ -203,13 +198,8 @@ def fetched_from_disk(
                     known[key] = _by_rows(expert, share, machine, stays, key[4])
                 else:
                     known[key] = _whole(expert, machine, page_bytes, stays)
-            for table, values in zip(_tables(fetching), known[key], strict=True):
-                table[:, l, e] = values
-    return fetching
-
-
-def _tables(fetching: FetchCosts) -> tuple[Array, Array, Array, Array]:
-    return fetching.num_bytes, fetching.seconds, fetching.alone, fetching.handling
+            costs[:, :, l, e] = known[key]
+    return FetchCosts(*costs)
 
 
 def _whole(expert: formats.ExpertLayout, machine: machines.Machine, page_bytes: int, stays: bool) -> Array:
@@ -305,7 +295,7 @@ def _token_estimate(
     predicted: Array,
     policy: offload.PolicyName,
     dense: tuple[float, float],
-) -> speed.TokenEstimate:
+) -> speed.SpeedEstimate:
     L = len(layout.experts)
     computing, reading = speed.expert_table(layout, running, lambda e, share: speed.expert_seconds(e, share, machine))
     dense_s, dense_bytes = dense
@@ -317,7 +307,7 @@ def _token_estimate(
     # For each expert that was not predicted, a wrongly predicted one is read too.
     wrong = np.where(predicted > 0, 1 - predicted, 0.0)[visited.steps % L]
     fetched = fetching.num_bytes.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys]
-    return speed.TokenEstimate(
+    return speed.SpeedEstimate(
         policy=policy,
         hit_rate=visited.hit_rate,
         misses=expected_misses(visited, popularity * (k / popularity.sum(axis=1, keepdims=True))),
@@ -368,7 +358,7 @@ def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: A
     return float((prefetched + (1 - share) * at_once).sum())
 
 
-class CpuTier(speed.MachineTier):
+class CpuTier(speed.MemoryTier):
     """Host memory over the disk: the tier of `--device cpu`.
 
     Args:    kv_dtype: of the key-value cache.
@@ -388,16 +378,10 @@ class CpuTier(speed.MachineTier):
     def estimate(
         self, layout: layouts.PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> speed.SpeedEstimate:
-        """Estimates the speed of a pack of this layout on the CPU; arguments and errors as `MemoryTier.estimate`."""
         routing = self._routing
         heat = planned_heat(layout, routing.popularity, sparsity, self._machine.disk)
         plan = offload.divide_budget(
-            layout,
-            self.budget_bytes - less_bytes,
-            self._context_tokens,
-            routing.predictor_bytes,
-            heat,
-            self._sequences,
+            layout, self.budget_bytes - less_bytes, self._context_tokens, routing.predictor_bytes, heat, self._sequences
         )
         token = estimate_on_cpu(
             layout,
@@ -411,10 +395,9 @@ class CpuTier(speed.MachineTier):
             is_rough,
             self._sequences.kv_dtype,
         )
-        return speed.speed_estimate(plan.parts, token)
+        return replace(token, shares=plan.parts)
 
     def least_bytes(self, layout: layouts.PackLayout) -> int:
-        """Returns the smallest budget in which a pack of this layout runs."""
         return offload.least_budget(layout, self._context_tokens, self._routing.predictor_bytes, self._sequences)
 
     def fetch_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:

@@ -201,4 +201,4 @@ class Planner:
 
 def _fastest(plans: Sequence[EstimatedPlan]) -> EstimatedPlan:
     """Returns the fastest plan, and of equally fast ones the one that loses less."""
-    return min(plans, key=lambda planned: (planned.speed.seconds, planned.loss))
+    return min(plans, key=lambda planned: (planned.speed.seconds.total, planned.loss))

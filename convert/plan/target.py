@@ -239,7 +239,7 @@ def check_budget(target: options.Target, spec: formats.ModelSpec, dense_dtypes: 
 def with_kv_dtype(target: options.Target, spec: formats.ModelSpec, dense_dtypes: tuple[str, ...]) -> options.Target:
     """Returns the target with a key-value cache of 8 bits, if none is asked for and no pack runs with one of float32.
 
-    Of the forms whose KL is below 0.0005 nats on a real model, q8 has the fewest bytes (docs/benchmarks/memory.md).
+    q8 has the fewest bytes of the forms whose KL is below 0.0005 nats on a real model (docs/benchmarks/memory.md).
     """
     if target.device != "cpu" or target.kv_dtype is not None or spec.encoder is not None:
         return target

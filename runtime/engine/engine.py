@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_pack import formats
+from moe_pack.formats.base import commands
 from moe_pack.formats.pack.reader import audit
 from moe_pack.runtime import model, offload
 from moe_pack.runtime.engine import machine, mapped
 from moe_pack.runtime.engine.built import Built, Computing, Setup
 from moe_pack.runtime.engine.drafting import choose_drafts
-from moe_pack.runtime.engine.options import Device, EngineOptions
+from moe_pack.runtime.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from moe_pack.runtime.gpu.devices import HostArena
@@ -159,7 +160,7 @@ def choose_device(
     if options.device != "auto":
         return options, None
     gpu = machine.gpu_here()
-    why_cpu = why_no_gpu(gpu)
+    why_cpu = "no GPU found" if gpu is None else gpu.fault
     if gpu is not None and why_cpu is None:
         refusal = options.gpu_refusal(pack.spec)
         if needs_cpu is not None:
@@ -168,14 +169,9 @@ def choose_device(
             why_cpu = _why_too_small(pack, options, context_tokens, gpu) if refusal is None else refusal.why
     if gpu is not None and why_cpu is None:
         return replace(options, device="cuda"), f"device: cuda ({gpu.name})"
-    if names := options.gpu_only():
+    if names := commands.given(options, mark="gpu"):
         raise formats.RunError(f"{names[0]} needs a GPU, and --device auto is the CPU here ({why_cpu}); remove it")
     return replace(options, device="cpu"), f"device: cpu ({why_cpu})"
-
-
-def why_no_gpu(gpu: machine.GpuHere | None) -> str | None:
-    """Returns why no pack runs on a GPU of this machine, in words; None if one can."""
-    return "no GPU found" if gpu is None else gpu.fault
 
 
 def _why_too_small(pack: formats.Pack, options: EngineOptions, context_tokens: int, gpu: machine.GpuHere) -> str | None:
@@ -192,11 +188,8 @@ def _why_too_small(pack: formats.Pack, options: EngineOptions, context_tokens: i
     return f"a GPU needs {formats.size_text(least)} for this pack, {here}"
 
 
-def _device(name: Device) -> torch.device:
-    """Returns torch's name of a device.
-
-    Raises:  RunError if it is a GPU, and there is none on which the kernels run.
-    """
-    if name == "cuda" and (fault := why_no_gpu(machine.gpu_here())) is not None:
-        raise formats.RunError(f"--device cuda: {fault}; use --device cpu")
+def _device(name: str) -> torch.device:
+    gpu = machine.gpu_here() if name == "cuda" else None
+    if name == "cuda" and (gpu is None or gpu.fault is not None):
+        raise formats.RunError(f"--device cuda: {'no GPU found' if gpu is None else gpu.fault}; use --device cpu")
     return torch.device(name)

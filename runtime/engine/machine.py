@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from moe_pack import formats
 from moe_pack.formats.base import json_files
@@ -24,20 +24,11 @@ _USUAL_SHARE = 0.75  # of free memory
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 
 
-class _CgroupFiles(NamedTuple):
-    """Where a control group says its memory's limit and use.
-
-    The system evicts files' pages before a process reaches the limit, so they do not count as used here.
-    """
-
-    limit: str
-    used: str
-    page_cache: str  # the line of memory.stat with files' pages
-
-
+# A control group's files with the limit and the use of memory, and the line of memory.stat with files' pages, which do
+# not count as used here: the system evicts them before a process reaches the limit.
 _CGROUP_VERSIONS = (
-    _CgroupFiles("memory.max", "memory.current", "file"),
-    _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+    ("memory.max", "memory.current", "file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
 )
 
 
@@ -54,7 +45,7 @@ def usual_bytes() -> int | None:
 
 def total_bytes() -> int | None:
     """Returns all memory of the machine, within the control group's limit; None if it is not known."""
-    limits = (_number(folder / names.limit) for folder in _cgroup_folders() for names in _CGROUP_VERSIONS)
+    limits = (_number(folder / limit) for folder in _cgroup_folders() for limit, _, _ in _CGROUP_VERSIONS)
     return _least_known(_field(_MEMINFO, "MemTotal"), *limits)
 
 
@@ -68,10 +59,9 @@ def anonymous_bytes() -> int | None:
 
 
 def give_back_freed() -> None:
-    """Gives freed memory that C's allocator keeps back to the system; only glibc can.
+    """Gives freed memory that C's allocator keeps back to the system, which pays after stages that free much.
 
-    The allocator keeps freed memory that lies between used memory, and large tensors that do not fit there take new
-    memory. So this pays after stages that allocate and free much.
+    The allocator keeps freed memory between used memory, and large tensors that do not fit there take new memory.
     """
     _call_libc("malloc_trim", ctypes.c_size_t(0))
 
@@ -88,8 +78,8 @@ def give_back_large_at_once() -> None:
 def use_one_heap() -> None:
     """From now on, all threads allocate from one heap; only glibc has more. Call it before threads are started.
 
-    Left alone, the allocator has up to 8 heaps for each CPU. What a request frees in one of them is of no use to
-    another, so the memory of a server with many threads grows long after its first requests.
+    Left alone, the allocator has up to 8 heaps for each CPU, and memory freed in one is of no use to another: the
+    memory of a server with many threads grows long after its first requests.
     """
     _call_libc("mallopt", _M_ARENA_MAX, 1)
 
@@ -113,10 +103,10 @@ def _field(path: Path, name: str) -> int | None:
 
 def _left_in_cgroup() -> int | None:
     for folder in _cgroup_folders():
-        for names in _CGROUP_VERSIONS:
-            limit, used = _number(folder / names.limit), _number(folder / names.used)
+        for limit_file, used_file, page_cache in _CGROUP_VERSIONS:
+            limit, used = _number(folder / limit_file), _number(folder / used_file)
             if limit is not None and used is not None:
-                return max(limit - used + _stat(folder / "memory.stat", names.page_cache), 0)
+                return max(limit - used + _stat(folder / "memory.stat", page_cache), 0)
     return None
 
 

@@ -1,6 +1,6 @@
-"""The engine on the CPU that uses experts in their mapped files, where the system decides what stays in memory.
+"""The engine on the CPU that uses experts in their mapped files; the system decides what stays in memory.
 
-What it shares with the one that offloads is here too: the operations, and the decoder.
+It shares the operations and the decoder with the engine that offloads.
 """
 
 from __future__ import annotations

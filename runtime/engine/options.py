@@ -1,7 +1,6 @@
 """The options of a run and of sampling: frozen objects, from which the command line is derived.
 
-Some options have a meaning on a GPU only, some only where experts are offloaded. The checks at the end refuse an option
-where it would have no effect. What the options mean together, the engine decides.
+Some options have a meaning on a GPU only, some only where experts are offloaded; the checks refuse others.
 """
 
 from collections.abc import Callable, Mapping
@@ -213,7 +212,7 @@ class EngineOptions:
 
         Raises:  RunError.
         """
-        if names := self.gpu_only():
+        if names := commands.given(self, mark=_GPU):
             raise formats.RunError(f"{names[0]} needs --device cuda; remove it or add --device cuda")
         if self.read == "map" and (names := self.offload_only()):
             raise formats.RunError(f"{names[0]} needs offloaded experts; remove --read map")
@@ -245,10 +244,6 @@ class EngineOptions:
         if names:
             return GpuRefusal(f"{names[0]} needs it", f"{names[0]} needs --device cpu; remove one of them")
         return None
-
-    def gpu_only(self) -> list[str]:
-        """Lists the given options that have a meaning on a GPU only."""
-        return commands.given(self, mark=_GPU)
 
 
 @dataclass(frozen=True, slots=True)

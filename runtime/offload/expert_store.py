@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from moe_pack.runtime.offload.cache import ExpertKey
 from moe_pack.runtime.offload.disk import pieces_of_rows
 
 _MAX_EVENTS = 1000  # in memory between two writes
+_TRACKS = ("computing", "waiting for reads")
 
 
 class Trace:
@@ -46,7 +47,7 @@ class Trace:
             raise self._error(fault) from fault
         tracks = (
             {"name": "thread_name", "ph": "M", "ts": 0, "pid": 1, "tid": track, "args": {"name": name}}
-            for track, name in enumerate(("computing", "waiting for reads"))
+            for track, name in enumerate(_TRACKS)
         )
         # Written now: a disk error comes before the model runs, and each later line is complete in itself.
         self._put('{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, tracks)))
@@ -60,14 +61,14 @@ class Trace:
         self.close()
 
     @contextmanager
-    def computing(self, name: str, **facts: object) -> Iterator[None]:
-        """Records the time of a computation."""
-        yield from self._during(0, name, facts)
-
-    @contextmanager
-    def waiting(self, name: str, **facts: object) -> Iterator[None]:
-        """Records the time of a stall."""
-        yield from self._during(1, name, facts)
+    def during(self, track: Literal["computing", "waiting for reads"], name: str, **facts: object) -> Iterator[None]:
+        """Records the time of the block on a track."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            event = {"name": name, "ph": "X", "ts": start, "dur": self._now() - start, "tid": _TRACKS.index(track)}
+            self._add(event | {"args": facts})
 
     def read_begins(self, name: str, num_bytes: int, is_urgent: bool) -> int:
         """Records that a read was requested; returns its number."""
@@ -90,13 +91,6 @@ class Trace:
             self._file.close()
         except OSError as fault:
             raise self._failed(fault) from fault
-
-    def _during(self, track: int, name: str, facts: dict[str, object]) -> Iterator[None]:
-        start = self._now()
-        try:
-            yield
-        finally:
-            self._add({"name": name, "ph": "X", "ts": start, "dur": self._now() - start, "tid": track, "args": facts})
 
     def _now(self) -> float:
         return (time.perf_counter_ns() - self._start_ns) / 1000
@@ -232,7 +226,7 @@ class PagedExpert:
         return np.arange(self._first_block, self.num_blocks)
 
     def selector_blocks(self) -> Blocks:
-        """Returns the blocks of the pages with selector rows, unless these stay elsewhere, and with the bias of down."""
+        """Returns the blocks of the pages with selector rows, unless these stay elsewhere, and the bias of down."""
         num_blocks = -(-self.layout.selector_bytes // formats.DISK_BLOCK_BYTES)
         selector = _NO_BLOCKS if self._selector_stays else np.arange(num_blocks)
         if self.layout.extra is None:
@@ -257,15 +251,12 @@ class PagedExpert:
             self.offset,
         )
 
-    def _ends(self, neurons: NDArray[np.int32]) -> tuple[Blocks, Blocks]:
-        row_bytes = self.layout.records.row_bytes
-        begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
-        return begin // formats.DISK_BLOCK_BYTES, (begin + row_bytes - 1) // formats.DISK_BLOCK_BYTES
-
     def present(self, neurons: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns those of some neurons whose records have arrived."""
         num_before = np.concatenate([[0], np.cumsum(self.has_block)])
-        first, last = self._ends(neurons)
+        row_bytes = self.layout.records.row_bytes
+        begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
+        first, last = begin // formats.DISK_BLOCK_BYTES, (begin + row_bytes - 1) // formats.DISK_BLOCK_BYTES
         present: NDArray[np.int32] = neurons[num_before[last + 1] - num_before[first] == last + 1 - first]
         return present
 
@@ -346,14 +337,6 @@ class PagedExpert:
             out[page * page_bytes : (page + 1) * page_bytes] = self._arena.memory[place : place + page_bytes]
         return torch.from_numpy(out[: self.layout.num_bytes])
 
-    def blocks(self) -> Iterator[model.NeuronBlock]:
-        """Yields all neurons once, in stored order, dequantized."""
-        return model.PackedExpert(self.layout, self.extent()).blocks()
-
-    def down_bias(self) -> Tensor | None:
-        """Returns the bias of down, float32 [d]; None if the family has none."""
-        return model.PackedExpert(self.layout, self.extent()).down_bias()
-
 
 class PagedWork(NamedTuple):
     """An expert to run for n tokens."""
@@ -381,8 +364,9 @@ class PagedOperations:
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
         """Runs experts over x float32 [T, d]; each writes its rows of `outputs`, weighted."""
         for work in works:
-            some, threshold = x[torch.from_numpy(work.tokens)], work.expert.rows.threshold
-            y = model.run_expert(some, work.expert, work.expert.function, self._selector, threshold)
+            some, expert = x[torch.from_numpy(work.tokens)], work.expert
+            packed = model.PackedExpert(expert.layout, expert.extent())
+            y = model.run_expert(some, packed, expert.function, self._selector, expert.rows.threshold)
             outputs[work.places] = work.weights[:, None] * y.numpy()
 
 
@@ -412,7 +396,7 @@ class NativePagedOperations(PagedOperations):
 
 
 def paged_operations(operations: model.Operations, selector: formats.Selector) -> PagedOperations:
-    """Returns the operations on experts in pages that go with the `operations` of the dense part."""
+    """Returns the operations on experts in pages that go with those of the dense part."""
     if isinstance(operations, model.NativeOperations):
         return NativePagedOperations(selector, operations.kernels)
     return PagedOperations(selector)
@@ -567,7 +551,7 @@ class ExpertStore:
         if expert.ticket is None:
             return expert
         if self._trace is not None and not self.reads.is_done(expert.ticket):
-            with self._trace.waiting(_name(key)):
+            with self._trace.during("waiting for reads", _name(key)):
                 self._wait(expert.ticket)
         else:
             self._wait(expert.ticket)

@@ -119,8 +119,8 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
                 named = experts_of_tokens(ids, self, layer).numpy()
                 self._named[layer_idx] = named[-self._num_tokens(layer_idx, ids) :]
         if 0 in self._named:
-            self.store.shares.is_decoding = self._is_decoding(len(ids))
-            counts = self.decode if self._is_decoding(len(ids)) else self.prefill
+            self.store.shares.is_decoding = is_decoding = self._is_decoding(len(ids))
+            counts = self.decode if is_decoding else self.prefill
             experts, asked = most_chosen(self._named[0], self.spec.router.num_experts), self.store.asked_bytes
             self._fetch_ahead(0, experts, 0, self.store.evict, counts)
             counts.asked_bytes += self.store.asked_bytes - asked
@@ -349,7 +349,7 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
                 counts.prefetched += 1
 
     def _prefetch_rows(self, layer_idx: int, x: Tensor) -> None:
-        """Prefetches the rows that predicted experts, if only in part resident, would run on the layer before's input x.
+        """Prefetches the rows that predicted experts, if only in part resident, would run on the input x before it.
 
         Their selectors may be on their way; each call takes those that have arrived since the last.
         """
@@ -420,7 +420,12 @@ class LayerRun:
             neurons = selected.neurons.numpy()
             self._store.shares.ran(job.key.layer_idx, len(neurons) / expert.layout.num_rows)
             predicted = self._weights.predicted.get(job.key)
-            count_rows(self._counts, neurons, predicted)
+            if predicted is None:
+                self._counts.in_part += 1
+            else:
+                self._counts.running += len(neurons)
+                right = np.isin(neurons, predicted, assume_unique=True, kind="table")
+                self._counts.running_predicted += int(right.sum())
             if self._weights.approximations.is_predicted_enough and predicted is not None:
                 there = torch.from_numpy(expert.present(neurons))
                 self._in_part.append((job, SelectedNeurons(selected.a, selected.runs, there)))
@@ -453,7 +458,7 @@ class LayerRun:
         if not num_experts:
             return
         trace = self._weights.trace
-        with nullcontext() if trace is None else trace.computing("experts", number=num_experts):
+        with nullcontext() if trace is None else trace.during("computing", "experts", number=num_experts):
             whole, self._whole = self._whole, []
             if whole:
                 self._run([(job, expert, None) for job, expert in whole])
@@ -491,12 +496,3 @@ def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, 
         jobs[number] = ExpertJob(cache.ExpertKey(layer_idx, number), tokens, weights, places)
         first += len(tokens)
     return jobs
-
-
-def count_rows(counts: PhaseCounts, neurons: NDArray[np.int32], predicted: NDArray[np.int32] | None) -> None:
-    """Counts an expert that was resident in part and runs `neurons`; `predicted`: its predicted rows, or None."""
-    if predicted is None:
-        counts.in_part += 1
-        return
-    counts.running += len(neurons)
-    counts.running_predicted += int(np.isin(neurons, predicted, assume_unique=True, kind="table").sum())

@@ -7,9 +7,10 @@ The file is a safetensors file, described in docs/moe-pack.md; nothing in it is 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ class Passes:
 
     @property
     def is_decode(self) -> NDArray[np.bool_]:
-        """Which passes are of decode: bool [C]."""
+        """The passes that are of decode: bool [C]."""
         found: NDArray[np.bool_] = self.chunks == 1 if self.decode is None else self.decode == 1
         return found
 
@@ -364,7 +365,7 @@ class Recorder:
 class RecordedExpertCache(cache.ExpertCache):
     """A cache that records its calls. The engine calls the recorder's `routed` before each schedule."""
 
-    def __init__(self, recorder: Recorder, parts: eviction.CacheParts) -> None:
+    def __init__(self, recorder: Recorder, *parts: Any) -> None:
         super().__init__(*parts)
         self._recorder = recorder
 
@@ -389,6 +390,6 @@ class RecordedExpertCache(cache.ExpertCache):
         super().abandon(key)
 
 
-def recorded_expert_cache_for(preset: Preset, facts: cache.CacheFacts, recorder: Recorder) -> RecordedExpertCache:
+def recorded_expert_cache_for(preset: Preset, facts: cache.CacheFacts, recorder: Recorder) -> cache.ExpertCache:
     """Returns a cache like `expert_cache_for` that records its calls."""
-    return RecordedExpertCache(recorder, eviction.cache_parts(preset, facts))
+    return eviction.expert_cache_for(preset, facts, partial(RecordedExpertCache, recorder))

@@ -83,17 +83,13 @@ def replay(
     """
     assert facts.pages.shape == (passes.routes.shape[1], passes.num_experts), "routes of this model"
     source, prefetches = _prefetches(passes, facts, preset, record, paths)
-    result = ReplayResult(prediction=source)
-    _replay(passes, eviction.expert_cache_for(preset, facts), extent_bytes, result, prefetches)
-    return result
+    return _counted(passes, eviction.expert_cache_for(preset, facts), extent_bytes, prefetches, source)
 
 
 def optimum(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> ReplayResult:
     """Replays routes against Belady's eviction, which knows the future, without placement and without prediction."""
     steps = [step for layers in passes.needed() for step in enumerate(layers)]
-    result = ReplayResult()
-    _replay(passes, ExpertCache(facts, eviction.Belady(facts, steps)), extent_bytes, result, _NoPrefetch())
-    return result
+    return _counted(passes, ExpertCache(facts, eviction.Belady(facts, steps)), extent_bytes, _NO_PREFETCH, "none")
 
 
 def auto_policy(
@@ -127,6 +123,9 @@ class _NoPrefetch:
     def after_event(self, cache: ExpertCache, layer_idx: int, is_over: bool) -> Iterable[Event]:
         """Prefetches after an event of a layer's schedule, or after its end (`is_over`)."""
         return ()
+
+
+_NO_PREFETCH = _NoPrefetch()
 
 
 class _RecordedPrefetch(_NoPrefetch):
@@ -190,38 +189,44 @@ def _prefetches(
 ) -> tuple[PredictionSource, _NoPrefetch]:
     num_predicted = preset.num_predicted(facts.num_active)
     if record is not None and (record.facts.policy, record.facts.num_pages) == (preset.name, facts.num_pages):
-        return ("recorded", _RecordedPrefetch(record.requests)) if record.requests else ("none", _NoPrefetch())
+        return ("recorded", _RecordedPrefetch(record.requests)) if record.requests else ("none", _NO_PREFETCH)
     if num_predicted == 0:
-        return "none", _NoPrefetch()
+        return "none", _NO_PREFETCH
     if preset.prediction == "popularity":
         return "routes", _RoutePrefetch(passes, num_predicted, None)
     if preset.prediction == "paths" and paths is not None:
         return "routes", _RoutePrefetch(passes, num_predicted, paths)
-    return "not replayable", _NoPrefetch()
+    return "not replayable", _NO_PREFETCH
 
 
-def _replay(
-    passes: Passes, cache: ExpertCache, extent_bytes: Array, result: ReplayResult, prefetches: _NoPrefetch
-) -> None:
-    scores, is_decode = passes.scores, passes.is_decode
+def played(
+    passes: Passes, expert_cache: ExpertCache, prefetches: _NoPrefetch = _NO_PREFETCH
+) -> Iterator[tuple[int, int, Event, bool]]:
+    """Yields the events of all passes with pass and layer, and whether each is of a prefetch."""
     for pass_idx, layers in enumerate(passes.needed()):
-        counts = result.decode if is_decode[pass_idx] else result.prefill
-        counts.num_tokens += int(passes.chunks[pass_idx])
-        _count_prefetches(prefetches.before_pass(cache, pass_idx), extent_bytes, counts)
-        for layer_idx, experts in enumerate(layers):
-            layer_scores = None if scores is None else scores[pass_idx, layer_idx]
-            for event in cache.schedule(layer_idx, experts, layer_scores):
-                if isinstance(event, ComputeEvent):
-                    counts.num_needed += 1
-                    counts.num_hits += event.is_hit
-                elif isinstance(event, FetchEvent):
-                    counts.bytes_fetched += int(extent_bytes[event.key])
-                _count_prefetches(prefetches.after_event(cache, layer_idx, False), extent_bytes, counts)
-            _count_prefetches(prefetches.after_event(cache, layer_idx, True), extent_bytes, counts)
+        yield from ((pass_idx, 0, event, True) for event in prefetches.before_pass(expert_cache, pass_idx))
+        for l, experts in enumerate(layers):
+            scores = None if passes.scores is None else passes.scores[pass_idx, l]
+            for event in expert_cache.schedule(l, experts, scores):
+                yield pass_idx, l, event, False
+                yield from ((pass_idx, l, ahead, True) for ahead in prefetches.after_event(expert_cache, l, False))
+            yield from ((pass_idx, l, ahead, True) for ahead in prefetches.after_event(expert_cache, l, True))
 
 
-def _count_prefetches(events: Iterable[Event], extent_bytes: Array, counts: ReplayCounts) -> None:
-    for event in events:
-        if isinstance(event, FetchEvent):
-            counts.bytes_fetched += int(extent_bytes[event.key])
-            counts.bytes_ahead += int(extent_bytes[event.key])
+def _counted(
+    passes: Passes, expert_cache: ExpertCache, extent_bytes: Array, prefetches: _NoPrefetch, source: PredictionSource
+) -> ReplayResult:
+    result = ReplayResult(prediction=source)
+    by_pass = [result.decode if is_decode else result.prefill for is_decode in passes.is_decode]
+    for counts, num_tokens in zip(by_pass, passes.chunks.tolist(), strict=True):
+        counts.num_tokens += num_tokens
+    for pass_idx, _, event, is_ahead in played(passes, expert_cache, prefetches):
+        counts = by_pass[pass_idx]
+        if isinstance(event, ComputeEvent):
+            counts.num_needed += 1
+            counts.num_hits += event.is_hit
+        elif isinstance(event, FetchEvent):
+            num_bytes = int(extent_bytes[event.key])
+            counts.bytes_fetched += num_bytes
+            counts.bytes_ahead += num_bytes * is_ahead
+    return result

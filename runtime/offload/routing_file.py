@@ -1,15 +1,6 @@
 """`routing.safetensors`: the routing data of a profile, next to a pack, to place experts and to predict them.
 
-It does not change a model's answers. `moe-pack convert` and `moe-pack attach` write it from a profile; it belongs to
-the pack's content except the thresholds, which may change without it. Specified in docs/pack.md.
-
-`RoutingChecks` checks the arrays of the file, but for path statistics (paths.py) and networks. `Predictor` is such a
-network, FloE's: it predicts the experts of the next MoE layer from this layer's hidden state and the last routes. For
-each MoE layer it has one layer or two. It takes the input of MoE layer l, after its norm, and the experts chosen at
-l - 1 and l (at l = 0 only those), and gives each expert of layer l + 1 a score. Calibration trains it
-(`moe_pack.calib`); its weights are bfloat16. `Routing` is the content of the file.
-
-Source:  FloE §3.3.1, for the network.
+It changes no answers, and belongs to the pack's content except the thresholds. docs/pack.md specifies it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -58,7 +49,7 @@ class RoutingChecks:
     def popularity(self, name: str) -> Array:
         """Returns the tokens that chose each expert, u32 [L, E]: k choices a token, the same tokens in every layer.
 
-        Where experts without weights take choices, the others have fewer, and the number of tokens is not known.
+        If experts without weights take choices, the others have fewer, and the number of tokens is not known.
         """
         counts = self._form(name, "U32", (self._L, self._E))
         choices = counts.sum(axis=1, dtype=np.int64)
@@ -161,9 +152,12 @@ _ONE_LAYER = ("x_weight", "route_weight", "bias")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """A trained network; its weights include the standardization of training, so that it takes hidden states directly.
+    """A network of one layer or two that predicts the experts of the next MoE layer.
 
-    Below, h is E if there is one layer, else the number of hidden units.
+    It takes the input of MoE layer l, after its norm, and the experts chosen at l - 1 and l (at l = 0 only those), and
+    gives each expert of layer l + 1 a score. Its weights include the standardization of training. h is E for one layer,
+    else the number of hidden units.
+    Source:  FloE §3.3.1.
     """
 
     x_weight: Tensor  # bfloat16 [h, d]
@@ -392,7 +386,6 @@ class _Networks:
     spec: formats.ModelSpec
 
     def read(self, layer_idx: int) -> Predictor:
-        """Reads the network that predicts the `layer_idx`-th MoE layer."""
         prefix = f"{_NETWORK}{layer_idx}."
         with TensorSidecar(self.folder, presets.ROUTING_FILE, self.sha256) as sidecar:
             names = [name for name in sidecar.entries if name.startswith(prefix)]

@@ -13,7 +13,6 @@ from moe_pack.convert.plan import Decision, PlanningModel
 from moe_pack.convert.plan.search import StorageCosts, expert_choices, fused_choices, least_time
 from moe_pack.formats import Plan, PlanError, RouterSpec, dense_roles, part_format, uniform_plan
 from moe_pack.formats.pack.layouts import pack_layout
-from moe_pack.formats.pack.plans import uniform_dense
 from moe_pack.formats.parts.specs import SELECTORS
 
 SPEC = dataclasses.replace(
@@ -51,24 +50,6 @@ def test_at_a_uniform_plans_bytes_the_chosen_one_loses_less() -> None:
                 assert (found.decision.plan.experts == uniform.experts) == (selector == "none" and width in (2, 4))
 
 
-def test_no_plan_drawn_at_random_with_as_few_bytes_loses_less_than_the_bound() -> None:
-    for seed in range(5):
-        with case(seed):
-            generator = np.random.default_rng(seed)
-            choices = expert_choices(SPEC, "up", LOSSES)
-            numbers = generator.integers(0, len(choices.formats), (2, 4)).tolist()
-            drawn = Plan(
-                "up",
-                "hqq",
-                tuple(tuple(choices.formats[n] for n in layer) for layer in numbers),
-                uniform_dense(SPEC, None),
-            )
-            found = least_loss(SPEC, "up", LOSSES, expert_bytes(drawn))
-            assert found is not None
-            assert found.solution.bound <= MODEL.loss(running(drawn))
-            assert found.loss <= MODEL.loss(running(drawn))
-
-
 def test_for_vllm_each_layer_has_one_format_and_no_better_one_is_within_the_loss() -> None:
     """All choices of two layers are tried; each is one format of 4 or 8 bits for all matrices, with all neurons."""
     wide = dataclasses.replace(SPEC, expert=dataclasses.replace(SPEC.expert, intermediate_size=128))
@@ -102,10 +83,6 @@ def test_rows_that_no_group_divides_have_no_format_for_vllm() -> None:
     odd = dataclasses.replace(SPEC, expert=dataclasses.replace(SPEC.expert, intermediate_size=80))
     with pytest.raises(PlanError, match="--for vllm: groups of 128, 64, 32 weights do not divide rows of"):
         fused_choices(odd, "up", LOSSES)
-
-
-def test_there_is_no_plan_below_the_smallest_formats_bytes() -> None:
-    assert least_loss(SPEC, "up", LOSSES, 1000) is None
 
 
 def prices(choices_count: int, *, hold: float, run: float = 0.0) -> StorageCosts:

@@ -10,7 +10,7 @@ from support.tiers import steady_disk
 
 from moe_pack.convert.plan.gpu_speed import GpuTier, RowHeat, estimate_on_gpu, running_rows
 from moe_pack.convert.plan.machines import GPUS, Machine, assumed_host, machine_of_gpu
-from moe_pack.convert.plan.speed import RoutingFacts, TokenEstimate, disk_seconds, drawn_passes, expert_seconds
+from moe_pack.convert.plan.speed import RoutingFacts, SpeedEstimate, disk_seconds, drawn_passes, expert_seconds
 from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
@@ -76,7 +76,7 @@ def placement(misses: Misses = "split", num_first: int = 32) -> GpuPlacement:
     )  # fmt: skip
 
 
-def estimated(placed: GpuPlacement, machine: Machine, *routes: tuple[int, int]) -> TokenEstimate:
+def estimated(placed: GpuPlacement, machine: Machine, *routes: tuple[int, int]) -> SpeedEstimate:
     passes = Passes(np.array(routes, "<u2")[:, None], np.ones(len(routes), np.uint32), None, np.ones((1, 3)))
     return estimate_on_gpu(tiny(), placed, machine, np.ones((1, 3)), np.full((1, 3, 4), 0.5), passes)
 
@@ -153,23 +153,23 @@ def test_more_memory_and_faster_parts_are_never_slower() -> None:
     found = [[tier(budget, ram).estimate(made, sparsity) for budget in budgets] for ram in (None, 64 * MIB)]
     for ram, by_budget in zip(("all", "little"), found, strict=True):
         with case(ram):
-            seconds, missing = ([getattr(each, name) for each in by_budget] for name in ("seconds", "fetched_bytes"))
-            assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.2 * seconds[-1]
-            assert missing == sorted(missing, reverse=True) and missing[0] > missing[-1] == 0
+            seconds, missing = zip(*((each.seconds.total, each.fetched_bytes) for each in by_budget), strict=True)
+            assert list(seconds) == sorted(seconds, reverse=True) and seconds[0] > 1.2 * seconds[-1]
+            assert list(missing) == sorted(missing, reverse=True) and missing[0] > missing[-1] == 0
             assert by_budget[-1].misses.sum() == 0 and by_budget[-1].hit_rate == 1
     for budget in (least, budgets[4]):
-        usual = tier(budget).estimate(made, sparsity).seconds
+        usual = tier(budget).estimate(made, sparsity).seconds.total
         for name, other in (
             ("host", tier(budget, host_rate=120e9)),
             ("link", tier(budget, link=2 * LINK)),
             ("GPU", tier(budget, gpu="H200")),
         ):
             with case(budget, name):
-                seconds = other.estimate(made, sparsity).seconds
+                seconds = other.estimate(made, sparsity).seconds.total
                 # In the least memory are no selectors, so that the link brings nothing.
                 assert seconds == usual if (budget, name) == (least, "link") else seconds < usual
         with case(budget, "less host memory"):
-            assert tier(budget, 64 * MIB).estimate(made, sparsity).seconds > usual
+            assert tier(budget, 64 * MIB).estimate(made, sparsity).seconds.total > usual
 
 
 def test_the_link_makes_no_token_slower_than_the_cpu_alone() -> None:

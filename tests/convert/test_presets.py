@@ -11,7 +11,7 @@ from support.specs import GROUPED
 
 from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.convert.plan.options import PRESET_NAMES, PresetName
-from moe_pack.convert.plan.papers import edgemoe_decision
+from moe_pack.convert.plan.papers import edgemoe_decision, widths_for_loss
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, ModelSpec, PlanError, dense_roles, part_format
 from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.formats.pack.plans import plan_fault
@@ -138,6 +138,12 @@ def test_edgemoes_widths_are_those_of_its_steps() -> None:
             found = widths_of(decision.plan.experts)
             assert found.tolist() == by_steps(max_loss).tolist()
             assert MODEL.loss(decision) == pytest.approx(edgemoe_loss(found)) and MODEL.loss(decision) <= max_loss
+
+
+def test_a_loss_that_edgemoes_widths_cannot_keep_is_refused() -> None:
+    with pytest.raises(PlanError) as error:
+        widths_for_loss(MODEL.losses.importance, lambda widths: False)
+    assert str(error.value) == "--max-loss: --search edgemoe loses more even with all experts at 16 bits; allow more"
 
 
 def test_the_preset_edgemoe_allows_2_percent_of_perplexity() -> None:

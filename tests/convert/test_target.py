@@ -207,22 +207,6 @@ def test_a_context_beyond_the_models_is_refused_and_its_longest_is_not() -> None
         context_of(replace(CPU, context_tokens=most + 1), SPEC)
 
 
-@pytest.mark.parametrize(
-    ("target", "fault"),
-    [
-        (
-            replace(CARD, budget_bytes=13 * GIB, gpu="rtx3060 12g"),
-            "--target-vram: found 13.0 GiB, RTX 3060 12G has 12.0 GiB; give less, or another GPU with --gpu",
-        ),
-        (replace(CARD, gpu="Voodoo 2"), "--gpu: 'Voodoo 2' is not known; give one of RTX 3060 12G, "),
-    ],
-)
-def test_a_card_that_cannot_be_is_refused(target: Target, fault: str) -> None:
-    with pytest.raises(RunError) as raised:
-        planned(target)
-    assert str(raised.value).startswith(fault)
-
-
 def planned(target: Target, machine: MachineFacts | None = None) -> Any:
     dtypes = ("BF16",) * len(dense_roles(SPEC))
     return planner_for(target, PlanningModel(SPEC, dtypes, random_losses(SPEC)), None, machine).plan(0.05)
@@ -233,4 +217,4 @@ def test_the_parts_of_a_plan_sum_to_the_target(target: Target) -> None:
     found = planned(target, facts())
     assert sum(share.num_bytes for share in found.speed.shares) == target.budget_bytes
     assert min(share.num_bytes for share in found.speed.shares) >= 0
-    assert found.loss <= 0.05 and np.isfinite(found.speed.seconds)
+    assert found.loss <= 0.05 and np.isfinite(found.speed.seconds.total)

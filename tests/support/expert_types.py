@@ -54,11 +54,7 @@ class Reason:
 
 # In the order of how many people are likely to run them.
 REASONS: tuple[Reason, ...] = (
-    Reason(
-        "glm5_next",
-        "GLM-5.3-Flash",
-        "latent attention to pooled positions that an indexer selects",
-    ),
+    Reason("glm5_next", "GLM-5.3-Flash", "latent attention to pooled positions that an indexer selects"),
     Reason(
         "mistral_large4",
         "Mistral Large 4",

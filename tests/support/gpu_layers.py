@@ -6,14 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from moe_pack.runtime.gpu.kernels.tables import (
-    HostRows,
-    Landing,
-    LayerTables,
-    LeftToCpu,
-    RunningNeurons,
-    kind_of,
-)
+from moe_pack.runtime.gpu.kernels.tables import HostRows, Landing, LayerTables, LeftToCpu, RunningNeurons, kind_of
 from support.random_experts import RandomExpert, Shape, random_expert
 
 

@@ -92,10 +92,7 @@ def _quick(arguments: list[str]) -> list[str]:
 
 
 def measure_here(
-    command: list[str],
-    anonymous_bytes: Callable[[int], int],
-    standard_input: str = "",
-    limit_s: float = float("inf"),
+    command: list[str], anonymous_bytes: Callable[[int], int], standard_input: str = "", limit_s: float = float("inf")
 ) -> Measured:
     """Stands for `measure`: runs a command in this process; its memory is not sampled."""
     began = time.monotonic()

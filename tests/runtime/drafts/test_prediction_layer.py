@@ -22,8 +22,12 @@ from moe_pack.formats.families import Checkpoint, PredictionLayer
 from moe_pack.formats.pack.layouts import UNUSED_FILE
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.drafts import Drafts
-from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter, prediction_bytes
-from moe_pack.runtime.drafts.prediction_weights import PredictionWeights, loaded_bytes
+from moe_pack.runtime.drafts.prediction_layer import (
+    PredictionDrafter,
+    PredictionWeights,
+    loaded_bytes,
+    prediction_bytes,
+)
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import TORCH, Decoder, NativeOperations, Operations, PackWeights
 from moe_pack.runtime.model.layers import run_one_by_one

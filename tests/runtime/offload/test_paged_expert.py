@@ -16,6 +16,7 @@ from support.random_experts import RandomExpert, Shape, random_expert, random_to
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError
 from moe_pack.formats.parts.specs import SELECTORS
 from moe_pack.runtime.cpu import ExpertWork, Kernels
+from moe_pack.runtime.model import PackedExpert
 from moe_pack.runtime.offload.disk import PageArena, Pieces, pieces_of_rows
 from moe_pack.runtime.offload.expert_store import PagedExpert
 
@@ -127,7 +128,7 @@ def test_an_extent_comes_back_as_it_was_written(arena: PageArena) -> None:
     scattered(arena)
     held = brought(arena, expert)
     assert np.array_equal(held.extent().numpy(), expert.extent)
-    (block,) = held.blocks()
+    (block,) = PackedExpert(held.layout, held.extent()).blocks()
     assert torch.equal(block.down, expert.block().down)
 
 

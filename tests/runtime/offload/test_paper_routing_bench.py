@@ -2,15 +2,7 @@
 
 import numpy as np
 import pytest
-from paper_routing import (
-    best_only,
-    coverage_finding,
-    covered,
-    path_counts,
-    placement_finding,
-    shares_of,
-    shuffled,
-)
+from paper_routing import best_only, coverage_finding, covered, path_counts, placement_finding, shares_of, shuffled
 from support.routings import random_routes
 
 

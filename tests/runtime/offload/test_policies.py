@@ -5,7 +5,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from support.cases import case
 from support.residencies import Steps, dropped, facts_of, fetched, hits, random_steps, resident, walk_all
 
-from moe_pack.runtime.offload import PRESETS, CacheFacts, ExpertCache, ExpertKey, Preset, expert_cache_for
-from moe_pack.runtime.offload.cache import Eviction
+from moe_pack.runtime.offload import PRESETS, ExpertCache, ExpertKey, Preset, expert_cache_for
 from moe_pack.runtime.offload.eviction import (
     LFU,
     LRU,
@@ -30,20 +29,6 @@ SHAPE = (3, 4)
 Victim = Callable[[int, Steps, set[ExpertKey]], ExpertKey]  # step, all steps, what may go: what goes
 
 
-def use(residency: ExpertCache, *keys: tuple[int, int]) -> None:
-    for layer_idx, expert in keys:
-        list(residency.schedule(layer_idx, [expert]))
-
-
-def test_lru_drops_what_was_used_longest_ago_in_whatever_layer() -> None:
-    """Room for 3: 0.0, 0.1, 1.0 are in; 0.0 is used again. The oldest is 0.1, then 1.0, then 0.0."""
-    facts = facts_of((2, 4), 3)
-    residency = ExpertCache(facts, LRU(facts))
-    use(residency, (0, 0), (0, 1), (1, 0), (0, 0))
-    events = walk_all(residency, [(1, [1]), (1, [2]), (1, [3])])
-    assert dropped(events) == [ExpertKey(0, 1), ExpertKey(1, 0), ExpertKey(0, 0)]
-
-
 def test_layers_apart_give_up_their_own_and_take_back_what_others_hold_beyond_their_share() -> None:
     """Room for 4 in 2 layers: 2 each. Layer 0 borrows a third page; layer 1 has the free one, then takes 0's oldest."""
     facts = facts_of((2, 4), 4)
@@ -53,25 +38,6 @@ def test_layers_apart_give_up_their_own_and_take_back_what_others_hold_beyond_th
     assert dropped(walk_all(residency, [(1, [1])])) == [ExpertKey(0, 0)]
     assert dropped(walk_all(residency, [(0, [0])])) == [ExpertKey(0, 1)]
     assert dropped(walk_all(residency, [(1, [2])])) == [ExpertKey(1, 0)]
-
-
-def test_lfu_drops_what_was_used_least_and_among_equals_the_older() -> None:
-    """Uses: 0.0 three, 0.1 one, 1.0 one and later. First 0.1 goes; then 1.0 is as often used as 1.1, and older."""
-    facts = facts_of((2, 4), 3)
-    residency = ExpertCache(facts, LFU(facts))
-    use(residency, (0, 0), (0, 1), (0, 0), (1, 0), (0, 0))
-    events = walk_all(residency, [(1, [1]), (1, [2])])
-    assert dropped(events) == [ExpertKey(0, 1), ExpertKey(1, 0)]
-
-
-def test_lfu_counts_what_it_has_dropped() -> None:
-    """0.0 was used twice and dropped for neither of 0.1 (3) and 0.2 (2, later); back again it has 3 and 0.2 goes."""
-    facts = facts_of((1, 4), 2)
-    residency = ExpertCache(facts, LFU(facts))
-    use(residency, (0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (0, 2))
-    assert resident(residency) == {ExpertKey(0, 1), ExpertKey(0, 2)}
-    use(residency, (0, 2), (0, 0))
-    assert resident(residency) == {ExpertKey(0, 1), ExpertKey(0, 0)}
 
 
 def test_edgemoe_weighs_how_often_against_how_far_ahead() -> None:
@@ -148,14 +114,6 @@ def test_importance_is_the_mean_over_the_last_passes_of_all_experts() -> None:
     assert means == [[1, 0], [0.75, 0.25], [0.25, 0.75]]
 
 
-def test_importance_without_scores_counts_choices() -> None:
-    """n = 4; expert 1 was chosen twice in three passes."""
-    policy = Importance(facts_of((2, 2), 1), num_passes=4)
-    for experts in ([1], [0], [1]):
-        policy.routed(0, experts, None)
-    np.testing.assert_array_equal(policy.worth(0), [[1 / 3, 2 / 3], [0, 0]])
-
-
 def test_placing_takes_the_most_popular_of_all_layers_and_leaves_room_for_turns() -> None:
     """5 pages, one for turns: of 0.4, 0.4, 0.3, 0.3, 0.2, 0.2 | 0.1, 0.1 the first four, lower layers first."""
     facts = facts_of((2, 4), 5, popularity=[[0.1, 0.4, 0.3, 0.2], [0.3, 0.2, 0.1, 0.4]])
@@ -186,15 +144,6 @@ def test_a_protected_share_stays_and_the_rest_goes_by_last_use() -> None:
     residency = expert_cache_for(Preset("lru", "lru", placed_share=0.5), facts)
     assert dropped(walk_all(residency, [(0, [0]), (0, [3]), (0, [4])])) == [ExpertKey(0, 0)]
     assert {ExpertKey(0, 1), ExpertKey(0, 2)} <= resident(residency)
-
-
-def test_belady_drops_what_is_needed_last() -> None:
-    """Room for 2; 0, 1, 2, 0, 1: at 2, expert 1 is needed later than 0; at the last 1, either may go: never again."""
-    facts = facts_of((1, 3), 2)
-    steps: Steps = [(0, [expert]) for expert in (0, 1, 2, 0, 1)]
-    residency = ExpertCache(facts, Belady(facts, steps))
-    events = walk_all(residency, steps)
-    assert dropped(events) == [ExpertKey(0, 1), ExpertKey(0, 0)] and hits(events) == [False, False, False, True, False]
 
 
 def fewest_misses(steps: Steps, room: int) -> int:
@@ -270,17 +219,13 @@ def importance_victim(step: int, steps: Steps, held: set[ExpertKey]) -> ExpertKe
     return min(sorted(held), key=share)
 
 
-def four_passes(facts: CacheFacts) -> Eviction:
-    return Importance(facts, num_passes=4)
-
-
 def test_a_policy_drops_what_its_slow_twin_drops() -> None:
     for policy, victim in [
         (LRU, lru_victim),
         (LayerLRU, layer_lru_victim),
         (LFU, lfu_victim),
         (EdgeMoE, edgemoe_victim),
-        (four_passes, importance_victim),
+        (partial(Importance, num_passes=4), importance_victim),
     ]:
         with case(policy, victim):
             facts = facts_of(SHAPE, 6)

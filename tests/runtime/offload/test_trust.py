@@ -46,12 +46,7 @@ class PromptReads(BlockingReads):
     """A disk that has read whatever it is asked for before it answers: what is predicted comes in time."""
 
     def submit(
-        self,
-        file: int,
-        offsets: NDArray[np.int64],
-        places: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        urgent: bool,
+        self, file: int, offsets: NDArray[np.int64], places: NDArray[np.int64], sizes: NDArray[np.int64], urgent: bool
     ) -> int:
         super().wait(super().submit(file, offsets, places, sizes, urgent))
         return 0
