@@ -256,10 +256,7 @@ def _by_rows(
 
 
 def _unneeded(share: float, row_bytes: int, num_blocks: int) -> float:
-    """Returns the probability that none of so many consecutive blocks is needed: no row with bytes in them runs.
-
-    Args:    share: the probability of each row to run.
-    """
+    """Returns the probability that none of so many consecutive blocks is needed: no row with bytes in them runs."""
     return float((1 - share) ** ((num_blocks * formats.DISK_BLOCK_BYTES + row_bytes) / row_bytes))
 
 
@@ -359,10 +356,7 @@ def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: A
 
 
 class CpuTier(speed.MemoryTier):
-    """Host memory over the disk: the tier of `--device cpu`.
-
-    Args:    kv_dtype: of the key-value cache.
-    """
+    """Host memory over the disk: the tier of `--device cpu`. `kv_dtype`: of the key-value cache."""
 
     def __init__(
         self,

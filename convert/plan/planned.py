@@ -1,8 +1,4 @@
-"""A plan with its estimates, as lines of text and as JSON.
-
-Bytes follow from the pack's layout, the loss from a profile's losses, the speed and the division of the memory budget
-from a tier (`speed`).
-"""
+"""A plan with its estimates, as lines of text and as JSON."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ and what an expert costs to run and to fetch. `cpu_speed.CpuTier` is host memory
 runs a pack; `gpu_speed.GpuTier` is the memory of a GPU over host memory, as `moe-run --device cuda` runs it.
 
 An estimate is of the steady state: tokens are decoded one by one, after the cache has filled. Prefill is not estimated.
-The tiers do not divide a budget themselves. They call the runtime's functions (`divide_budget`; `divide_gpu` and
-`place_experts`). A run on the CPU allocates what was planned. On a GPU it measures the parts that are not experts.
 """
 
 from collections.abc import Callable, Sequence

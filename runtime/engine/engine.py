@@ -154,7 +154,6 @@ def choose_device(
 
     The GPU is chosen if there is one that can run the pack with these options, in this budget.
     Args:    needs_cpu: an option of the command, as `--sessions`, that has no meaning on a GPU.
-    Returns: options that name a device as they are, and None.
     Raises:  RunError if an option has a meaning on a GPU only, and the CPU is chosen.
     """
     if options.device != "auto":

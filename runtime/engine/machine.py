@@ -1,8 +1,4 @@
-"""Facts about this machine: its memory, its GPU, and the rates that `moe-pack doctor` measured.
-
-Memory comes from the kernel's files on Linux; elsewhere it is not known. Rates are bytes a second; a folder keeps them,
-a file for each file system. `doctor` measures; planner and runtime read the facts here.
-"""
+"""Facts about this machine: its memory, its GPU, and the rates that `moe-pack doctor` measured."""
 
 import ctypes
 import importlib.util
@@ -305,10 +301,7 @@ class DiskFacts:
             merged = 2 * merged + 1
 
     def cutover(self, row_bytes: int, num_rows: int, extent_bytes: int) -> float:
-        """Returns CORM's cutover: the share of running rows, in whole percent, up to which reading only them pays.
-
-        It pays if it takes less time than reading an expert's whole extent.
-        """
+        """Returns CORM's cutover: the share of running rows, in whole percent, up to which reading only them pays."""
         whole = self.seconds(1, extent_bytes)
         pays = (self.seconds_for_rows(percent / 100, row_bytes, num_rows) < whole for percent in range(1, 101))
         return next((percent for percent, is_faster in enumerate(pays) if not is_faster), 100) / 100

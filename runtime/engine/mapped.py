@@ -1,7 +1,4 @@
-"""The engine on the CPU that uses experts in their mapped files; the system decides what stays in memory.
-
-It shares the operations and the decoder with the engine that offloads.
-"""
+"""The engine on the CPU that uses experts in their mapped files; the system decides what stays in memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The engine on the CPU that reads experts from the disk into pages within a budget, and what decides on them there.
-
-If a choice needs something that is missing, there is another choice, and it is a fallback.
-"""
+"""The engine on the CPU that reads experts from the disk into pages within a budget, and what decides on them there."""
 
 from __future__ import annotations
 
@@ -165,10 +162,7 @@ def prefetcher_for(
 def predicted_by(
     preset: offload.Preset, routing: offload.Routing | None, fall_back: Callable[[str], None]
 ) -> PredictionName:
-    """Returns the prediction of a preset, or what replaces one that needs a profile's routing.
-
-    Args:    routing: of the pack's folder; None if there is none.
-    """
+    """Returns the prediction of a preset, or what replaces one that needs a profile's routing."""
     if preset.prediction in ("popularity", "paths", "mlp") and routing is None:
         fall_back(
             f"the next layer's router predicts, not {preset.prediction}: the pack has no routing of a profile; "

@@ -189,10 +189,7 @@ class EngineOptions:
         return commands.given(self, mark=_OFFLOAD) + commands.given(self, mark=_APPROXIMATION)
 
     def check_cpu(self, spec: "formats.ModelSpec") -> None:
-        """Refuses options that have no effect on the CPU, or that the model cannot follow.
-
-        Raises:  RunError.
-        """
+        """Refuses options that have no effect on the CPU, or that the model cannot follow. Raises RunError."""
         if spec.encoder is not None and self.record is not None:
             raise formats.RunError("--record does not support models with an encoder; remove it")
         if spec.router.num_identity:
@@ -208,20 +205,14 @@ class EngineOptions:
         self.check_cpu_alone()
 
     def check_cpu_alone(self) -> None:
-        """Refuses options that have no effect on the CPU, whatever the model.
-
-        Raises:  RunError.
-        """
+        """Refuses options that have no effect on the CPU, whatever the model. Raises RunError."""
         if names := commands.given(self, mark=_GPU):
             raise formats.RunError(f"{names[0]} needs --device cuda; remove it or add --device cuda")
         if self.read == "map" and (names := self.offload_only()):
             raise formats.RunError(f"{names[0]} needs offloaded experts; remove --read map")
 
     def check_gpu(self, spec: "formats.ModelSpec") -> None:
-        """Refuses options that have no effect on a GPU, and models that GPUs do not run.
-
-        Raises:  RunError.
-        """
+        """Refuses options that have no effect on a GPU, and models that GPUs do not run. Raises RunError."""
         if (refusal := self.gpu_refusal(spec)) is not None:
             raise formats.RunError(refusal.message)
 

@@ -157,7 +157,6 @@ def named_budget(budget: str, context: str | None) -> Iterator[None]:
 def divide_or_refuse(budget_bytes: int, needs: MemoryNeeds, context_tokens: int, advice: str = "raise it") -> Division:
     """Divides the budget of a whole engine.
 
-    Args:    advice: what helps, apart from a shorter context.
     Raises:  BudgetTooSmall.
     """
     division = divide(budget_bytes, needs)
@@ -477,11 +476,7 @@ def workspace_bytes(spec: formats.ModelSpec, chunk_tokens: int, num_sequences: i
 
 
 def most_verified_tokens(spec: formats.ModelSpec, chunk_tokens: int, most: int) -> int:
-    """Returns how many tokens of one sequence may get logits from a pass within the workspace of `chunk_tokens` tokens.
-
-    Their pass has fewer tokens than the workspace is for, and leaves the rest to their logits.
-    Returns: 1 to `most`.
-    """
+    """Returns how many tokens of a sequence, 1 to `most`, may get logits in the workspace of `chunk_tokens` tokens."""
     workspace = workspace_bytes(spec, chunk_tokens)
     fits = (n for n in range(most, 1, -1) if workspace_bytes(spec, n) + 4 * (n - 1) * spec.vocab_size <= workspace)
     return next(fits, 1)

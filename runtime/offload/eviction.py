@@ -70,26 +70,6 @@ class LayerLRU(LRU):
         return np.where(gives[:, None], self._last - self._clock - 1, self._last)
 
 
-class LFU(cache.Eviction):
-    """Least frequently used; of equally frequent experts the one that was used last is worth more.
-
-    Source:  one of the classic policies that EdgeMoE is compared with (EdgeMoE §III-C2, Fig. 14).
-    """
-
-    def __init__(self, facts: cache.CacheFacts) -> None:
-        self._uses = np.zeros(facts.pages.shape)
-        self._last = np.zeros(facts.pages.shape)
-        self._clock = 0
-
-    def used(self, key: cache.ExpertKey) -> None:
-        self._clock += 1
-        self._uses[key] += 1
-        self._last[key] = self._clock
-
-    def worth(self, layer_idx: int) -> cache.Array:
-        return self._uses + self._last / (self._clock + 1)  # of equal numbers of uses the last one counts
-
-
 class EdgeMoE(cache.Eviction):
     """The frequency of an expert over the distance to its layer.
 
@@ -229,7 +209,6 @@ def _fitting(places: Sequence[int], num_pages: int, facts: cache.CacheFacts) -> 
 _EVICTIONS: dict[presets.EvictionName, Callable[[cache.CacheFacts], cache.Eviction]] = {
     "lru": LRU,
     "layer_lru": LayerLRU,
-    "lfu": LFU,
     "edgemoe": EdgeMoE,
     "importance": Importance,
     "none": NoEviction,

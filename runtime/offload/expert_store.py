@@ -4,11 +4,11 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -338,14 +338,18 @@ class PagedExpert:
         return torch.from_numpy(out[: self.layout.num_bytes])
 
 
-class PagedWork(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ExpertJob:
     """An expert to run for n tokens."""
 
-    expert: PagedExpert
+    key: ExpertKey
     tokens: NDArray[np.int64]  # [n]
     weights: NDArray[np.float32]  # [n]
     places: NDArray[np.int64]  # [n], the rows of its outputs
-    selected: cpu.SelectedNeurons | None = None  # run, of an expert that has their records and perhaps no others
+
+
+# With the neurons that run, if the expert has their records and perhaps no others.
+PagedWork = tuple[ExpertJob, PagedExpert, cpu.SelectedNeurons | None]
 
 
 class PagedOperations:
@@ -363,11 +367,11 @@ class PagedOperations:
 
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
         """Runs experts over x float32 [T, d]; each writes its rows of `outputs`, weighted."""
-        for work in works:
-            some, expert = x[torch.from_numpy(work.tokens)], work.expert
+        for job, expert, _ in works:
+            some = x[torch.from_numpy(job.tokens)]
             packed = model.PackedExpert(expert.layout, expert.extent())
             y = model.run_expert(some, packed, expert.function, self._selector, expert.rows.threshold)
-            outputs[work.places] = work.weights[:, None] * y.numpy()
+            outputs[job.places] = job.weights[:, None] * y.numpy()
 
 
 class NativePagedOperations(PagedOperations):
@@ -387,7 +391,7 @@ class NativePagedOperations(PagedOperations):
 
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
         """Runs experts, all in one call."""
-        jobs = [cpu.ExpertWork(w.expert.rows, w.tokens, w.weights, w.places, w.selected) for w in works]
+        jobs = [cpu.ExpertWork(e.rows, job.tokens, job.weights, job.places, some) for job, e, some in works]
         self.kernels.experts_apart(x, jobs, outputs)
 
     def select(self, x: Tensor, works: Sequence[tuple[PagedExpert, NDArray[np.int64]]]) -> list[cpu.SelectedNeurons]:
@@ -400,14 +404,6 @@ def paged_operations(operations: model.Operations, selector: formats.Selector) -
     if isinstance(operations, model.NativeOperations):
         return NativePagedOperations(selector, operations.kernels)
     return PagedOperations(selector)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A read under way: blocks of the pages, and perhaps the selector that stays in memory."""
-
-    blocks: Blocks
-    with_selector: bool
 
 
 _SHARE_MEMORY = 0.9  # the weight of the past in a layer's running mean of the share of neurons that run
@@ -473,7 +469,7 @@ class ExpertStore:
         self._checked = np.zeros(pack.index.size.shape, bool)
         self._rows_checked: dict[ExpertKey, NDArray[np.bool_]] = {}
         self._experts: dict[ExpertKey, PagedExpert] = {}
-        self._reading: dict[ExpertKey, _Reading] = {}
+        self._reading: dict[ExpertKey, tuple[Blocks, bool]] = {}  # blocks under way, and whether the selector is too
         self._arena = disk.PageArena(plan.num_pages, plan.page_bytes, plan.head_bytes, plan.selectors)
         if has_selector is None:
             has_selector = np.zeros(pack.index.size.shape, bool)
@@ -550,17 +546,17 @@ class ExpertStore:
         expert = self._experts[key]
         if expert.ticket is None:
             return expert
-        if self._trace is not None and not self.reads.is_done(expert.ticket):
-            with self._trace.during("waiting for reads", _name(key)):
-                self._wait(expert.ticket)
-        else:
-            self._wait(expert.ticket)
+        trace = None if self.reads.is_done(expert.ticket) else self._trace
+        with nullcontext() if trace is None else trace.during("waiting for reads", _name(key)):
+            started = time.perf_counter_ns()
+            self.reads.wait(expert.ticket)
+            self.stall_ns += time.perf_counter_ns() - started
         self._read_ended(key)
         expert.ticket = None
-        reading = self._reading.pop(key)
-        if reading.with_selector:
+        blocks, with_selector = self._reading.pop(key)
+        if with_selector:
             self._selectors.arrived(key)
-        expert.arrived(reading.blocks)
+        expert.arrived(blocks)
         self.operations.stitch(expert)
         self._check(key, expert)
         return expert
@@ -577,11 +573,6 @@ class ExpertStore:
         """Checks the records of some neurons that have not been checked before; raises as `PagedExpert.check_rows`."""
         if self._verify and not self._checked[key] and self.by_rows is not None:
             self._experts[key].check_rows(self.by_rows.kernels, neurons, key.expert)
-
-    def _wait(self, ticket: int) -> None:
-        started = time.perf_counter_ns()
-        self.reads.wait(ticket)
-        self.stall_ns += time.perf_counter_ns() - started
 
     def _read_ended(self, key: ExpertKey) -> None:
         if self._trace is not None:
@@ -603,7 +594,7 @@ class ExpertStore:
             self._traced[key] = self._trace.read_begins(_name(key), num_bytes, urgent)
         self.asked_bytes += num_bytes
         expert.ticket = self.reads.submit(self._files[key.layer_idx], offsets, places, sizes, urgent)
-        self._reading[key] = _Reading(blocks, place is not None)
+        self._reading[key] = blocks, place is not None
 
     def _by_rows(self, key: ExpertKey, expert: PagedExpert) -> bool:
         has_threshold = self._pack.thresholds[key] > 0 and expert.layout.selector is not None

@@ -24,6 +24,7 @@ from moe_pack.runtime.model.layers import expert_inputs, experts_of_tokens, rout
 from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.weights import from_experts, to_experts
 from moe_pack.runtime.offload import cache, expert_store, presets
+from moe_pack.runtime.offload.expert_store import ExpertJob, PagedExpert
 from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher, most_chosen
 
 if TYPE_CHECKING:
@@ -49,16 +50,6 @@ class PhaseCounts:
     asked_bytes: int = 0  # of requested blocks
     tokens: int = 0
     layers: int = 0
-
-
-@dataclass(slots=True)
-class ExpertJob:
-    """An expert to run for n tokens."""
-
-    key: cache.ExpertKey
-    tokens: NDArray[np.int64]  # [n]
-    weights: NDArray[np.float32]  # [n]
-    places: NDArray[np.int64]  # [n], the rows of its outputs
 
 
 class OffloadedWeights(model.PackWeights, model.ExpertRunner):
@@ -392,8 +383,8 @@ class LayerRun:
         num_outputs = sum(len(job.tokens) for job in jobs.values())
         self.outputs = np.zeros((num_outputs, x.shape[1]), np.float32)
         self._weights, self._store, self._x, self._jobs, self._counts = weights, store, x, jobs, counts
-        self._whole: list[tuple[ExpertJob, expert_store.PagedExpert]] = []
-        self._to_select: list[tuple[ExpertJob, expert_store.PagedExpert]] = []  # in part; running neurons are not known
+        self._whole: list[tuple[ExpertJob, PagedExpert]] = []
+        self._to_select: list[tuple[ExpertJob, PagedExpert]] = []  # in part; running neurons are not known
         self._in_part: list[tuple[ExpertJob, SelectedNeurons]] = []
         self._late: list[ExpertJob] = []  # not all bytes had arrived
 
@@ -461,7 +452,7 @@ class LayerRun:
         with nullcontext() if trace is None else trace.during("computing", "experts", number=num_experts):
             whole, self._whole = self._whole, []
             if whole:
-                self._run([(job, expert, None) for job, expert in whole])
+                self._store.operations.run(self._x, [(job, expert, None) for job, expert in whole], self.outputs)
             self._compute_in_part()
 
     def _compute_in_part(self) -> None:
@@ -470,15 +461,11 @@ class LayerRun:
             here = [True, *(self._store.is_here(job.key) for job, _ in others)]
             arrived = [each for each, is_here in zip(self._in_part, here, strict=True) if is_here]
             self._in_part = [each for each, is_here in zip(self._in_part, here, strict=True) if not is_here]
-            works = list[tuple[ExpertJob, expert_store.PagedExpert, SelectedNeurons | None]]()
+            works = list[expert_store.PagedWork]()
             for job, selected in arrived:
                 works.append((job, self._store.arrive(job.key), selected))  # waits for the first
                 self._store.check_records(job.key, selected.neurons.numpy())
-            self._run(works)
-
-    def _run(self, jobs: list[tuple[ExpertJob, expert_store.PagedExpert, SelectedNeurons | None]]) -> None:
-        works = [expert_store.PagedWork(e, job.tokens, job.weights, job.places, some) for job, e, some in jobs]
-        self._store.operations.run(self._x, works, self.outputs)
+            self._store.operations.run(self._x, works, self.outputs)
 
     def added_up(self) -> Tensor:
         """Returns y float32 [T, d]: the computed outputs of each token, added in the order of experts."""

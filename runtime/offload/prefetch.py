@@ -159,7 +159,6 @@ def methods_by_layer(
 ) -> dict[int, MethodName]:
     """Returns the method that predicts each MoE layer; the first layer of a stack, and others without one, are missing.
 
-    Args:    routing: of the pack's folder, if there is one.
     Raises:  RunError if the prediction needs a profile's routing and there is none, or one without networks.
     """
     first = first_moe_layers(spec)
@@ -190,7 +189,6 @@ def make_prediction(
 ) -> Prediction | None:
     """Returns the prediction of this name; None for `none`. Reads the networks that it needs.
 
-    Args:    routing: of the pack's folder, if there is one.
     Raises:  as `methods_by_layer`; PackError if a network is damaged.
     """
     by_layer = methods_by_layer(name, weights.spec, routing)

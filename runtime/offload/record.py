@@ -163,10 +163,7 @@ def _rows_of(requests: Sequence[PrefetchRequest]) -> cache.Array:
 
 
 def read_recording(path: Path) -> Recording:
-    """Reads a recording and checks all of it.
-
-    Raises:  RunError, which says the first fault.
-    """
+    """Reads a recording and checks all of it. Raises RunError, which says the first fault."""
     arrays, place = _read_arrays(path), path.name
     raw = arrays["facts"].tobytes()
     if len(raw) > _MAX_FACTS_BYTES:
@@ -355,10 +352,7 @@ class Recorder:
             del self._requests[self._whole[1] :]
 
     def write(self, path: Path) -> None:
-        """Writes the recording; it replaces a file of that name.
-
-        Raises:  RunError if it cannot be written.
-        """
+        """Writes the recording; it replaces a file of that name. Raises RunError if it cannot be written."""
         write_recording(self.recording(), path)
 
 

@@ -36,7 +36,7 @@ from benchlib import (
 from benchlib.playing import Play, play
 from benchlib.routes import ModelRoutes, RoutedModel, magnitudes, popularity_of, routed_model
 from numpy.typing import NDArray
-from support.evictions import FIFO, Random
+from support.evictions import FIFO, LFU, Random
 
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import ProfileOptions, make_profile
@@ -46,7 +46,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import CheckpointWeights
 from moe_pack.runtime.offload import PREDICTORS, CacheFacts, ExpertCache
 from moe_pack.runtime.offload.cache import Eviction
-from moe_pack.runtime.offload.eviction import LFU, LRU, EdgeMoE
+from moe_pack.runtime.offload.eviction import LRU, EdgeMoE
 from moe_pack.runtime.offload.replay import optimum
 
 Routes = NDArray[np.uint16]

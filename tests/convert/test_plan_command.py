@@ -85,7 +85,7 @@ FEW = ["demo", "mixtral-8x7b", "deepseek-v2-lite", "gpt-oss-20b", "switch-base-1
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_the_parts_sum_to_the_target_from_just_enough_to_all_in_memory(names: list[str]) -> None:
-    """Thirty budgets on the CPU, of many models twelve, 4 bits; test_gpu_budget has those on a GPU."""
+    """Thirty budgets on the CPU, of many models twelve, 4 bits; test_gpu_speed has those on a GPU."""
     for name in names:
         with case(name):
             spec = model_spec(str(DEMO_MODEL) if name == "demo" else name)

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, permutations
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from moe_pack.convert.plan.cpu_speed import CpuTier
 from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.options import SearchName
 from moe_pack.convert.plan.plan_file import plan_bytes
-from moe_pack.convert.plan.planner import SEARCHES
 from moe_pack.convert.plan.search import costed_formats, expert_choices, price
 from moe_pack.convert.plan.speed import MemoryTier, RoutingFacts
 from moe_pack.formats import (
@@ -41,6 +41,7 @@ SPEC = replace(
 DENSE_FORMATS = (None, part_format(8, 64), part_format(4, 64))
 DTYPES = ("BF16",) * len(dense_roles(SPEC))
 MODEL = PlanningModel(SPEC, DTYPES, random_losses(SPEC))
+SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
 BUDGETS = (75_000, 90_000, 120_000, 220_000, 600_000)
 LIMITS = (0.01, 0.05, 0.2)
 

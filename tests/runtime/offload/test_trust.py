@@ -33,8 +33,8 @@ from moe_pack.runtime.offload import (
     divide_budget,
     expert_cache_for,
 )
-from moe_pack.runtime.offload.expert_store import ExpertStore
-from moe_pack.runtime.offload.experts import ExpertJob, LayerRun
+from moe_pack.runtime.offload.expert_store import ExpertJob, ExpertStore
+from moe_pack.runtime.offload.experts import LayerRun
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]

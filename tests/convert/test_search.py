@@ -1,19 +1,36 @@
-"""Formats chosen for bytes and for time: against other plans, and by bytes counted another way."""
+"""The knapsack against brute force and an exact solution; formats chosen for bytes and for time against other plans."""
 
 import dataclasses
+import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.allocation import least_loss
 from support.cases import case
 from support.losses import calibrated_losses, random_losses
+from support.models import BOOK, DEMO_MODEL
+from support.profiles import profiled
 from support.specs import GROUPED
 
+from moe_pack.calib.forward import read_tokens
+from moe_pack.calib.profile import Losses, ProfileOptions, losses_of
 from moe_pack.convert.plan import Decision, PlanningModel
-from moe_pack.convert.plan.search import StorageCosts, expert_choices, fused_choices, least_time
-from moe_pack.formats import Plan, PlanError, RouterSpec, dense_roles, part_format, uniform_plan
-from moe_pack.formats.pack.layouts import pack_layout
+from moe_pack.convert.plan.search import (
+    FormatChoices,
+    KnapsackProblem,
+    StorageCosts,
+    expert_choices,
+    fused_choices,
+    least_time,
+    solve,
+)
+from moe_pack.formats import ModelSpec, Plan, PlanError, RouterSpec, dense_roles, part_format, uniform_plan
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.families.checkpoint_files import FolderFiles
+from moe_pack.formats.pack.layouts import expert_layout, pack_layout
 from moe_pack.formats.parts.specs import SELECTORS
+from moe_pack.runtime import Text
 
 SPEC = dataclasses.replace(
     GROUPED,
@@ -137,3 +154,126 @@ def test_the_knapsack_over_calibrated_formats_is_as_good_as_the_best_of_all_plan
         assert found.solution.bound <= best * (1 + 1e-9)
         assert best <= found.loss * (1 + 1e-9) <= 1.1 * best
         assert PlanningModel(spec, DTYPES, losses).loss(found.decision) == pytest.approx(found.loss)
+
+
+def random_table(seed: int, num_items: int, num_choices: int) -> KnapsackProblem:
+    """Costs that fall as weights rise, roughly: as losses do with bytes."""
+    generator = np.random.default_rng(seed)
+    weight = np.sort(generator.uniform(1, 10, (num_items, num_choices)), axis=1)
+    cost = np.sort(generator.exponential(1.0, (num_items, num_choices)), axis=1)[:, ::-1] + 0.01
+    cost[generator.random(cost.shape) < 0.1] = np.inf
+    cost[:, -1] = 0.01
+    return KnapsackProblem(cost, weight)
+
+
+def best_cost(table: KnapsackProblem, limit: float) -> float:
+    found = [
+        table.of(np.array(choice)) for choice in itertools.product(range(table.cost.shape[1]), repeat=len(table.cost))
+    ]
+    return min((cost for cost, weight in found if weight <= limit), default=float("inf"))
+
+
+def test_it_keeps_the_limit_and_its_bound_is_below_the_best_of_all() -> None:
+    for seed in range(30):
+        with case(seed):
+            table = random_table(seed, 6, 4)
+            limit = float(np.random.default_rng(seed).uniform(6, 60))
+            found, best = solve(table, limit), best_cost(table, limit)
+            if found is None:
+                assert best == float("inf")
+            else:
+                assert found.weight <= limit
+                assert (found.cost, found.weight) == pytest.approx(table.of(found.choice))
+                assert found.bound <= best * (1 + 1e-12) and best <= found.cost * (1 + 1e-12)
+
+
+def test_with_many_items_the_gap_is_small() -> None:
+    table = random_table(1, 2000, 12)
+    found = solve(table, 8000.0)
+    assert found is not None
+    assert found.weight <= 8000.0
+    assert found.gap < 2e-3
+
+
+def test_convex_costs_are_solved_to_within_one_step() -> None:
+    # Each unit of weight saves less than the one before: taking savings in their order is optimal.
+    weight = np.tile(np.arange(5.0), (3, 1))
+    cost = np.array([[16.0, 8, 4, 2, 1], [8, 4, 2, 1, 0.5], [4, 2, 1, 0.5, 0.25]])
+    found = solve(KnapsackProblem(cost, weight), 6.0)
+    assert found is not None
+    assert found.choice.tolist() == [3, 2, 1]
+    assert found.cost == pytest.approx(6.0)
+    assert found.gap == pytest.approx(0.0)
+
+
+def test_what_costs_least_is_taken_where_the_limit_does_not_bind() -> None:
+    found = solve(KnapsackProblem(np.array([[3.0, 1.0, 1.0]]), np.array([[1.0, 5.0, 4.0]])), 10.0)
+    assert found is not None
+    assert (found.choice.tolist(), found.gap, found.price) == ([2], 0.0, 0.0)
+
+
+def test_there_is_no_solution_where_the_lightest_choices_weigh_too_much() -> None:
+    assert solve(KnapsackProblem(np.array([[3.0, 1.0]]), np.array([[2.0, 5.0]])), 1.9) is None
+
+
+def test_a_choice_an_item_does_not_have_is_never_taken() -> None:
+    table = KnapsackProblem(np.array([[5.0, np.inf], [5.0, 1.0]]), np.array([[3.0, 0.0], [3.0, 4.0]]))
+    found = solve(table, 7.0)
+    assert found is not None
+    assert found.choice.tolist() == [0, 1]
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    tokens = read_tokens(str(BOOK), None, Text(FolderFiles(DEMO_MODEL)), 512, 128)
+    return losses_of(profiled(DEMO_MODEL, tmp_path_factory.mktemp("demo") / "profile", tokens, ProfileOptions("fast")))
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return model_spec(str(DEMO_MODEL))
+
+
+def least_of_all(choices: FormatChoices, losses: Losses, max_bytes: int) -> float:
+    """The least that any choice for each expert loses within so many bytes: dynamic programming, no expert after
+    another forgotten, bytes in units of their greatest common divisor."""
+    unit = int(np.gcd.reduce(choices.extent_bytes))
+    sizes = (choices.extent_bytes // unit).tolist()
+    room = max_bytes // unit
+    best = np.zeros(room + 1)  # of the experts so far, within so many units
+    for expert in choices.losses(losses):
+        within = np.full(room + 1, np.inf)
+        for size, lost in zip(sizes, expert.tolist(), strict=True):
+            np.minimum(within[size:], best[: room + 1 - size] + lost, out=within[size:])
+        best = within
+    return float(best[-1])
+
+
+@pytest.mark.slow  # the demo model is profiled
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_at_a_uniform_plans_bytes_the_knapsack_is_within_its_gap_of_the_exact_best(
+    losses: Losses, spec: ModelSpec, width: int
+) -> None:
+    part = part_format(width, 64)
+    expert = expert_layout(uniform_plan(spec, "up", part, part).experts[0][0], "up", spec.expert, spec.hidden_size)
+    max_bytes = 32 * expert.num_bytes
+    found = least_loss(spec, "up", losses, max_bytes)
+    assert found is not None
+    best = least_of_all(expert_choices(spec, "up", losses), losses, max_bytes)
+    assert found.solution.bound <= best * (1 + 1e-12)
+    assert best * (1 - 1e-12) <= found.loss <= best / (1 - found.solution.gap) * (1 + 1e-12)
+    assert found.solution.gap < 1e-3
+
+
+@pytest.mark.slow
+def test_at_few_bits_the_demo_models_experts_are_trellises_and_lose_less_than_by_hqq(
+    losses: Losses, spec: ModelSpec
+) -> None:
+    """2.4 bits a weight, all bytes of extents; rows of 128 end in a CRC and padding besides."""
+    num_weights = 4 * 8 * 3 * spec.expert.intermediate_size * spec.hidden_size
+    found = least_loss(spec, "none", losses, int(2.4 * num_weights / 8))
+    assert found is not None and found.decision.plan.quantizer == "calibrated"
+    parts = [part for layer in found.decision.plan.experts for e in layer for part in (e.gate, e.up, e.down)]
+    assert {part.codec for part in parts if part} == {"trellis"}
+    plain = least_loss(spec, "none", replace(losses, quantizer="hqq"), int(2.6 * num_weights / 8))
+    assert plain is not None and found.loss < plain.loss
