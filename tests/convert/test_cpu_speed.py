@@ -1,5 +1,6 @@
 """The speed of a pack on a CPU: waiting against a simulation, rows against draws, bytes against the engine's."""
 
+import tempfile
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,7 @@ from support.synthetic import character, small
 from support.synthetic import made as synthetic_pack
 from support.tiers import steady_disk
 
-from moe_pack.convert import skewed_popularity
+from moe_pack.convert import measure_fixed_costs, skewed_popularity
 from moe_pack.convert.plan.cpu_speed import (
     MAX_AGE,
     CpuTier,
@@ -28,16 +29,26 @@ from moe_pack.convert.plan.cpu_speed import (
     visits,
     waited,
 )
-from moe_pack.convert.plan.machines import Machine, assumed_cpu
+from moe_pack.convert.plan.machines import Machine, assumed_cpu, machine_of_cpu, rate_of
 from moe_pack.convert.plan.speed import RoutingFacts, dense_seconds, drawn_passes, expert_seconds
-from moe_pack.formats import BF16, DISK_BLOCK_BYTES, Pack, PackLayout, RunError, dense_roles, part_format
+from moe_pack.formats import (
+    BF16,
+    DISK_BLOCK_BYTES,
+    Pack,
+    PackLayout,
+    RunError,
+    dense_roles,
+    part_format,
+    trellis_format,
+)
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout
-from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.parts.specs import cached_values
-from moe_pack.runtime import USUAL_DISK, Engine, EngineOptions, FixedCosts, WidthRate
+from moe_pack.runtime import USUAL_DISK, Engine, EngineOptions, FixedCosts, MachineFacts, WidthRate
 from moe_pack.runtime.cpu import is_available
+from moe_pack.runtime.engine.machine import CpuFacts
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import PRESETS, CacheFacts, OffloadedWeights, Passes, divide_budget, read_recording
 from moe_pack.runtime.offload.replay import replay
@@ -51,10 +62,10 @@ def machine(fixed: FixedCosts = FREE, row_s: float = 0.0, drive_rate: float = 1e
     return Machine("cpu", "made up", rates, rates, row_s, 1e10, fixed, steady_disk(drive_rate))
 
 
-def layout(selector_width: int = 4, record_width: int = 4) -> PackLayout:
+def layout(selector_width: int = 4, record_width: int = 4, selector: Selector = "up") -> PackLayout:
     spec = model_spec(str(DEMO_MODEL))
     parts = [BF16 if width == 16 else part_format(width, 64) for width in (selector_width, record_width)]
-    return pack_layout(spec, plan_of(spec, "up", *parts), ["BF16"] * len(dense_roles(spec)))
+    return pack_layout(spec, plan_of(spec, selector, *parts), ["BF16"] * len(dense_roles(spec)))
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +190,7 @@ def test_rows_in_a_source_s_codec_take_the_rate_of_their_width() -> None:
 
 
 def test_an_expert_without_a_selector_is_computed_whole_however_few_neurons_pass() -> None:
-    spec = model_spec(str(DEMO_MODEL))
-    part = part_format(4, 64)
-    made = pack_layout(spec, plan_of(spec, "none", part, part), ["BF16"] * len(dense_roles(spec)))
-    expert = made.experts[0][0]
+    expert = layout(selector="none").experts[0][0]
     assert expert_seconds(expert, 0.1, machine()) == expert_seconds(expert, 1.0, machine())
     assert expert_seconds(expert, 1.0, machine())[1] == 448 * expert.records.row_bytes
 
@@ -473,7 +481,7 @@ def test_an_expert_is_fetched_whole_unless_its_running_rows_are_the_sooner_there
 
 
 def test_without_a_selector_an_expert_is_fetched_and_run_whole() -> None:
-    expert, tier = layout("none").experts[0][0], tier_of(MIB)
+    expert, tier = layout(selector="none").experts[0][0], tier_of(MIB)
     assert tier.fetch_seconds(expert, 0.99) == tier.fetch_seconds(expert, 0.0)
     assert tier.run_seconds(expert, 0.99) == tier.run_seconds(expert, 0.0)
 
@@ -481,3 +489,48 @@ def test_without_a_selector_an_expert_is_fetched_and_run_whole() -> None:
 def test_a_dense_matrix_takes_its_bytes_at_the_rate_of_its_width() -> None:
     assert tier_of(MIB).dense_seconds(36_000, 8) == pytest.approx(1e-6)
     assert tier_of(MIB).dense_seconds(38_000, 16) == pytest.approx(1e-6)
+
+
+@pytest.mark.slow
+def test_tokens_layers_and_experts_cost_time_and_no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    facts = MachineFacts("2026-11-22", steady_disk(1e9), CpuFacts(2, None, None, None, (), (), None), None)
+    found = measure_fixed_costs(facts, 0.01)
+    assert min(found.token_s, found.layer_s, found.expert_s, found.miss_s, found.rows_s) >= 0
+    assert 0 < found.token_s + found.layer_s + found.expert_s < 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_measured_experts_no_cpu_is_planned_for() -> None:
+    facts = MachineFacts("2026-11-22", steady_disk(1e9), CpuFacts(2, None, None, None, (), (), None), None)
+    with pytest.raises(RunError, match=r"^doctor: the speed of experts was not measured; build the native kernels"):
+        machine_of_cpu(facts)
+
+
+def test_a_width_that_was_not_measured_goes_by_the_nearest_and_of_two_by_the_wider() -> None:
+    rates = (WidthRate(2, 20.0), WidthRate(4, 40.0), WidthRate(16, 160.0))
+    assert [rate_of(rates, width) for width in (1, 2, 3, 4, 8, 16)] == [20, 20, 40, 40, 40, 160]
+
+
+def test_a_trellis_goes_by_trellises_measured_else_by_affine_codes_of_no_fewer_bits() -> None:
+    """Bits of 2, 2.5, 3, 3.5 and 4."""
+    affine = tuple(WidthRate(width, 10.0 * width) for width in (1, 2, 3, 4, 8, 16))
+    machine = replace(assumed_cpu(), expert_rates=affine)
+    parts = [trellis_format(width, 0) for width in TRELLIS_WIDTHS]
+    assert [machine.expert_rate(part) for part in parts] == [20, 30, 30, 40, 40]
+    measured = replace(machine, trellis_rates=(WidthRate(4, 7.0), WidthRate(5, 8.0), WidthRate(8, 9.0)))
+    assert [measured.expert_rate(part) for part in parts] == [7, 8, 8, 9, 9]
+    assert measured.expert_rate(part_format(8, 64)) == 80
+
+
+def test_the_machine_of_a_cpu_has_its_trellises_rates() -> None:
+    one = (WidthRate(4, 1e10),)
+    cpu = CpuFacts(2, "avx2", 1e10, 1e10, one, one, 0.0, (WidthRate(4, 2e9),))
+    facts = MachineFacts("2026-11-22", steady_disk(1e9), cpu, None, FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
+    assert machine_of_cpu(facts).expert_rate(trellis_format(4, 0)) == 2e9
+
+
+def test_a_steady_drive_reads_at_one_rate_whatever_is_asked() -> None:
+    disk = steady_disk(2e9)
+    assert disk.seconds(3, 1 << 20) == pytest.approx(3 * 2**20 / 2e9)
+    assert disk.seconds_for_few(1, 1 << 20) == pytest.approx(2**20 / 2e9)

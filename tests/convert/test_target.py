@@ -18,7 +18,7 @@ from support.losses import random_losses
 from support.models import BOOK, TinyMixtral
 
 from moe_pack.calib.profile import Profile, losses_of
-from moe_pack.convert.autopack import work_folder
+from moe_pack.convert.autopack import MAX_ATTEMPTS, Attempt, best_of, next_nats, work_folder
 from moe_pack.convert.plan import (
     PlanningModel,
     Target,
@@ -276,7 +276,7 @@ def test_the_pack_keeps_to_the_loss_and_runs_in_the_budget(packed: tuple[Path, R
         assert pack.manifest.quantizer == "calibrated"  # the profile keeps inputs
         divide_budget(pack.layout, 16 << 20, 64, routing_bytes(out))
     assert not work_folder(out).exists()
-    assert "by default the ON_CPU: a ON_CPU of 2 cores, assumed; moe-pack doctor measures this machine" in result.stderr
+    assert "by default the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this machine" in result.stderr
     assert f"run it: moe-run {out} --budget 16M" in result.stdout
 
 
@@ -317,12 +317,12 @@ def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, prof
 def test_the_last_line_runs_the_pack_where_it_was_planned_for(
     packed: tuple[Path, Result], source: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a GPU that is not here, for one that is, and for the ON_CPU with and without a GPU here."""
+    """For a GPU that is not here, for one that is, and for the CPU with and without a GPU here."""
     gpu = GpuHere("NVIDIA GeForce RTX 3060", 12 << 30)
     for_cpu, for_gpu = packed[0], tmp_path / "packed"
     cpu_only = ["--target-vram", "16M", "--context", "64", *TEXT, "--max-loss", "0.02"]
     large = ["--target-vram", "1G", "--gpu", "RTX 3060 12G", "--context", "64", *TEXT, "--max-loss", "0.5"]
-    elsewhere = f"run it here, on the ON_CPU: moe-run {for_gpu}; where the GPU is: moe-run {for_gpu} --budget 1G"
+    elsewhere = f"run it here, on the CPU: moe-run {for_gpu}; where the GPU is: moe-run {for_gpu} --budget 1G"
     cases: list[tuple[GpuHere | None, Path, list[str], str, str]] = [
         (None, for_gpu, large, "device: cuda (--gpu describes a GPU)", elsewhere),
         (gpu, for_gpu, large, "device: cuda (--gpu describes a GPU)", f"run it: moe-run {for_gpu} --budget 1G"),
@@ -396,3 +396,60 @@ def test_a_target_that_only_larger_losses_fit_says_what_would_have_to_give(
     assert result.exit_code == 1
     last = result.stderr.splitlines()[-1]
     assert "a pack within this loss needs" in last and "of any loss" in last and "--max-loss" in last
+
+
+def attempt(nats: float, measured: float) -> Attempt:
+    return Attempt(nats, measured, content_bytes=1)
+
+
+def played(lost: Callable[[float], float], allowed: float, first: float) -> list[Attempt]:
+    """All attempts, where a plan of so many nats loses `lost` of them."""
+    attempts: list[Attempt] = []
+    while len(attempts) < MAX_ATTEMPTS and (nats := next_nats(attempts, allowed, first)) is not None:
+        attempts.append(attempt(nats, lost(nats)))
+    return attempts
+
+
+def test_it_ends_with_a_pack_that_holds_and_uses_most_of_what_is_allowed() -> None:
+    for factor in [0.05, 0.3, 0.9, 1.0, 1.1, 2.0, 20.0]:
+        for power in [0.7, 1.0, 1.3]:
+            with case(factor, power):
+                allowed, first = 0.01, 0.01
+                attempts = played(lambda nats: factor * allowed * (nats / first) ** power, allowed, first)
+                best = best_of(attempts, allowed)
+                assert best is not None
+                assert len(attempts) < MAX_ATTEMPTS
+                assert 0.5 * allowed <= attempts[best].measured <= allowed
+
+
+def test_a_first_attempt_that_holds_and_uses_nearly_all_is_kept() -> None:
+    assert next_nats([attempt(0.02, 0.0095)], 0.01, 0.02) is None
+
+
+def test_a_pack_that_lost_too_much_is_followed_by_one_planned_with_less_in_proportion() -> None:
+    assert next_nats([attempt(0.02, 0.02)], 0.01, 0.02) == pytest.approx(0.02 * 0.95 / 2)
+
+
+def test_one_that_leaves_much_unused_is_followed_by_one_with_more_below_what_failed() -> None:
+    assert next_nats([attempt(0.01, 0.002)], 0.01, 0.01) == pytest.approx(0.04)
+    attempts = [attempt(0.03, 0.02), attempt(0.01, 0.005)]
+    assert next_nats(attempts, 0.01, 0.03) == pytest.approx((0.01 * 0.03) ** 0.5)
+
+
+def test_of_those_that_hold_the_one_planned_with_the_most_is_best() -> None:
+    attempts = [
+        attempt(0.03, 0.02),
+        attempt(0.01, 0.005),
+        attempt(0.017, 0.009),
+        attempt(0.02, 0.011),
+    ]
+    assert best_of(attempts, 0.01) == 2
+    assert best_of(attempts, 0.001) is None
+
+
+def test_where_less_nats_lose_as_much_it_gives_up_at_the_last_attempt() -> None:
+    assert len(played(lambda nats: 0.02, 0.01, 0.02)) == MAX_ATTEMPTS
+
+
+def test_a_loss_measured_below_zero_asks_for_no_more_than_four_times() -> None:
+    assert next_nats([attempt(0.01, -0.001)], 0.01, 0.01) == pytest.approx(0.04)
