@@ -37,6 +37,7 @@ from moe_pack.formats import (
     Pack,
     PackLayout,
     RunError,
+    Selector,
     dense_roles,
     part_format,
     trellis_format,
