@@ -63,10 +63,6 @@ class _Share:
         self.number = self.number * _FORGET + 1
 
 
-def _assumed_shares() -> list[list[_Share]]:
-    return [[_Share(share * _ASSUMED_WEIGHT) for _ in range(MOST_DRAFTED)] for share in _ASSUMED_RIGHT]
-
-
 @dataclass(slots=True)
 class Gate:
     """Chooses the length of drafts, so that a text is done soonest, by what it has measured; one serves all texts.
@@ -84,7 +80,11 @@ class Gate:
     spent_s: float = 0.0  # of all passes
     lost_s: float = 0.0  # by passes with drafts, compared with their tokens one by one; negative if they were shorter
     _seconds: list[_Average] = field(default_factory=lambda: [_Average() for _ in range(MOST_DRAFTED + 2)])
-    _right: list[list[_Share]] = field(default_factory=_assumed_shares)
+    _right: list[list[_Share]] = field(
+        default_factory=lambda: [
+            [_Share(share * _ASSUMED_WEIGHT) for _ in range(MOST_DRAFTED)] for share in _ASSUMED_RIGHT
+        ]
+    )
     _since_plain: int = 0  # passes
     _since_draft: int = 0
 
@@ -102,7 +102,8 @@ class Gate:
         if best or self._since_draft < _PROBE_PASSES:
             return best
         # What was measured may be past: a probe measures again.
-        return self._best(match_length, self._bearable(match_length, most, most_lost), self._hoped_seconds)
+        bearable = self._bearable(match_length, most, most_lost)
+        return self._best(match_length, bearable, lambda number: plain.value * (1 + _HOPED_STEP * (number - 1)))
 
     def passed(self, num_drafted: int, num_accepted: int, seconds: float) -> None:
         """Counts a pass over a token and a draft behind it, and how long it took."""
@@ -140,9 +141,6 @@ class Gate:
         wrong = 1 - self._right[_class_of(match_length)][0].value
         can_lose, plain = most_lost - self.lost_s, self._seconds[1].value
         return next((n for n in range(most, 0, -1) if wrong * (self.seconds(1 + n) - plain) <= can_lose), 0)
-
-    def _hoped_seconds(self, num_tokens: int) -> float:
-        return self._seconds[1].value * (1 + _HOPED_STEP * (num_tokens - 1))
 
     def _best(self, match_length: int, most: int, seconds: Callable[[int], float]) -> int:
         """Returns the draft with the most tokens a second; 0 if they are not clearly more than without a draft."""

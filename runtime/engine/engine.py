@@ -165,7 +165,7 @@ def choose_device(
         if needs_cpu is not None:
             why_cpu = f"{needs_cpu} needs it"
         else:
-            why_cpu = _why_too_small(pack, options, context_tokens, gpu) if refusal is None else refusal.why
+            why_cpu = _why_too_small(pack, options, context_tokens, gpu) if refusal is None else refusal[0]
     if gpu is not None and why_cpu is None:
         return replace(options, device="cuda"), f"device: cuda ({gpu.name})"
     if names := commands.given(options, mark="gpu"):

@@ -15,7 +15,6 @@ from moe_pack.runtime import drafts, model, offload
 from moe_pack.runtime.cpu import is_available, reads
 from moe_pack.runtime.engine import built, machine, mapped
 from moe_pack.runtime.engine.drafting import DraftChoice
-from moe_pack.runtime.engine.options import EngineOptions
 from moe_pack.runtime.offload import budgets, record
 from moe_pack.runtime.offload.prefetch import make_prediction
 from moe_pack.runtime.offload.presets import PredictionName
@@ -60,7 +59,7 @@ def offload_experts(
     routing = offload.Routing.open(pack) if offload.routing_bytes(pack.folder) else None
     needs = (pack.layout, budget_bytes, setup.context_tokens, offload.routing_bytes(pack.folder))
     plan, heat = offload.divide_budget(*needs, sequences=setup.sequences), None
-    disk, rows_below = known_disk(options), 0.0
+    disk, rows_below = machine.USUAL_DISK if options.machine is None else options.machine.drive, 0.0
     # Torch needs whole experts. Where all experts fit, all rows are needed sooner or later, and whole experts are
     # computed together.
     has_all = int(offload.expert_pages(pack.layout, plan.page_bytes).sum()) <= plan.num_pages
@@ -195,11 +194,6 @@ def popularity_shares(pack: formats.Pack, routing: offload.Routing | None) -> ND
 
 
 # ---- reads ----------------------------------------------------------------------------------------------------------
-
-
-def known_disk(options: EngineOptions) -> machine.DiskFacts:
-    """Returns the disk as it was measured, or the usual one."""
-    return machine.USUAL_DISK if options.machine is None else options.machine.drive
 
 
 def runs_some_neurons(pack: formats.Pack) -> bool:

@@ -54,14 +54,6 @@ def _uncoded_on_gpu(spec: "formats.ModelSpec", kv_dtype: KvDtype | None) -> str 
 
 
 @dataclass(frozen=True, slots=True)
-class GpuRefusal:
-    """The reason that keeps a run from a GPU."""
-
-    why: str  # for `--device auto`, which takes the CPU
-    message: str  # for `--device cuda`
-
-
-@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How to run a pack; the help of each option says what its field means."""
 
@@ -214,26 +206,26 @@ class EngineOptions:
     def check_gpu(self, spec: "formats.ModelSpec") -> None:
         """Refuses options that have no effect on a GPU, and models that GPUs do not run. Raises RunError."""
         if (refusal := self.gpu_refusal(spec)) is not None:
-            raise formats.RunError(refusal.message)
+            raise formats.RunError(refusal[1])
 
-    def gpu_refusal(self, spec: "formats.ModelSpec") -> GpuRefusal | None:
-        """Returns what in the options or in the model needs the CPU; None if nothing does."""
+    def gpu_refusal(self, spec: "formats.ModelSpec") -> tuple[str, str] | None:
+        """Returns why options or model need the CPU, for `--device auto` and for `cuda`; None if they do not."""
         if (part := cpu_only(spec)) is not None:
-            return GpuRefusal(
+            return (
                 f"models with {part} do not run on GPUs",
                 f"--device cuda does not support models with {part}; use --device cpu",
             )
         if (part := _uncoded_on_gpu(spec, self.kv_dtype)) is not None:
-            return GpuRefusal(
+            return (
                 f"--kv-dtype {self.kv_dtype} does not run on GPUs for models with {part}",
                 f"--kv-dtype {self.kv_dtype} with --device cuda does not support models with {part}; use bf16 or f32",
             )
         if self.numerics == "fastest":
             message = "--numerics fastest needs --device cpu; with --device cuda give fast or exact"
-            return GpuRefusal("--numerics fastest needs it", message)
+            return ("--numerics fastest needs it", message)
         names = [*(["--read map"] if self.read == "map" else []), *commands.given(self, mark=_OFFLOAD)]
         if names:
-            return GpuRefusal(f"{names[0]} needs it", f"{names[0]} needs --device cpu; remove one of them")
+            return (f"{names[0]} needs it", f"{names[0]} needs --device cpu; remove one of them")
         return None
 
 

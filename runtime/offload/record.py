@@ -120,6 +120,12 @@ def write_recording(recording: Recording, path: Path) -> None:
     Raises:  RunError if it cannot be written.
     """
     passes = recording.passes
+    # One row an expert: after, number of the request, layer_idx, expert, during, is_abandoned.
+    requests = [
+        (r.after, number, r.layer_idx, expert, r.during, int(r.is_abandoned))
+        for number, r in enumerate(recording.requests)
+        for expert in r.experts
+    ]
     arrays: dict[str, cache.Array] = {
         "facts": np.frombuffer(formats.canonical(formats.dump(recording.facts)), "<u1"),
         "routes": passes.routes,
@@ -127,7 +133,7 @@ def write_recording(recording: Recording, path: Path) -> None:
         "popularity": passes.popularity,
         "hits": recording.hits,
         "needed": recording.needed,
-        "requests": _rows_of(recording.requests),
+        "requests": np.array(requests, "<u4").reshape(-1, 6),
     }
     if passes.scores is not None:
         arrays["scores"] = passes.scores
@@ -150,16 +156,6 @@ def write_recording(recording: Recording, path: Path) -> None:
         sync_folder(path.parent)
     except OSError as fault:
         raise formats.RunError(f"{path}: cannot be written ({fault.strerror}); give another path") from fault
-
-
-def _rows_of(requests: Sequence[PrefetchRequest]) -> cache.Array:
-    """Returns one row an expert: after, number of the request, layer_idx, expert, during, is_abandoned."""
-    rows = [
-        (r.after, number, r.layer_idx, expert, r.during, int(r.is_abandoned))
-        for number, r in enumerate(requests)
-        for expert in r.experts
-    ]
-    return np.array(rows, "<u4").reshape(-1, 6)
 
 
 def read_recording(path: Path) -> Recording:

@@ -5,6 +5,7 @@ It changes no answers, and belongs to the pack's content except the thresholds. 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -373,31 +374,23 @@ def _read(sidecar: TensorSidecar, folder: Path, spec: formats.ModelSpec) -> Rout
         best,
         routes,
         sequence_length,
-        _Networks(folder, sidecar.sha256, spec).read,
+        partial(_network, folder, sidecar.sha256, spec),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Networks:
-    """The networks of a checked file, read one by one: those of a large model are 100 MB and more."""
-
-    folder: Path
-    sha256: str
-    spec: formats.ModelSpec
-
-    def read(self, layer_idx: int) -> Predictor:
-        prefix = f"{_NETWORK}{layer_idx}."
-        with TensorSidecar(self.folder, presets.ROUTING_FILE, self.sha256) as sidecar:
-            names = [name for name in sidecar.entries if name.startswith(prefix)]
-            arrays = {name.removeprefix(prefix): sidecar.read(name) for name in names}
-        place = f"{presets.ROUTING_FILE}: {prefix}*"
-        network = Predictor.from_stored(arrays, place)
-        sizes = (network.hidden_size, network.num_experts, network.num_previous)
-        begin = max(first for first in first_moe_layers(self.spec) if first <= layer_idx)  # of its stack
-        expected = (self.spec.hidden_size, self.spec.router.num_experts, min(layer_idx - begin, MAX_PREVIOUS))
-        if sizes != expected:
-            d, E, P = expected
-            raise formats.PackError(
-                f"{place}: found sizes {list(sizes)}, expected d = {d}, E = {E}, P = {P}; attach the profile again"
-            )
-        return network
+def _network(folder: Path, sha256: str, spec: formats.ModelSpec, layer_idx: int) -> Predictor:
+    """Reads one network of a checked file: those of a large model are 100 MB and more."""
+    prefix = f"{_NETWORK}{layer_idx}."
+    with TensorSidecar(folder, presets.ROUTING_FILE, sha256) as sidecar:
+        names = [name for name in sidecar.entries if name.startswith(prefix)]
+        arrays = {name.removeprefix(prefix): sidecar.read(name) for name in names}
+    place = f"{presets.ROUTING_FILE}: {prefix}*"
+    network = Predictor.from_stored(arrays, place)
+    sizes = (network.hidden_size, network.num_experts, network.num_previous)
+    begin = max(first for first in first_moe_layers(spec) if first <= layer_idx)  # of its stack
+    d, E, P = spec.hidden_size, spec.router.num_experts, min(layer_idx - begin, MAX_PREVIOUS)
+    if sizes != (d, E, P):
+        raise formats.PackError(
+            f"{place}: found sizes {list(sizes)}, expected d = {d}, E = {E}, P = {P}; attach the profile again"
+        )
+    return network
