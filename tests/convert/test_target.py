@@ -18,16 +18,8 @@ from support.losses import random_losses
 from support.models import BOOK, TinyMixtral
 
 from moe_pack.calib.profile import Profile, losses_of
+from moe_pack.convert import plan
 from moe_pack.convert.autopack import MAX_ATTEMPTS, Attempt, best_of, next_nats, work_folder
-from moe_pack.convert.plan import (
-    PlanningModel,
-    Target,
-    check_budget,
-    choose_target_device,
-    defaults_text,
-    planner_for,
-    preset_decision,
-)
 from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.options import Device, LossLimit, read_limit
 from moe_pack.convert.plan.planned import two_digits
@@ -42,7 +34,7 @@ from moe_pack.runtime.offload import divide_budget, routing_bytes
 
 GIB = 1 << 30
 SPEC = model_spec("granite-3.0-1b-a400m", 2)
-AUTO, CPU, CARD = Target(GIB), Target(GIB, "cpu"), Target(GIB, "cuda")
+AUTO, CPU, CARD = plan.Target(GIB), plan.Target(GIB, "cpu"), plan.Target(GIB, "cuda")
 DTYPES = ("BF16",) * len(dense_roles(SPEC))
 
 
@@ -60,12 +52,12 @@ def facts(link: LinkFacts | None = None) -> MachineFacts:
 class Asked:
     """The options of a command that has no others."""
 
-    target: Target | None = None
+    target: plan.Target | None = None
 
 
-def asked(*arguments: str) -> Target | str | None:
+def asked(*arguments: str) -> plan.Target | str | None:
     """What the options come to, or the last line of what is wrong with them."""
-    found: list[Target | None] = []
+    found: list[plan.Target | None] = []
 
     @click.command()
     @options_from(Asked)
@@ -105,7 +97,7 @@ def test_all_options_become_one_target() -> None:
     assert asked() is None
     assert asked("--target-vram", "1G") == AUTO
     assert asked("--target-vram", "1G", "--device", "cpu") == CPU
-    assert asked("--target-vram", "1G", "--gpu", "L4", "--link", "2G", "--ram", "3G", "--context", "8") == Target(
+    assert asked("--target-vram", "1G", "--gpu", "L4", "--link", "2G", "--ram", "3G", "--context", "8") == plan.Target(
         GIB, context_tokens=8, ram_bytes=3 * GIB, link_rate=2 * GIB, gpu="L4"
     )
     assert asked("--target-vram", "1G", "--device", "cuda", "--preset", "floe") == replace(CARD, preset="floe")
@@ -134,7 +126,7 @@ def test_the_device_of_a_plan_is_that_of_a_run_here(monkeypatch: pytest.MonkeyPa
     rtx, old = GpuHere("NVIDIA GeForce RTX 3090", 24 * GIB), GpuHere("Tesla T4", 15 * GIB, "Tesla T4 is too old")
     here, of_cpu = "--target-vram is this machine's memory", replace(AUTO, kv_dtype="q8")
     hybrid = replace(SPEC, logits_softcap=30.0)
-    cases: list[tuple[GpuHere | None, Target, ModelSpec, str]] = [
+    cases: list[tuple[GpuHere | None, plan.Target, ModelSpec, str]] = [
         (rtx, AUTO, SPEC, "device: cuda (NVIDIA GeForce RTX 3090)"),
         (None, AUTO, SPEC, f"device: cpu (no GPU found; --gpu NAME plans for one): {here}"),
         (old, AUTO, SPEC, f"device: cpu (Tesla T4 is too old): {here}"),
@@ -142,7 +134,7 @@ def test_the_device_of_a_plan_is_that_of_a_run_here(monkeypatch: pytest.MonkeyPa
         (rtx, of_cpu, SPEC, f"device: cpu (--kv-dtype needs it): {here}"),
         (
             rtx,
-            Target(25 * GIB),
+            plan.Target(25 * GIB),
             SPEC,
             f"device: cpu (--target-vram is 25.0 GiB, NVIDIA GeForce RTX 3090 has 24.0 GiB): {here}",
         ),
@@ -154,14 +146,16 @@ def test_the_device_of_a_plan_is_that_of_a_run_here(monkeypatch: pytest.MonkeyPa
         with case(gpu, target, line):
             monkeypatch.setattr(machine, "gpu_here", lambda gpu=gpu: gpu)
             device: Device = "cuda" if "cuda" in line else "cpu"
-            assert choose_target_device(target, spec, DTYPES) == (replace(target, device=device), line)
+            assert plan.choose_target_device(target, spec, DTYPES) == (replace(target, device=device), line)
     for given in (CPU, CARD):
-        assert choose_target_device(given, SPEC, DTYPES) == (given, None), "what is given stays, and nothing is said"
+        assert plan.choose_target_device(given, SPEC, DTYPES) == (given, None), (
+            "what is given stays, and nothing is said"
+        )
 
 
 def test_a_memory_too_small_for_the_gpu_is_planned_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu_here", lambda: GpuHere("NVIDIA GeForce RTX 3090", 24 * GIB))
-    found = {mib: choose_target_device(Target(mib << 20), SPEC, DTYPES) for mib in range(256, 1025, 32)}
+    found = {mib: plan.choose_target_device(plan.Target(mib << 20), SPEC, DTYPES) for mib in range(256, 1025, 32)}
     devices = [target.device for target, _ in found.values()]
     least = devices.index("cuda")
     assert least > 0 and devices == ["cpu"] * least + ["cuda"] * (len(devices) - least)
@@ -169,24 +163,24 @@ def test_a_memory_too_small_for_the_gpu_is_planned_for_the_cpu(monkeypatch: pyte
         with case(mib):
             assert ("(a GPU needs" in str(line)) == (target.device == "cpu")
             if target.device == "cuda":
-                check_budget(target, SPEC, DTYPES)
+                plan.check_budget(target, SPEC, DTYPES)
             else:
                 with pytest.raises(RunError, match=r"^--target-vram: \S+ MiB is too small; "):
-                    check_budget(replace(target, device="cuda"), SPEC, DTYPES)
+                    plan.check_budget(replace(target, device="cuda"), SPEC, DTYPES)
 
 
 def test_a_gpu_that_is_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu_here", lambda: GpuHere("NVIDIA GeForce RTX 3090", 24 * GIB))
-    assert "--gpu NVIDIA GeForce RTX 3090: this machine's" in defaults_text(CARD, SPEC, None)
+    assert "--gpu NVIDIA GeForce RTX 3090: this machine's" in plan.defaults_text(CARD, SPEC, None)
 
 
 def test_every_default_is_said_and_nothing_that_was_asked_for() -> None:
-    assert defaults_text(CPU, SPEC, None) == [
+    assert plan.defaults_text(CPU, SPEC, None) == [
         "--max-loss 1%: of perplexity",
         "--context 4096: tokens of key-value cache",
         "the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this machine",
     ]
-    assert [line.split()[0] for line in defaults_text(CARD, SPEC, None)] == [
+    assert [line.split()[0] for line in plan.defaults_text(CARD, SPEC, None)] == [
         "--max-loss",
         "--context",
         "the",
@@ -194,27 +188,27 @@ def test_every_default_is_said_and_nothing_that_was_asked_for() -> None:
         "--link",
         "--ram:" if total_bytes() is None else "--ram",
     ]
-    whole = Target(GIB, "cuda", LossLimit("kl", 0.1), 16, "L4", 1e9, GIB)
+    whole = plan.Target(GIB, "cuda", LossLimit("kl", 0.1), 16, "L4", 1e9, GIB)
     host = "the CPU: a CPU that computes experts at 60 GB/s, assumed; moe-pack doctor measures this machine"
-    assert defaults_text(whole, SPEC, None) == [host]
+    assert plan.defaults_text(whole, SPEC, None) == [host]
     measured = CpuFacts(2, None, 1.0, 1.0, (WidthRate(4, 1e9),), (), 0.0)
     found = replace(facts(), cpu=measured, fixed=FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
-    assert defaults_text(whole, SPEC, found) == []
+    assert plan.defaults_text(whole, SPEC, found) == []
 
 
 def test_the_link_is_the_doctors_else_half_of_pcie_4_and_no_more_than_the_slot_has() -> None:
     measured = LinkFacts("a GPU", GIB, (SizedRate(1 << 20, 3.0 * GIB), SizedRate(1 << 24, 5.0 * GIB)))
-    assert "--link 5.0G: bytes a second; as measured" in defaults_text(CARD, SPEC, facts(measured))
+    assert "--link 5.0G: bytes a second; as measured" in plan.defaults_text(CARD, SPEC, facts(measured))
     unknown = "bytes a second; the link was not measured; moe-pack doctor measures it"
-    assert f"--link 14.9G: {unknown}" in defaults_text(replace(CARD, gpu="L4"), SPEC, None)
-    assert f"--link 11.7G: {unknown}" in defaults_text(replace(CARD, gpu="RTX 4060 Ti 16G"), SPEC, None)
+    assert f"--link 14.9G: {unknown}" in plan.defaults_text(replace(CARD, gpu="L4"), SPEC, None)
+    assert f"--link 11.7G: {unknown}" in plan.defaults_text(replace(CARD, gpu="RTX 4060 Ti 16G"), SPEC, None)
 
 
 def test_without_a_card_the_smallest_with_room_is_assumed() -> None:
     cases = [(11, "RTX 3060 12G"), (16, "RTX 4060 Ti 16G"), (80, "A100 80G"), (500, "H200")]
     for size, name in cases:
         with case(size, name):
-            lines = defaults_text(Target(size * GIB, "cuda"), SPEC, None)
+            lines = plan.defaults_text(plan.Target(size * GIB, "cuda"), SPEC, None)
             assert any(line.startswith(f"--gpu {name}: assumed: ") for line in lines)
 
 
@@ -225,13 +219,13 @@ def test_a_context_beyond_the_models_is_refused_and_its_longest_is_not() -> None
         context_of(replace(CPU, context_tokens=most + 1), SPEC)
 
 
-def planned(target: Target, machine: MachineFacts | None = None) -> Any:
+def planned(target: plan.Target, machine: MachineFacts | None = None) -> Any:
     dtypes = ("BF16",) * len(dense_roles(SPEC))
-    return planner_for(target, PlanningModel(SPEC, dtypes, random_losses(SPEC)), None, machine).plan(0.05)
+    return plan.planner_for(target, plan.PlanningModel(SPEC, dtypes, random_losses(SPEC)), None, machine).plan(0.05)
 
 
 @pytest.mark.parametrize("target", [replace(CPU, budget_bytes=GIB // 2), replace(CARD, budget_bytes=GIB)])
-def test_the_parts_of_a_plan_sum_to_the_target(target: Target) -> None:
+def test_the_parts_of_a_plan_sum_to_the_target(target: plan.Target) -> None:
     found = planned(target, facts())
     assert sum(share.num_bytes for share in found.speed.shares) == target.budget_bytes
     assert min(share.num_bytes for share in found.speed.shares) >= 0
@@ -306,8 +300,8 @@ def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, prof
     assert set(map(tuple, rule["planned"])) == {(0.9,) * 4}
     estimates = []
     for sparsity in (0.9, 0.95):
-        model = PlanningModel(pack.spec, (), losses_of(Profile(profile)))
-        estimates.append(model.loss(preset_decision("floe", model, sparsity)))
+        model = plan.PlanningModel(pack.spec, (), losses_of(Profile(profile)))
+        estimates.append(model.loss(plan.preset_decision("floe", model, sparsity)))
     assert f"attempt 1: planned with an estimated loss of {two_digits(estimates[0])} nats\n" in result.stderr
     other = run("convert", str(source), "-o", str(tmp_path / "other"), *options, "--sparsity", "0.95")
     assert math.isnan(estimates[1]) and "attempt 1: planned with no estimate of the loss\n" in other.stderr

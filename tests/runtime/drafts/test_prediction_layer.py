@@ -24,13 +24,7 @@ from moe_pack.formats import BF16, Pack, PackError, RunError, size_text, uniform
 from moe_pack.formats.families import Checkpoint, PredictionLayer
 from moe_pack.formats.pack.layouts import UNUSED_FILE
 from moe_pack.runtime import SamplingOptions
-from moe_pack.runtime.drafts import Drafts
-from moe_pack.runtime.drafts.prediction_layer import (
-    PredictionDrafter,
-    PredictionWeights,
-    loaded_bytes,
-    prediction_bytes,
-)
+from moe_pack.runtime.drafts import Drafts, prediction_layer
 from moe_pack.runtime.engine.engine import Engine
 from moe_pack.runtime.engine.options import DraftOption, EngineOptions
 from moe_pack.runtime.engine.report import RunReport, report, report_lines
@@ -252,8 +246,8 @@ class Run:
     def __init__(self, opened: Pack, operations: Operations = TORCH, chunk_tokens: int = CHUNK) -> None:
         self.weights = PackWeights(opened, torch.device("cpu"), operations)
         self.decoder = Decoder(self.weights, NUM_POSITIONS, chunk_tokens=chunk_tokens)
-        layer = PredictionWeights(layer_of(opened), self.weights)
-        self.drafter = PredictionDrafter(layer, NUM_POSITIONS, chunk_tokens)
+        layer = prediction_layer.PredictionWeights(layer_of(opened), self.weights)
+        self.drafter = prediction_layer.PredictionDrafter(layer, NUM_POSITIONS, chunk_tokens)
         self.sequence = self.decoder.sequences[0]
         self.sequence.follower = self.drafter
 
@@ -383,11 +377,13 @@ def test_a_draft_ends_where_the_context_ends(glm: Packed) -> None:
 def test_memory_is_what_is_said_before_to_the_byte(glm: Packed) -> None:
     with Pack(glm.folder) as opened:
         run, layer = Run(opened), layer_of(opened)
-        assert run.drafter.num_bytes == prediction_bytes(layer, NUM_POSITIONS)
+        assert run.drafter.num_bytes == prediction_layer.prediction_bytes(layer, NUM_POSITIONS)
         own = sum(entry.num_bytes for entry in opened.layout.unused_file.entries if "pad." not in entry.name)  # type: ignore[union-attr]  # it is there
         tables = 2 * 2 * 96 * 64
         vectors = sum(role.shape[0] for role in layer.roles.values() if len(role.shape) == 1)
-        assert loaded_bytes(layer) == own - tables + 2 * vectors  # tables are the model's; vectors become float32
+        assert (
+            prediction_layer.loaded_bytes(layer) == own - tables + 2 * vectors
+        )  # tables are the model's; vectors become float32
 
 
 def test_native_kernels_run_it(glm: Packed) -> None:
@@ -399,7 +395,7 @@ def test_native_kernels_run_it(glm: Packed) -> None:
 
 def test_experts_are_those_of_the_reference_semantics(glm: Packed) -> None:
     with Pack(glm.folder) as opened:
-        weights = PredictionWeights(layer_of(opened), PackWeights(opened, torch.device("cpu")))
+        weights = prediction_layer.PredictionWeights(layer_of(opened), PackWeights(opened, torch.device("cpu")))
         generator = torch.Generator().manual_seed(1)
         x = torch.randn((5, 64), generator=generator)
         experts = torch.tensor([[0, 2], [1, 2], [5, 3], [2, 0], [4, 1]])
@@ -430,9 +426,9 @@ def test_fp8_layers_are_loaded_as_they_are(tmp_path: Path) -> None:
         assert layer.dense["project"].codec == "fp8"
         run.run_to(40)
         assert difference(run, reference, 41) < TOLERANCE
-        assert run.drafter.num_bytes == prediction_bytes(layer, NUM_POSITIONS)
+        assert run.drafter.num_bytes == prediction_layer.prediction_bytes(layer, NUM_POSITIONS)
         codes = sum(entry.num_bytes for entry in opened.layout.unused_file.entries if entry.dtype == "F8_E4M3")  # type: ignore[union-attr]  # it is there
-        assert codes < loaded_bytes(layer) < 1.6 * codes
+        assert codes < prediction_layer.loaded_bytes(layer) < 1.6 * codes
 
 
 @pytest.mark.slow
@@ -509,7 +505,7 @@ def test_a_damaged_layer_is_refused(glm: Packed, tmp_path: Path) -> None:
     raw[-100] ^= 1
     path.write_bytes(raw)
     with Pack(tmp_path / "packed") as opened, pytest.raises(PackError) as refused:
-        PredictionWeights(layer_of(opened), PackWeights(opened, torch.device("cpu")))
+        prediction_layer.PredictionWeights(layer_of(opened), PackWeights(opened, torch.device("cpu")))
     assert str(refused.value) == f"{UNUSED_FILE}: SHA-256 does not match the manifest's; the file is damaged"
 
 
@@ -533,7 +529,7 @@ def answer(opened: Pack, options: EngineOptions) -> tuple[list[int], RunReport]:
 def layer_bytes(opened: Pack) -> int:
     layer = PredictionLayer.find(opened)
     assert layer is not None
-    return prediction_bytes(layer, CONTEXT)
+    return prediction_layer.prediction_bytes(layer, CONTEXT)
 
 
 def test_answers_come_from_fewer_passes(packed: Path) -> None:

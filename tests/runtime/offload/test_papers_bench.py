@@ -20,18 +20,8 @@ from support.streaming import budget_for
 from moe_pack.calib.statistics import learn_paths
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime import Engine, EngineOptions, offload
 from moe_pack.runtime.cpu import is_available
-from moe_pack.runtime.offload import (
-    PRESETS,
-    Approximations,
-    CacheFacts,
-    ExpertCache,
-    OffloadedWeights,
-    Passes,
-    PhaseCounts,
-    Preset,
-)
 from moe_pack.runtime.offload.eviction import Importance
 
 N, L, E, K = 40, 3, 6, 2
@@ -47,7 +37,7 @@ def random_scores(seed: int) -> NDArray[np.float32]:
 def routes_of(scores: NDArray[np.float32]) -> ModelRoutes:
     """Single tokens that take the experts of the largest scores."""
     routes = np.argsort(-scores, axis=2)[:, :, :K].astype("<u2")
-    passes = Passes(routes, np.ones(N, "<u4"), scores.astype("<f2"), popularity_of(routes, E))
+    passes = offload.Passes(routes, np.ones(N, "<u4"), scores.astype("<f2"), popularity_of(routes, E))
     return ModelRoutes(passes, routes, scores, scores, np.zeros((N, L, 1), np.float32), learn_paths(routes, E, 1 << 20))
 
 
@@ -76,7 +66,7 @@ def test_one_sequence_misses_what_the_cache_misses_that_is_played() -> None:
     routes = routes_of(random_scores(2))
     facts = routes.facts(7)
     for way, alpha in (("off", None), ("alone", ALPHA), ("together", ALPHA)):
-        found = play(routes, Play(ExpertCache(facts, Importance(facts)), alpha=alpha))
+        found = play(routes, Play(offload.ExpertCache(facts, Importance(facts)), alpha=alpha))
         assert misses(facts, *batched(routes, 1), way) == found.needed - found.hits, way
 
 
@@ -100,7 +90,7 @@ def test_a_partial_state_that_lacks_no_expert_predicts_the_scores() -> None:
     with routed_model(DEMO_MODEL, BOOK, 16) as model:
         spec = model.checkpoint.spec
         shape = len(spec.moe_layers), spec.router.num_experts
-        facts = CacheFacts(np.ones(shape, np.int64), shape[0] * shape[1], 2, np.zeros(shape, np.float32))
+        facts = offload.CacheFacts(np.ones(shape, np.int64), shape[0] * shape[1], 2, np.zeros(shape, np.float32))
         run = played(model, facts, Sizes(0, 80, 1.0), alpha=None, num_predicted=2)
     assert len(run.log_probs) == 16 and len(run.scored) == 16 * shape[0]
     assert [one.guessed is None for one in run.scored] == [True, *[False] * (shape[0] - 1)] * 16
@@ -155,7 +145,7 @@ def test_the_best_expert_is_the_first_of_a_route() -> None:
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
 CONTEXT, NUM_EXPERTS = 32, 12
-FLOE = Parts(replace(PRESETS["floe"], prediction="router"), selectors=True)  # the pack has no networks
+FLOE = Parts(replace(offload.PRESETS["floe"], prediction="router"), selectors=True)  # the pack has no networks
 
 NEEDS_KERNELS = pytest.mark.skipif(not is_available(), reason="native kernels were not built")
 
@@ -171,7 +161,7 @@ def sparse_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def steady_counts(counts: PhaseCounts) -> tuple[int, ...]:
+def steady_counts(counts: offload.PhaseCounts) -> tuple[int, ...]:
     """Counts that do not depend on the disk's speed, if nothing is predicted."""
     return counts.tokens, counts.needed, counts.hits, counts.asked_bytes, counts.in_part
 
@@ -180,12 +170,12 @@ def steady_counts(counts: PhaseCounts) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("parts", "options"),
     [
-        (Parts(PRESETS["lru"]), EngineOptions(policy="lru")),
-        (Parts(Preset("lru", "lru", rows_below=1.0), selectors=True), EngineOptions(policy="lru", cutover=1.0)),
+        (Parts(offload.PRESETS["lru"]), EngineOptions(policy="lru")),
+        (Parts(offload.Preset("lru", "lru", rows_below=1.0), selectors=True), EngineOptions(policy="lru", cutover=1.0)),
         (FLOE, EngineOptions(policy="floe")),
         (
-            Parts(PRESETS["importance"].without_prediction(), substitute=0.3),
-            EngineOptions(policy="importance", prefetches=False, approximations=Approximations(substitute=0.3)),
+            Parts(offload.PRESETS["importance"].without_prediction(), substitute=0.3),
+            EngineOptions(policy="importance", prefetches=False, approximations=offload.Approximations(substitute=0.3)),
         ),
     ],
     ids=["nothing", "rows and selectors", "FloE", "substitution"],
@@ -197,7 +187,7 @@ def test_parts_that_moe_run_has_options_for_run_as_in_the_engine(
         given = replace(options, budget_bytes=budget_for(opened, NUM_EXPERTS, CONTEXT))
         with Engine(opened, given, CONTEXT) as engine:
             expected = [engine.decoder.next_logits([token]) for token in IDS]
-            assert isinstance(engine.weights, OffloadedWeights) and engine.plan is not None
+            assert isinstance(engine.weights, offload.OffloadedWeights) and engine.plan is not None
             assert (engine.plan.num_selectors > 0) == parts.selectors
             by_engine = engine.weights.decode
         with open_parts(opened, parts, given, CONTEXT) as (decoder, weights):

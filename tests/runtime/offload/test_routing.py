@@ -20,14 +20,7 @@ from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.pack.manifests import root_without_thresholds
 from moe_pack.formats.pack.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime.offload import ROUTING_FILE, Predictor, Routing
-from moe_pack.runtime.offload.routing_file import (
-    MAX_ROUTED_TOKENS,
-    NO_PREDICTOR,
-    RoutingChecks,
-    routing_file_bytes,
-    write_routing,
-)
+from moe_pack.runtime.offload import ROUTING_FILE, Predictor, Routing, routing_file
 
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=4, num_experts=4)
 ROUTING = random_routing(4, 4, 2, 64, best=(3, 1, 4))
@@ -44,7 +37,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(folder: Path, routing: Routing = ROUTING) -> None:
     with Pack(folder) as opened:
-        write_routing(opened, routing)
+        routing_file.write_routing(opened, routing)
 
 
 def opened(folder: Path) -> Routing:
@@ -73,11 +66,11 @@ def test_what_was_written_is_read_back(packed: Path) -> None:
 
 def test_its_length_is_known_before_it_is_written(packed: Path) -> None:
     written(packed)
-    assert routing_file_bytes(ROUTING) == (packed / ROUTING_FILE).stat().st_size
+    assert routing_file.routing_file_bytes(ROUTING) == (packed / ROUTING_FILE).stat().st_size
 
 
 def test_the_mean_recall_is_that_of_each_layers_best(packed: Path) -> None:
-    routing = random_routing(4, 4, 2, 64, best=(0, NO_PREDICTOR, 2))
+    routing = random_routing(4, 4, 2, 64, best=(0, routing_file.NO_PREDICTOR, 2))
     routing.recalls[1, 0, 0], routing.recalls[3, 2, 0] = 1.0, 0.5
     written(packed, routing)
     found = opened(packed)
@@ -85,7 +78,7 @@ def test_the_mean_recall_is_that_of_each_layers_best(packed: Path) -> None:
 
 
 def test_without_held_out_text_there_are_no_predictors_and_no_routes(packed: Path) -> None:
-    none = random_routing(4, 4, 2, 64, best=(NO_PREDICTOR,) * 3)
+    none = random_routing(4, 4, 2, 64, best=(routing_file.NO_PREDICTOR,) * 3)
     written(
         packed,
         Routing(none.popularity, none.mass, none.paths, none.recalls, none.best, none.routes[:0], 512, none.network),
@@ -191,7 +184,7 @@ HOSTILE: list[tuple[Change, str | None]] = [
     (replaced("routes", "U16", np.zeros(()), "<u2"),
      f"tensor 'routes': found U16 [], expected U16 [0, 4, 2]{AGAIN}"),
     (replaced("routes", "U16", np.zeros((4098, 4, 2)), "<u2"),
-     f"tensor 'routes': found 4098 tokens, expected whole sequences of 6, at most {MAX_ROUTED_TOKENS}{AGAIN}"),
+     f"tensor 'routes': found 4098 tokens, expected whole sequences of 6, at most 4096{AGAIN}"),
     (replaced("note", "U8", [1], "<u1"), f"unknown tensor 'note'{AGAIN}"),
     (replaced("network.0.bias", "F32", [1], "<f4"), f"unknown tensor 'network.0.bias'{AGAIN}"),
     (without("paths.keys_seen"), "tensor 'paths.keys_seen' is missing"),
@@ -223,7 +216,7 @@ def test_where_experts_return_their_input_the_others_may_have_fewer_choices(pack
         tensors["popularity"][1][1] = counts
         rewrite(packed, tensors)
         with TensorSidecar(packed, ROUTING_FILE) as sidecar:
-            return RoutingChecks(sidecar, ROUTING_FILE, 4, 4, 2, all_have_weights).popularity("popularity")
+            return routing_file.RoutingChecks(sidecar, ROUTING_FILE, 4, 4, 2, all_have_weights).popularity("popularity")
 
     np.testing.assert_array_equal(popularity([3, 0, 1, 0], False), [[0] * 4, [3, 0, 1, 0], [0] * 4, [0] * 4])
     with pytest.raises(PackError, match="found no counts, expected experts that some tokens chose"):

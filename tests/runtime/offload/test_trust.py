@@ -19,23 +19,11 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime import Engine, EngineOptions, offload
 from moe_pack.runtime.cpu.reads import BlockingReads
 from moe_pack.runtime.engine.offloaded import cache_facts
 from moe_pack.runtime.model import Decoder, PackWeights, linear
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload import (
-    EXACT,
-    PRESETS,
-    Approximations,
-    ExpertKey,
-    OffloadedWeights,
-    PhaseCounts,
-    PolicyName,
-    Prefetcher,
-    divide_budget,
-    expert_cache_for,
-)
 from moe_pack.runtime.offload.expert_store import ExpertJob, ExpertStore
 from moe_pack.runtime.offload.experts import LayerRun
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction
@@ -43,7 +31,7 @@ from moe_pack.runtime.offload.split import substitute
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
 CONTEXT, NUM_EXPERTS = 32, 8
-TRUSTING = Approximations(runs_predicted=True)
+TRUSTING = offload.Approximations(runs_predicted=True)
 
 
 class PromptReads(BlockingReads):
@@ -89,13 +77,13 @@ def sparse_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def streaming(
-    folder: Path, policy: PolicyName, trust: Approximations = EXACT, num_experts: int = 24
-) -> Iterator[OffloadedWeights]:
+    folder: Path, policy: offload.PolicyName, trust: offload.Approximations = offload.EXACT, num_experts: int = 24
+) -> Iterator[offload.OffloadedWeights]:
     """Weights on a prompt disk; rows alone are read where not all neurons run, predicted where the policy does."""
     operations = operations_limited_to("portable")
-    preset = PRESETS[policy]
+    preset = offload.PRESETS[policy]
     with Pack(folder) as opened:
-        plan = divide_budget(opened.layout, budget_for(opened, num_experts, CONTEXT), CONTEXT, 0)
+        plan = offload.divide_budget(opened.layout, budget_for(opened, num_experts, CONTEXT), CONTEXT, 0)
         facts = cache_facts(opened, plan, None)
         store = ExpertStore(
             opened,
@@ -107,12 +95,12 @@ def streaming(
             gap_bytes=0,
         )
         try:
-            residency = expert_cache_for(preset, facts)
-            weights = OffloadedWeights(
+            residency = offload.expert_cache_for(preset, facts)
+            weights = offload.OffloadedWeights(
                 opened, operations, store, residency, reuses_selector=preset.reuse_selector, approximations=trust
             )
             if preset.reuse_selector:
-                weights.prefetcher = Prefetcher(NextRouterPrediction(weights), NUM_EXPERTS, 2, 2)
+                weights.prefetcher = offload.Prefetcher(NextRouterPrediction(weights), NUM_EXPERTS, 2, 2)
             yield weights
         finally:
             store.close()
@@ -129,7 +117,7 @@ def mapped(folder: Path) -> Tensor:
 
 
 def test_nothing_that_changes_answers_is_on_unless_asked_for() -> None:
-    off = Approximations(substitute=None, is_predicted_enough=False, runs_predicted=False)
+    off = offload.Approximations(substitute=None, is_predicted_enough=False, runs_predicted=False)
     assert EngineOptions().approximations == off
 
 
@@ -164,7 +152,9 @@ def test_without_a_prediction_the_router_chooses(dense_pack: Path) -> None:
         assert torch.equal(answers(weights), mapped(dense_pack))
         assert weights.decode.mispredicted == 0
     with streaming(dense_pack, "corm", TRUSTING) as weights:
-        weights.prefetcher = Prefetcher(NextRouterPrediction(weights), NUM_EXPERTS, 2, 1)  # fewer than a token uses
+        weights.prefetcher = offload.Prefetcher(
+            NextRouterPrediction(weights), NUM_EXPERTS, 2, 1
+        )  # fewer than a token uses
         assert torch.equal(answers(weights), mapped(dense_pack))
 
 
@@ -199,7 +189,7 @@ def test_where_nothing_is_predicted_the_engine_says_so(dense_pack: Path) -> None
 
 
 def test_with_alpha_0_only_equal_scores_could_change_places(dense_pack: Path) -> None:
-    with streaming(dense_pack, "lru", Approximations(substitute=0.0), num_experts=5) as weights:
+    with streaming(dense_pack, "lru", offload.Approximations(substitute=0.0), num_experts=5) as weights:
         assert torch.equal(answers(weights), mapped(dense_pack))
         assert weights.decode.substituted == 0
 
@@ -217,7 +207,7 @@ def substituted_by_hand(scores: list[float], chosen: list[int], resident: set[in
 def test_who_comes_is_in_memory_and_weights_are_the_familys_own(dense_pack: Path) -> None:
     """Mixtral's weights: the softmax of the logits of the experts that run."""
     generator, resident, num_replaced = torch.Generator().manual_seed(3), {0, 1, 2, 3}, 0
-    with Pack(dense_pack) as opened, streaming(dense_pack, "lru", Approximations(substitute=0.5)) as weights:
+    with Pack(dense_pack) as opened, streaming(dense_pack, "lru", offload.Approximations(substitute=0.5)) as weights:
         plain = MappedPackWeights(opened, operations_limited_to("portable"))
         d = opened.spec.hidden_size
         two = torch.tensor([[0, 1], [2, 3]])
@@ -250,15 +240,15 @@ def test_rows_are_predicted_of_experts_whose_selectors_come_in_time(sparse_pack:
 def test_predicted_rows_change_no_answer_unless_they_are_trusted(sparse_pack: Path) -> None:
     with streaming(sparse_pack, "floe") as weights:
         assert torch.equal(answers(weights), mapped(sparse_pack))
-    with streaming(sparse_pack, "floe", Approximations(is_predicted_enough=True)) as trusting:
+    with streaming(sparse_pack, "floe", offload.Approximations(is_predicted_enough=True)) as trusting:
         assert not torch.equal(answers(trusting), mapped(sparse_pack))
         assert trusting.decode.rows_prefetched > 0
 
 
 def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack: Path) -> None:
-    key = ExpertKey(1, 3)
+    key = offload.ExpertKey(1, 3)
     x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
-    with streaming(sparse_pack, "corm", Approximations(is_predicted_enough=True)) as weights:
+    with streaming(sparse_pack, "corm", offload.Approximations(is_predicted_enough=True)) as weights:
         store = weights.store
         assert isinstance(store, ExpertStore) and store.by_rows is not None
         store.fetch(key, urgent=True)
@@ -268,7 +258,7 @@ def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack
         store.fetch_records(key, running[:3], urgent=False)
         weights.predicted[key] = running[:3]
         job = ExpertJob(key, np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64))
-        run = LayerRun(weights, store, x, {key.expert: job}, PhaseCounts())
+        run = LayerRun(weights, store, x, {key.expert: job}, offload.PhaseCounts())
         run.add(job)
         run.flush()
         first, size = held.layout.selector_bytes, held.layout.records.row_bytes
