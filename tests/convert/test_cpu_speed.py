@@ -461,13 +461,6 @@ def test_an_expert_is_missed_no_more_often_than_it_runs_and_never_where_all_fit(
     assert not tier_of(64 * MIB).estimate(MADE, np.zeros((4, 8)), is_rough=True).misses.any()
 
 
-def test_running_an_expert_takes_its_selector_and_the_rows_that_run() -> None:
-    """By hand, at 33 GB/s for 4 bits: 448 rows of up, a quarter of the records."""
-    assert EXPERT.selector is not None
-    num_bytes = 448 * EXPERT.selector.row_bytes + 112 * EXPERT.records.row_bytes
-    assert tier_of(MIB).run_seconds(EXPERT, 0.75) == pytest.approx(num_bytes / 33e9)
-
-
 def test_an_expert_is_fetched_whole_unless_its_running_rows_are_the_sooner_there() -> None:
     """A disk of 1 GB/s whatever the size, in whole blocks of 4 KiB."""
     disk = steady_disk(1e9)
@@ -529,9 +522,3 @@ def test_the_machine_of_a_cpu_has_its_trellises_rates() -> None:
     cpu = CpuFacts(2, "avx2", 1e10, 1e10, one, one, 0.0, (WidthRate(4, 2e9),))
     facts = MachineFacts("2026-11-22", steady_disk(1e9), cpu, None, FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
     assert machine_of_cpu(facts).expert_rate(trellis_format(4, 0)) == 2e9
-
-
-def test_a_steady_drive_reads_at_one_rate_whatever_is_asked() -> None:
-    disk = steady_disk(2e9)
-    assert disk.seconds(3, 1 << 20) == pytest.approx(3 * 2**20 / 2e9)
-    assert disk.seconds_for_few(1, 1 << 20) == pytest.approx(2**20 / 2e9)

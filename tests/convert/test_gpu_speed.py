@@ -286,15 +286,6 @@ def test_parts_come_to_no_more_than_the_target_from_just_enough_to_all(names: li
                 assert placed.is_whole or placed.dynamic_bytes >= expert.selector_bytes + expert.records_bytes
 
 
-def test_the_least_that_is_named_is_enough_and_less_is_not() -> None:
-    made = layout_of(model_spec("olmoe-1b-7b"))
-    least = least_gpu_budget(made, CONTEXT)
-    division, placed = divided(made, least, CONTEXT)
-    assert placed.num_bytes == division.experts and not placed.first_dynamic.any()
-    with pytest.raises(RunError, match=r"^budget: .* raise it, give dense weights fewer bits$"):
-        divided(made, least - 1, CONTEXT)
-
-
 def test_floe_fits_mixtral_into_eleven_gibibytes_with_all_selectors_there() -> None:
     """INT2 `up` resident, 16-bit records, a tenth of which run; experts alike in popularity."""
     made = layout_of(model_spec("mixtral-8x7b"))

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -14,7 +14,7 @@ from benchlib.routes import ModelRoutes, NeuronRows, popularity_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import case
-from support.evictions import FIFO, LFU
+from support.evictions import LFU
 from support.residencies import Steps, dropped, facts_of, fetched, hits, random_steps, resident, walk_all
 from support.routings import random_routes
 
@@ -33,17 +33,6 @@ from moe_pack.runtime.offload.replay import replay
 
 SHAPE = (3, 4)
 Victim = Callable[[int, Steps, set[ExpertKey]], ExpertKey]  # step, all steps, what may go: what goes
-
-
-def test_layers_apart_give_up_their_own_and_take_back_what_others_hold_beyond_their_share() -> None:
-    """Room for 4 in 2 layers: 2 each. Layer 0 borrows a third page; layer 1 has the free one, then takes 0's oldest."""
-    facts = facts_of((2, 4), 4)
-    residency = ExpertCache(facts, LayerLRU(facts))
-    events = walk_all(residency, [(0, [0]), (0, [1]), (0, [2]), (1, [0])])
-    assert dropped(events) == []
-    assert dropped(walk_all(residency, [(1, [1])])) == [ExpertKey(0, 0)]
-    assert dropped(walk_all(residency, [(0, [0])])) == [ExpertKey(0, 1)]
-    assert dropped(walk_all(residency, [(1, [2])])) == [ExpertKey(1, 0)]
 
 
 def test_edgemoe_weighs_how_often_against_how_far_ahead() -> None:
@@ -76,15 +65,6 @@ def test_edgemoe_counts_the_decoders_layers_and_no_use_of_an_encoder() -> None:
     np.testing.assert_array_equal(policy.worth(3)[:, 0], [0, 0, 3, 2, 6])
     np.testing.assert_array_equal(policy.worth(0)[:, 0], [0, 0, 3, 2, 6 / 4])
     assert not EdgeMoE(replace(facts_of((5, 1), 5), num_encoder_layers=2)).worth(4)[:2].any(), "popularity or not"
-
-
-def test_edgemoe_evicts_an_encoders_experts_before_any_of_the_decoders() -> None:
-    """Room for 3. After encoder 0.0, 0.1 and decoder 1.0, decoder 2.0 evicts 0.0, and 1.1 evicts 0.1."""
-    facts = replace(facts_of((3, 2), 3), num_encoder_layers=1)
-    cache = ExpertCache(facts, EdgeMoE(facts))
-    events = walk_all(cache, [(0, [0, 1]), (1, [0]), (2, [0]), (1, [1]), (2, [0])])
-    assert dropped(events) == [ExpertKey(0, 0), ExpertKey(0, 1)]
-    assert resident(cache) == {ExpertKey(1, 0), ExpertKey(1, 1), ExpertKey(2, 0)}
 
 
 def test_an_encoders_experts_fill_the_pages_in_order_and_popular_ones_the_rest() -> None:
@@ -336,19 +316,3 @@ def test_an_expert_of_which_enough_neurons_run_is_read_whole() -> None:
     for below, share in ((0.5, 1.0), (0.6, 0.5)):
         played = play(routes, Play(ExpertCache(facts, LRU(facts), keeps=False), NeuronRows(half, half, below)))
         assert played.records[0].sum() == pytest.approx(share * played.read)
-
-
-def test_fifo_evicts_what_came_first() -> None:
-    facts = facts_of((3, 5), 4)
-    cache, queue, expected, found = ExpertCache(facts, FIFO(facts)), deque[tuple[int, int]](), [], []
-    for layer_idx, experts in random_steps(1, (3, 5), 40):
-        for event in cache.schedule(layer_idx, experts):
-            found += [event.is_hit] if hasattr(event, "is_hit") else []
-        key = (layer_idx, experts[0])
-        expected.append(key in queue)
-        if key not in queue:
-            queue.append(key)
-            if len(queue) > 4:
-                queue.popleft()
-    assert found == expected
-    assert 0 < sum(found) < len(found)

@@ -20,7 +20,7 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import Engine, EngineOptions, model
 from moe_pack.runtime.model.caches import KVCache
 from moe_pack.runtime.model.caches.ropes import Rope
-from moe_pack.runtime.offload import OffloadedWeights, Predictor, Routing, prefetch
+from moe_pack.runtime.offload import OffloadedWeights, Routing, prefetch
 from moe_pack.runtime.offload.presets import PredictionName
 from moe_pack.runtime.offload.routing_file import NO_PREDICTOR, write_routing
 
@@ -165,43 +165,6 @@ def test_where_nothing_was_judged_the_best_is_the_next_router(weights: model.Che
         seen = observed(3, layer_idx)
         expected = scores_of(made("router", weights, None), layer_idx, seen)
         np.testing.assert_array_equal(scores_of(made("best", weights, routing), layer_idx, seen), expected)
-
-
-# --- worked by hand
-
-
-def test_a_model_worked_by_hand_is_predicted_as_worked() -> None:
-    """d = 2, E = 3, two layers. Input (1, 2): router rows (1, 0), (0, 1), (1, 1) give 1, 2, 3.
-
-    The network: x weights (1, 0), (0, 1), (0, 0), one route weight: expert 2 before raises expert 0 by 4, bias
-    (0, 0, 1.5): with routes {2} the scores are 1 + 4, 2, 1.5.
-    """
-
-    class Rows:
-        operations = model.TORCH
-        router = type(
-            "Router",
-            (),
-            {"bias": False, "logit_bias": False, "input_scale": False, "num_experts": 3, "table_layers": ()},
-        )
-        spec = type("Spec", (), {"moe_layers": (0, 1), "encoder": None, "router": router})
-
-        def matrix(self, role: str) -> model.StoredMatrix:
-            assert role == "layers.1.router"
-            return model.StoredMatrix(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
-
-    seen = prefetch.PredictionInput(torch.tensor([[1.0, 2.0]]), np.array([[[2]]]))
-    router = made("router", Rows(), None).scores(1, seen)
-    assert (
-        router is not None and router.tolist() == [[1.0, 2.0, 3.0]] and prefetch.ranked(router, 2).tolist() == [[2, 1]]
-    )
-    routed = torch.zeros(3, 1, 3)
-    routed[0, 0, 2] = 4
-    network = Predictor(
-        torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]).bfloat16(), routed.bfloat16(), torch.tensor([0, 0, 1.5])
-    )
-    learned = prefetch.LearnedPrediction({1: network}).scores(1, seen)
-    assert learned is not None and learned.tolist() == [[5.0, 2.0, 1.5]]
 
 
 @torch.inference_mode()

@@ -116,18 +116,6 @@ def test_what_was_predicted_in_a_run_is_replayed_hit_for_hit(seed: int, name: st
     assert sum(tally.bytes_fetched - tally.bytes_ahead for tally in tallies) == num_late
 
 
-def test_a_run_is_replayed_from_its_file(tmp_path: Path) -> None:
-    passes = passes_of(5, [4, *[1] * 10])
-    facts = facts_for(passes, 9)
-    record, _ = run_and_record(passes, facts, "importance", 5)
-    write_recording(record, tmp_path / "r")
-    read = read_recording(tmp_path / "r")
-    extents = np.ones(SHAPE, np.int64)
-    assert replay(read.passes, facts, extents, PRESETS["importance"], read) == replay(
-        record.passes, facts, extents, PRESETS["importance"], record
-    )
-
-
 def test_a_request_that_no_run_could_make_is_an_error_of_the_record() -> None:
     passes = passes_of(5, [1])
     facts = facts_for(passes, 9)

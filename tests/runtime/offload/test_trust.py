@@ -292,33 +292,10 @@ def replaced(scores: list[Row], chosen: list[list[int]], is_resident: list[int],
 SCORES = [score / 64 for score in (30, 10, 9, 8, 6, 1, 0, 0)]
 
 
-def test_low_experts_not_in_fast_memory_give_way_lowest_first_to_the_best_there() -> None:
-    assert replaced([SCORES], [[0, 1, 2]], [3, 4], 0.25) == [[0, 4, 3]]  # 2 is lowest: it gets 3, the best
-    assert replaced([SCORES], [[0, 1, 2]], [4], 0.25) == [[0, 1, 4]]  # one alternative: the lowest goes
-
-
-def test_what_is_in_fast_memory_stays() -> None:
-    assert replaced([SCORES], [[0, 1, 2]], [2, 3], 0.25) == [[0, 3, 2]]
-
-
-def test_a_top_expert_stays_wherever_it_is() -> None:
-    assert replaced([SCORES], [[0, 1, 2]], [3, 4, 5, 6, 7], 0.25)[0][0] == 0
-
-
 def test_an_expert_at_the_upper_bound_is_low_and_one_at_the_lower_bound_may_come() -> None:
     """10/64 is exactly (1 + 1/4) * 8/64, and 6/64 exactly (1 - 1/4) * 8/64."""
     assert replaced([SCORES], [[0, 1, 2]], [2, 4], 0.25) == [[0, 4, 2]]
     assert replaced([SCORES], [[0, 1, 2]], [2, 4], 0.2499) == [[0, 1, 2]]
-
-
-def test_without_an_alternative_near_enough_all_stays() -> None:
-    assert replaced([SCORES], [[0, 1, 2]], [5, 6, 7], 0.25) == [[0, 1, 2]]
-
-
-def test_top_experts_of_one_token_serve_the_others() -> None:
-    """Token 1's top expert 4 is computed anyway: token 0 may use it though nothing is in fast memory."""
-    other = [score / 64 for score in (4, 0, 0, 3, 30, 20, 5, 2)]  # beta 4: top above 5: 4, 5; low: 6
-    assert replaced([SCORES, other], [[0, 1, 2], [4, 5, 6]], [], 0.25) == [[0, 1, 4], [4, 5, 0]]
 
 
 def test_what_serves_the_most_tokens_of_a_batch_comes_first() -> None:
@@ -337,10 +314,6 @@ def test_what_serves_the_most_tokens_of_a_batch_comes_first() -> None:
 
 def test_where_every_expert_is_chosen_nothing_can_be_replaced() -> None:
     assert replaced([[0.5, 0.3, 0.2]], [[0, 1, 2]], [], 1.0) == [[0, 1, 2]]
-
-
-def test_with_everything_in_fast_memory_nothing_changes() -> None:
-    assert replaced([SCORES], [[0, 1, 2]], list(range(8)), 1.0) == [[0, 1, 2]]
 
 
 def by_rule(scores: list[Row], chosen: list[list[int]], resident: set[int], alpha: float) -> list[list[int]]:
