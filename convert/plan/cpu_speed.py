@@ -116,48 +116,60 @@ def estimate_on_cpu(
     layout: formats.PackLayout,
     plan: offload.BudgetPlan,
     machine: machines.Machine,
-    popularity: Array,
+    routing: speed.RoutingFacts,
     sparsity: Array,
-    passes: offload.Passes | None = None,
-    recall: float | None = None,
     seen_tokens: int = 0,
     is_rough: bool = False,
     kv_dtype: KvDtype = "f32",
 ) -> speed.SpeedEstimate:
     """Estimates how fast a pack of this layout decodes on the CPU within a budget.
 
-    Args:    plan: the budget's division.   popularity: [L, E], any unit.   sparsity: [L, E], the share of neurons that
-             do not run.   passes: routes to replay, of text not used for calibration; if None, independent draws from
-             `popularity`.   recall: the share of the next layer's experts that the best predictor finds; None if no
-             profile says it.   seen_tokens: tokens in the key-value cache.   is_rough: replays few tokens and one
-             policy, for a search among plans.   kv_dtype: of that cache.
+    Args:    plan: the budget's division.   sparsity: [L, E], the share of neurons that do not run.   seen_tokens: in
+             the key-value cache.   is_rough: replays few tokens and one policy, for a search among plans.
+             kv_dtype: of that cache.
     Not modelled: that neighbouring neurons run together more often than others; tokens that attend to a window.
     """
     assert machine.kind == "cpu", "a GPU has `estimate_on_gpu`"
-    k = layout.spec.router.num_experts_per_tok
+    L, k, popularity = len(layout.experts), layout.spec.router.num_experts_per_tok, routing.popularity
+    shares = popularity / popularity.sum(axis=1, keepdims=True)
     heat = planned_heat(layout, popularity, sparsity, machine.disk)
     has_selector = budgets.resident_selectors(layout, heat, plan.num_selectors)
-    facts = offload.CacheFacts(
-        offload.expert_pages(layout, plan.page_bytes, has_selector),
-        plan.num_pages,
-        k,
-        (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
-        first_moe_layers(layout.spec)[-1],
-    )
-    extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    routed, is_drawn = speed.routed(layout, popularity, passes, is_rough)
-    preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
+    pages = offload.expert_pages(layout, plan.page_bytes, has_selector)
+    first_layers = first_moe_layers(layout.spec)
+    facts = offload.CacheFacts(pages, plan.num_pages, k, shares.astype(np.float32), first_layers[-1])
+    routed, is_drawn = speed.routed(layout, popularity, routing.passes, is_rough)
+    preset = auto_preset(None if is_drawn or is_rough else routed, facts, budgets.extent_bytes(layout))
     visited = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)), is_rough)
     running = 1.0 - sparsity
-    recall = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
-    predicted = np.full(len(layout.experts), recall)
-    predicted[list(first_moe_layers(layout.spec))] = 0.0
-    has_all = int(facts.pages.sum()) <= facts.num_pages and not has_selector.any()
-    fetching = fetched_from_disk(
-        layout, np.ones_like(running) if has_all else running, machine, plan.page_bytes, has_selector, predicted
+    recall = USUAL_RECALL if routing.recall is None else routing.recall
+    predicted = np.full(L, 0.0 if preset.prediction == "none" else recall)
+    predicted[list(first_layers)] = 0.0
+    has_all = int(pages.sum()) <= plan.num_pages and not has_selector.any()
+    read = np.ones_like(running) if has_all else running
+    fetching = fetched_from_disk(layout, read, machine, plan.page_bytes, has_selector, predicted)
+    dense_s, dense_bytes = speed.dense_seconds(layout, machine, seen_tokens, kv_dtype)
+    computing, reading = speed.expert_table(layout, running, lambda e, share: speed.expert_seconds(e, share, machine))
+    fixed, num_layers, num_tokens = machine.fixed, layout.spec.num_hidden_layers, max(visited.num_tokens, 1)
+    between_s = fixed.layer_s + dense_s / num_layers  # between the experts of one layer and those of the next
+    waiting = waited(visited, computing + fixed.expert_s, fetching, predicted, between_s)
+    # For each expert that was not predicted, a wrongly predicted one is read too.
+    wrong = np.where(predicted > 0, 1 - predicted, 0.0)[visited.steps % L]
+    cells = (visited.ages, visited.keys)
+    fetched = fetching.num_bytes.reshape(MAX_AGE + 1, -1)[cells]
+    handling = float(fetching.handling.reshape(MAX_AGE + 1, -1)[cells].sum())
+    return speed.SpeedEstimate(
+        policy=preset.name,
+        hit_rate=visited.hit_rate,
+        misses=expected_misses(visited, shares * k),
+        fetched_bytes=float((fetched * (1 + wrong)).sum()) / num_tokens,
+        read_bytes=float(reading.ravel()[visited.keys].sum()) / num_tokens + dense_bytes,
+        seconds=speed.TokenSeconds(
+            fixed.token_s + num_layers * fixed.layer_s + L * k * fixed.expert_s + handling / num_tokens,
+            dense_s,
+            float(computing.ravel()[visited.keys].sum()) / num_tokens,
+            waiting / num_tokens,
+        ),
     )
-    dense = speed.dense_seconds(layout, machine, seen_tokens, kv_dtype)
-    return _token_estimate(layout, machine, running, popularity, visited, fetching, predicted, preset.name, dense)
 
 
 def planned_heat(layout: formats.PackLayout, popularity: Array, sparsity: Array, disk: DiskFacts) -> Array | None:
@@ -282,43 +294,6 @@ def _num_reads(share: float, row_bytes: int, num_blocks: float, gap_blocks: int)
     return 1 - left + max(num_blocks - gap_blocks - 1, 0.0) * (left - next_left)
 
 
-def _token_estimate(
-    layout: formats.PackLayout,
-    machine: machines.Machine,
-    running: Array,
-    popularity: Array,
-    visited: Visits,
-    fetching: FetchCosts,
-    predicted: Array,
-    policy: offload.PolicyName,
-    dense: tuple[float, float],
-) -> speed.SpeedEstimate:
-    L = len(layout.experts)
-    computing, reading = speed.expert_table(layout, running, lambda e, share: speed.expert_seconds(e, share, machine))
-    dense_s, dense_bytes = dense
-    k, fixed = layout.spec.router.num_experts_per_tok, machine.fixed
-    num_layers, num_tokens = layout.spec.num_hidden_layers, max(visited.num_tokens, 1)
-    fixed_s = fixed.token_s + num_layers * fixed.layer_s + L * k * fixed.expert_s
-    between_s = fixed.layer_s + dense_s / num_layers  # between the experts of one layer and those of the next
-    waiting = waited(visited, computing + fixed.expert_s, fetching, predicted, between_s)
-    # For each expert that was not predicted, a wrongly predicted one is read too.
-    wrong = np.where(predicted > 0, 1 - predicted, 0.0)[visited.steps % L]
-    fetched = fetching.num_bytes.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys]
-    return speed.SpeedEstimate(
-        policy=policy,
-        hit_rate=visited.hit_rate,
-        misses=expected_misses(visited, popularity * (k / popularity.sum(axis=1, keepdims=True))),
-        fetched_bytes=float((fetched * (1 + wrong)).sum()) / num_tokens,
-        read_bytes=float(reading.ravel()[visited.keys].sum()) / num_tokens + dense_bytes,
-        seconds=speed.TokenSeconds(
-            fixed_s + float(fetching.handling.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys].sum()) / num_tokens,
-            dense_s,
-            float(computing.ravel()[visited.keys].sum()) / num_tokens,
-            waiting / num_tokens,
-        ),
-    )
-
-
 def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: Array, between_s: float) -> float:
     """Returns the seconds that all tokens together wait for fetched bytes.
 
@@ -378,16 +353,7 @@ class CpuTier(speed.MemoryTier):
             layout, self.budget_bytes - less_bytes, self._context_tokens, routing.predictor_bytes, heat, self._sequences
         )
         token = estimate_on_cpu(
-            layout,
-            plan,
-            self._machine,
-            routing.popularity,
-            sparsity,
-            routing.passes,
-            routing.recall,
-            self._seen_tokens,
-            is_rough,
-            self._sequences.kv_dtype,
+            layout, plan, self._machine, routing, sparsity, self._seen_tokens, is_rough, self._sequences.kv_dtype
         )
         return replace(token, shares=plan.parts)
 

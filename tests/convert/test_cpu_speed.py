@@ -249,7 +249,7 @@ def test_bytes_of_a_token_are_those_that_the_engine_counted_on_the_same_routes(p
         plan = divide_budget(opened.layout, budget, 160, 0)
         popularity = np.ones((4, 8))
         alike = Passes(run.routes, run.chunks, None, np.ones((4, 8), "<f4"))
-        found = estimate_on_cpu(opened.layout, plan, machine(), popularity, np.zeros((4, 8)), alike)
+        found = estimate_on_cpu(opened.layout, plan, machine(), RoutingFacts(popularity, alike), np.zeros((4, 8)))
     assert 0 < found.hit_rate < 1
     assert found.fetched_bytes == pytest.approx(asked, rel=0.1)  # auto chooses by these routes, the run had none
 
@@ -287,7 +287,7 @@ def test_where_some_neurons_run_the_engine_reads_by_default_what_the_plan_says(s
             plan = divide_budget(opened.layout, budget, 160, 0, heat=heat)
             assert plan == divided and plan.num_selectors > 0
             # All predictions are right: nothing is read for a wrong one, as without prefetch.
-            found = estimate_on_cpu(opened.layout, plan, usual, popularity, sparsity, recall=1.0)
+            found = estimate_on_cpu(opened.layout, plan, usual, RoutingFacts(popularity, recall=1.0), sparsity)
             whole = 3 * 2 * opened.layout.experts[0][0].num_bytes
             # The estimate draws neurons independently; tokens of one text resemble each other.
             assert found.fetched_bytes == pytest.approx(asked, rel=0.15)
@@ -317,7 +317,7 @@ def test_more_memory_is_never_slower_and_all_of_it_waits_for_nothing() -> None:
     rates = []
     for mebibytes in (9, 10, 11, 12, 1000):
         plan = divide_budget(made, mebibytes << 20, 64, 0)
-        found = estimate_on_cpu(made, plan, machine(fixed, drive_rate=1e8), popularity, np.zeros((4, 8)))
+        found = estimate_on_cpu(made, plan, machine(fixed, drive_rate=1e8), RoutingFacts(popularity), np.zeros((4, 8)))
         rates.append(found.tokens_per_second)
     assert rates == sorted(rates) and rates[0] < rates[-1]
     assert (found.fetched_bytes, found.hit_rate, found.seconds.waiting) == (0, 1, 0)
