@@ -73,7 +73,7 @@ def slow_machine(ram_bytes: int | None = None) -> Machine:
 def placement(misses: Misses = "split", num_first: int = 32) -> GpuPlacement:
     """The first expert has 32 static rows and the second not even its selector; the third is resident.
 
-    Of 32 slots 2 * 2 * 4 wait for pulled records.
+    2 * 2 * 4 of 32 slots wait for pulled records.
     """
     first_dynamic, zeros = np.array([[num_first, 0, 64]]), np.zeros(1, np.int64)
     return GpuPlacement(
@@ -90,7 +90,7 @@ def estimated(placed: GpuPlacement, machine: Machine, *routes: tuple[int, int]) 
 
 
 def test_a_layer_takes_the_longest_of_gpu_cpu_and_link_by_hand() -> None:
-    """Of the first expert's 32 missing records 16 slots have half, of all alike: 8 that run, and 8 are missing.
+    """16 slots have half of the first expert's 32 missing records, of all alike: 8 that run, and 8 are missing.
 
     A third of those comes over the link, 50 / (50 + 100); if the CPU has the second expert as a whole, more: the 4 that
     have a slot.
@@ -354,7 +354,7 @@ def test_a_link_is_what_the_slot_gives_unless_it_is_said() -> None:
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """Of two layers of three experts of 16 neurons."""
+    """A profile of two layers of three experts of 16 neurons."""
     source = SMALLEST.write(tmp_path_factory.mktemp("source"))
     return profiled(source, tmp_path_factory.mktemp("heats") / "profile", random_tokens(4, 32, 32))
 

@@ -233,7 +233,7 @@ def rotated(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Paper:
-    """What a paper stores, by hand: the matrix that decides, the quantizer, and the formats of gate, up and down."""
+    """The pack of a paper, by hand: the matrix that decides, the quantizer, and the formats of gate, up and down."""
 
     selector: Selector
     quantizer: Quantizer | None

@@ -94,7 +94,7 @@ def test_rows_that_no_group_divides_have_no_format_for_vllm() -> None:
 
 
 def prices(choices_count: int, *, hold: float, run: float = 0.0) -> search.StorageCosts:
-    """Of choices that cost what running them does, the more sparse the less."""
+    """Returns the costs of choices that cost what running them does, the more sparse the less."""
     sparse = 1 - np.array(LOSSES.sparsities)
     runs = LOSSES.popularity.ravel()
     table = run * np.linspace(1, 2, choices_count)[:, None] * sparse

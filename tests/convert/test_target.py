@@ -44,7 +44,7 @@ def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def facts(link: LinkFacts | None = None) -> MachineFacts:
-    """Of a machine of which only disk and link were measured."""
+    """Returns the facts of a machine with only disk and link measured."""
     return MachineFacts("2026-01-01", assumed_cpu().disk, CpuFacts(2, None, None, None, (), (), None), link)
 
 
@@ -56,7 +56,7 @@ class Asked:
 
 
 def asked(*arguments: str) -> plan.Target | str | None:
-    """What the options come to, or the last line of what is wrong with them."""
+    """Returns the target of the options, or the last line of the error."""
     found: list[plan.Target | None] = []
 
     @click.command()

@@ -135,7 +135,7 @@ def write_tiny(folder: Path, num_layers: int, num_experts: int) -> Path:
 
 
 class SmallRuns:
-    """What small runs find: a tiny model and packs of it under the names of those that benchmarks would make.
+    """The files that small runs find: a tiny model and packs of it under the names of those that benchmarks would make.
 
     `folder`: for `--folder`.   `model`, `smallest`: tiny checkpoints.   `packed`: a pack of the demo model that chats.
     `experts`: a file of one expert with inputs.

@@ -148,7 +148,7 @@ def test_scalings_that_a_family_lacks_are_refused(new_folder: Folder) -> None:
 
 
 def test_the_config_of_a_merge_of_llamas_is_taken(tmp_path: Path) -> None:
-    """What mergekit writes of Llama 3.1 (bands) and of DeepSeek-Coder (linear), in the keys of transformers 4."""
+    """Mergekit's keys of Llama 3.1 (bands) and of DeepSeek-Coder (linear), in the keys of transformers 4."""
     bands = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     scalings = (
         {"rope_type": "llama3"} | bands,

@@ -156,7 +156,7 @@ def _named(row: Predicting, layers: str, n: int) -> dict[str, str]:
 
 
 def _places(folder: Path, tensors: Tensors) -> tuple[str, int, int]:
-    """What names of decoder layers begin with, how many layers there are, and the last with attention and experts."""
+    """Returns the prefix of decoder layers, how many there are, and the last with attention and experts."""
     layers = next(name[: name.index("layers.0.") + len("layers.")] for name in sorted(tensors) if "layers.0." in name)
     n = text_values(json.loads((folder / "config.json").read_text()))["num_hidden_layers"]
     kinds = ("self_attn", "mlp.experts")

@@ -90,7 +90,7 @@ def answers(engine: Engine) -> torch.Tensor:
 
 
 def descriptors() -> list[str]:
-    """What this process has open."""
+    """Returns the files that this process has open."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -101,7 +101,7 @@ def descriptors() -> list[str]:
 
 
 def num_threads() -> int:
-    """Of this process, those of the extension too."""
+    """Returns the threads of this process, those of the extension too."""
     return len(os.listdir("/proc/self/task"))
 
 

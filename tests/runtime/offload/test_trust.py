@@ -301,7 +301,7 @@ def test_an_expert_at_the_upper_bound_is_low_and_one_at_the_lower_bound_may_come
 def test_what_serves_the_most_tokens_of_a_batch_comes_first() -> None:
     """The example of §5.4: tokens with the experts {1, 2, 4}, {1, 5, 4} and {2, 6, 7}; the third gets {2, 4, 7}.
 
-    4 is a top expert of the others. Of the third token 6 is low; 3 is in fast memory, with a better score than 4, and
+    4 is a top expert of the others. The third token's 6 is low; 3 is in fast memory, with a better score than 4, and
     no other token has chosen it. Alone, the third token would get 3.
     """
     first = [score / 64 for score in (0, 20, 18, 1, 16, 2, 2, 2)]
