@@ -296,7 +296,6 @@ class GpuTier(speed.MemoryTier):
 
 
 def _gpu_parts(division: budgets.Division, placement: placements.GpuPlacement) -> tuple[budgets.MemoryPart, ...]:
-    """Returns the parts of a GPU's memory with their names; their sum is the budget."""
     fixed = division.fixed
     return (
         budgets.MemoryPart("dense weights", fixed.dense),

@@ -49,7 +49,6 @@ class PlanningModel:
         return total
 
     def _quantized_loss(self, plan: plans.Plan) -> float:
-        """Returns the loss of all experts' matrices."""
         formats, quantized = self.losses.of(plan.quantizer)
         numbers = {part: number for number, part in enumerate(formats)}
         # Formats that keep the source's codes lose nothing, like bfloat16.

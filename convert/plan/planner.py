@@ -146,7 +146,6 @@ class Planner:
         return self._formats[selector]
 
     def _by_edgemoe(self, max_loss: float) -> Iterator[EstimatedPlan]:
-        """Yields the plans of EdgeMoE's widths, one for each selector."""
         for selector in self._selectors:
             planned = self._fitting(edgemoe_decision(self._model, max_loss, selector), None)
             if planned is not None:
@@ -169,7 +168,6 @@ class Planner:
                 yield planned
 
     def _too_small(self) -> str:
-        """Returns the message for a budget that no plan within the loss fits."""
         tier, spec, losses = self._tier, self._model.spec, self._model.losses
         least = min(tier.least_bytes(layout) for layout in self._refused)
         formats, _ = losses.of(losses.quantizer)
@@ -190,5 +188,4 @@ class Planner:
 
 
 def _fastest(plans: Sequence[EstimatedPlan]) -> EstimatedPlan:
-    """Returns the fastest plan, and of equally fast ones the one that loses less."""
     return min(plans, key=lambda planned: (planned.speed.seconds.total, planned.loss))

@@ -342,7 +342,6 @@ def _dense_table(losses: Losses, prices: StorageCosts) -> tuple[Floats, Floats]:
 
 
 def _widened(table: Floats, width: int) -> Floats:
-    """Returns the table with `width` columns; the added ones are choices that no item has."""
     return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=np.inf)
 
 

@@ -137,7 +137,7 @@ class Gate:
         return least + (num_tokens - below) * max(step, 0.0)
 
     def _bearable(self, match_length: int, most: int, most_lost: float) -> int:
-        """Returns the longest draft, at most `most`, whose loss if it is wrong, times how likely that is, fits."""
+        """Returns the longest draft, at most `most`, with an expected loss that fits."""
         wrong = 1 - self._right[_class_of(match_length)][0].value
         can_lose, plain = most_lost - self.lost_s, self._seconds[1].value
         return next((n for n in range(most, 0, -1) if wrong * (self.seconds(1 + n) - plain) <= can_lose), 0)
@@ -215,7 +215,7 @@ class NgramDrafter:
         self._num_indexed, self.match_length = 0, 0
 
     def _index(self, ids: Sequence[int]) -> None:
-        """Enters the n-grams of new tokens, without those at the end of the text, which nothing follows yet."""
+        """Enters the n-grams of new tokens; nothing follows those at the end of the text yet."""
         for place in range(max(self._num_indexed, SHORTEST), len(ids)):
             for gram in _grams_before(ids, place):
                 places = self._ends.setdefault(gram, [])
@@ -240,7 +240,6 @@ class NgramDrafter:
 
 
 def _grams_before(ids: Sequence[int], place: int) -> Iterator[NGram]:
-    """Yields the n-grams that end before a position, the longest first."""
     for length in range(min(LONGEST, place), SHORTEST - 1, -1):
         yield tuple(ids[place - length : place])
 
@@ -379,7 +378,7 @@ class Drafts:
             self._may_rest(seconds)
 
     def _may_rest(self, seconds: float) -> None:
-        """Begins a rest where drafts gain nothing and take a share of passes, of which the last took so long."""
+        """Begins a rest if drafts gain nothing and take a share of passes, the last of which took so long."""
         self._num_awake += 1
         if self._gate is None or self._num_awake < _AWAKE_PASSES:
             return
@@ -392,7 +391,6 @@ class Drafts:
             self._next_rest = _FIRST_REST
 
     def _draft(self, sequence: CachedSequence, token: int, most: int) -> list[int]:
-        """Returns the tokens to verify behind a token, at most `most`."""
         drafter, gate = self._drafter, self._gate
         if most < 1:
             return []
@@ -414,7 +412,6 @@ class Drafts:
         return found
 
     def _compare(self, chosen: int) -> None:
-        """Compares the watched proposal with the next token of the text."""
         watched = self._watched
         if watched is None:
             return

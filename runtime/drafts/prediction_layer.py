@@ -185,7 +185,6 @@ def _is_in_rows(source: families.SourceMatrix) -> bool:
 
 
 def _matrix_bytes(layer: families.PredictionLayer, source: families.SourceMatrix) -> int:
-    """Returns the bytes of a matrix in memory."""
     if _is_in_rows(source):
         return source.num_rows * layouts.row_layout([("weight", plans.FP8, False)], source.num_cols).row_bytes
     return source.num_rows * source.num_cols * checkpoint_weights.weights_dtype(layer, source).itemsize
@@ -265,7 +264,6 @@ class PredictionDrafter:
 
     @property
     def _first_waiting(self) -> int:
-        """The position of the first hidden state that waits."""
         return self._begin + self._cache.num_tokens
 
     def _cut_to(self, first: int) -> None:

@@ -108,7 +108,7 @@ class Engine:
 
 
 def _build(setup: Setup, device: torch.device, host: HostArena | None, stack: ExitStack) -> Built:
-    """Builds the engine for a setup; what it leaves to the caller to close is in the stack."""
+    """Builds the engine for a setup; the caller closes the stack."""
     is_on_gpu = setup.options.device == "cuda"
     if is_on_gpu:
         torch.set_num_threads(1)  # others would spin after each small thing, on the CPUs that compute experts
@@ -130,7 +130,6 @@ def _build(setup: Setup, device: torch.device, host: HostArena | None, stack: Ex
 
 
 def _cpu_budget(setup: Setup) -> int | None:
-    """Returns the budget of offloaded experts; None if experts are mapped."""
     options, layout = setup.options, setup.pack.layout
     if options.read == "map":
         if options.budget_bytes is not None:

@@ -118,7 +118,7 @@ def _host_memory(
 
 
 def _share(setup: built.Setup, run: GpuRun, host: devices.HostArena | None, stack: ExitStack) -> Sharing:
-    """Decides who has what is missing on the GPU; the stack closes the kernels and the CPU's own engine."""
+    """Divides missing rows between host memory, link and CPU; the stack closes the kernels and the CPU's own engine."""
     options = setup.options
     kernels = None if options.misses == "pull" else _helping_kernels(setup, stack)
     if host is None:
@@ -188,7 +188,6 @@ def choose_inputs(setup: built.Setup, run: GpuRun, sharing: Sharing) -> tuple[gp
 def _prediction(
     setup: built.Setup, preset: offload.Preset, routing: offload.Routing | None, misses: placements.Misses
 ) -> PredictionPlan | None:
-    """Returns what is predicted on the GPU; None if nothing is."""
     spec, trusts = setup.pack.spec, setup.options.approximations.runs_predicted
     number = min(preset.num_predicted(spec.router.num_experts_per_tok), spec.router.num_experts)
     if trusts and number < spec.router.num_experts_per_tok:

@@ -81,7 +81,6 @@ def use_one_heap() -> None:
 
 
 def _call_libc(name: str, *arguments: object) -> None:
-    """Calls a function of the C library, if there is one of this name."""
     function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
     if function is not None:
         function(*arguments)
@@ -385,8 +384,6 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class _FactsFile:
-    """The content of a file with facts."""
-
     version: int
     facts: MachineFacts
 

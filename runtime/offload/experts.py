@@ -329,7 +329,6 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         evict: Callable[[cache.ExpertKey], None],
         counts: PhaseCounts,
     ) -> None:
-        """Prefetches experts of a layer while layer `during` runs."""
         for event in self._expert_cache.prefetch(layer_idx, experts, during):
             if isinstance(event, cache.EvictEvent):
                 evict(event.key)

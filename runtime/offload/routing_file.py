@@ -333,7 +333,6 @@ def routing_file_bytes(routing: Routing) -> int:
 
 
 def _arrays(routing: Routing) -> Iterator[tuple[str, Array]]:
-    """Yields all arrays with their names in the file, in its order."""
     yield "popularity", routing.popularity
     yield "mass", routing.mass
     yield "recalls", routing.recalls
