@@ -1,11 +1,10 @@
 """The speed of a pack on a CPU: the disk is read while experts are computed.
 
-Which experts are missing comes from a replay of routes with the policy that the runtime would choose, by the runtime's
-own decisions and without weights (`visits`). `runtime.offload.replay` only counts hits; the cost model also needs to
-know which experts of a layer were chosen together, and how long each has been resident.
+A replay of routes with the policy that the runtime would choose says which experts are missing, which experts of a
+layer were chosen together, and how long each has been resident (`visits`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from moe_pack.runtime.cpu.reads import MAX_READ_BYTES
 from moe_pack.runtime.engine.machine import disk_cutover
 from moe_pack.runtime.engine.offloaded import auto_preset
 from moe_pack.runtime.model.caches import KvDtype
-from moe_pack.runtime.offload import budgets, cache
+from moe_pack.runtime.offload import budgets, cache, replay
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
@@ -41,7 +40,7 @@ class Visits:
 
     @property
     def hit_rate(self) -> float:
-        """Returns the share of visits whose expert was resident; 1 if there was no visit."""
+        """The share of visits whose expert was resident; 1 if there was no visit."""
         return float((self.ages > 0).mean()) if len(self.ages) else 1.0
 
 
@@ -54,10 +53,9 @@ def visits(
     Args:    is_filled: whether the cache begins with the most popular experts, so that few tokens warm it.
     """
     L, E = facts.pages.shape
-    routes = np.sort(passes.routes.astype(np.int64), axis=2)  # [T, L, k]
     if int(facts.pages.sum()) <= facts.num_pages:
-        warm = routes[num_warm:]
-        steps = np.repeat(np.arange(len(warm) * L), routes.shape[2])
+        warm = np.sort(passes.routes[num_warm:].astype(np.int64), axis=2)  # [T, L, k]
+        steps = np.repeat(np.arange(len(warm) * L), warm.shape[2])
         keys = (warm + E * np.arange(L)[:, None]).ravel()
         return Visits(len(warm), steps, keys, np.full(len(keys), MAX_AGE))
     expert_cache = offload.expert_cache_for(preset, facts)
@@ -66,17 +64,15 @@ def visits(
         _fill(expert_cache, facts)
         ages[expert_cache.is_resident] = MAX_AGE
     visited: list[tuple[int, int, int]] = []
-    for token, layers in enumerate(routes.tolist()):
-        for l, experts in enumerate(layers):
-            for event in expert_cache.schedule(l, experts):
-                if isinstance(event, cache.FetchEvent):
-                    ages[event.key] = 0
-                elif isinstance(event, cache.ComputeEvent):
-                    if token >= num_warm:
-                        visited.append(((token - num_warm) * L + l, l * E + event.key.expert, int(ages[event.key])))
-                    ages[event.key] += 1
+    for token, l, event, _ in replay.played(passes, expert_cache):
+        if isinstance(event, cache.FetchEvent):
+            ages[event.key] = 0
+        elif isinstance(event, cache.ComputeEvent):
+            if token >= num_warm:
+                visited.append(((token - num_warm) * L + l, l * E + event.key.expert, int(ages[event.key])))
+            ages[event.key] += 1
     columns = np.array(visited, np.int64).reshape(-1, 3).T
-    return Visits(max(len(routes) - num_warm, 0), columns[0], columns[1], np.minimum(columns[2], MAX_AGE))
+    return Visits(max(len(passes.routes) - num_warm, 0), columns[0], columns[1], np.minimum(columns[2], MAX_AGE))
 
 
 def _fill(expert_cache: offload.ExpertCache, facts: offload.CacheFacts) -> None:
@@ -120,48 +116,60 @@ def estimate_on_cpu(
     layout: formats.PackLayout,
     plan: offload.BudgetPlan,
     machine: machines.Machine,
-    popularity: Array,
+    routing: speed.RoutingFacts,
     sparsity: Array,
-    passes: offload.Passes | None = None,
-    recall: float | None = None,
     seen_tokens: int = 0,
     is_rough: bool = False,
     kv_dtype: KvDtype = "f32",
-) -> speed.TokenEstimate:
+) -> speed.SpeedEstimate:
     """Estimates how fast a pack of this layout decodes on the CPU within a budget.
 
-    Args:    plan: the budget's division.   popularity: [L, E], any unit.   sparsity: [L, E], the share of neurons that
-             do not run.   passes: routes to replay, of text not used for calibration; if None, independent draws from
-             `popularity`.   recall: the share of the next layer's experts that the best predictor finds; None if no
-             profile says it.   seen_tokens: tokens in the key-value cache.   is_rough: replays few tokens and one
-             policy, for a search among plans.   kv_dtype: of that cache.
+    Args:    plan: the budget's division.   sparsity: [L, E], the share of neurons that do not run.   seen_tokens: in
+             the key-value cache.   is_rough: replays few tokens and one policy, for a search among plans.
+             kv_dtype: of that cache.
     Not modelled: that neighbouring neurons run together more often than others; tokens that attend to a window.
     """
     assert machine.kind == "cpu", "a GPU has `estimate_on_gpu`"
-    k = layout.spec.router.num_experts_per_tok
+    L, k, popularity = len(layout.experts), layout.spec.router.num_experts_per_tok, routing.popularity
+    shares = popularity / popularity.sum(axis=1, keepdims=True)
     heat = planned_heat(layout, popularity, sparsity, machine.disk)
     has_selector = budgets.resident_selectors(layout, heat, plan.num_selectors)
-    facts = offload.CacheFacts(
-        offload.expert_pages(layout, plan.page_bytes, has_selector),
-        plan.num_pages,
-        k,
-        (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
-        first_moe_layers(layout.spec)[-1],
-    )
-    extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    routed, is_drawn = speed.routed(layout, popularity, passes, is_rough)
-    preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
+    pages = offload.expert_pages(layout, plan.page_bytes, has_selector)
+    first_layers = first_moe_layers(layout.spec)
+    facts = offload.CacheFacts(pages, plan.num_pages, k, shares.astype(np.float32), first_layers[-1])
+    routed, is_drawn = speed.routed(layout, popularity, routing.passes, is_rough)
+    preset = auto_preset(None if is_drawn or is_rough else routed, facts, budgets.extent_bytes(layout))
     visited = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)), is_rough)
     running = 1.0 - sparsity
-    recall = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
-    predicted = np.full(len(layout.experts), recall)
-    predicted[list(first_moe_layers(layout.spec))] = 0.0
-    has_all = int(facts.pages.sum()) <= facts.num_pages and not has_selector.any()
-    fetching = fetched_from_disk(
-        layout, np.ones_like(running) if has_all else running, machine, plan.page_bytes, has_selector, predicted
+    recall = USUAL_RECALL if routing.recall is None else routing.recall
+    predicted = np.full(L, 0.0 if preset.prediction == "none" else recall)
+    predicted[list(first_layers)] = 0.0
+    has_all = int(pages.sum()) <= plan.num_pages and not has_selector.any()
+    read = np.ones_like(running) if has_all else running
+    fetching = fetched_from_disk(layout, read, machine, plan.page_bytes, has_selector, predicted)
+    dense_s, dense_bytes = speed.dense_seconds(layout, machine, seen_tokens, kv_dtype)
+    computing, reading = speed.expert_table(layout, running, lambda e, share: speed.expert_seconds(e, share, machine))
+    fixed, num_layers, num_tokens = machine.fixed, layout.spec.num_hidden_layers, max(visited.num_tokens, 1)
+    between_s = fixed.layer_s + dense_s / num_layers  # between the experts of one layer and those of the next
+    waiting = waited(visited, computing + fixed.expert_s, fetching, predicted, between_s)
+    # For each expert that was not predicted, a wrongly predicted one is read too.
+    wrong = np.where(predicted > 0, 1 - predicted, 0.0)[visited.steps % L]
+    cells = (visited.ages, visited.keys)
+    fetched = fetching.num_bytes.reshape(MAX_AGE + 1, -1)[cells]
+    handling = float(fetching.handling.reshape(MAX_AGE + 1, -1)[cells].sum())
+    return speed.SpeedEstimate(
+        policy=preset.name,
+        hit_rate=visited.hit_rate,
+        misses=expected_misses(visited, shares * k),
+        fetched_bytes=float((fetched * (1 + wrong)).sum()) / num_tokens,
+        read_bytes=float(reading.ravel()[visited.keys].sum()) / num_tokens + dense_bytes,
+        seconds=speed.TokenSeconds(
+            fixed.token_s + num_layers * fixed.layer_s + L * k * fixed.expert_s + handling / num_tokens,
+            dense_s,
+            float(computing.ravel()[visited.keys].sum()) / num_tokens,
+            waiting / num_tokens,
+        ),
     )
-    dense = speed.dense_seconds(layout, machine, seen_tokens, kv_dtype)
-    return _token_estimate(layout, machine, running, popularity, visited, fetching, predicted, preset.name, dense)
 
 
 def planned_heat(layout: formats.PackLayout, popularity: Array, sparsity: Array, disk: DiskFacts) -> Array | None:
@@ -188,8 +196,7 @@ def fetched_from_disk(
              predicted; where single rows are read, their selectors are computed twice.
     """
     cutover = disk_cutover(layout, machine.disk)
-    shape = (MAX_AGE + 1, *running.shape)
-    fetching = FetchCosts(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    costs = np.zeros((4, MAX_AGE + 1, *running.shape))  # the fields of `FetchCosts`
     # Experts with one layout are one object, which is found quickly.
     known: dict[tuple[int, float, bool, bool, float], Array] = {}
     for l, layer in enumerate(layout.experts):
@@ -203,13 +210,8 @@ def fetched_from_disk(
                     known[key] = _by_rows(expert, share, machine, stays, key[4])
                 else:
                     known[key] = _whole(expert, machine, page_bytes, stays)
-            for table, values in zip(_tables(fetching), known[key], strict=True):
-                table[:, l, e] = values
-    return fetching
-
-
-def _tables(fetching: FetchCosts) -> tuple[Array, Array, Array, Array]:
-    return fetching.num_bytes, fetching.seconds, fetching.alone, fetching.handling
+            costs[:, :, l, e] = known[key]
+    return FetchCosts(*costs)
 
 
 def _whole(expert: formats.ExpertLayout, machine: machines.Machine, page_bytes: int, stays: bool) -> Array:
@@ -266,10 +268,7 @@ def _by_rows(
 
 
 def _unneeded(share: float, row_bytes: int, num_blocks: int) -> float:
-    """Returns the probability that none of so many consecutive blocks is needed: no row with bytes in them runs.
-
-    Args:    share: the probability of each row to run.
-    """
+    """Returns the probability that none of so many consecutive blocks is needed: no row with bytes in them runs."""
     return float((1 - share) ** ((num_blocks * formats.DISK_BLOCK_BYTES + row_bytes) / row_bytes))
 
 
@@ -293,43 +292,6 @@ def _num_reads(share: float, row_bytes: int, num_blocks: float, gap_blocks: int)
     """
     left, next_left = (_unneeded(share, row_bytes, gap_blocks + number) for number in (1, 2))
     return 1 - left + max(num_blocks - gap_blocks - 1, 0.0) * (left - next_left)
-
-
-def _token_estimate(
-    layout: formats.PackLayout,
-    machine: machines.Machine,
-    running: Array,
-    popularity: Array,
-    visited: Visits,
-    fetching: FetchCosts,
-    predicted: Array,
-    policy: offload.PolicyName,
-    dense: tuple[float, float],
-) -> speed.TokenEstimate:
-    L = len(layout.experts)
-    computing, reading = speed.expert_table(layout, running, lambda e, share: speed.expert_seconds(e, share, machine))
-    dense_s, dense_bytes = dense
-    k, fixed = layout.spec.router.num_experts_per_tok, machine.fixed
-    num_layers, num_tokens = layout.spec.num_hidden_layers, max(visited.num_tokens, 1)
-    fixed_s = fixed.token_s + num_layers * fixed.layer_s + L * k * fixed.expert_s
-    between_s = fixed.layer_s + dense_s / num_layers  # between the experts of one layer and those of the next
-    waiting = waited(visited, computing + fixed.expert_s, fetching, predicted, between_s)
-    # For each expert that was not predicted, a wrongly predicted one is read too.
-    wrong = np.where(predicted > 0, 1 - predicted, 0.0)[visited.steps % L]
-    fetched = fetching.num_bytes.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys]
-    return speed.TokenEstimate(
-        policy=policy,
-        hit_rate=visited.hit_rate,
-        misses=expected_misses(visited, popularity * (k / popularity.sum(axis=1, keepdims=True))),
-        fetched_bytes=float((fetched * (1 + wrong)).sum()) / num_tokens,
-        read_bytes=float(reading.ravel()[visited.keys].sum()) / num_tokens + dense_bytes,
-        seconds=speed.TokenSeconds(
-            fixed_s + float(fetching.handling.reshape(MAX_AGE + 1, -1)[visited.ages, visited.keys].sum()) / num_tokens,
-            dense_s,
-            float(computing.ravel()[visited.keys].sum()) / num_tokens,
-            waiting / num_tokens,
-        ),
-    )
 
 
 def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: Array, between_s: float) -> float:
@@ -368,11 +330,8 @@ def waited(visited: Visits, computing: Array, fetching: FetchCosts, predicted: A
     return float((prefetched + (1 - share) * at_once).sum())
 
 
-class CpuTier(speed.MachineTier):
-    """Host memory over the disk: the tier of `--device cpu`.
-
-    Args:    kv_dtype: of the key-value cache.
-    """
+class CpuTier(speed.MemoryTier):
+    """Host memory over the disk: the tier of `--device cpu`. `kv_dtype`: of the key-value cache."""
 
     def __init__(
         self,
@@ -388,33 +347,17 @@ class CpuTier(speed.MachineTier):
     def estimate(
         self, layout: layouts.PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> speed.SpeedEstimate:
-        """Estimates the speed of a pack of this layout on the CPU; arguments and errors as `MemoryTier.estimate`."""
         routing = self._routing
         heat = planned_heat(layout, routing.popularity, sparsity, self._machine.disk)
         plan = offload.divide_budget(
-            layout,
-            self.budget_bytes - less_bytes,
-            self._context_tokens,
-            routing.predictor_bytes,
-            heat,
-            self._sequences,
+            layout, self.budget_bytes - less_bytes, self._context_tokens, routing.predictor_bytes, heat, self._sequences
         )
         token = estimate_on_cpu(
-            layout,
-            plan,
-            self._machine,
-            routing.popularity,
-            sparsity,
-            routing.passes,
-            routing.recall,
-            self._seen_tokens,
-            is_rough,
-            self._sequences.kv_dtype,
+            layout, plan, self._machine, routing, sparsity, self._seen_tokens, is_rough, self._sequences.kv_dtype
         )
-        return speed.speed_estimate(plan.parts, token)
+        return replace(token, shares=plan.parts)
 
     def least_bytes(self, layout: layouts.PackLayout) -> int:
-        """Returns the smallest budget in which a pack of this layout runs."""
         return offload.least_budget(layout, self._context_tokens, self._routing.predictor_bytes, self._sequences)
 
     def fetch_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:

@@ -1,10 +1,9 @@
 """The speed of a pack on a GPU: the CPU and the link bring what its memory lacks.
 
-Which records are missing comes from the placement of static rows, whatever tokens came before (`estimate_on_gpu`). It
-was not yet compared with measurements on a GPU.
+The placement of static rows says which records are missing, whatever tokens came before (`estimate_on_gpu`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ def estimate_on_gpu(
     heat: Array,
     passes: offload.Passes | None = None,
     seen_tokens: int = 0,
-) -> speed.TokenEstimate:
+) -> speed.SpeedEstimate:
     """Estimates how fast a pack of this layout decodes on a GPU with `--misses auto`.
 
     Meaning: a layer takes its dense part, its selectors, and the longest of three that run at the same time:
@@ -70,7 +69,7 @@ def estimate_on_gpu(
     waiting = np.maximum(longest - by_layer(shares.gpu_s), 0.0).sum(axis=1).mean()
     dense_s, dense_bytes = speed.dense_seconds(layout, machine, seen_tokens)
     runs = popularity * (layout.spec.router.num_experts_per_tok / popularity.sum(axis=1, keepdims=True))
-    return speed.TokenEstimate(
+    return speed.SpeedEstimate(
         policy="lru",  # of slots, if none is asked for
         hit_rate=1 - mean(missing) / mean(needed),
         misses=runs * missing / needed,
@@ -246,7 +245,7 @@ class RowHeat:
         return self._known[kind_idx]
 
 
-class GpuTier(speed.MachineTier):
+class GpuTier(speed.MemoryTier):
     """GPU memory over host memory, and that over the disk: the tier of `--device cuda`."""
 
     def __init__(
@@ -263,10 +262,7 @@ class GpuTier(speed.MachineTier):
     def estimate(
         self, layout: layouts.PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> speed.SpeedEstimate:
-        """Estimates the speed of a pack of this layout on the GPU; arguments and errors as `MemoryTier.estimate`.
-
-        Rows are placed as in a run, which does not know how often each runs (`usual_heat`). All estimates are exact.
-        """
+        # Rows are placed as in a run, which does not know how often each runs (`usual_heat`).
         routing, machine = self._routing, self._machine
         needs = fit.gpu_needs(layout, self._context_tokens)
         division = fit.divide_gpu(needs, self.budget_bytes - less_bytes, self._context_tokens)
@@ -282,10 +278,9 @@ class GpuTier(speed.MachineTier):
         )
         heat = self._heats.at(_selector_of(layout), sparsity)
         token = estimate_on_gpu(layout, placement, machine, routing.popularity, heat, routing.passes, self._seen_tokens)
-        return speed.speed_estimate(_gpu_parts(division, placement), token)
+        return replace(token, shares=_gpu_parts(division, placement))
 
     def least_bytes(self, layout: layouts.PackLayout) -> int:
-        """Returns the smallest budget in which a pack of this layout runs."""
         return fit.least_gpu_budget(layout, self._context_tokens)
 
     def fetch_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
@@ -301,7 +296,6 @@ class GpuTier(speed.MachineTier):
 
 
 def _gpu_parts(division: budgets.Division, placement: placements.GpuPlacement) -> tuple[budgets.MemoryPart, ...]:
-    """Returns the parts of a GPU's memory with their names; their sum is the budget."""
     fixed = division.fixed
     return (
         budgets.MemoryPart("dense weights", fixed.dense),

@@ -61,21 +61,13 @@ _POLICIES_ALONE = {
 
 
 def read_limit(text: str) -> LossLimit:
-    """Returns the limit that a text says; raises ValueError if it says none."""
-    limit = parse_limit(text)
-    if limit is None:
-        raise ValueError(f"found {text!r}, expected a share of perplexity such as 1%, or nats such as 0.02")
-    return limit
-
-
-def parse_limit(text: str) -> LossLimit | None:
-    """Parses a limit such as `1%` (of perplexity) or `0.02` (nats); None if the text is neither."""
+    """Returns a limit such as `1%` (of perplexity) or `0.02` (nats); raises ValueError if the text is neither."""
     try:
         number = float(text.strip().removesuffix("%"))
     except ValueError:
-        return None
+        number = 0.0
     if not 0 < number < math.inf:
-        return None
+        raise ValueError(f"found {text!r}, expected a share of perplexity such as 1%, or nats such as 0.02")
     return LossLimit("perplexity", number / 100) if text.strip().endswith("%") else LossLimit("kl", number)
 
 

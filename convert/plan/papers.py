@@ -8,9 +8,9 @@ EdgeMoE gives the least important experts the lower of two widths and all others
 
 The paper's target is a tolerable loss; K is the largest number that stays within it.
 
-A preset decides how experts are stored; `moe-run --policy` of the same name runs them as the paper does. Where a paper
-leaves something open, a comment at the preset says how we read it; docs/papers.md lists these readings. Of what a pack
-may have that no paper has, a preset's pack has only what changes no answer:
+A preset decides how experts are stored; `moe-run --policy` of the same name runs them as the paper does. A comment at
+the preset says how we read an open point of its paper (docs/papers.md). A preset's pack has parts of ours only if they
+change no answer:
 
     part of ours              by default                        in a preset's pack             asked for by
     rotated layers            those that the profile chose      none                           --rotate on
@@ -62,7 +62,9 @@ def widths_for_loss(
         )
     if first == 0:
         return uniform[0]
-    order, lower, upper = _order(importance), choices[first - 1], choices[first]
+    # The flat indices of experts by rising importance; equally important ones stay in the model's order.
+    order = np.argsort(importance, axis=None, kind="stable")
+    lower, upper = choices[first - 1], choices[first]
     # K = 0 is tolerable and K = all is not; bisection finds how many K above 0 are.
     lowered = range(1, importance.size)
     most = bisect_left(lowered, True, key=lambda k: not is_tolerable(_mixed(order, k, lower, upper, importance.shape)))
@@ -93,11 +95,6 @@ def edgemoe_decision(model: PlanningModel, max_loss: float, selector: specs.Sele
         return Decision(edgemoe_plan(model.spec, widths, selector), np.zeros(importance.shape))
 
     return decision(widths_for_loss(importance, lambda widths: model.loss(decision(widths)) <= max_loss))
-
-
-def _order(importance: NDArray[np.floating]) -> NDArray[np.intp]:
-    """Returns the flat indices of experts by rising importance; equally important ones stay in the model's order."""
-    return np.argsort(importance, axis=None, kind="stable")
 
 
 def _mixed(order: NDArray[np.intp], num_lowered: int, lower: int, upper: int, shape: tuple[int, ...]) -> Widths:

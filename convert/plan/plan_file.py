@@ -51,7 +51,7 @@ class PlanFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What a pack will store."""
+    """The decision of what a pack stores."""
 
     plan: plans.Plan
     sparsity: NDArray[np.float64]  # float64 [L, E], the share of each expert's neurons that will not run
@@ -70,19 +70,8 @@ def plan_bytes(decision: Decision, spec: specs.ModelSpec) -> bytes:
     dense = tuple(DenseChoice(role.name, part) for role, part in zip(roles, plan.dense, strict=True) if part)
     sparsity = tuple(map(tuple, decision.sparsity.tolist())) if decision.sparsity.any() else ()
     experts = tuple(tuple(numbers[expert] for expert in layer) for layer in plan.experts)
-    file = PlanFile(
-        FORMAT,
-        VERSION,
-        plan.selector,
-        plan.quantizer,
-        tuple(formats),
-        experts,
-        dense,
-        sparsity,
-        decision.theta,
-        plan.repeats,
-        decision.is_plain,
-    )
+    of_plan = (plan.selector, plan.quantizer, tuple(formats), experts, dense, sparsity)
+    file = PlanFile(FORMAT, VERSION, *of_plan, decision.theta, plan.repeats, decision.is_plain)
     return json_files.canonical(json_files.dump(file))
 
 

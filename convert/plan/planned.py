@@ -1,8 +1,4 @@
-"""A plan with its estimates, as lines of text and as JSON.
-
-Bytes follow from the pack's layout, the loss from a profile's losses, the speed and the division of the memory budget
-from a tier (`speed`).
-"""
+"""A plan with its estimates, as lines of text and as JSON."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -53,7 +49,6 @@ class PlanningModel:
         return total
 
     def _quantized_loss(self, plan: plans.Plan) -> float:
-        """Returns the loss of all experts' matrices."""
         formats, quantized = self.losses.of(plan.quantizer)
         numbers = {part: number for number, part in enumerate(formats)}
         # Formats that keep the source's codes lose nothing, like bfloat16.
@@ -95,17 +90,17 @@ class EstimatedPlan:
 
     @property
     def pack_bytes(self) -> int:
-        """Returns the bytes of the pack's large files."""
+        """The bytes of the pack's large files."""
         return sum(file.num_bytes for _, file in self.layout.files())
 
     @property
     def expert_bytes(self) -> int:
-        """Returns the bytes of all experts' extents."""
+        """The bytes of all experts' extents."""
         return sum(expert.num_bytes for layer in self.layout.experts for expert in layer)
 
     @property
     def bits_per_weight(self) -> float:
-        """Returns the bits of an expert's weight, with scales, CRCs and padding."""
+        """The bits of an expert's weight, with scales, CRCs and padding."""
         spec = self.layout.spec
         matrices = len(spec.expert.matrices) * spec.expert.source_size * spec.hidden_size
         return 8 * self.expert_bytes / (matrices * len(spec.moe_layers) * spec.router.num_experts)
@@ -133,7 +128,7 @@ def model_text(spec: specs.ModelSpec, name: str) -> str:
     )
 
 
-# What was measured, as shares of the estimated tokens a second: on CPUs in 22 runs (docs/benchmarks/memory.md), on a
+# Measured tokens a second as shares of the estimated ones: on CPUs in 22 runs (docs/benchmarks/memory.md), on a
 # GPU with the plans of docs/benchmarks/gpu.md.
 _MEASURED_SHARES: dict[Kind, tuple[float, float]] = {"cpu": (1 / 1.42, 1 / 0.69), "cuda": (1 / 2.8, 1 / 1.6)}
 
@@ -185,17 +180,13 @@ def _cells(planned: EstimatedPlan, losses: Losses, device: Kind) -> str:
     speed, loss, sparsity = planned.speed, planned.loss, mean_sparsity(planned, losses)
     lost = f"{'unknown':>8} {'unknown':>11}"
     if not isnan(loss):
-        lost = f"{two_digits(loss):>8} {f'+{two_digits(100 * _grown(planned, losses))}%':>11}"
+        lost = f"{two_digits(loss):>8} {f'+{two_digits(100 * expm1(losses.nll_per_kl * planned.loss))}%':>11}"
     number, unit = size_text(speed.fetched_bytes).split()
     return (
         f"{lost} {size_text(planned.pack_bytes):>10} {planned.bits_per_weight:5.2f} {sparsity:8.0%} "
         f"{planned.decision.plan.selector:>8} {speed.hit_rate:5.0%} {f'{two_digits(float(number))} {unit}':>12} "
         f"{speed_text(planned, device):>16}"
     )
-
-
-def _grown(planned: EstimatedPlan, losses: Losses) -> float:
-    return expm1(losses.nll_per_kl * planned.loss)
 
 
 def mean_sparsity(planned: EstimatedPlan, losses: Losses) -> float:
@@ -263,10 +254,10 @@ def gap_text(planned: EstimatedPlan) -> str | None:
 def compression_text(planned: EstimatedPlan) -> str:
     """Returns how many times fewer bytes of an expert are moved than its 16-bit weights have."""
     expert, sparsity = planned.layout.experts[0][0], float(planned.decision.sparsity[0, 0])
-    compression = expert_compression(expert, sparsity)
+    codes, stored = expert_compression(expert, sparsity)
     return (
-        f"an expert moves {compression.codes:.1f} times fewer bytes than its 16-bit weights have if only codes count, "
-        f"{compression.stored:.1f} times fewer as stored; the paper says 9.3 times at 90% sparsity"
+        f"an expert moves {codes:.1f} times fewer bytes than its 16-bit weights have if only codes count, "
+        f"{stored:.1f} times fewer as stored; the paper says 9.3 times at 90% sparsity"
     )
 
 
@@ -279,7 +270,7 @@ def option_json(option: PlanOption, losses: Losses, device: Kind) -> dict[str, A
     return {
         "name": option.name,
         "kl": planned.loss if isfinite(planned.loss) else None,
-        "perplexity_increase": _grown(planned, losses) if isfinite(planned.loss) else None,
+        "perplexity_increase": expm1(losses.nll_per_kl * planned.loss) if isfinite(planned.loss) else None,
         "pack_bytes": planned.pack_bytes,
         "bits_per_weight": planned.bits_per_weight,
         "selector": planned.decision.plan.selector,

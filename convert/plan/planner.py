@@ -10,7 +10,6 @@ memory with the runtime's own functions, which `speed` calls.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import get_args
 
 import numpy as np
 
@@ -20,13 +19,11 @@ from moe_pack.convert.plan.plan_file import Decision
 from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
 from moe_pack.convert.plan.search import CostedFormats, costed_formats, least_time, price
 from moe_pack.convert.plan.speed import MemoryTier
-from moe_pack.formats import PackLayout, PartFormat, part_format, uniform_plan
+from moe_pack.formats import PackLayout, part_format, uniform_plan
 from moe_pack.formats.base import commands, errors
 from moe_pack.formats.pack.plans import format_fault
 from moe_pack.formats.parts import specs
 from moe_pack.runtime.offload.budgets import named_budget
-
-SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
 
 _FIRST_TURNS, _MORE_TURNS = 2, 3  # for every selector; for the best one: prices settle in two or three turns
 # Until a plan fits, memory costs more: by the first factor for dense matrices, all of which must be resident, and by
@@ -149,7 +146,6 @@ class Planner:
         return self._formats[selector]
 
     def _by_edgemoe(self, max_loss: float) -> Iterator[EstimatedPlan]:
-        """Yields the plans of EdgeMoE's widths, one for each selector."""
         for selector in self._selectors:
             planned = self._fitting(edgemoe_decision(self._model, max_loss, selector), None)
             if planned is not None:
@@ -157,29 +153,21 @@ class Planner:
 
     def _uniform(self, max_loss: float) -> Iterator[EstimatedPlan]:
         """Yields plans that store all experts alike: those within the loss with the fewest bytes to run."""
-        losses, within = self._model.losses, list[tuple[float, Decision]]()
+        spec, losses, within = self._model.spec, self._model.losses, list[tuple[float, Decision]]()
         formats, _ = losses.of(losses.quantizer)
         widths = [None if width == 16 else part_format(width, 64) for width in losses.dense_widths]
         for selector, part, dense, sparsity in product(self._selectors, formats, widths, losses.sparsities):
-            decision = self._alike(selector, part, dense, sparsity)
-            if decision is not None and self._model.loss(decision) <= max_loss:
-                running = part.part_bytes(self._model.spec.hidden_size) * (3 - 2 * sparsity)
-                within.append((running, decision))
+            if dense is not None and format_fault(dense, spec.hidden_size):
+                continue
+            plan = uniform_plan(spec, selector, part, part, dense, losses.quantizer)
+            decision = Decision(plan, np.full(losses.popularity.shape, sparsity))
+            if self._model.loss(decision) <= max_loss:
+                within.append((part.part_bytes(spec.hidden_size) * (3 - 2 * sparsity), decision))
         for _, decision in sorted(within, key=lambda candidate: candidate[0])[:_UNIFORM_TRIED]:
             if (planned := self._fitting(decision, None)) is not None:
                 yield planned
 
-    def _alike(
-        self, selector: specs.Selector, part: PartFormat, dense: PartFormat | None, sparsity: float
-    ) -> Decision | None:
-        spec = self._model.spec
-        if dense is not None and format_fault(dense, spec.hidden_size):
-            return None
-        plan = uniform_plan(spec, selector, part, part, dense, self._model.losses.quantizer)
-        return Decision(plan, np.full(self._model.losses.popularity.shape, sparsity))
-
     def _too_small(self) -> str:
-        """Returns the message for a budget that no plan within the loss fits."""
         tier, spec, losses = self._tier, self._model.spec, self._model.losses
         least = min(tier.least_bytes(layout) for layout in self._refused)
         formats, _ = losses.of(losses.quantizer)
@@ -200,5 +188,4 @@ class Planner:
 
 
 def _fastest(plans: Sequence[EstimatedPlan]) -> EstimatedPlan:
-    """Returns the fastest plan, and of equally fast ones the one that loses less."""
-    return min(plans, key=lambda planned: (planned.speed.seconds, planned.loss))
+    return min(plans, key=lambda planned: (planned.speed.seconds.total, planned.loss))

@@ -1,19 +1,6 @@
 """The search for formats: a multiple-choice knapsack that finds the least time within a loss, and the prices it needs.
 
-The knapsack takes one choice for each item at the least cost, within a limit of weight. It uses Lagrangian relaxation:
-for a price `p` of weight, every item takes the choice with the least `cost + p * weight`. The price at which the limit
-is just kept gives a lower bound on the cost of any solution. The rest of the limit is then spent greedily. The *duality
-gap* says how far the solution may be from the best.
-
-Time (`least_time`) is linear in bytes at given prices; the planner finds them by estimates and asks again (`planner`).
-
-Prices (`price`) are seconds a token, at the estimate of the plan before. An expert costs the time to run it, as often
-as it runs, the time to fetch it, as often as it is missing, and the memory that its bytes take from other experts. The
-price of memory is the time that a slightly smaller budget would cost.
-
-Format choices (`expert_choices`): a choice is kept if, for a mean expert, it loses little more than the best choice of
-at most its bytes, so that a planner compares hundreds of choices, not tens of thousands. Bytes are exact, with the CRC
-and the padding of rows.
+Time is linear in bytes at given prices; the planner finds prices by estimates and asks again (`planner`).
 """
 
 from dataclasses import dataclass
@@ -61,7 +48,11 @@ class FormatChoices:
 
 
 def expert_choices(spec: specs.ModelSpec, selector: specs.Selector, losses: Losses) -> FormatChoices:
-    """Returns the combinations of formats that a planner compares, for the quantizer of the losses."""
+    """Returns the combinations of formats that a planner compares, for the quantizer of the losses.
+
+    A choice is kept if, for a mean expert, it loses little more than the best choice of at most its bytes. Bytes are
+    exact, with the CRC and the padding of rows.
+    """
     known, quantized = losses.of(losses.quantizer)
     mean = quantized.mean(axis=(0, 1))  # [3, F]
     sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])
@@ -179,7 +170,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """Returns how much less the best solution may cost, as a share of this one's cost."""
+        """The most that the best solution may cost less, as a share of this one's cost."""
         return max(self.cost - self.bound, 0.0) / self.cost if self.cost > 0 else 0.0
 
 
@@ -199,14 +190,6 @@ class KnapsackProblem:
         """Returns the cost and the weight of choices, int64 [N]."""
         return float(self.cost[self._items, choice].sum()), float(self.weight[self._items, choice].sum())
 
-    def lightest(self) -> KnapsackChoices:
-        """Returns the lightest choice of each item, and of equally light ones the cheapest."""
-        return _least(np.where(np.isinf(self.cost), np.inf, self.weight), self.cost)
-
-    def cheapest(self) -> KnapsackChoices:
-        """Returns the cheapest choice of each item, and of equally cheap ones the lightest."""
-        return _least(self.cost, self.weight)
-
     def at(self, price: float) -> tuple[KnapsackChoices, float]:
         """Returns the choices with the least `cost + price * weight`, and its sum."""
         priced = self.cost + price * self.weight
@@ -215,8 +198,15 @@ class KnapsackProblem:
 
 
 def solve(table: KnapsackProblem, limit: float) -> Solution | None:
-    """Returns the cheapest solution that it finds within `limit`; None if even the lightest choices weigh more."""
-    low, high = table.cheapest(), table.lightest()
+    """Returns the cheapest solution that it finds within `limit`; None if even the lightest choices weigh more.
+
+    By Lagrangian relaxation: for a price `p` of weight, every item takes the choice with the least `cost + p * weight`.
+    The price at which the limit is just kept bounds the cost of any solution from below. The rest of the limit is spent
+    greedily. The *duality gap* says how far the solution may be from the best.
+    """
+    # The cheapest choice of each item, of equal ones the lightest, and the lightest, of equal ones the cheapest.
+    low = _least(table.cost, table.weight)
+    high = _least(np.where(np.isinf(table.cost), np.inf, table.weight), table.cost)
     (low_cost, low_weight), (high_cost, high_weight) = table.of(low), table.of(high)
     if low_weight <= limit:
         return Solution(low, low_cost, low_weight, low_cost, 0.0)
@@ -314,11 +304,13 @@ def least_time(
     num_items, num_sparsities = len(experts[0]), len(losses.sparsities)
     taken = np.repeat(solution.choice[:num_items], losses.popularity.size // num_items)
     expert_choice, sparsity_idx = np.divmod(taken, num_sparsities)
+    dense_widths = [losses.dense_widths[idx] for idx in solution.choice[num_items:].tolist()]
+    E = spec.router.num_experts
     plan = plans.Plan(
         choices.selector,
         choices.quantizer,
-        _experts(choices, expert_choice, spec),
-        _dense_formats(spec, losses, solution.choice[num_items:].tolist()),
+        tuple(tuple(choices.formats[n] for n in layer) for layer in expert_choice.reshape(-1, E).tolist()),
+        tuple(None if width == 16 else plans.part_format(width, DENSE_GROUP) for width in dense_widths),
         plans.planned_repeats(spec, choices.quantizer),
     )
     sparsity = np.array(losses.sparsities)[sparsity_idx].reshape(losses.popularity.shape)
@@ -349,20 +341,7 @@ def _dense_table(losses: Losses, prices: StorageCosts) -> tuple[Floats, Floats]:
     return np.where(possible, prices.dense, np.inf), np.where(possible, losses.dense, 0.0)
 
 
-def _dense_formats(spec: specs.ModelSpec, losses: Losses, width_idx: list[int]) -> tuple[plans.PartFormat | None, ...]:
-    widths = [losses.dense_widths[idx] for idx in width_idx]
-    assert len(widths) == len(specs.dense_roles(spec)), "a width for each role"
-    return tuple(None if width == 16 else plans.part_format(width, DENSE_GROUP) for width in widths)
-
-
-def _experts(choices: FormatChoices, choice: Ints, spec: specs.ModelSpec) -> tuple[tuple[plans.ExpertFormat, ...], ...]:
-    E = spec.router.num_experts
-    numbers = choice.tolist()
-    return tuple(tuple(choices.formats[n] for n in numbers[at : at + E]) for at in range(0, len(numbers), E))
-
-
 def _widened(table: Floats, width: int) -> Floats:
-    """Returns the table with `width` columns; the added ones are choices that no item has."""
     return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=np.inf)
 
 
@@ -406,6 +385,8 @@ def price(
 ) -> StorageCosts:
     """Returns the prices at a plan's estimate; without a plan, those of a cache in which half of the experts miss.
 
+    An expert costs the time to run it, as often as it runs, the time to fetch it, as often as it is missing, and the
+    memory that its bytes take from other experts. The price of memory is the time that a slightly smaller budget costs.
     Args:    dearer: factors for the price of memory to dense matrices and to experts. With a factor other than 1 the
              price is at least a mean one, even if the estimate says that more memory gains nothing.
     """
@@ -420,7 +401,8 @@ def price(
         misses,
         run,
         fetch,
-        expert_byte=experts * _resident_share(tier, last),
+        # All experts' bytes cost if all fit, else those that are resident.
+        expert_byte=experts * (1.0 if last is None else min(1.0, tier.budget_bytes / max(last.expert_bytes, 1))),
         dense=_dense_prices(tier, model, dense),
     )
 
@@ -433,19 +415,14 @@ def _byte_price(tier: speed.MemoryTier, last: planned.EstimatedPlan | None) -> f
     try:
         smaller = tier.estimate(last.layout, last.decision.sparsity, less, is_rough=True)
     except errors.RunError:
-        return last.speed.seconds / tier.budget_bytes  # the budget is hardly enough
-    return max(smaller.seconds - last.speed.seconds, 0.0) / less
-
-
-def _resident_share(tier: speed.MemoryTier, last: planned.EstimatedPlan | None) -> float:
-    """Returns the share of the experts' bytes that is resident: 1 if all fit."""
-    return 1.0 if last is None else min(1.0, tier.budget_bytes / max(last.expert_bytes, 1))
+        return last.speed.seconds.total / tier.budget_bytes  # the budget is hardly enough
+    return max(smaller.seconds.total - last.speed.seconds.total, 0.0) / less
 
 
 def _dense_prices(tier: speed.MemoryTier, model: planned.PlanningModel, byte_price: float) -> Floats:
     """Returns the cost of each dense tensor at each width: [roles, widths].
 
-    Of the embedding one row is read, unless it is the head too.
+    A token reads one row of the embedding, unless it is the head too.
     """
     spec, losses = model.spec, model.losses
     prices = np.zeros(losses.dense.shape)

@@ -7,13 +7,11 @@ and what an expert costs to run and to fetch. `cpu_speed.CpuTier` is host memory
 runs a pack; `gpu_speed.GpuTier` is the memory of a GPU over host memory, as `moe-run --device cuda` runs it.
 
 An estimate is of the steady state: tokens are decoded one by one, after the cache has filled. Prefill is not estimated.
-The tiers do not divide a budget themselves. They call the runtime's functions (`divide_budget`; `divide_gpu` and
-`place_experts`). A run on the CPU allocates what was planned. On a GPU it measures the parts that are not experts.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,26 +55,27 @@ class TokenSeconds:
 
     @property
     def total(self) -> float:
-        """Returns the sum of all."""
+        """The sum of all."""
         return self.fixed + self.dense + self.experts + self.waiting
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenEstimate:
-    """The estimate for a decoded token."""
+class SpeedEstimate:
+    """The estimated speed of a pack for a decoded token, in the steady state."""
 
-    policy: offload.PolicyName
+    policy: str  # of the runtime
     # The share of experts that were resident when the router chose them, without prefetch; on a GPU of the bytes of
     # selectors and running records.
     hit_rate: float
-    misses: Array  # float64 [L, E], how often the expert is missing for a token
+    misses: Floats  # float64 [L, E], how often the expert is missing for a token
     fetched_bytes: float  # from the disk; on a GPU those that are not resident, which the CPU reads or the link brings
     read_bytes: float  # of weights in fast memory
     seconds: TokenSeconds
+    shares: tuple[budgets.MemoryPart, ...] = ()  # the budget's parts; their sum is at most the budget
 
     @property
     def tokens_per_second(self) -> float:
-        """Returns the tokens a second of decode."""
+        """The tokens a second of decode."""
         return 1 / self.seconds.total
 
 
@@ -171,57 +170,6 @@ def expert_table(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SpeedEstimate:
-    """The estimated speed of a pack within a budget, in the steady state of decode."""
-
-    shares: tuple[budgets.MemoryPart, ...]  # the budget's parts; their sum is at most the budget
-    seconds: float  # a token
-    fetched_bytes: float  # a token, from slower memory
-    read_bytes: float  # a token, of weights in fast memory
-    hit_rate: float  # of experts
-    misses: Floats  # float64 [L, E], how often the expert is missing for a token
-    policy: str  # of the runtime
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Returns the tokens a second of decode."""
-        return 1 / self.seconds
-
-
-class MemoryTier(Protocol):
-    """Fast memory of `budget_bytes` over slower memory."""
-
-    budget_bytes: int
-
-    def estimate(
-        self, layout: layouts.PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
-    ) -> SpeedEstimate:
-        """Estimates the speed of a pack of this layout.
-
-        Args:    sparsity: [L, E].   less_bytes: to take away from the budget.   is_rough: faster and less exact, for a
-                 search.
-        Raises:  RunError if the pack does not fit; it says how many bytes are needed.
-        """
-        ...
-
-    def least_bytes(self, layout: layouts.PackLayout) -> int:
-        """Returns the smallest budget in which a pack of this layout runs."""
-        ...
-
-    def run_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
-        """Returns the seconds to run a resident expert for one token."""
-        ...
-
-    def fetch_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
-        """Returns the seconds for which a token waits while an expert is fetched."""
-        ...
-
-    def dense_seconds(self, num_bytes: int, width: int) -> float:
-        """Returns the seconds to read a dense matrix of this size and width, for each token."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class RoutingFacts:
     """The facts about routes and predictors that an estimate uses."""
 
@@ -236,8 +184,8 @@ class RoutingFacts:
 _SEEN_TOKENS = 512  # tokens in the key-value cache, or half of the context if that is less
 
 
-class MachineTier:
-    """The part of a `MemoryTier` that does not depend on the slower memory."""
+class MemoryTier:
+    """Fast memory of `budget_bytes` over slower memory."""
 
     def __init__(
         self, machine: machines.Machine, routing: RoutingFacts, budget_bytes: int, context_tokens: int
@@ -248,17 +196,29 @@ class MachineTier:
         self._context_tokens = context_tokens
         self._seen_tokens = min(context_tokens // 2, _SEEN_TOKENS)
 
+    def estimate(
+        self, layout: layouts.PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
+    ) -> SpeedEstimate:
+        """Estimates the speed of a pack of this layout.
+
+        Args:    sparsity: [L, E].   less_bytes: to take away from the budget.   is_rough: faster and less exact, for a
+                 search.
+        Raises:  RunError if the pack does not fit; it says how many bytes are needed.
+        """
+        raise NotImplementedError
+
+    def least_bytes(self, layout: layouts.PackLayout) -> int:
+        """Returns the smallest budget in which a pack of this layout runs."""
+        raise NotImplementedError
+
     def run_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
         """Returns the seconds to run a resident expert for one token."""
         return expert_seconds(expert, 1 - sparsity, self._machine)[0]
 
+    def fetch_seconds(self, expert: layouts.ExpertLayout, sparsity: float) -> float:
+        """Returns the seconds for which a token waits while an expert is fetched."""
+        raise NotImplementedError
+
     def dense_seconds(self, num_bytes: int, width: int) -> float:
         """Returns the seconds to read a dense matrix of this size and width, for each token."""
         return num_bytes / machines.rate_of(self._machine.dense_rates, width)
-
-
-def speed_estimate(shares: tuple[budgets.MemoryPart, ...], token: TokenEstimate) -> SpeedEstimate:
-    """Returns the estimate of a token together with the budget's parts."""
-    return SpeedEstimate(
-        shares, token.seconds.total, token.fetched_bytes, token.read_bytes, token.hit_rate, token.misses, token.policy
-    )

@@ -1,8 +1,4 @@
-"""The target of a plan: a memory budget, a limit of loss and a machine, with their defaults; and the planner for it.
-
-A target takes its options from the command line. `planner_for` turns it into a `Planner`: it finds the machine's rates,
-takes the routes from the profile, and chooses the tier that estimates speed.
-"""
+"""The target of a plan: a memory budget, a limit of loss and a machine, with their defaults; and the planner for it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -224,7 +220,6 @@ def _ram_bytes(target: options.Target) -> int | None:
 def check_budget(target: options.Target, spec: formats.ModelSpec, dense_dtypes: tuple[str, ...]) -> None:
     """Refuses a device on which the model does not run, and a budget in which no pack of it runs.
 
-    This is checked before a profile is measured, which takes long. Predictors are not counted.
     Raises:  RunError; if no pack runs in the budget it says the smallest budget that is enough.
     """
     check_device(target, spec)
@@ -239,7 +234,7 @@ def check_budget(target: options.Target, spec: formats.ModelSpec, dense_dtypes: 
 def with_kv_dtype(target: options.Target, spec: formats.ModelSpec, dense_dtypes: tuple[str, ...]) -> options.Target:
     """Returns the target with a key-value cache of 8 bits, if none is asked for and no pack runs with one of float32.
 
-    Of the forms whose KL is below 0.0005 nats on a real model, q8 has the fewest bytes (docs/benchmarks/memory.md).
+    q8 has the fewest bytes of the forms whose KL is below 0.0005 nats on a real model (docs/benchmarks/memory.md).
     """
     if target.device != "cpu" or target.kv_dtype is not None or spec.encoder is not None:
         return target

@@ -5,10 +5,7 @@ from typing import TYPE_CHECKING
 from moe_pack.formats.base.faces import face
 
 if TYPE_CHECKING:
-    from moe_pack.runtime.drafts.drafter import Drafts
-    from moe_pack.runtime.drafts.gate import MOST_DRAFTED, Gate
-    from moe_pack.runtime.drafts.ngrams import NgramDrafter
-    from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter, prediction_bytes
-    from moe_pack.runtime.drafts.prediction_weights import PredictionWeights
+    from moe_pack.runtime.drafts.drafter import MOST_DRAFTED, Drafts, Gate, NgramDrafter
+    from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter, PredictionWeights, prediction_bytes
 else:
     __getattr__ = face(__name__)

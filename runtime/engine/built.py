@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from moe_pack import formats
 from moe_pack.runtime import drafts, model, offload
@@ -52,74 +52,35 @@ class Computing:
     numerics_kl: float | None = None  # of the mode, in nats a token; None: nothing is lost, or it was not measured
 
 
-class Facts:
-    """The facts that only some ways to run a pack have. These are the ones of mapped experts."""
-
-    mode: ClassVar[RunMode] = "mapped"
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """The memory that the run keeps to; None if the system decides."""
-        return None
-
-    @property
-    def offload(self) -> OffloadFacts | None:
-        """The offload to the disk by the host's decisions; None if there is none."""
-        return None
-
-    @property
-    def gpu(self) -> GpuFacts | None:
-        """The run on a GPU; None on the CPU."""
-        return None
-
-
 @dataclass(frozen=True, slots=True)
-class OffloadFacts(Facts):
+class OffloadFacts:
     """A run that offloads: its budget's division, its policies, and its weights, which count."""
 
-    mode: ClassVar[RunMode] = "offloaded"
     plan: offload.BudgetPlan
     preset: offload.Preset
     weights: offload.OffloadedWeights
     is_direct: bool  # whether reads bypass the system's cache
 
-    @property
-    def budget_bytes(self) -> int:
-        """The host memory that the run keeps to."""
-        return self.plan.budget
-
-    @property
-    def offload(self) -> OffloadFacts:
-        """These facts."""
-        return self
-
 
 @dataclass(frozen=True, slots=True)
-class GpuFacts(Facts):
+class GpuFacts:
     """A run on a GPU: its memory and its use, the policies by which records come and go, and who has missing rows."""
 
-    mode: ClassVar[RunMode] = "gpu"
     memory: devices.GpuMemory
     use: fit.GpuMemoryUse
     preset: offload.Preset
     misses: Literal["pull", "auto", "cpu", "disk"]
     locked_bytes: int  # page-locked host memory for experts
-    tier: OffloadFacts | None  # the CPU's own engine; None if host memory has all experts
 
-    @property
-    def budget_bytes(self) -> int:
-        """The GPU memory that the run keeps to."""
-        return self.use.budget
 
-    @property
-    def offload(self) -> OffloadFacts | None:
-        """The offload of the CPU's own engine."""
-        return self.tier
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts that only some ways to run a pack have."""
 
-    @property
-    def gpu(self) -> GpuFacts:
-        """These facts."""
-        return self
+    mode: RunMode = "mapped"
+    budget_bytes: int | None = None  # the memory that the run keeps to; None if the system decides
+    offload: OffloadFacts | None = None  # to the disk, by the host's decisions
+    gpu: GpuFacts | None = None  # None on the CPU
 
 
 @dataclass(frozen=True, slots=True)

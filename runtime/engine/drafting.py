@@ -27,10 +27,7 @@ class DraftChoice:
     def open(
         self, setup: Setup, decoder: model.Decoder | model.EncoderDecoder, weights: model.PackWeights, most_tokens: int
     ) -> drafts.Drafts | None:
-        """Opens what drafts; None if nothing does.
-
-        Args:    most_tokens: of a pass that verifies drafts.
-        """
+        """Opens what drafts; None if nothing does. `most_tokens`: of a pass that verifies drafts."""
         if setup.options.draft == "off" or self.why_not is not None:
             return None
         assert isinstance(decoder, model.Decoder), "a model without an encoder"

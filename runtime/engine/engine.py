@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_pack import formats
+from moe_pack.formats.base import commands
 from moe_pack.formats.pack.reader import audit
 from moe_pack.runtime import model, offload
 from moe_pack.runtime.engine import machine, mapped
 from moe_pack.runtime.engine.built import Built, Computing, Setup
 from moe_pack.runtime.engine.drafting import choose_drafts
-from moe_pack.runtime.engine.options import Device, EngineOptions
+from moe_pack.runtime.engine.options import EngineOptions
 
 if TYPE_CHECKING:
     from moe_pack.runtime.gpu.devices import HostArena
@@ -107,7 +108,7 @@ class Engine:
 
 
 def _build(setup: Setup, device: torch.device, host: HostArena | None, stack: ExitStack) -> Built:
-    """Builds the engine for a setup; what it leaves to the caller to close is in the stack."""
+    """Builds the engine for a setup; the caller closes the stack."""
     is_on_gpu = setup.options.device == "cuda"
     if is_on_gpu:
         torch.set_num_threads(1)  # others would spin after each small thing, on the CPUs that compute experts
@@ -129,7 +130,6 @@ def _build(setup: Setup, device: torch.device, host: HostArena | None, stack: Ex
 
 
 def _cpu_budget(setup: Setup) -> int | None:
-    """Returns the budget of offloaded experts; None if experts are mapped."""
     options, layout = setup.options, setup.pack.layout
     if options.read == "map":
         if options.budget_bytes is not None:
@@ -153,29 +153,23 @@ def choose_device(
 
     The GPU is chosen if there is one that can run the pack with these options, in this budget.
     Args:    needs_cpu: an option of the command, as `--sessions`, that has no meaning on a GPU.
-    Returns: options that name a device as they are, and None.
     Raises:  RunError if an option has a meaning on a GPU only, and the CPU is chosen.
     """
     if options.device != "auto":
         return options, None
     gpu = machine.gpu_here()
-    why_cpu = why_no_gpu(gpu)
+    why_cpu = "no GPU found" if gpu is None else gpu.fault
     if gpu is not None and why_cpu is None:
         refusal = options.gpu_refusal(pack.spec)
         if needs_cpu is not None:
             why_cpu = f"{needs_cpu} needs it"
         else:
-            why_cpu = _why_too_small(pack, options, context_tokens, gpu) if refusal is None else refusal.why
+            why_cpu = _why_too_small(pack, options, context_tokens, gpu) if refusal is None else refusal[0]
     if gpu is not None and why_cpu is None:
         return replace(options, device="cuda"), f"device: cuda ({gpu.name})"
-    if names := options.gpu_only():
+    if names := commands.given(options, mark="gpu"):
         raise formats.RunError(f"{names[0]} needs a GPU, and --device auto is the CPU here ({why_cpu}); remove it")
     return replace(options, device="cpu"), f"device: cpu ({why_cpu})"
-
-
-def why_no_gpu(gpu: machine.GpuHere | None) -> str | None:
-    """Returns why no pack runs on a GPU of this machine, in words; None if one can."""
-    return "no GPU found" if gpu is None else gpu.fault
 
 
 def _why_too_small(pack: formats.Pack, options: EngineOptions, context_tokens: int, gpu: machine.GpuHere) -> str | None:
@@ -192,11 +186,8 @@ def _why_too_small(pack: formats.Pack, options: EngineOptions, context_tokens: i
     return f"a GPU needs {formats.size_text(least)} for this pack, {here}"
 
 
-def _device(name: Device) -> torch.device:
-    """Returns torch's name of a device.
-
-    Raises:  RunError if it is a GPU, and there is none on which the kernels run.
-    """
-    if name == "cuda" and (fault := why_no_gpu(machine.gpu_here())) is not None:
-        raise formats.RunError(f"--device cuda: {fault}; use --device cpu")
+def _device(name: str) -> torch.device:
+    gpu = machine.gpu_here() if name == "cuda" else None
+    if name == "cuda" and (gpu is None or gpu.fault is not None):
+        raise formats.RunError(f"--device cuda: {'no GPU found' if gpu is None else gpu.fault}; use --device cpu")
     return torch.device(name)

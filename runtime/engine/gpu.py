@@ -39,21 +39,12 @@ class Sharing:
     """Who has the rows that GPU memory lacks, by which kernels and rates the CPU and the link share them."""
 
     misses: placements.Misses
-    missing: devices.HostArena | built.OffloadFacts  # has the experts that GPU memory lacks
+    host: devices.HostArena | None  # has the experts that GPU memory lacks
+    tier: built.OffloadFacts | None  # has them if host memory does not: the CPU's own engine, which offloads
     kernels: cpu.Kernels | None  # of the CPU's share; None if it has none, or torch computes it
     rates: cpu_share.Rates | None  # for prompts; None if the CPU computes nothing of them
     pulled_share: float = 0.0  # of a token's missing records, that the link brings
     link_rate: float = 0.0  # bytes a second; 0 if it was not measured
-
-    @property
-    def host(self) -> devices.HostArena | None:
-        """The experts in host memory; None if they are offloaded."""
-        return self.missing if isinstance(self.missing, devices.HostArena) else None
-
-    @property
-    def tier(self) -> built.OffloadFacts | None:
-        """The CPU's own engine, which offloads; None if host memory has all experts."""
-        return self.missing if isinstance(self.missing, built.OffloadFacts) else None
 
 
 def build_on_gpu(
@@ -89,7 +80,8 @@ def build_on_gpu(
             setup.fall_back("--trust-experts changes nothing: all experts are in GPU memory")
         misses = ("auto" if sharing.pulled_share else "cpu") if sharing.misses == "split" else sharing.misses
         locked_bytes = 0 if sharing.host is None else sharing.host.locked_bytes
-        facts = built.GpuFacts(run.memory, use, preset, misses, locked_bytes, sharing.tier)
+        gpu = built.GpuFacts(run.memory, use, preset, misses, locked_bytes)
+        facts = built.Facts("gpu", use.budget, sharing.tier, gpu)
         computing = built.Computing(model.TORCH)
         return built.Built(
             setup, computing, engine.weights, engine.decoder, None, choice.why_not, facts, stack.pop_all()
@@ -126,26 +118,26 @@ def _host_memory(
 
 
 def _share(setup: built.Setup, run: GpuRun, host: devices.HostArena | None, stack: ExitStack) -> Sharing:
-    """Decides who has what is missing on the GPU; the stack closes the kernels and the CPU's own engine."""
+    """Divides missing rows between host memory, link and CPU; the stack closes the kernels and the CPU's own engine."""
     options = setup.options
     kernels = None if options.misses == "pull" else _helping_kernels(setup, stack)
     if host is None:
         operations = model.TORCH if kernels is None else model.NativeOperations(kernels)
         # The GPU chooses the experts, so nothing is approximated here.
         tier = offloaded.offload_experts(setup, operations, run.ram_bytes, offload.EXACT, stack)
-        return Sharing("disk", tier, kernels, None)
+        return Sharing("disk", None, tier, kernels, None)
     if kernels is None:
         if not host.is_locked:
             raise formats.RunError(
                 "--misses pull needs all host memory page-locked; raise the limit (ulimit -l), or use --misses cpu"
             )
-        return Sharing("pull", host, None, None, link_rate=cpu_share.link_rate(host, run.device))
+        return Sharing("pull", host, None, None, None, link_rate=cpu_share.link_rate(host, run.device))
     if not host.is_layer_locked(0):
-        return Sharing("split", host, kernels, None)
+        return Sharing("split", host, None, kernels, None)
     rates = cpu_share.Rates.measure(setup.pack, host, kernels, run.device)
     if options.misses != "auto":
-        return Sharing("split", host, kernels, None, link_rate=rates.link)
-    return Sharing("split", host, kernels, rates, rates.pulled_share, rates.link)
+        return Sharing("split", host, None, kernels, None, link_rate=rates.link)
+    return Sharing("split", host, None, kernels, rates, rates.pulled_share, rates.link)
 
 
 def _helping_kernels(setup: built.Setup, stack: ExitStack) -> cpu.Kernels | None:
@@ -196,7 +188,6 @@ def choose_inputs(setup: built.Setup, run: GpuRun, sharing: Sharing) -> tuple[gp
 def _prediction(
     setup: built.Setup, preset: offload.Preset, routing: offload.Routing | None, misses: placements.Misses
 ) -> PredictionPlan | None:
-    """Returns what is predicted on the GPU; None if nothing is."""
     spec, trusts = setup.pack.spec, setup.options.approximations.runs_predicted
     number = min(preset.num_predicted(spec.router.num_experts_per_tok), spec.router.num_experts)
     if trusts and number < spec.router.num_experts_per_tok:

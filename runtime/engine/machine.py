@@ -1,8 +1,4 @@
-"""Facts about this machine: its memory, its GPU, and the rates that `moe-pack doctor` measured.
-
-Memory comes from the kernel's files on Linux; elsewhere it is not known. Rates are bytes a second; a folder keeps them,
-a file for each file system. `doctor` measures; planner and runtime read the facts here.
-"""
+"""Facts about this machine: its memory, its GPU, and the rates that `moe-pack doctor` measured."""
 
 import ctypes
 import importlib.util
@@ -11,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from moe_pack import formats
 from moe_pack.formats.base import json_files
@@ -24,20 +20,11 @@ _USUAL_SHARE = 0.75  # of free memory
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 
 
-class _CgroupFiles(NamedTuple):
-    """Where a control group says its memory's limit and use.
-
-    The system evicts files' pages before a process reaches the limit, so they do not count as used here.
-    """
-
-    limit: str
-    used: str
-    page_cache: str  # the line of memory.stat with files' pages
-
-
+# A control group's files with the limit and the use of memory, and the line of memory.stat with files' pages, which do
+# not count as used here: the system evicts them before a process reaches the limit.
 _CGROUP_VERSIONS = (
-    _CgroupFiles("memory.max", "memory.current", "file"),
-    _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+    ("memory.max", "memory.current", "file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
 )
 
 
@@ -54,7 +41,7 @@ def usual_bytes() -> int | None:
 
 def total_bytes() -> int | None:
     """Returns all memory of the machine, within the control group's limit; None if it is not known."""
-    limits = (_number(folder / names.limit) for folder in _cgroup_folders() for names in _CGROUP_VERSIONS)
+    limits = (_number(folder / limit) for folder in _cgroup_folders() for limit, _, _ in _CGROUP_VERSIONS)
     return _least_known(_field(_MEMINFO, "MemTotal"), *limits)
 
 
@@ -68,10 +55,9 @@ def anonymous_bytes() -> int | None:
 
 
 def give_back_freed() -> None:
-    """Gives freed memory that C's allocator keeps back to the system; only glibc can.
+    """Gives freed memory that C's allocator keeps back to the system, which pays after stages that free much.
 
-    The allocator keeps freed memory that lies between used memory, and large tensors that do not fit there take new
-    memory. So this pays after stages that allocate and free much.
+    The allocator keeps freed memory between used memory, and large tensors that do not fit there take new memory.
     """
     _call_libc("malloc_trim", ctypes.c_size_t(0))
 
@@ -88,14 +74,13 @@ def give_back_large_at_once() -> None:
 def use_one_heap() -> None:
     """From now on, all threads allocate from one heap; only glibc has more. Call it before threads are started.
 
-    Left alone, the allocator has up to 8 heaps for each CPU. What a request frees in one of them is of no use to
-    another, so the memory of a server with many threads grows long after its first requests.
+    Left alone, the allocator has up to 8 heaps for each CPU, and memory freed in one is of no use to another: the
+    memory of a server with many threads grows long after its first requests.
     """
     _call_libc("mallopt", _M_ARENA_MAX, 1)
 
 
 def _call_libc(name: str, *arguments: object) -> None:
-    """Calls a function of the C library, if there is one of this name."""
     function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
     if function is not None:
         function(*arguments)
@@ -113,10 +98,10 @@ def _field(path: Path, name: str) -> int | None:
 
 def _left_in_cgroup() -> int | None:
     for folder in _cgroup_folders():
-        for names in _CGROUP_VERSIONS:
-            limit, used = _number(folder / names.limit), _number(folder / names.used)
+        for limit_file, used_file, page_cache in _CGROUP_VERSIONS:
+            limit, used = _number(folder / limit_file), _number(folder / used_file)
             if limit is not None and used is not None:
-                return max(limit - used + _stat(folder / "memory.stat", names.page_cache), 0)
+                return max(limit - used + _stat(folder / "memory.stat", page_cache), 0)
     return None
 
 
@@ -315,10 +300,7 @@ class DiskFacts:
             merged = 2 * merged + 1
 
     def cutover(self, row_bytes: int, num_rows: int, extent_bytes: int) -> float:
-        """Returns CORM's cutover: the share of running rows, in whole percent, up to which reading only them pays.
-
-        It pays if it takes less time than reading an expert's whole extent.
-        """
+        """Returns CORM's cutover: the share of running rows, in whole percent, up to which reading only them pays."""
         whole = self.seconds(1, extent_bytes)
         pays = (self.seconds_for_rows(percent / 100, row_bytes, num_rows) < whole for percent in range(1, 101))
         return next((percent for percent, is_faster in enumerate(pays) if not is_faster), 100) / 100
@@ -402,8 +384,6 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class _FactsFile:
-    """The content of a file with facts."""
-
     version: int
     facts: MachineFacts
 

@@ -1,7 +1,4 @@
-"""The engine on the CPU that uses experts in their mapped files, where the system decides what stays in memory.
-
-What it shares with the one that offloads is here too: the operations, and the decoder.
-"""
+"""The engine on the CPU that uses experts in their mapped files; the system decides what stays in memory."""
 
 from __future__ import annotations
 

@@ -32,11 +32,6 @@ class ModeLoss:
     kl: float
     half_width: json_files.Amount | None  # of its 95% interval; None if there were too few tokens for one
 
-    @property
-    def is_small(self) -> bool:
-        """Whether `auto` may take the mode: there is an interval, and it lies below `LARGEST_KL`."""
-        return self.half_width is not None and self.kl + self.half_width < LARGEST_KL
-
 
 @dataclass(frozen=True, slots=True)
 class NumericsLoss:
@@ -48,14 +43,9 @@ class NumericsLoss:
     fast: ModeLoss
     fastest: ModeLoss
 
-    @property
-    def modes(self) -> tuple[tuple[NumericsMode, ModeLoss], ...]:
-        """The modes that lose something, the most exact first."""
-        return (("fast", self.fast), ("fastest", self.fastest))
-
     def of(self, mode: NumericsMode) -> ModeLoss | None:
         """Returns the loss with a mode; None for `exact`."""
-        return dict(self.modes).get(mode)
+        return {"fast": self.fast, "fastest": self.fastest}.get(mode)
 
 
 def read_numerics(pack: "Pack") -> NumericsLoss | None:
@@ -71,14 +61,15 @@ def read_numerics(pack: "Pack") -> NumericsLoss | None:
 
 
 def chosen_mode(option: NumericsOption, loss: NumericsLoss | None) -> NumericsMode:
-    """Returns the mode that an option takes.
+    """Returns the mode that an option takes: for `auto` the fastest whose interval lies below `LARGEST_KL`.
 
     Args:    loss: of the pack; None if it was not measured.
     """
     if option != "auto":
         return option
-    small = [] if loss is None else [mode for mode, of in loss.modes if of.is_small]
-    return small[-1] if small else "exact"
+    losses: dict[NumericsMode, ModeLoss] = {} if loss is None else {"fastest": loss.fastest, "fast": loss.fast}
+    small = (mode for mode, of in losses.items() if of.half_width is not None and of.kl + of.half_width < LARGEST_KL)
+    return next(small, "exact")
 
 
 def mode_text(mode: NumericsMode, kl: float | None) -> str:

@@ -1,7 +1,4 @@
-"""The engine on the CPU that reads experts from the disk into pages within a budget, and what decides on them there.
-
-If a choice needs something that is missing, there is another choice, and it is a fallback.
-"""
+"""The engine on the CPU that reads experts from the disk into pages within a budget, and what decides on them there."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from moe_pack.runtime import drafts, model, offload
 from moe_pack.runtime.cpu import is_available, reads
 from moe_pack.runtime.engine import built, machine, mapped
 from moe_pack.runtime.engine.drafting import DraftChoice
-from moe_pack.runtime.engine.options import EngineOptions
-from moe_pack.runtime.offload import budgets
+from moe_pack.runtime.offload import budgets, record
 from moe_pack.runtime.offload.prefetch import make_prediction
 from moe_pack.runtime.offload.presets import PredictionName
 
@@ -47,7 +43,8 @@ def build_offloaded(
         if facts.weights.recorder is not None and setup.options.record is not None:
             at_end.callback(facts.weights.recorder.write, setup.options.record)
         at_end.push(stack.pop_all())  # first, then the recording is written
-        return built.Built(setup, computing, facts.weights, decoder, opened, choice.why_not, facts, at_end)
+        run = built.Facts("offloaded", facts.plan.budget, facts)
+        return built.Built(setup, computing, facts.weights, decoder, opened, choice.why_not, run, at_end)
 
 
 def offload_experts(
@@ -62,7 +59,7 @@ def offload_experts(
     routing = offload.Routing.open(pack) if offload.routing_bytes(pack.folder) else None
     needs = (pack.layout, budget_bytes, setup.context_tokens, offload.routing_bytes(pack.folder))
     plan, heat = offload.divide_budget(*needs, sequences=setup.sequences), None
-    disk, rows_below = known_disk(options), 0.0
+    disk, rows_below = machine.USUAL_DISK if options.machine is None else options.machine.drive, 0.0
     # Torch needs whole experts. Where all experts fit, all rows are needed sooner or later, and whole experts are
     # computed together.
     has_all = int(offload.expert_pages(pack.layout, plan.page_bytes).sum()) <= plan.num_pages
@@ -75,11 +72,14 @@ def offload_experts(
     facts = cache_facts(pack, plan, routing, has_selector)
     preset = _preset(setup, facts, routing, rows_below)
     trace = stack.enter_context(offload.Trace(options.trace)) if options.trace else None
-    recorder = _recorder(setup, facts, preset, budget_bytes)
-    if recorder is None:
-        expert_cache = offload.expert_cache_for(preset, facts)
-    else:
+    recorder = None
+    if options.record is not None:
+        record.check_writable(options.record)
+        root, context = pack.manifest.root, setup.context_tokens
+        recorder = offload.Recorder(facts, root, preset.name, budget_bytes, context, keeps_scores=True)
         expert_cache = offload.recorded_expert_cache_for(preset, facts, recorder)
+    else:
+        expert_cache = offload.expert_cache_for(preset, facts)
     is_direct = reads_directly(setup, disk)
     store = offload.ExpertStore(
         pack,
@@ -129,10 +129,8 @@ def auto_preset(
 ) -> offload.Preset:
     """Returns the preset of `--policy auto`: the eviction with the most hits on such routes, and the best prediction.
 
-    Where single rows are read (`rows_below` above 0), the next layer's selectors predict them.
-
-    Without routes it evicts as EdgeMoE does: layers come in turn, and the layer that ran longest ago is needed next.
-    Measured on synthetic packs (docs/benchmarks/memory.md).
+    If single rows are read (`rows_below` above 0), the next layer's selectors predict them. Without routes it evicts as
+    EdgeMoE does: layers come in turn, and the layer that ran longest ago is needed next (docs/benchmarks/memory.md).
     """
     name: offload.PolicyName = "edgemoe" if passes is None else offload.auto_policy(passes, facts, extent_bytes)[0]
     token_bytes = facts.num_active * int(extent_bytes.max())
@@ -163,10 +161,7 @@ def prefetcher_for(
 def predicted_by(
     preset: offload.Preset, routing: offload.Routing | None, fall_back: Callable[[str], None]
 ) -> PredictionName:
-    """Returns the prediction of a preset, or what replaces one that needs a profile's routing.
-
-    Args:    routing: of the pack's folder; None if there is none.
-    """
+    """Returns the prediction of a preset, or what replaces one that needs a profile's routing."""
     if preset.prediction in ("popularity", "paths", "mlp") and routing is None:
         fall_back(
             f"the next layer's router predicts, not {preset.prediction}: the pack has no routing of a profile; "
@@ -174,22 +169,6 @@ def predicted_by(
         )
         return "router"
     return preset.prediction
-
-
-def _recorder(
-    setup: built.Setup, facts: offload.CacheFacts, preset: offload.Preset, budget_bytes: int
-) -> offload.Recorder | None:
-    """Returns what collects the recording of `--record`; None without it.
-
-    Raises:  RunError if the recording cannot be written where `--record` says.
-    """
-    if setup.options.record is None:
-        return None
-    from moe_pack.runtime.offload.record import check_writable
-
-    check_writable(setup.options.record)
-    root = setup.pack.manifest.root
-    return offload.Recorder(facts, root, preset.name, budget_bytes, setup.context_tokens, keeps_scores=True)
 
 
 def cache_facts(
@@ -215,11 +194,6 @@ def popularity_shares(pack: formats.Pack, routing: offload.Routing | None) -> ND
 
 
 # ---- reads ----------------------------------------------------------------------------------------------------------
-
-
-def known_disk(options: EngineOptions) -> machine.DiskFacts:
-    """Returns the disk as it was measured, or the usual one."""
-    return machine.USUAL_DISK if options.machine is None else options.machine.drive
 
 
 def runs_some_neurons(pack: formats.Pack) -> bool:

@@ -1,7 +1,6 @@
 """The options of a run and of sampling: frozen objects, from which the command line is derived.
 
-Some options have a meaning on a GPU only, some only where experts are offloaded. The checks at the end refuse an option
-where it would have no effect. What the options mean together, the engine decides.
+Some options have a meaning on a GPU only, some only where experts are offloaded; the checks refuse others.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,14 +51,6 @@ def _uncoded_on_gpu(spec: "formats.ModelSpec", kv_dtype: KvDtype | None) -> str 
     if any(each.row_bytes % 2 for each in rows):  # scales would not lie at whole multiples of 2 bytes
         return f"heads of {sum(rows[0].parts)} values"
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class GpuRefusal:
-    """The reason that keeps a run from a GPU."""
-
-    why: str  # for `--device auto`, which takes the CPU
-    message: str  # for `--device cuda`
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +181,7 @@ class EngineOptions:
         return commands.given(self, mark=_OFFLOAD) + commands.given(self, mark=_APPROXIMATION)
 
     def check_cpu(self, spec: "formats.ModelSpec") -> None:
-        """Refuses options that have no effect on the CPU, or that the model cannot follow.
-
-        Raises:  RunError.
-        """
+        """Refuses options that have no effect on the CPU, or that the model cannot follow. Raises RunError."""
         if spec.encoder is not None and self.record is not None:
             raise formats.RunError("--record does not support models with an encoder; remove it")
         if spec.router.num_identity:
@@ -209,46 +197,36 @@ class EngineOptions:
         self.check_cpu_alone()
 
     def check_cpu_alone(self) -> None:
-        """Refuses options that have no effect on the CPU, whatever the model.
-
-        Raises:  RunError.
-        """
-        if names := self.gpu_only():
+        """Refuses options that have no effect on the CPU, whatever the model. Raises RunError."""
+        if names := commands.given(self, mark=_GPU):
             raise formats.RunError(f"{names[0]} needs --device cuda; remove it or add --device cuda")
         if self.read == "map" and (names := self.offload_only()):
             raise formats.RunError(f"{names[0]} needs offloaded experts; remove --read map")
 
     def check_gpu(self, spec: "formats.ModelSpec") -> None:
-        """Refuses options that have no effect on a GPU, and models that GPUs do not run.
-
-        Raises:  RunError.
-        """
+        """Refuses options that have no effect on a GPU, and models that GPUs do not run. Raises RunError."""
         if (refusal := self.gpu_refusal(spec)) is not None:
-            raise formats.RunError(refusal.message)
+            raise formats.RunError(refusal[1])
 
-    def gpu_refusal(self, spec: "formats.ModelSpec") -> GpuRefusal | None:
-        """Returns what in the options or in the model needs the CPU; None if nothing does."""
+    def gpu_refusal(self, spec: "formats.ModelSpec") -> tuple[str, str] | None:
+        """Returns why options or model need the CPU, for `--device auto` and for `cuda`; None if they do not."""
         if (part := cpu_only(spec)) is not None:
-            return GpuRefusal(
+            return (
                 f"models with {part} do not run on GPUs",
                 f"--device cuda does not support models with {part}; use --device cpu",
             )
         if (part := _uncoded_on_gpu(spec, self.kv_dtype)) is not None:
-            return GpuRefusal(
+            return (
                 f"--kv-dtype {self.kv_dtype} does not run on GPUs for models with {part}",
                 f"--kv-dtype {self.kv_dtype} with --device cuda does not support models with {part}; use bf16 or f32",
             )
         if self.numerics == "fastest":
             message = "--numerics fastest needs --device cpu; with --device cuda give fast or exact"
-            return GpuRefusal("--numerics fastest needs it", message)
+            return ("--numerics fastest needs it", message)
         names = [*(["--read map"] if self.read == "map" else []), *commands.given(self, mark=_OFFLOAD)]
         if names:
-            return GpuRefusal(f"{names[0]} needs it", f"{names[0]} needs --device cpu; remove one of them")
+            return (f"{names[0]} needs it", f"{names[0]} needs --device cpu; remove one of them")
         return None
-
-    def gpu_only(self) -> list[str]:
-        """Lists the given options that have a meaning on a GPU only."""
-        return commands.given(self, mark=_GPU)
 
 
 @dataclass(frozen=True, slots=True)

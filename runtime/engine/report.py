@@ -81,7 +81,7 @@ class DraftReport:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What an engine has done since it was built."""
+    """The work of an engine since it was built."""
 
     computed_by: str
     numerics: NumericsMode  # the mode in which inputs were rounded

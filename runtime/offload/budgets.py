@@ -1,11 +1,7 @@
 """The division of a memory budget, in bytes: fixed parts first, the rest for experts. Nothing is allocated here.
 
-    budget = dense weights + key-value cache + workspace + predictors + ... + experts + left over
-
 Every engine describes its needs as `MemoryNeeds`, and `divide` is the one division. Each engine has its own rule for
-the bytes that experts get. On the CPU they are selectors that stay and pages (`divide_budget`). On a GPU
-runtime/gpu/fit.py estimates the fixed parts for a plan, and measures them for a run; runtime/gpu/placements.py divides
-the rest. `best_page_bytes` is the one search for a page size.
+the bytes that experts get: `divide_budget` on the CPU, runtime/gpu/placements.py on a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,6 +26,7 @@ MAX_PAGE_BYTES = 1 << 20
 LEAST_PAGE_BYTES = 64 << 10  # smaller pages lose more to their heads; smaller only if an expert has less than four
 # Workspace of the kernels (runtime/cpu/native): partial sums of many tokens and of few; the threads' decoded rows.
 _ROUNDED_TOKENS = 128  # of an expert at once, where inputs are rounded
+_PIECES = heads.PieceBytes(softmax.MAX_SCORE_BYTES, operations.MAX_DECODED_BYTES)
 _MANY_TOKENS, _MANY_SUMS, _FEW_SUMS, _MOST_FEW_BYTES, _THREADS_BYTES = 64, 19, 96, 16 << 20, 4 << 20
 
 
@@ -43,16 +40,12 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences that run at once: their `number`, the `checkpoints` that each has room for, and how their keys and
-    values are stored.
-
-    `draft_bytes`: of what drafts them: a prediction layer; 0 if nothing needs memory to draft.
-    """
+    """The sequences that run at once."""
 
     number: int = 1
-    checkpoints: int = 0
-    kv_dtype: caches.KvDtype = "f32"
-    draft_bytes: int = 0
+    checkpoints: int = 0  # that each has room for
+    kv_dtype: caches.KvDtype = "f32"  # of keys and values
+    draft_bytes: int = 0  # of a prediction layer; 0 if nothing needs memory to draft
 
 
 ONE_SEQUENCE: Sequences = Sequences()
@@ -60,18 +53,14 @@ ONE_SEQUENCE: Sequences = Sequences()
 
 @dataclass(frozen=True, slots=True)
 class FixedParts:
-    """The parts of a budget other than experts, in bytes; 0 for a part that an engine does not have.
-
-    `workspace`: hidden states, scores, outputs and the kernels' buffers.   `predictors`: of experts.   `overhead`: of
-    the GPU's driver.   `drafts`: of a prediction layer.
-    """
+    """The parts of a budget other than experts, in bytes; 0 for a part that an engine does not have."""
 
     dense: int = 0
     cache: int = 0
-    workspace: int = 0
-    predictors: int = 0
-    overhead: int = 0
-    drafts: int = 0
+    workspace: int = 0  # hidden states, scores, outputs and the kernels' buffers
+    predictors: int = 0  # of experts
+    overhead: int = 0  # of the GPU's driver
+    drafts: int = 0  # of a prediction layer
 
     @property
     def num_bytes(self) -> int:
@@ -95,20 +84,14 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """The memory that an engine needs, whatever the budget.
+    """The memory that an engine needs, whatever the budget."""
 
-    `fixed`: returns the fixed parts for forward passes of at most so many tokens.   `longest_chunk`, `shortest_chunk`:
-    the tokens of a pass if there is enough memory, and if there is little.   `largest`: bytes in which the largest
-    expert runs.   `all_experts`: bytes with all experts resident.   `usual_share`: passes are made shorter if experts
-    would get less than the budget divided by it.
-    """
-
-    fixed: Callable[[int], FixedParts]
-    longest_chunk: int
-    shortest_chunk: int
-    largest: int
-    all_experts: int
-    usual_share: int
+    fixed: Callable[[int], FixedParts]  # for forward passes of at most so many tokens
+    longest_chunk: int  # tokens of a pass if there is enough memory
+    shortest_chunk: int  # and if there is little
+    largest: int  # bytes in which the largest expert runs
+    all_experts: int  # bytes with all experts resident
+    usual_share: int  # passes become shorter if experts would get less than the budget divided by this
 
     @property
     def least_experts(self) -> int:
@@ -136,27 +119,15 @@ def divide(budget_bytes: int, needs: MemoryNeeds) -> Division:
         chunk = max(chunk // 2, needs.shortest_chunk)
 
 
-def best_page_bytes(sizes: NDArray[np.int64], costs: NDArray[np.int64]) -> int:
-    """Returns the page size that costs least; of several, the first.
-
-    The CPU reads disk blocks into pages and lets rows cross from page to page, so that an expert takes
-    `ceil(bytes / page)` pages, each with a head.
-    Args:    sizes: [n], preferred ones first.   costs: [n], bytes of all experts in pages of each size.
-    """
-    return int(sizes[np.argmin(costs)])
-
-
 def most_chunk_tokens(context_tokens: int) -> int:
     """Returns the tokens of a forward pass if there is enough memory."""
     return min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
 
 
 class BudgetTooSmall(formats.RunError):
-    """A budget that leaves experts too little.
+    """A budget that leaves experts too little. `named_budget` words it by the names that the user knows.
 
-    Its text calls the budget `budget`; who sets budget and context by other names words it with `named_budget`.
-    Args:    needs: a clause that says how much is needed, and for what.   advice: what helps, apart from a shorter
-             context.
+    Args:    needs: a clause that says how much is needed, and for what.   advice: apart from a shorter context.
     """
 
     def __init__(self, given_bytes: int, needed_bytes: int, needs: str, advice: str) -> None:
@@ -187,7 +158,6 @@ def named_budget(budget: str, context: str | None) -> Iterator[None]:
 def divide_or_refuse(budget_bytes: int, needs: MemoryNeeds, context_tokens: int, advice: str = "raise it") -> Division:
     """Divides the budget of a whole engine.
 
-    Args:    advice: what helps, apart from a shorter context.
     Raises:  BudgetTooSmall.
     """
     division = divide(budget_bytes, needs)
@@ -212,22 +182,18 @@ def divide_or_refuse(budget_bytes: int, needs: MemoryNeeds, context_tokens: int,
 
 @dataclass(frozen=True, slots=True)
 class BudgetPlan:
-    """A division of a budget of host memory, in bytes except for `num_pages` and `chunk_tokens`.
-
-    `workspace`, `predictors`, `drafts`: as in `FixedParts`.   `page_bytes`: of a page without the `head_bytes` before
-    it.   `chunk_tokens`: the most tokens of a forward pass.   `selectors`: of the `num_selectors` that stay in memory.
-    """
+    """A division of a budget of host memory, in bytes except for `num_pages` and `chunk_tokens`; see `FixedParts`."""
 
     budget: int
     dense: int
     cache: int
     workspace: int
     predictors: int
-    page_bytes: int
+    page_bytes: int  # without the head before it
     head_bytes: int
     num_pages: int
-    chunk_tokens: int
-    selectors: int = 0
+    chunk_tokens: int  # the most of a forward pass
+    selectors: int = 0  # of those that stay in memory
     num_selectors: int = 0
     drafts: int = 0
 
@@ -264,10 +230,10 @@ class BudgetPlan:
 
 
 class PageSizes(NamedTuple):
-    """The bytes of a page, and of the head before it, where a row that ends in the page begins."""
+    """The sizes of a page in memory."""
 
     page_bytes: int
-    head_bytes: int
+    head_bytes: int  # before the page, where a row that ends in it begins
 
 
 def cpu_needs(
@@ -319,7 +285,8 @@ def divide_budget(
     division = divide_or_refuse(budget_bytes, needs, context_tokens)
     slot_bytes, num_selectors, selectors = page_bytes + head_bytes, 0, 0
     if heat is not None and division.experts < needs.all_experts:
-        sizes = np.cumsum(_selector_bytes(layout).ravel()[_hottest_first(heat)[: np.count_nonzero(heat)]])
+        each = np.array([layouts.whole_blocks(e.selector_bytes) for layer in layout.experts for e in layer], np.int64)
+        sizes = np.cumsum(each[_hottest_first(heat)[: np.count_nonzero(heat)]])
         records = expert_pages(layout, page_bytes, np.ones(heat.shape, bool)) * slot_bytes
         working = 2 * layout.spec.router.num_experts_per_tok * int(records.max()) + needs.largest
         num_selectors = int(np.searchsorted(sizes, division.experts - working, side="right"))
@@ -375,13 +342,6 @@ def _hottest_first(heat: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
     return order
 
 
-def _selector_bytes(layout: formats.PackLayout) -> NDArray[np.int64]:
-    """Returns the bytes of each expert's selector in memory, in whole blocks: int64 [L, E]."""
-    return np.array(
-        [[layouts.whole_blocks(expert.selector_bytes) for expert in layer] for layer in layout.experts], np.int64
-    )
-
-
 def least_budget(
     layout: formats.PackLayout, context_tokens: int, predictor_bytes: int, sequences: Sequences = ONE_SEQUENCE
 ) -> int:
@@ -435,7 +395,7 @@ def page_sizes(layout: formats.PackLayout) -> PageSizes:
     least = max(head, min(LEAST_PAGE_BYTES, quarter), formats.DISK_BLOCK_BYTES)
     pages = np.arange(least, max(MAX_PAGE_BYTES, least) + 1, formats.DISK_BLOCK_BYTES)[::-1]
     costs = ((-(-sizes[None] // pages[:, None])) * counts).sum(axis=1) * (pages + head)
-    return PageSizes(best_page_bytes(pages, costs), head)
+    return PageSizes(int(pages[np.argmin(costs)]), head)
 
 
 def cache_bytes(
@@ -511,21 +471,13 @@ def workspace_bytes(spec: formats.ModelSpec, chunk_tokens: int, num_sequences: i
     rounded = max(9 * (spec.expert.intermediate_size + d), 3 * max(d, width, widest))
     many = max(many, _ROUNDED_TOKENS * rounded)
     floats = chunk_tokens * floats + 4 * num_sequences * spec.vocab_size + _mixer_floats(spec)
-    positions, pieces = spec.max_position_embeddings, _piece_bytes()
+    positions, pieces = spec.max_position_embeddings, _PIECES
     scores = max(attention.score_bytes(chunk_tokens, positions, pieces) for attention, _ in spec.attention_kinds)
     return 4 * floats + few + many + scores + ngram_bytes(spec) + _THREADS_BYTES
 
 
-def _piece_bytes() -> heads.PieceBytes:
-    return heads.PieceBytes(softmax.MAX_SCORE_BYTES, operations.MAX_DECODED_BYTES)
-
-
 def most_verified_tokens(spec: formats.ModelSpec, chunk_tokens: int, most: int) -> int:
-    """Returns how many tokens of one sequence may get logits from a pass within the workspace of `chunk_tokens` tokens.
-
-    Their pass has fewer tokens than the workspace is for, and leaves the rest to their logits.
-    Returns: 1 to `most`.
-    """
+    """Returns how many tokens of a sequence, 1 to `most`, may get logits in the workspace of `chunk_tokens` tokens."""
     workspace = workspace_bytes(spec, chunk_tokens)
     fits = (n for n in range(most, 1, -1) if workspace_bytes(spec, n) + 4 * (n - 1) * spec.vocab_size <= workspace)
     return next(fits, 1)
@@ -564,7 +516,7 @@ def whole_pass_bytes(spec: formats.ModelSpec, chunk_tokens: int, context_tokens:
     With an encoder, a layer runs for all tokens before the next begins.
     """
     kinds = [attention for attention, _ in spec.attention_kinds]
-    num_bytes = max(each.position_bytes(chunk_tokens, context_tokens, _piece_bytes()) for each in kinds)
+    num_bytes = max(each.position_bytes(chunk_tokens, context_tokens, _PIECES) for each in kinds)
     if spec.encoder is None:
         return num_bytes
     # Hidden states, normed ones, halves' outputs in pieces and whole, experts' outputs; routers' logits and scores.
@@ -579,34 +531,24 @@ def extent_bytes(layout: formats.PackLayout) -> NDArray[np.int64]:
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class LinkCompression:
-    """How many times fewer bytes cross the link than an expert has in 16 bit: codes alone, and as stored."""
-
-    codes: float
-    stored: float
-
-
-def expert_compression(expert: formats.ExpertLayout, sparsity: float) -> LinkCompression:
+def expert_compression(expert: formats.ExpertLayout, sparsity: float) -> tuple[float, float]:
     """Returns the size of an expert's matrices in 16 bit over that of its selector and running records.
 
-    `codes` leaves out scales, zeros, CRC and padding.
+    The first figure counts codes alone, the second also scales, zeros, CRC and padding.
     Source:  FloE §1 and §4.3: 9.3 for Mixtral at 90% sparsity counts codes alone, 2 bits for up and 16 for the rest.
     """
     halves = [(rows, share) for rows, share in ((expert.selector, 1.0), (expert.records, 1 - sparsity)) if rows]
     num_cols, num_parts = expert.records.num_cols, sum(len(rows.parts) for rows, _ in halves)
     source = 2 * num_parts * num_cols
     codes = sum(share * part.format.code_bytes(num_cols) for rows, share in halves for part in rows.parts)
-    return LinkCompression(source / codes, source / sum(share * rows.row_bytes for rows, share in halves))
+    return source / codes, source / sum(share * rows.row_bytes for rows, share in halves)
 
 
 class ResidentRows(NamedTuple):
-    """The rows that are resident for the whole run: shares of selectors, float64 [L, E], and of slices of records,
-    float64 [L, E, H].
-    """
+    """The shares of rows that are resident for the whole run."""
 
-    selector_share: Array
-    row_shares: Array
+    selector_share: Array  # float64 [L, E]
+    row_shares: Array  # float64 [L, E, H], of slices of records
 
 
 def resident_rows(layout: formats.PackLayout, popularity: Array, heat: Array, num_bytes: int) -> ResidentRows:

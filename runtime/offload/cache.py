@@ -1,8 +1,7 @@
 """The expert cache: which experts are in fast memory. It decides; the engine moves the bytes, and replay counts.
 
-An expert is resident as a whole or not at all, and takes a number of pages. Nothing here depends on time: the same
-routes and the same predictions give the same decisions. experts.py carries the decisions out, and the policies in
-eviction.py say how much each expert is worth keeping.
+An expert is resident as a whole or not at all. Nothing here depends on time: the same routes and the same predictions
+give the same decisions.
 """
 
 from collections import deque
@@ -48,7 +47,7 @@ Events = Generator[Event, None, None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheFacts:
-    """What a policy knows before a run."""
+    """The facts that a policy knows before a run."""
 
     pages: Array  # int64 [L, E], of each expert
     num_pages: int  # of fast memory
@@ -64,20 +63,20 @@ class Eviction:
     """
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
-        """Takes note that the router of a layer has chosen these experts for the tokens of a forward pass.
+        """Observes that the router of a layer has chosen these experts for the tokens of a forward pass.
 
         Args:    experts: ascending, each once.   scores: float32 [E], the router's mean scores over the tokens; None if
                  they are not known.
         """
 
     def used(self, key: ExpertKey) -> None:
-        """Takes note that an expert has been computed."""
+        """Observes that an expert has been computed."""
 
     def fetched(self, key: ExpertKey) -> None:
-        """Takes note that an expert is being fetched, because it is needed or predicted."""
+        """Observes that an expert is being fetched, because it is needed or predicted."""
 
     def evicted(self, key: ExpertKey) -> None:
-        """Takes note that an expert is no longer resident."""
+        """Observes that an expert is no longer resident."""
 
     def worth(self, layer_idx: int) -> Array:
         """Returns how much each expert is worth keeping while `layer_idx` runs: [L, E].
@@ -123,8 +122,7 @@ class ExpertCache:
         """Yields what to do, in order, after the router of a layer has chosen `experts` (ascending, each once).
 
         Resident experts are computed first. Meanwhile the others are fetched, as many at once as fit next to the
-        experts that the layer still needs. Each is computed once. The caller carries out an event before it takes the
-        next.
+        experts that the layer still needs. The caller carries out an event before it takes the next.
         """
         self._eviction.routed(layer_idx, experts, scores)
         keys = [ExpertKey(layer_idx, expert) for expert in experts]
@@ -152,8 +150,8 @@ class ExpertCache:
     def prefetch(self, layer_idx: int, experts: Sequence[int], during: int) -> Events:
         """Yields what to do to prefetch predicted `experts` of a layer, likeliest first, while layer `during` runs.
 
-        Neither the experts that the running layer needs nor predicted experts that are resident are evicted for it. It
-        ends at the first expert that does not fit.
+        It evicts neither the experts that the running layer needs nor resident predicted ones, and ends at the first
+        expert that does not fit.
         """
         keys = [ExpertKey(layer_idx, expert) for expert in experts]
         locked = [key for key in keys if self.is_resident[key] and not self.is_locked[key]]

@@ -1,11 +1,4 @@
-"""The arena, which is the CPU's fast memory for experts, and the pieces of files that are read into it.
-
-`PageArena` is one anonymous mapping, divided into pages; nothing is allocated after it. Page p of an extent has
-`page_bytes` of it. Before each page is a head for the beginning of a row that ends in the page, so that kernels have
-every row in one piece (`Kernels.stitch`).
-
-`pieces_of_rows` says what to read of the blocks that rows need (`Reads` in runtime/cpu).
-"""
+"""The arena, which is the CPU's fast memory for experts, and the pieces of files that are read into it."""
 
 from typing import NamedTuple
 
@@ -19,8 +12,10 @@ from moe_pack.runtime.cpu.reads import Numbers
 
 
 class PageArena:
-    """`num_pages` pages of `page_bytes`, each after a head of `head_bytes`; all sizes are whole disk blocks.
+    """`num_pages` pages of `page_bytes`, each after a head of `head_bytes`, in one anonymous mapping.
 
+    A head is for the beginning of a row that ends in the page, so that kernels have every row in one piece
+    (`Kernels.stitch`). All sizes are whole disk blocks.
     Args:    front_bytes: before the pages, for what stays.
     Raises:  RunError if the memory cannot be allocated.
     """

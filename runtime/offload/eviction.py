@@ -1,16 +1,7 @@
 """The eviction policies: how much each expert is worth keeping, and which experts are in the cache before a run.
 
-To add an eviction policy, change two files:
-
-1. eviction.py (this file): derive a class from `Eviction` (cache.py) and add it to `_EVICTIONS`. Its `worth` returns
-   the decision, and four more methods observe; override those that the policy needs.
-2. presets.py: give it a name in `EvictionName`, and use it in a `Preset`. A preset of its own also has
-   a name in `PolicyName` and a place in `SIMPLEST_FIRST`; `--policy`, replay and `auto` then know it. If the policy
-   uses the routers' scores, the preset says so with `needs_scores`; otherwise `routed` gets None.
-
-A policy knows no time and moves no bytes, so that replay makes the decisions of the run. It gets the number of pages of
-each expert and a profile's popularity (`CacheFacts`). tests/runtime/gpu/test_residency.py checks the cache with every
-policy that has a name, and tests/runtime/offload/test_policies.py has hand-made cases for each. The tables of
+A new policy is a class derived from `Eviction` (cache.py) with a line in `_EVICTIONS`; presets.py gives it a name in
+`EvictionName` and uses it in a `Preset`, which has `needs_scores` if the policy uses the routers' scores. The tables of
 docs/streaming.md and docs/moe-run.md list the presets.
 """
 
@@ -28,7 +19,6 @@ class NoEviction(cache.Eviction):
         self._worth = np.zeros(facts.pages.shape)
 
     def worth(self, layer_idx: int) -> cache.Array:
-        """Returns zeros [L, E]."""
         return self._worth
 
 
@@ -40,24 +30,21 @@ class LRU(cache.Eviction):
         self._clock = 0
 
     def used(self, key: cache.ExpertKey) -> None:
-        """Makes the expert the last used."""
         self._clock += 1
         self._last[key] = self._clock
 
     def fetched(self, key: cache.ExpertKey) -> None:
-        """Counts as a use: a predicted expert is needed soon."""
-        self.used(key)
+        self.used(key)  # a predicted expert is needed soon
 
     def worth(self, layer_idx: int) -> cache.Array:
-        """Returns the time of each expert's last use [L, E]."""
         return self._last
 
 
 class LayerLRU(LRU):
     """Least recently used of a layer; each layer has the same share of the pages.
 
-    A layer with a full share evicts its own experts. Another layer evicts from layers that have more than their share.
-    That happens, because a share need not be a whole number of experts, and pages are not left free.
+    A layer with a full share evicts its own experts. Another layer evicts from layers that have more than their share:
+    a share need not be a whole number of experts, and pages are not left free.
     Source:  CORM §4.3: "a fixed storage space ... to cache a fixed number of experts", by LRU; §1: "an expert cache for
              each MoE layer".
     """
@@ -69,43 +56,18 @@ class LayerLRU(LRU):
         self._layer_pages = np.zeros(len(facts.pages), np.int64)  # without those of placed experts
 
     def fetched(self, key: cache.ExpertKey) -> None:
-        """Makes the expert the last used, and counts its pages to its layer's share."""
         super().fetched(key)
         self._layer_pages[key.layer_idx] += self._pages[key]
 
     def evicted(self, key: cache.ExpertKey) -> None:
-        """Takes the expert's pages from its layer's share."""
         self._layer_pages[key.layer_idx] -= self._pages[key]
 
     def worth(self, layer_idx: int) -> cache.Array:
-        """Returns the time of each expert's last use; less than all others for layers that have to give pages."""
         if self._layer_pages[layer_idx] + self._pages[layer_idx].max() > self._share:
             gives = np.arange(len(self._layer_pages)) == layer_idx
         else:
             gives = self._layer_pages > self._share
         return np.where(gives[:, None], self._last - self._clock - 1, self._last)
-
-
-class LFU(cache.Eviction):
-    """Least frequently used; of equally frequent experts the one that was used last is worth more.
-
-    Source:  one of the classic policies that EdgeMoE is compared with (EdgeMoE §III-C2, Fig. 14).
-    """
-
-    def __init__(self, facts: cache.CacheFacts) -> None:
-        self._uses = np.zeros(facts.pages.shape)
-        self._last = np.zeros(facts.pages.shape)
-        self._clock = 0
-
-    def used(self, key: cache.ExpertKey) -> None:
-        """Counts a use."""
-        self._clock += 1
-        self._uses[key] += 1
-        self._last[key] = self._clock
-
-    def worth(self, layer_idx: int) -> cache.Array:
-        """Returns each expert's number of uses plus a fraction below 1 that grows with the time of the last use."""
-        return self._uses + self._last / (self._clock + 1)
 
 
 class EdgeMoE(cache.Eviction):
@@ -133,12 +95,10 @@ class EdgeMoE(cache.Eviction):
         self._distance = np.where(is_encoding, np.maximum(ahead, 1), decoding)
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None) -> None:
-        """Counts a pass for each chosen expert of a decoder."""
         if layer_idx >= self._num_encoder_layers:
             self._frequency[layer_idx, experts] += 1
 
     def worth(self, layer_idx: int) -> cache.Array:
-        """Returns f / D for each expert [L, E]."""
         worth: cache.Array = self._frequency / self._distance[layer_idx][:, None]
         return worth
 
@@ -163,7 +123,6 @@ class Importance(cache.Eviction):
         self._num_passes = np.zeros(len(facts.pages), np.int64)
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None) -> None:
-        """Puts the scores of the pass in the place of the oldest."""
         if scores is None:
             scores = np.zeros(self._sums.shape[1], np.float16)
             scores[list(experts)] = 1
@@ -174,7 +133,6 @@ class Importance(cache.Eviction):
         self._num_passes[layer_idx] += 1
 
     def worth(self, layer_idx: int) -> cache.Array:
-        """Returns the mean scores [L, E]; 0 in layers that no pass has reached."""
         num_known = np.clip(self._num_passes, 1, self._last.shape[1])
         worth: cache.Array = self._sums / num_known[:, None]
         return worth
@@ -201,13 +159,11 @@ class Belady(cache.Eviction):
         self._num_done = 0
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: cache.Array | None) -> None:
-        """Goes on to the next step, which must be this one."""
         assert self._steps[self._num_done] == (layer_idx, experts), "the steps are those that were given"
         self._num_done += 1
         self._worth[layer_idx, experts] = self._next.pop()
 
     def worth(self, layer_idx: int) -> cache.Array:
-        """Returns minus the step that needs each expert next [L, E]."""
         return self._worth
 
 
@@ -215,8 +171,7 @@ def placed_by_popularity(facts: cache.CacheFacts, num_pages: int) -> list[cache.
     """Returns the experts to place in `num_pages` pages, most popular first, over all layers.
 
     An expert that does not fit is skipped, and a smaller one may follow. Unless all experts are placed, pages for the
-    largest expert stay free, which the other experts take in turn. Of equally popular experts, the lower layer comes
-    first, then the lower expert.
+    largest expert stay free, which the other experts take in turn. Equally popular experts come in order.
     Source:  Fiddler (2402.07033) §3.2: "as many experts as the memory capacity permits in order of popularity".
     """
     if facts.pages.sum() <= num_pages:
@@ -228,9 +183,8 @@ def placed_by_popularity(facts: cache.CacheFacts, num_pages: int) -> list[cache.
 def experts_to_start_with(facts: cache.CacheFacts) -> list[cache.ExpertKey]:
     """Returns the experts that fill an empty cache before a run, in the order in which they are fetched.
 
-    An encoder's experts come first, in the order in which they run; then all others, most popular first; of equally
-    popular experts, the lower layer comes first, then the lower expert. An expert that does not fit is skipped, and a
-    smaller one may follow.
+    An encoder's experts come first, in the order in which they run; then all others, most popular first. An expert that
+    does not fit is skipped, and a smaller one may follow.
     Source:  EdgeMoE (2308.14352) §III-C2: "When initializing the expert buffer, we load encoder expert weights
              sequentially. For encoder-only models, the expert buffer is initialized with the experts having the highest
              frequency of usage." The paper says nothing of the memory that an encoder leaves, and nothing of a decoder
@@ -255,7 +209,6 @@ def _fitting(places: Sequence[int], num_pages: int, facts: cache.CacheFacts) -> 
 _EVICTIONS: dict[presets.EvictionName, Callable[[cache.CacheFacts], cache.Eviction]] = {
     "lru": LRU,
     "layer_lru": LayerLRU,
-    "lfu": LFU,
     "edgemoe": EdgeMoE,
     "importance": Importance,
     "none": NoEviction,
@@ -267,17 +220,11 @@ def eviction_of(preset: presets.Preset, facts: cache.CacheFacts) -> cache.Evicti
     return _EVICTIONS[preset.eviction](facts)
 
 
-CacheParts = tuple[cache.CacheFacts, cache.Eviction, list[cache.ExpertKey], bool, list[cache.ExpertKey]]
-
-
-def cache_parts(preset: presets.Preset, facts: cache.CacheFacts) -> CacheParts:
-    """Returns the arguments of an `ExpertCache` under the preset's policies."""
+def expert_cache_for(
+    preset: presets.Preset, facts: cache.CacheFacts, made_by: Callable[..., cache.ExpertCache] = cache.ExpertCache
+) -> cache.ExpertCache:
+    """Returns a cache under the preset's policies; the experts that it places or starts with are resident."""
     placed = placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
     # Experts of no page are placed, whatever the share.
     initial = [key for key in experts_to_start_with(facts) if key not in placed] if preset.starts_filled else []
-    return facts, eviction_of(preset, facts), placed, preset.keeps, initial
-
-
-def expert_cache_for(preset: presets.Preset, facts: cache.CacheFacts) -> cache.ExpertCache:
-    """Returns a cache under the preset's policies; the experts that it places or starts with are resident."""
-    return cache.ExpertCache(*cache_parts(preset, facts))
+    return made_by(facts, eviction_of(preset, facts), placed, preset.keeps, initial)

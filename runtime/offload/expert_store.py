@@ -1,19 +1,14 @@
-"""The expert store of the CPU: experts in pages of the arena, fetched whole or by rows, checked when they first arrive.
-
-From the bottom up: `Trace` writes the events of a run, `PagedExpert` is an expert's extent in pages, `PagedOperations`
-compute with experts in pages, and `ExpertStore` owns pages and reads. `ExpertCache` decides what is fetched and
-evicted, and experts.py what is computed.
-"""
+"""The expert store of the CPU: experts in pages of the arena, fetched whole or by rows, and checked."""
 
 import json
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -29,13 +24,13 @@ from moe_pack.runtime.offload.cache import ExpertKey
 from moe_pack.runtime.offload.disk import pieces_of_rows
 
 _MAX_EVENTS = 1000  # in memory between two writes
+_TRACKS = ("computing", "waiting for reads")
 
 
 class Trace:
     """The file of `--trace`, for Perfetto (ui.perfetto.dev) or chrome://tracing; it replaces a file of that name.
 
-    `close` writes the rest; the file is then whole JSON, however the run ended. If a write fails, the file is deleted,
-    because it would not be JSON.
+    `close` writes the rest; the file is then whole JSON, however the run ended. If a write fails, the file is deleted.
     Raises:  RunError if the file cannot be written, now or later.
     Source:  the Trace Event Format of Chromium's catapult: `X` has a duration; `b` and `e` begin and end events that
              may overlap. One event a line.
@@ -52,7 +47,7 @@ class Trace:
             raise self._error(fault) from fault
         tracks = (
             {"name": "thread_name", "ph": "M", "ts": 0, "pid": 1, "tid": track, "args": {"name": name}}
-            for track, name in enumerate(("computing", "waiting for reads"))
+            for track, name in enumerate(_TRACKS)
         )
         # Written now: a disk error comes before the model runs, and each later line is complete in itself.
         self._put('{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, tracks)))
@@ -66,14 +61,14 @@ class Trace:
         self.close()
 
     @contextmanager
-    def computing(self, name: str, **facts: object) -> Iterator[None]:
-        """Records the time of a computation."""
-        yield from self._during(0, name, facts)
-
-    @contextmanager
-    def waiting(self, name: str, **facts: object) -> Iterator[None]:
-        """Records the time of a stall."""
-        yield from self._during(1, name, facts)
+    def during(self, track: Literal["computing", "waiting for reads"], name: str, **facts: object) -> Iterator[None]:
+        """Records the time of the block on a track."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            event = {"name": name, "ph": "X", "ts": start, "dur": self._now() - start, "tid": _TRACKS.index(track)}
+            self._add(event | {"args": facts})
 
     def read_begins(self, name: str, num_bytes: int, is_urgent: bool) -> int:
         """Records that a read was requested; returns its number."""
@@ -96,13 +91,6 @@ class Trace:
             self._file.close()
         except OSError as fault:
             raise self._failed(fault) from fault
-
-    def _during(self, track: int, name: str, facts: dict[str, object]) -> Iterator[None]:
-        start = self._now()
-        try:
-            yield
-        finally:
-            self._add({"name": name, "ph": "X", "ts": start, "dur": self._now() - start, "tid": track, "args": facts})
 
     def _now(self) -> float:
         return (time.perf_counter_ns() - self._start_ns) / 1000
@@ -176,7 +164,7 @@ class ResidentSelectors:
         return int(self._places[key]) if self.has(key) and not self._is_read[key] else None
 
     def arrived(self, key: ExpertKey) -> None:
-        """Takes note that a selector has been read."""
+        """Marks a selector as read."""
         self._is_read[key] = True
 
     def to_check(self, key: ExpertKey) -> bool:
@@ -238,10 +226,7 @@ class PagedExpert:
         return np.arange(self._first_block, self.num_blocks)
 
     def selector_blocks(self) -> Blocks:
-        """Returns the blocks of the pages that are needed whichever neurons run.
-
-        They have the selector rows, unless these stay elsewhere, and the bias of down.
-        """
+        """Returns the blocks of the pages with selector rows, unless these stay elsewhere, and the bias of down."""
         num_blocks = -(-self.layout.selector_bytes // formats.DISK_BLOCK_BYTES)
         selector = _NO_BLOCKS if self._selector_stays else np.arange(num_blocks)
         if self.layout.extra is None:
@@ -250,9 +235,9 @@ class PagedExpert:
         return np.union1d(selector, np.arange(first_extra, self.num_blocks))
 
     def pieces_of_rows(self, neurons: NDArray[np.int32], gap_blocks: int) -> disk.Pieces:
-        """Returns the pieces to read for the records of some neurons, as far as they have not arrived.
+        """Returns the pieces to read for the records of some neurons (rising), as far as they have not arrived.
 
-        Args:    neurons: rising.   gap_blocks: gaps of at most so many blocks are read too.
+        Args:    gap_blocks: gaps of at most so many blocks are read too.
         """
         return pieces_of_rows(
             neurons,
@@ -266,24 +251,17 @@ class PagedExpert:
             self.offset,
         )
 
-    def _ends(self, neurons: NDArray[np.int32]) -> tuple[Blocks, Blocks]:
-        """Returns the first and the last block of each record."""
-        row_bytes = self.layout.records.row_bytes
-        begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
-        return begin // formats.DISK_BLOCK_BYTES, (begin + row_bytes - 1) // formats.DISK_BLOCK_BYTES
-
     def present(self, neurons: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns those of some neurons whose records have arrived."""
         num_before = np.concatenate([[0], np.cumsum(self.has_block)])
-        first, last = self._ends(neurons)
+        row_bytes = self.layout.records.row_bytes
+        begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
+        first, last = begin // formats.DISK_BLOCK_BYTES, (begin + row_bytes - 1) // formats.DISK_BLOCK_BYTES
         present: NDArray[np.int32] = neurons[num_before[last + 1] - num_before[first] == last + 1 - first]
         return present
 
     def pieces(self, blocks: Blocks) -> disk.Pieces:
-        """Returns the pieces to read for those of `blocks` (rising) that have not arrived.
-
-        A piece is a run of blocks in one page.
-        """
+        """Returns the pieces to read for those of `blocks` (rising) that have not arrived: runs within a page."""
         blocks = blocks[~self.has_block[blocks]]
         page_blocks = self._arena.page_bytes // formats.DISK_BLOCK_BYTES
         page, within = np.divmod(blocks - self._first_block, page_blocks)
@@ -297,7 +275,7 @@ class PagedExpert:
         return disk.Pieces(blocks, offsets, places, lengths * formats.DISK_BLOCK_BYTES)
 
     def arrived(self, blocks: Blocks) -> None:
-        """Takes note that blocks have been read."""
+        """Marks blocks as read."""
         self.has_block[blocks] = True
         self.is_whole = bool(self.has_block.all())
 
@@ -321,10 +299,7 @@ class PagedExpert:
         self._row_is_checked[unchecked] = True
 
     def check_selector(self, kernels: cpu.Kernels, number: int) -> None:
-        """Checks every selector row and the bias of down.
-
-        Raises:  PackError, which names the first damaged row.
-        """
+        """Checks every selector row and the bias of down; raises as `check_rows`."""
         assert self.layout.selector is not None and self.rows.selector is not None, "an expert with a selector"
         every = np.arange(self.layout.num_rows, dtype=np.int32)
         self._check(kernels, self.rows.selector, self.layout.selector, every, number)
@@ -332,10 +307,7 @@ class PagedExpert:
         self.is_selector_checked = True
 
     def check_all_rows(self, kernels: cpu.Kernels, number: int) -> None:
-        """Checks every record that has not been checked before, and the bias of down, of an expert that is whole.
-
-        Raises:  PackError, which names the first damaged row.
-        """
+        """Checks every record that has not been checked before, and the bias of down, of an expert that is whole."""
         self.check_rows(kernels, np.arange(self.layout.num_rows, dtype=np.int32), number)
         self._check_bias(kernels, number)
 
@@ -365,23 +337,19 @@ class PagedExpert:
             out[page * page_bytes : (page + 1) * page_bytes] = self._arena.memory[place : place + page_bytes]
         return torch.from_numpy(out[: self.layout.num_bytes])
 
-    def blocks(self) -> Iterator[model.NeuronBlock]:
-        """Yields all neurons once, in stored order, dequantized."""
-        return model.PackedExpert(self.layout, self.extent()).blocks()
 
-    def down_bias(self) -> Tensor | None:
-        """Returns the bias of down, float32 [d]; None if the family has none."""
-        return model.PackedExpert(self.layout, self.extent()).down_bias()
-
-
-class PagedWork(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ExpertJob:
     """An expert to run for n tokens."""
 
-    expert: PagedExpert
+    key: ExpertKey
     tokens: NDArray[np.int64]  # [n]
     weights: NDArray[np.float32]  # [n]
     places: NDArray[np.int64]  # [n], the rows of its outputs
-    selected: cpu.SelectedNeurons | None = None  # run, of an expert that has their records and perhaps no others
+
+
+# With the neurons that run, if the expert has their records and perhaps no others.
+PagedWork = tuple[ExpertJob, PagedExpert, cpu.SelectedNeurons | None]
 
 
 class PagedOperations:
@@ -398,11 +366,12 @@ class PagedOperations:
         return zlib.crc32(expert.extent().numpy().data)
 
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
-        """Runs whole experts over x float32 [T, d]; each writes its rows of `outputs`, weighted."""
-        for work in works:
-            some, threshold = x[torch.from_numpy(work.tokens)], work.expert.rows.threshold
-            y = model.run_expert(some, work.expert, work.expert.function, self._selector, threshold)
-            outputs[work.places] = work.weights[:, None] * y.numpy()
+        """Runs experts over x float32 [T, d]; each writes its rows of `outputs`, weighted."""
+        for job, expert, _ in works:
+            some = x[torch.from_numpy(job.tokens)]
+            packed = model.PackedExpert(expert.layout, expert.extent())
+            y = model.run_expert(some, packed, expert.function, self._selector, expert.rows.threshold)
+            outputs[job.places] = job.weights[:, None] * y.numpy()
 
 
 class NativePagedOperations(PagedOperations):
@@ -422,7 +391,7 @@ class NativePagedOperations(PagedOperations):
 
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
         """Runs experts, all in one call."""
-        jobs = [cpu.ExpertWork(w.expert.rows, w.tokens, w.weights, w.places, w.selected) for w in works]
+        jobs = [cpu.ExpertWork(e.rows, job.tokens, job.weights, job.places, some) for job, e, some in works]
         self.kernels.experts_apart(x, jobs, outputs)
 
     def select(self, x: Tensor, works: Sequence[tuple[PagedExpert, NDArray[np.int64]]]) -> list[cpu.SelectedNeurons]:
@@ -431,18 +400,10 @@ class NativePagedOperations(PagedOperations):
 
 
 def paged_operations(operations: model.Operations, selector: formats.Selector) -> PagedOperations:
-    """Returns the operations on experts in pages that go with the `operations` of the dense part."""
+    """Returns the operations on experts in pages that go with those of the dense part."""
     if isinstance(operations, model.NativeOperations):
         return NativePagedOperations(selector, operations.kernels)
     return PagedOperations(selector)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A read under way: blocks of the pages, and perhaps the selector that stays in memory."""
-
-    blocks: Blocks
-    with_selector: bool
 
 
 _SHARE_MEMORY = 0.9  # the weight of the past in a layer's running mean of the share of neurons that run
@@ -460,7 +421,7 @@ class RunningShares:
         self._means = np.zeros((2, num_layers))
 
     def ran(self, layer_idx: int, share: float) -> None:
-        """Takes note of the share of an expert's neurons that ran for any token of the pass."""
+        """Adds the share of an expert's neurons that ran for any token of the pass."""
         means = self._means[int(self.is_decoding)]
         means[layer_idx] = _SHARE_MEMORY * means[layer_idx] + (1 - _SHARE_MEMORY) * share
 
@@ -508,7 +469,7 @@ class ExpertStore:
         self._checked = np.zeros(pack.index.size.shape, bool)
         self._rows_checked: dict[ExpertKey, NDArray[np.bool_]] = {}
         self._experts: dict[ExpertKey, PagedExpert] = {}
-        self._reading: dict[ExpertKey, _Reading] = {}
+        self._reading: dict[ExpertKey, tuple[Blocks, bool]] = {}  # blocks under way, and whether the selector is too
         self._arena = disk.PageArena(plan.num_pages, plan.page_bytes, plan.head_bytes, plan.selectors)
         if has_selector is None:
             has_selector = np.zeros(pack.index.size.shape, bool)
@@ -585,17 +546,17 @@ class ExpertStore:
         expert = self._experts[key]
         if expert.ticket is None:
             return expert
-        if self._trace is not None and not self.reads.is_done(expert.ticket):
-            with self._trace.waiting(_name(key)):
-                self._wait(expert.ticket)
-        else:
-            self._wait(expert.ticket)
+        trace = None if self.reads.is_done(expert.ticket) else self._trace
+        with nullcontext() if trace is None else trace.during("waiting for reads", _name(key)):
+            started = time.perf_counter_ns()
+            self.reads.wait(expert.ticket)
+            self.stall_ns += time.perf_counter_ns() - started
         self._read_ended(key)
         expert.ticket = None
-        reading = self._reading.pop(key)
-        if reading.with_selector:
+        blocks, with_selector = self._reading.pop(key)
+        if with_selector:
             self._selectors.arrived(key)
-        expert.arrived(reading.blocks)
+        expert.arrived(blocks)
         self.operations.stitch(expert)
         self._check(key, expert)
         return expert
@@ -609,17 +570,9 @@ class ExpertStore:
         self._begin(key, pieces, urgent)
 
     def check_records(self, key: ExpertKey, neurons: NDArray[np.int32]) -> None:
-        """Checks the records of some neurons that have not been checked before.
-
-        Raises:  PackError, which names the first damaged row.
-        """
+        """Checks the records of some neurons that have not been checked before; raises as `PagedExpert.check_rows`."""
         if self._verify and not self._checked[key] and self.by_rows is not None:
             self._experts[key].check_rows(self.by_rows.kernels, neurons, key.expert)
-
-    def _wait(self, ticket: int) -> None:
-        started = time.perf_counter_ns()
-        self.reads.wait(ticket)
-        self.stall_ns += time.perf_counter_ns() - started
 
     def _read_ended(self, key: ExpertKey) -> None:
         if self._trace is not None:
@@ -641,7 +594,7 @@ class ExpertStore:
             self._traced[key] = self._trace.read_begins(_name(key), num_bytes, urgent)
         self.asked_bytes += num_bytes
         expert.ticket = self.reads.submit(self._files[key.layer_idx], offsets, places, sizes, urgent)
-        self._reading[key] = _Reading(blocks, place is not None)
+        self._reading[key] = blocks, place is not None
 
     def _by_rows(self, key: ExpertKey, expert: PagedExpert) -> bool:
         has_threshold = self._pack.thresholds[key] > 0 and expert.layout.selector is not None

@@ -1,9 +1,9 @@
 """The loop that offloads: experts come from the disk into pages when a router chooses them, or when they are predicted.
 
 `ExpertCache` decides, `ExpertStore` moves bytes, its operations compute; this file carries out the decisions. Reads
-that the running layer needs go first, and prefetches for the next layer fill the rest of the disk's time; resident
-experts are computed meanwhile. Each expert's output has rows of its own, which are added up in the order of experts.
-Therefore the answer is the same to the bit, whatever was resident and whenever the rest came.
+that the running layer needs go first, prefetches for the next layer fill the rest of the disk's time, and resident
+experts are computed meanwhile. Each expert's output has rows of its own, which are added in the order of experts:
+the answer is the same to the bit, whatever was resident and whenever the rest came.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from moe_pack.runtime.model.compute.router import expert_scores
 from moe_pack.runtime.model.compute.weights import from_experts, to_experts
 from moe_pack.runtime.model.layers import expert_inputs, experts_of_tokens, router_logits, weights_of_experts
 from moe_pack.runtime.offload import cache, expert_store, presets
+from moe_pack.runtime.offload.expert_store import ExpertJob, PagedExpert
 from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher, most_chosen
 
 if TYPE_CHECKING:
@@ -49,16 +50,6 @@ class PhaseCounts:
     asked_bytes: int = 0  # of requested blocks
     tokens: int = 0
     layers: int = 0
-
-
-@dataclass(slots=True)
-class ExpertJob:
-    """An expert to run for n tokens."""
-
-    key: cache.ExpertKey
-    tokens: NDArray[np.int64]  # [n]
-    weights: NDArray[np.float32]  # [n]
-    places: NDArray[np.int64]  # [n], the rows of its outputs
 
 
 class OffloadedWeights(model.PackWeights, model.ExpertRunner):
@@ -108,7 +99,7 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         self._initial = set(expert_cache.initial)  # until their layer runs or they are evicted
 
     def begin_pass(self, ids: Tensor, num_last: int) -> None:
-        """Prefetches the first layer's experts if a table names them; see `ExpertRunner`."""
+        """Prefetches the first layer's experts if a table names them."""
         self._num_last, self._named = num_last, {}
         if self.recorder is not None:
             self.recorder.begin_pass()
@@ -119,8 +110,8 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
                 named = experts_of_tokens(ids, self, layer).numpy()
                 self._named[layer_idx] = named[-self._num_tokens(layer_idx, ids) :]
         if 0 in self._named:
-            self.store.shares.is_decoding = self._is_decoding(len(ids))
-            counts = self.decode if self._is_decoding(len(ids)) else self.prefill
+            self.store.shares.is_decoding = is_decoding = self._is_decoding(len(ids))
+            counts = self.decode if is_decoding else self.prefill
             experts, asked = most_chosen(self._named[0], self.spec.router.num_experts), self.store.asked_bytes
             self._fetch_ahead(0, experts, 0, self.store.evict, counts)
             counts.asked_bytes += self.store.asked_bytes - asked
@@ -217,7 +208,7 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         self._prefetch_rows(layer_idx + 1, ahead)
 
     def resident_experts(self) -> NDArray[np.bool_]:
-        """Returns which experts are in fast memory now, a copy: bool [L, E]. May be called from any thread."""
+        """Returns a copy of which experts are in fast memory now: bool [L, E]. May be called from any thread."""
         return self._expert_cache.is_resident.copy()
 
     def _note_fetch(self, key: cache.ExpertKey) -> None:
@@ -264,7 +255,6 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         return len(tokens) if self._num_last is None or not is_last else min(self._num_last, len(tokens))
 
     def _is_decoding(self, num_tokens: int) -> bool:
-        """Whether tokens of a layer are the next ones of their sequences."""
         return self.is_batch or (num_tokens == 1 and not self.is_prompt)
 
     def _predicted_for(self, layer_idx: int, num_tokens: int) -> list[int] | None:
@@ -339,7 +329,6 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
         evict: Callable[[cache.ExpertKey], None],
         counts: PhaseCounts,
     ) -> None:
-        """Prefetches experts of a layer while layer `during` runs."""
         for event in self._expert_cache.prefetch(layer_idx, experts, during):
             if isinstance(event, cache.EvictEvent):
                 evict(event.key)
@@ -350,10 +339,9 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
                 counts.prefetched += 1
 
     def _prefetch_rows(self, layer_idx: int, x: Tensor) -> None:
-        """Prefetches the rows that predicted experts, if only in part resident, would run on the input x of a layer.
+        """Prefetches the rows that predicted experts, if only in part resident, would run on the input x before it.
 
         Their selectors may be on their way; each call takes those that have arrived since the last.
-        Args:    layer_idx: of the predicted experts, the layer after the one whose input is x.
         """
         keys = [key for key in self._rows_pending if self.store.is_here(key)]
         if not keys:
@@ -366,10 +354,7 @@ class OffloadedWeights(model.PackWeights, model.ExpertRunner):
     def _predict_neurons(
         self, x: Tensor, keys: Sequence[cache.ExpertKey]
     ) -> list[tuple[cache.ExpertKey, NDArray[np.int32]]]:
-        """Returns the neurons that would run on x, of experts with all selector rows and not all records.
-
-        Args:    x: float32 [1, d], as the experts get it.
-        """
+        """Returns the neurons that would run on x float32 [1, d], of experts that lack some records."""
         experts = [(key, self.store.arrive(key)) for key in keys]
         in_part = [(key, expert) for key, expert in experts if not expert.is_whole]
         if not in_part:
@@ -397,8 +382,8 @@ class LayerRun:
         num_outputs = sum(len(job.tokens) for job in jobs.values())
         self.outputs = np.zeros((num_outputs, x.shape[1]), np.float32)
         self._weights, self._store, self._x, self._jobs, self._counts = weights, store, x, jobs, counts
-        self._whole: list[tuple[ExpertJob, expert_store.PagedExpert]] = []
-        self._to_select: list[tuple[ExpertJob, expert_store.PagedExpert]] = []  # in part; running neurons are not known
+        self._whole: list[tuple[ExpertJob, PagedExpert]] = []
+        self._to_select: list[tuple[ExpertJob, PagedExpert]] = []  # in part; running neurons are not known
         self._in_part: list[tuple[ExpertJob, SelectedNeurons]] = []
         self._late: list[ExpertJob] = []  # not all bytes had arrived
 
@@ -425,7 +410,12 @@ class LayerRun:
             neurons = selected.neurons.numpy()
             self._store.shares.ran(job.key.layer_idx, len(neurons) / expert.layout.num_rows)
             predicted = self._weights.predicted.get(job.key)
-            count_rows(self._counts, neurons, predicted)
+            if predicted is None:
+                self._counts.in_part += 1
+            else:
+                self._counts.running += len(neurons)
+                right = np.isin(neurons, predicted, assume_unique=True, kind="table")
+                self._counts.running_predicted += int(right.sum())
             if self._weights.approximations.is_predicted_enough and predicted is not None:
                 there = torch.from_numpy(expert.present(neurons))
                 self._in_part.append((job, SelectedNeurons(selected.a, selected.runs, there)))
@@ -458,10 +448,10 @@ class LayerRun:
         if not num_experts:
             return
         trace = self._weights.trace
-        with nullcontext() if trace is None else trace.computing("experts", number=num_experts):
+        with nullcontext() if trace is None else trace.during("computing", "experts", number=num_experts):
             whole, self._whole = self._whole, []
             if whole:
-                self._run([(job, expert, None) for job, expert in whole])
+                self._store.operations.run(self._x, [(job, expert, None) for job, expert in whole], self.outputs)
             self._compute_in_part()
 
     def _compute_in_part(self) -> None:
@@ -470,15 +460,11 @@ class LayerRun:
             here = [True, *(self._store.is_here(job.key) for job, _ in others)]
             arrived = [each for each, is_here in zip(self._in_part, here, strict=True) if is_here]
             self._in_part = [each for each, is_here in zip(self._in_part, here, strict=True) if not is_here]
-            works = list[tuple[ExpertJob, expert_store.PagedExpert, SelectedNeurons | None]]()
+            works = list[expert_store.PagedWork]()
             for job, selected in arrived:
                 works.append((job, self._store.arrive(job.key), selected))  # waits for the first
                 self._store.check_records(job.key, selected.neurons.numpy())
-            self._run(works)
-
-    def _run(self, jobs: list[tuple[ExpertJob, expert_store.PagedExpert, SelectedNeurons | None]]) -> None:
-        works = [expert_store.PagedWork(e, job.tokens, job.weights, job.places, some) for job, e, some in jobs]
-        self._store.operations.run(self._x, works, self.outputs)
+            self._store.operations.run(self._x, works, self.outputs)
 
     def added_up(self) -> Tensor:
         """Returns y float32 [T, d]: the computed outputs of each token, added in the order of experts."""
@@ -496,12 +482,3 @@ def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, 
         jobs[number] = ExpertJob(cache.ExpertKey(layer_idx, number), tokens, weights, places)
         first += len(tokens)
     return jobs
-
-
-def count_rows(counts: PhaseCounts, neurons: NDArray[np.int32], predicted: NDArray[np.int32] | None) -> None:
-    """Counts an expert that was resident in part and runs `neurons`; `predicted`: its predicted rows, or None."""
-    if predicted is None:
-        counts.in_part += 1
-        return
-    counts.running += len(neurons)
-    counts.running_predicted += int(np.isin(neurons, predicted, assume_unique=True, kind="table").sum())

@@ -1,8 +1,7 @@
 """Path statistics: predict the experts of a MoE layer from those that the token chose in the two layers before.
 
-Calibration counts them (`moe_pack.calib`), and a profile and a pack's routing file have them; `PathChecks` refuses
-arrays of a file that cannot be counts. T is the number of tokens, L of MoE layers, E of experts a layer, k of experts a
-token; a *choice* is one expert of one token.
+T is the number of tokens, L of MoE layers, E of experts a layer, k of experts a token; a *choice* is one expert of one
+token.
 
 Source:  EdgeMoE (2308.14352) §III-C1. Its dictionary has probabilities for pairs of layers, with one expert a token.
          With k > 1, calibration sees most sets of experts once; therefore a key must be seen PATH_MIN_SEEN times, and
@@ -33,10 +32,7 @@ def slices(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[
 
 @dataclass(frozen=True, slots=True)
 class PathChecks:
-    """The checks of path statistics from a file: sizes before values, and first the arrays that others refer to.
-
-    For `L` MoE layers of `E` experts, `k` a token; `place`: the file, for messages.
-    """
+    """The checks of path statistics from a file: sizes before values, and first the arrays that others refer to."""
 
     arrays: Mapping[str, Array]
     place: str
@@ -128,7 +124,6 @@ class PathChecks:
 
 
 def _above(keys: Array, others: Array) -> NDArray[np.bool_]:
-    """Returns whether each row comes after that of `others`: bool [N] for [N, w] and [N, w]."""
     differs = keys != others
     column = differs.argmax(axis=1)
     rows = np.arange(len(keys))
@@ -177,22 +172,22 @@ class PathStatistics:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all arrays, in memory and in a file, whose header is not counted."""
+        """The bytes of all arrays."""
         return sum(int(array.nbytes) for array in self.arrays().values())
 
     def arrays(self) -> dict[str, Array]:
-        """Returns all arrays by name, little-endian, as `from_arrays` takes them."""
+        """Returns all arrays by name, little-endian."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_arrays(
         cls, arrays: Mapping[str, Array], place: str, num_layers: int, num_experts: int, experts_per_token: int
     ) -> "PathStatistics":
-        """Returns the statistics with these arrays, for a model of this shape, after all checks.
+        """Returns the statistics with these arrays after all checks.
 
         Args:    place: the file of the arrays, for messages.
         Raises:  PackError, which names an array that is missing, unknown, of another dtype or shape, or with values
-                 that cannot be counts of T tokens. It does not check that exact keys agree with the tables.
+                 that cannot be counts. It does not check that exact keys agree with the tables.
         """
         known = [field.name for field in fields(cls)]
         for name in (*arrays, *known):
@@ -203,7 +198,7 @@ class PathStatistics:
         return cls(**{name: arrays[name] for name in known})
 
     def predict(self, l: int, before: Routes) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-        """Returns how likely each expert of layer `l` is, for N tokens, and the `BackoffLevel` that says so.
+        """Returns how likely each expert of layer `l` is for N tokens, float32 [N, E], and the `BackoffLevel`, u8 [N].
 
         Meaning: the probability that one choice falls on the expert, summing to 1 over a layer's experts.
                  EXACT: key = the sets at l-2 and l-1 (layer 1: at 0): count after key / (k * times key seen).
@@ -212,7 +207,6 @@ class PathStatistics:
                  POPULARITY: tokens / (k T), if no layer before is given or calibration saw none of its experts.
         Args:    before: [N, p, k], as sets, the p <= 2 layers just before l, oldest first. If p is less than the number
                  of layers before l, there are no exact keys. Expert indices are not checked.
-        Returns: [N, E], and [N] u8; rank the first with `ranked`.
         """
         ordered = np.sort(before, axis=2)  # the order of a token's experts does not change the sums
         if len(ordered) == 1:

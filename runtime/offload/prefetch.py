@@ -80,7 +80,6 @@ class PopularityPrediction(Prediction):
         self._counts = paths.popularity.astype(np.float32)
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
-        """Returns counts of calibration tokens."""
         row = self._counts[layer_idx]
         return np.broadcast_to(row, (len(observed.routes), len(row)))
 
@@ -92,7 +91,6 @@ class PathPrediction(Prediction):
         self._paths = paths
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
-        """Returns probabilities."""
         return self._paths.predict(layer_idx, observed.routes)[0]
 
 
@@ -103,11 +101,10 @@ class NextRouterPrediction(Prediction):
         self._weights = weights
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
-        """Returns the router's scores; None for a layer whose router does not choose."""
         layer = self._weights.spec.moe_layers[layer_idx]
-        if _has_table(self._weights, layer):
+        if layer in self._weights.spec.router.table_layers:
             return None
-        return _array(model.router_scores(observed.x, self._weights, layer))
+        return model.router_scores(observed.x, self._weights, layer).cpu().numpy()
 
 
 class PartialPrediction(Prediction):
@@ -120,34 +117,25 @@ class PartialPrediction(Prediction):
         self._weights = weights
 
     def needs_partial(self, layer_idx: int) -> bool:
-        """Returns True; False for a layer whose router does not choose."""
-        return not _has_table(self._weights, self._weights.spec.moe_layers[layer_idx])
+        return self._weights.spec.moe_layers[layer_idx] not in self._weights.spec.router.table_layers
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
-        """Returns the router's scores; None without a partial hidden state, or if the router does not choose."""
         layer = self._weights.spec.moe_layers[layer_idx]
-        if observed.partial is None or _has_table(self._weights, layer):
+        if observed.partial is None or layer in self._weights.spec.router.table_layers:
             return None
         x = model.mlp_input(observed.partial, self._weights, layer)
-        return _array(model.router_scores(x, self._weights, layer))
-
-
-def _has_table(weights: model.Weights, layer: int) -> bool:
-    """Returns whether a table names a layer's experts for each token, whatever its router says."""
-    return layer in weights.spec.router.table_layers
+        return model.router_scores(x, self._weights, layer).cpu().numpy()
 
 
 class LearnedPrediction(Prediction):
-    """Predicts by a network for each layer that has one. Source: FloE §3.3.1."""
+    """Predicts by a network for each layer that has one, by its number. Source: FloE §3.3.1."""
 
     def __init__(
         self, networks: "Mapping[int, routing_file.Predictor]", operations: model.Operations = model.TORCH
     ) -> None:
-        """`networks`: by the MoE layer that each predicts."""
         self._networks = {layer_idx: _LoadedNetwork(network, operations) for layer_idx, network in networks.items()}
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
-        """Returns the network's logits; None for a layer without one."""
         network = self._networks.get(layer_idx)
         return None if network is None else network.scores(observed)
 
@@ -160,11 +148,9 @@ class BestPrediction(Prediction):
         self._otherwise = otherwise
 
     def needs_partial(self, layer_idx: int) -> bool:
-        """Returns whether the layer's prediction does."""
         return self._chosen.get(layer_idx, self._otherwise).needs_partial(layer_idx)
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
-        """Returns the scores of the layer's prediction."""
         return self._chosen.get(layer_idx, self._otherwise).scores(layer_idx, observed)
 
 
@@ -173,7 +159,6 @@ def methods_by_layer(
 ) -> dict[int, MethodName]:
     """Returns the method that predicts each MoE layer; the first layer of a stack, and others without one, are missing.
 
-    Args:    routing: of the pack's folder, if there is one.
     Raises:  RunError if the prediction needs a profile's routing and there is none, or one without networks.
     """
     first = first_moe_layers(spec)
@@ -204,7 +189,6 @@ def make_prediction(
 ) -> Prediction | None:
     """Returns the prediction of this name; None for `none`. Reads the networks that it needs.
 
-    Args:    routing: of the pack's folder, if there is one.
     Raises:  as `methods_by_layer`; PackError if a network is damaged.
     """
     by_layer = methods_by_layer(name, weights.spec, routing)
@@ -247,13 +231,8 @@ class _LoadedNetwork:
         routed = self._by_route[places].float().sum(dim=1)  # [T, P k, h] -> [T, h]
         first = model.linear(observed.x.cpu(), self._x_weight, self._bias) + routed
         if self._out_weight is None:
-            return _array(first)
-        return _array(model.linear(torch.relu(first), self._out_weight, self._out_bias))
-
-
-def _array(scores: Tensor) -> Scores:
-    array: Scores = scores.cpu().numpy()
-    return array
+            return first.cpu().numpy()
+        return model.linear(torch.relu(first), self._out_weight, self._out_bias).cpu().numpy()
 
 
 def ranked(probabilities: NDArray[np.float32], num_predicted: int) -> NDArray[np.int64]:

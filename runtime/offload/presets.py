@@ -4,8 +4,6 @@ A preset has the settings of its paper, read for one fast level above one slow l
 memory above host memory. Comments mark our own readings; docs/papers.md says what they change.
 convert/plan/papers.py has what each paper stores (`--preset`).
 
-A new preset is a name in `PolicyName`, a `Preset` in `PRESETS` and a place in `SIMPLEST_FIRST`. A new eviction policy
-is a class and a line in `_EVICTIONS` in eviction.py, and a name in `EvictionName`.
 This module is imported for `--help`, without numpy; eviction.py and prefetch.py compute what it names.
 """
 
@@ -16,7 +14,7 @@ from moe_pack.formats.base import commands
 
 PolicyName = Literal["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
 PredictionName = Literal["none", "popularity", "paths", "router", "mlp", "partial", "best"]  # prefetch.py has them
-EvictionName = Literal["lru", "layer_lru", "lfu", "edgemoe", "importance", "none"]
+EvictionName = Literal["lru", "layer_lru", "edgemoe", "importance", "none"]
 
 ROUTING_FILE = "routing.safetensors"  # next to a pack; routing_file.py reads it
 # Those of which this file has recalls, in its order.

@@ -7,9 +7,10 @@ The file is a safetensors file, described in docs/moe-pack.md; nothing in it is 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ class Passes:
 
     @property
     def is_decode(self) -> NDArray[np.bool_]:
-        """Which passes are of decode: bool [C]."""
+        """The passes that are of decode: bool [C]."""
         found: NDArray[np.bool_] = self.chunks == 1 if self.decode is None else self.decode == 1
         return found
 
@@ -119,6 +120,12 @@ def write_recording(recording: Recording, path: Path) -> None:
     Raises:  RunError if it cannot be written.
     """
     passes = recording.passes
+    # One row an expert: after, number of the request, layer_idx, expert, during, is_abandoned.
+    requests = [
+        (r.after, number, r.layer_idx, expert, r.during, int(r.is_abandoned))
+        for number, r in enumerate(recording.requests)
+        for expert in r.experts
+    ]
     arrays: dict[str, cache.Array] = {
         "facts": np.frombuffer(formats.canonical(formats.dump(recording.facts)), "<u1"),
         "routes": passes.routes,
@@ -126,7 +133,7 @@ def write_recording(recording: Recording, path: Path) -> None:
         "popularity": passes.popularity,
         "hits": recording.hits,
         "needed": recording.needed,
-        "requests": _rows_of(recording.requests),
+        "requests": np.array(requests, "<u4").reshape(-1, 6),
     }
     if passes.scores is not None:
         arrays["scores"] = passes.scores
@@ -151,21 +158,8 @@ def write_recording(recording: Recording, path: Path) -> None:
         raise formats.RunError(f"{path}: cannot be written ({fault.strerror}); give another path") from fault
 
 
-def _rows_of(requests: Sequence[PrefetchRequest]) -> cache.Array:
-    """Returns one row an expert: after, number of the request, layer_idx, expert, during, is_abandoned."""
-    rows = [
-        (r.after, number, r.layer_idx, expert, r.during, int(r.is_abandoned))
-        for number, r in enumerate(requests)
-        for expert in r.experts
-    ]
-    return np.array(rows, "<u4").reshape(-1, 6)
-
-
 def read_recording(path: Path) -> Recording:
-    """Reads a recording and checks all of it.
-
-    Raises:  RunError, which says the first fault.
-    """
+    """Reads a recording and checks all of it. Raises RunError, which says the first fault."""
     arrays, place = _read_arrays(path), path.name
     raw = arrays["facts"].tobytes()
     if len(raw) > _MAX_FACTS_BYTES:
@@ -354,17 +348,14 @@ class Recorder:
             del self._requests[self._whole[1] :]
 
     def write(self, path: Path) -> None:
-        """Writes the recording; it replaces a file of that name.
-
-        Raises:  RunError if it cannot be written.
-        """
+        """Writes the recording; it replaces a file of that name. Raises RunError if it cannot be written."""
         write_recording(self.recording(), path)
 
 
 class RecordedExpertCache(cache.ExpertCache):
     """A cache that records its calls. The engine calls the recorder's `routed` before each schedule."""
 
-    def __init__(self, recorder: Recorder, parts: eviction.CacheParts) -> None:
+    def __init__(self, recorder: Recorder, *parts: Any) -> None:
         super().__init__(*parts)
         self._recorder = recorder
 
@@ -389,6 +380,6 @@ class RecordedExpertCache(cache.ExpertCache):
         super().abandon(key)
 
 
-def recorded_expert_cache_for(preset: Preset, facts: cache.CacheFacts, recorder: Recorder) -> RecordedExpertCache:
+def recorded_expert_cache_for(preset: Preset, facts: cache.CacheFacts, recorder: Recorder) -> cache.ExpertCache:
     """Returns a cache like `expert_cache_for` that records its calls."""
-    return RecordedExpertCache(recorder, eviction.cache_parts(preset, facts))
+    return eviction.expert_cache_for(preset, facts, partial(RecordedExpertCache, recorder))

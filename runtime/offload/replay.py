@@ -1,8 +1,7 @@
 """Replay: recorded routes run against a policy and a number of pages, without weights.
 
-The decisions are those of `ExpertCache`, which a run uses too. Therefore the hits are those of the run where nothing is
-predicted, and where the predictions were recorded. Replay knows no time: every prefetch arrives. Belady's optimum, for
-comparison, knows the future.
+`ExpertCache` decides, as in a run. Therefore the hits are those of the run where nothing is predicted, and where the
+predictions were recorded. Replay knows no time: every prefetch arrives.
 """
 
 from collections import deque
@@ -60,7 +59,7 @@ class ReplayCounts:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """The counts of a replay: of the passes of prefill, and of decode."""
+    """The counts of a replay."""
 
     prefill: ReplayCounts = field(default_factory=ReplayCounts)
     decode: ReplayCounts = field(default_factory=ReplayCounts)
@@ -79,22 +78,18 @@ def replay(
 
     If the recorded run had this policy and these pages, all its prefetches are replayed. Otherwise experts are
     predicted from the routes so far, in passes of one token, if the preset's prediction needs no more than routes; they
-    are then prefetched at the end of the layer before.
+    are prefetched at the end of the layer before.
     Args:    extent_bytes: int64 [L, E], the bytes that fetching each expert reads.
     """
     assert facts.pages.shape == (passes.routes.shape[1], passes.num_experts), "routes of this model"
     source, prefetches = _prefetches(passes, facts, preset, record, paths)
-    result = ReplayResult(prediction=source)
-    _replay(passes, eviction.expert_cache_for(preset, facts), extent_bytes, result, prefetches)
-    return result
+    return _counted(passes, eviction.expert_cache_for(preset, facts), extent_bytes, prefetches, source)
 
 
 def optimum(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> ReplayResult:
-    """Replays routes against Belady's eviction, without placement and without prediction."""
+    """Replays routes against Belady's eviction, which knows the future, without placement and without prediction."""
     steps = [step for layers in passes.needed() for step in enumerate(layers)]
-    result = ReplayResult()
-    _replay(passes, ExpertCache(facts, eviction.Belady(facts, steps)), extent_bytes, result, _NoPrefetch())
-    return result
+    return _counted(passes, ExpertCache(facts, eviction.Belady(facts, steps)), extent_bytes, _NO_PREFETCH, "none")
 
 
 def auto_policy(
@@ -102,9 +97,9 @@ def auto_policy(
 ) -> tuple[presets.PolicyName, dict[presets.PolicyName, ReplayResult]]:
     """Returns the best policy for such routes, by `best_of`, and the result of each policy without prediction.
 
-    Prediction is left out because routes alone do not tell most predictions, and because it reads no fewer bytes. All
-    begin with an empty cache, as the optimum does: policies are compared by what they keep.
-    A policy that needs scores is left out where they are not known.
+    Routes alone do not tell most predictions, and prediction reads no fewer bytes. All policies begin with an empty
+    cache, as the optimum does: they are compared by what they keep. A policy that needs scores is left out without
+    scores.
     """
     names = [
         name for name in presets.SIMPLEST_FIRST if not presets.PRESETS[name].needs_scores or passes.scores is not None
@@ -120,18 +115,17 @@ def best_of(table: Mapping[presets.PolicyName, ReplayResult]) -> presets.PolicyN
 
 
 class _NoPrefetch:
-    """Prefetches nothing. The other sources of prefetches override both methods.
-
-    Both yield events of the cache, which has carried out an event before it gives the next.
-    """
+    """Prefetches nothing. Both methods yield events of the cache, which carries out each before it gives the next."""
 
     def before_pass(self, cache: ExpertCache, pass_idx: int) -> Iterable[Event]:
-        """Prefetches before a pass."""
         return ()
 
     def after_event(self, cache: ExpertCache, layer_idx: int, is_over: bool) -> Iterable[Event]:
         """Prefetches after an event of a layer's schedule, or after its end (`is_over`)."""
         return ()
+
+
+_NO_PREFETCH = _NoPrefetch()
 
 
 class _RecordedPrefetch(_NoPrefetch):
@@ -142,7 +136,6 @@ class _RecordedPrefetch(_NoPrefetch):
         self._num_events = 0
 
     def before_pass(self, cache: ExpertCache, pass_idx: int) -> Iterator[Event]:
-        """Repeats the requests that are due: before the first pass, those that no event precedes."""
         while self._requests and self._requests[0].after <= self._num_events:
             request = self._requests.popleft()
             if request.is_abandoned:
@@ -196,38 +189,44 @@ def _prefetches(
 ) -> tuple[PredictionSource, _NoPrefetch]:
     num_predicted = preset.num_predicted(facts.num_active)
     if record is not None and (record.facts.policy, record.facts.num_pages) == (preset.name, facts.num_pages):
-        return ("recorded", _RecordedPrefetch(record.requests)) if record.requests else ("none", _NoPrefetch())
+        return ("recorded", _RecordedPrefetch(record.requests)) if record.requests else ("none", _NO_PREFETCH)
     if num_predicted == 0:
-        return "none", _NoPrefetch()
+        return "none", _NO_PREFETCH
     if preset.prediction == "popularity":
         return "routes", _RoutePrefetch(passes, num_predicted, None)
     if preset.prediction == "paths" and paths is not None:
         return "routes", _RoutePrefetch(passes, num_predicted, paths)
-    return "not replayable", _NoPrefetch()
+    return "not replayable", _NO_PREFETCH
 
 
-def _replay(
-    passes: Passes, cache: ExpertCache, extent_bytes: Array, result: ReplayResult, prefetches: _NoPrefetch
-) -> None:
-    scores, is_decode = passes.scores, passes.is_decode
+def played(
+    passes: Passes, expert_cache: ExpertCache, prefetches: _NoPrefetch = _NO_PREFETCH
+) -> Iterator[tuple[int, int, Event, bool]]:
+    """Yields the events of all passes with pass and layer, and whether each is of a prefetch."""
     for pass_idx, layers in enumerate(passes.needed()):
-        counts = result.decode if is_decode[pass_idx] else result.prefill
-        counts.num_tokens += int(passes.chunks[pass_idx])
-        _count_prefetches(prefetches.before_pass(cache, pass_idx), extent_bytes, counts)
-        for layer_idx, experts in enumerate(layers):
-            layer_scores = None if scores is None else scores[pass_idx, layer_idx]
-            for event in cache.schedule(layer_idx, experts, layer_scores):
-                if isinstance(event, ComputeEvent):
-                    counts.num_needed += 1
-                    counts.num_hits += event.is_hit
-                elif isinstance(event, FetchEvent):
-                    counts.bytes_fetched += int(extent_bytes[event.key])
-                _count_prefetches(prefetches.after_event(cache, layer_idx, False), extent_bytes, counts)
-            _count_prefetches(prefetches.after_event(cache, layer_idx, True), extent_bytes, counts)
+        yield from ((pass_idx, 0, event, True) for event in prefetches.before_pass(expert_cache, pass_idx))
+        for l, experts in enumerate(layers):
+            scores = None if passes.scores is None else passes.scores[pass_idx, l]
+            for event in expert_cache.schedule(l, experts, scores):
+                yield pass_idx, l, event, False
+                yield from ((pass_idx, l, ahead, True) for ahead in prefetches.after_event(expert_cache, l, False))
+            yield from ((pass_idx, l, ahead, True) for ahead in prefetches.after_event(expert_cache, l, True))
 
 
-def _count_prefetches(events: Iterable[Event], extent_bytes: Array, counts: ReplayCounts) -> None:
-    for event in events:
-        if isinstance(event, FetchEvent):
-            counts.bytes_fetched += int(extent_bytes[event.key])
-            counts.bytes_ahead += int(extent_bytes[event.key])
+def _counted(
+    passes: Passes, expert_cache: ExpertCache, extent_bytes: Array, prefetches: _NoPrefetch, source: PredictionSource
+) -> ReplayResult:
+    result = ReplayResult(prediction=source)
+    by_pass = [result.decode if is_decode else result.prefill for is_decode in passes.is_decode]
+    for counts, num_tokens in zip(by_pass, passes.chunks.tolist(), strict=True):
+        counts.num_tokens += num_tokens
+    for pass_idx, _, event, is_ahead in played(passes, expert_cache, prefetches):
+        counts = by_pass[pass_idx]
+        if isinstance(event, ComputeEvent):
+            counts.num_needed += 1
+            counts.num_hits += event.is_hit
+        elif isinstance(event, FetchEvent):
+            num_bytes = int(extent_bytes[event.key])
+            counts.bytes_fetched += num_bytes
+            counts.bytes_ahead += num_bytes * is_ahead
+    return result

@@ -1,19 +1,11 @@
 """`routing.safetensors`: the routing data of a profile, next to a pack, to place experts and to predict them.
 
-It does not change a model's answers. `moe-pack convert` and `moe-pack attach` write it from a profile; it belongs to
-the pack's content except the thresholds, which may change without it. Specified in docs/pack.md.
-
-`RoutingChecks` checks the arrays of the file, but for path statistics (paths.py) and networks. `Predictor` is such a
-network, FloE's: it predicts the experts of the next MoE layer from this layer's hidden state and the last routes. For
-each MoE layer it has one layer or two. It takes the input of MoE layer l, after its norm, and the experts chosen at
-l - 1 and l (at l = 0 only those), and gives each expert of layer l + 1 a score. Calibration trains it
-(`moe_pack.calib`); its weights are bfloat16. `Routing` is the content of the file.
-
-Source:  FloE §3.3.1, for the network.
+It changes no answers, and belongs to the pack's content except the thresholds. docs/pack.md specifies it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +50,7 @@ class RoutingChecks:
     def popularity(self, name: str) -> Array:
         """Returns the tokens that chose each expert, u32 [L, E]: k choices a token, the same tokens in every layer.
 
-        Where experts without weights take choices, the others have fewer, and the number of tokens is not known.
+        If experts without weights take choices, the others have fewer, and the number of tokens is not known.
         """
         counts = self._form(name, "U32", (self._L, self._E))
         choices = counts.sum(axis=1, dtype=np.int64)
@@ -161,9 +153,12 @@ _ONE_LAYER = ("x_weight", "route_weight", "bias")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """A trained network; its weights include the standardization of training, so that it takes hidden states directly.
+    """A network of one layer or two that predicts the experts of the next MoE layer.
 
-    Below, h is E if there is one layer, else the number of hidden units.
+    It takes the input of MoE layer l, after its norm, and the experts chosen at l - 1 and l (at l = 0 only those), and
+    gives each expert of layer l + 1 a score. Its weights include the standardization of training. h is E for one layer,
+    else the number of hidden units.
+    Source:  FloE §3.3.1.
     """
 
     x_weight: Tensor  # bfloat16 [h, d]
@@ -338,7 +333,6 @@ def routing_file_bytes(routing: Routing) -> int:
 
 
 def _arrays(routing: Routing) -> Iterator[tuple[str, Array]]:
-    """Yields all arrays with their names in the file, in its order."""
     yield "popularity", routing.popularity
     yield "mass", routing.mass
     yield "recalls", routing.recalls
@@ -379,32 +373,23 @@ def _read(sidecar: TensorSidecar, folder: Path, spec: formats.ModelSpec) -> Rout
         best,
         routes,
         sequence_length,
-        _Networks(folder, sidecar.sha256, spec).read,
+        partial(_network, folder, sidecar.sha256, spec),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Networks:
-    """The networks of a checked file, read one by one: those of a large model are 100 MB and more."""
-
-    folder: Path
-    sha256: str
-    spec: formats.ModelSpec
-
-    def read(self, layer_idx: int) -> Predictor:
-        """Reads the network that predicts the `layer_idx`-th MoE layer."""
-        prefix = f"{_NETWORK}{layer_idx}."
-        with TensorSidecar(self.folder, presets.ROUTING_FILE, self.sha256) as sidecar:
-            names = [name for name in sidecar.entries if name.startswith(prefix)]
-            arrays = {name.removeprefix(prefix): sidecar.read(name) for name in names}
-        place = f"{presets.ROUTING_FILE}: {prefix}*"
-        network = Predictor.from_stored(arrays, place)
-        sizes = (network.hidden_size, network.num_experts, network.num_previous)
-        begin = max(first for first in first_moe_layers(self.spec) if first <= layer_idx)  # of its stack
-        expected = (self.spec.hidden_size, self.spec.router.num_experts, min(layer_idx - begin, MAX_PREVIOUS))
-        if sizes != expected:
-            d, E, P = expected
-            raise formats.PackError(
-                f"{place}: found sizes {list(sizes)}, expected d = {d}, E = {E}, P = {P}; attach the profile again"
-            )
-        return network
+def _network(folder: Path, sha256: str, spec: formats.ModelSpec, layer_idx: int) -> Predictor:
+    """Reads one network of a checked file: those of a large model are 100 MB and more."""
+    prefix = f"{_NETWORK}{layer_idx}."
+    with TensorSidecar(folder, presets.ROUTING_FILE, sha256) as sidecar:
+        names = [name for name in sidecar.entries if name.startswith(prefix)]
+        arrays = {name.removeprefix(prefix): sidecar.read(name) for name in names}
+    place = f"{presets.ROUTING_FILE}: {prefix}*"
+    network = Predictor.from_stored(arrays, place)
+    sizes = (network.hidden_size, network.num_experts, network.num_previous)
+    begin = max(first for first in first_moe_layers(spec) if first <= layer_idx)  # of its stack
+    d, E, P = spec.hidden_size, spec.router.num_experts, min(layer_idx - begin, MAX_PREVIOUS)
+    if sizes != (d, E, P):
+        raise formats.PackError(
+            f"{place}: found sizes {list(sizes)}, expected d = {d}, E = {E}, P = {P}; attach the profile again"
+        )
+    return network

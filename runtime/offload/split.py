@@ -32,7 +32,7 @@ def fastest(computing: Sequence[float], loading: Sequence[float]) -> LoadOrCompu
     """Returns the split that takes the least time; of several, the one that loads the fewest experts.
 
     Meaning: arg min over m of max(time to compute the m experts that cost least to compute for what they cost to load,
-             time to load the others). Where all take equally long to load, these m have the fewest tokens, and this is
+             time to load the others). If all take equally long to load, these m have the fewest tokens, and this is
              the least over all subsets. Otherwise it is at most longer by one expert's cheaper way.
     Args:    computing: seconds that each missing expert takes on the CPU.   loading: seconds to load it, not 0.
     Source:  Fiddler §3.2, prefill, whose arg min is over all subsets.
@@ -57,11 +57,10 @@ def substitute(
     """Returns the experts to run in place of the chosen ones: [T, k], k different ones for each token.
 
     Meaning: beta = a token's (k+1)-th score. Its top experts have more than (1 + alpha) beta; `top` has those of all
-             tokens. Of its other experts, those that are resident or in `top` stay. The rest are replaced, lowest
-             first, by an expert not chosen that is resident or in `top` and has at least (1 - alpha) beta, as long as
-             there is one: by the one that the most tokens have chosen, since it runs for them anyway, and of several
-             by that with the best score. Of equal chosen experts the later is replaced first, of the others the
-             earlier is taken first.
+             tokens. Its other experts stay if they are resident or in `top`. The rest are replaced, lowest first (of
+             equal ones the later), by an expert not chosen that is resident or in `top` and has at least
+             (1 - alpha) beta, as long as there is one: by the one that the most tokens have chosen, since it runs for
+             them anyway, of several by that with the best score, of equal ones by the earlier.
     Args:    scores: [T, E], of the routers, of all experts; not negative.   chosen: [T, k].   is_resident: [E].
              alpha: 0 to 1.
     Returns: [T, k]; a substitute is in the place of the expert that it replaces.

@@ -24,8 +24,7 @@ from moe_pack.formats import Pack
 from moe_pack.formats.families import PredictionLayer
 from moe_pack.runtime import ChatTemplate, Engine, EngineOptions, Sampler, SamplingOptions, Text
 from moe_pack.runtime.drafts import Drafts, Gate, NgramDrafter
-from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter
-from moe_pack.runtime.drafts.prediction_weights import PredictionWeights
+from moe_pack.runtime.drafts.prediction_layer import PredictionDrafter, PredictionWeights
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.model import Decoder, Weights
 from moe_pack.runtime.offload import least_budget, whole_bytes

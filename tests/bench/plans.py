@@ -35,7 +35,7 @@ from moe_pack.calib.profile import Profile, ProfileOptions, assumed_losses, loss
 from moe_pack.convert.plan import EstimatedPlan, PlanningModel, Target, held_out_passes, planner_for, preset_decision
 from moe_pack.convert.plan.options import PRESET_NAMES, USUAL_LIMIT, PresetName
 from moe_pack.convert.plan.planned import mean_sparsity, speed_text, two_digits
-from moe_pack.convert.plan.speed import TokenEstimate
+from moe_pack.convert.plan.speed import SpeedEstimate
 from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.families.checkpoint_files import FolderFiles
@@ -78,7 +78,7 @@ class Case:
     pack: str
     share: float
     budget_bytes: int
-    predicted: TokenEstimate
+    predicted: SpeedEstimate
     measured_bytes: float
     measured_hit_rate: float
     rounds: tuple[Round, ...]
@@ -129,7 +129,7 @@ def run_case(
         passes: Passes | None = held_out_passes(Profile(folder / "demo-profile")) if name == DEMO else None
         sparsity, seen = 0.0 if name == DEMO else _SYNTHETIC[name].sparsity, num_tokens // 2
 
-        def estimate(facts: MachineFacts) -> TokenEstimate:
+        def estimate(facts: MachineFacts) -> SpeedEstimate:
             return predicted_for(pack, budget, _CONTEXT, facts, sparsity, seen, passes)
 
         num_ids = (2 + rounds) * num_tokens

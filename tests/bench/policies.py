@@ -29,7 +29,7 @@ from benchlib.playing import (
     play_partial,
 )
 from benchlib.routes import ModelRoutes, NeuronRows, RoutedModel, neuron_rows, routed_model
-from support.evictions import FIFO, Random
+from support.evictions import FIFO, LFU, Random
 
 from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of, make_profile
 from moe_pack.convert.plan import PlanningModel, preset_decision
@@ -306,9 +306,9 @@ def hit_rates(routes: ModelRoutes, facts: CacheFacts) -> Iterator[tuple[str, flo
     """Yields each eviction policy's hit rate in decode with this cache, without prediction."""
     variants = {name: preset for name, preset in PRESETS.items() if name != "floe"}  # alone, as lru
     variants |= {f"hot set {share:.0%}, lru": Preset("lru", "lru", placed_share=share) for share in _HOT}
-    variants |= {"lfu": Preset("lru", "lfu")}
     for name, preset in variants.items():
         yield name, replay(routes.passes, facts, facts.pages, preset.without_prediction()).decode.hit_rate
+    yield "lfu", play(routes, Play(ExpertCache(facts, LFU(facts)))).hit_rate
     yield "fifo", play(routes, Play(ExpertCache(facts, FIFO(facts)))).hit_rate
     yield "random", play(routes, Play(ExpertCache(facts, Random(facts)))).hit_rate
     yield "optimum", optimum(routes.passes, facts, facts.pages).decode.hit_rate

@@ -5,6 +5,8 @@ import random
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -42,23 +44,16 @@ def undamaged_text(folder: Path) -> str:
     return result.stdout
 
 
-class Changed:
-    """A file with one byte changed, until the end of the `with`."""
-
-    def __init__(self, path: Path, place: float, difference: int) -> None:
-        self._path = path
-        self._raw = path.read_bytes()
-        self._offset = min(int(place * len(self._raw)), len(self._raw) - 1)
-        self._byte = self._raw[self._offset] ^ difference
-
-    def __enter__(self) -> str:
-        changed = bytearray(self._raw)
-        changed[self._offset] = self._byte
-        self._path.write_bytes(changed)
-        return f"{self._path.name} byte {self._offset}"
-
-    def __exit__(self, *exception: object) -> None:
-        self._path.write_bytes(self._raw)
+@contextmanager
+def changed(path: Path, place: float, difference: int) -> Iterator[str]:
+    """Changes one byte of a file until the end of the `with`."""
+    raw = path.read_bytes()
+    offset = min(int(place * len(raw)), len(raw) - 1)
+    path.write_bytes(raw[:offset] + bytes([raw[offset] ^ difference]) + raw[offset + 1 :])
+    try:
+        yield f"{path.name} byte {offset}"
+    finally:
+        path.write_bytes(raw)
 
 
 def changes(times: int) -> Iterator[tuple[str, float, int]]:
@@ -86,7 +81,7 @@ def assert_one_line(stderr: str, program: str) -> None:
 def test_verify_refuses_every_changed_byte(folder: Path, times: int) -> None:
     for name, place, difference in changes(times):
         with case(name, place, difference):
-            with Changed(folder / name, place, difference):
+            with changed(folder / name, place, difference):
                 result = CliRunner().invoke(moe_pack, ["verify", str(folder)], prog_name="moe-pack")
             assert (result.exit_code, result.stdout) == (1, "")
             assert_one_line(result.stderr, "moe-pack")
@@ -96,7 +91,7 @@ def test_verify_refuses_every_changed_byte(folder: Path, times: int) -> None:
 def test_moe_run_refuses_a_changed_byte_or_does_not_use_it(folder: Path, undamaged_text: str, times: int) -> None:
     for name, place, difference in changes(times):
         with case(name, place, difference):
-            with Changed(folder / name, place, difference):
+            with changed(folder / name, place, difference):
                 result = CliRunner().invoke(moe_run, [str(folder), *RUN], prog_name="moe-run")
             if result.exit_code == 0:
                 assert result.stdout == undamaged_text
@@ -111,37 +106,28 @@ def test_moe_run_refuses_damage_to_what_it_always_reads(folder: Path) -> None:
     for name in cases:
         with case(name):
             for place in (0.0, 0.3, 0.7, 0.999999):
-                with Changed(folder / name, place, 1) as where:
+                with changed(folder / name, place, 1) as where:
                     result = CliRunner().invoke(moe_run, [str(folder), *RUN], prog_name="moe-run")
                 assert (result.exit_code, result.stdout) == (1, ""), where
 
 
-def test_a_file_cut_short_is_refused_by_both(folder: Path) -> None:
-    for name in FILES:
-        for kept in [0.0, 0.5, 0.99]:
-            with case(name, kept):
-                raw = (folder / name).read_bytes()
-                (folder / name).write_bytes(raw[: int(len(raw) * kept)])
-                try:
-                    for command, arguments in ((moe_pack, ["verify", str(folder)]), (moe_run, [str(folder), *RUN])):
-                        result = CliRunner().invoke(command, arguments, prog_name="moe-pack")
-                        assert (result.exit_code, result.stdout) == (1, "")
-                        assert_one_line(result.stderr, "moe-pack")
-                        assert name in result.stderr
-                finally:
-                    (folder / name).write_bytes(raw)
+def assert_refused_by_both(folder: Path, name: str) -> None:
+    for command, arguments in ((moe_pack, ["verify", str(folder)]), (moe_run, [str(folder), *RUN])):
+        result = CliRunner().invoke(command, arguments, prog_name="moe-pack")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert_one_line(result.stderr, "moe-pack")
+        assert name in result.stderr
 
 
-def test_a_missing_file_is_refused_by_both(folder: Path) -> None:
-    for name in FILES:
-        with case(name):
+def test_a_file_cut_short_or_missing_is_refused_by_both(folder: Path) -> None:
+    for name, kept in product(FILES, (None, 0.0, 0.5, 0.99)):
+        with case(name, kept):
             raw = (folder / name).read_bytes()
-            (folder / name).unlink()
+            if kept is None:
+                (folder / name).unlink()
+            else:
+                (folder / name).write_bytes(raw[: int(len(raw) * kept)])
             try:
-                for command, arguments in ((moe_pack, ["verify", str(folder)]), (moe_run, [str(folder), *RUN])):
-                    result = CliRunner().invoke(command, arguments, prog_name="moe-pack")
-                    assert (result.exit_code, result.stdout) == (1, "")
-                    assert_one_line(result.stderr, "moe-pack")
-                    assert name in result.stderr
+                assert_refused_by_both(folder, name)
             finally:
                 (folder / name).write_bytes(raw)

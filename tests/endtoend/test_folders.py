@@ -1,4 +1,4 @@
-"""What a folder of a stranger holds: what transformers loads of it is what we read."""
+"""Folders of strangers: we read what transformers loads."""
 
 import json
 from collections.abc import Callable

@@ -34,9 +34,7 @@ from moe_pack.runtime.offload import OffloadedWeights
 
 CPU = torch.device("cpu")
 TINY = Tiny(
-    "gpt_oss",
-    "f of 96",
-    {"intermediate_size": 96, "layer_types": ["full_attention", *["sliding_attention"] * 2]},
+    "gpt_oss", "f of 96", {"intermediate_size": 96, "layer_types": ["full_attention", *["sliding_attention"] * 2]}
 )
 EXPERTS = "model.layers.{i}.mlp.experts."
 FOUR = part_format(4, 64)
@@ -101,11 +99,7 @@ def test_a_pack_that_keeps_the_blocks_is_what_transformers_makes_of_them(
                     audit(opened)
                     assert {
                         part for layer in opened.index.experts for e in layer for part in (e.gate, e.up, e.down)
-                    } <= {
-                        MXFP4,
-                        E5M2,
-                        BF16,
-                    }
+                    } <= {MXFP4, E5M2, BF16}
                     weights = open_weights(opened, CPU, operations_limited_to("avx2") if has_kernels else TORCH)
                     decoder = Decoder(weights, 96, chunk_tokens=16)
                     found = torch.cat(

@@ -186,7 +186,7 @@ def test_a_pack_lies_where_there_is_space(
 
 
 def test_engines_are_told_how_much_host_memory_they_may_take() -> None:
-    """What a virtual machine has free may show only when it is used: 75% of that may be less than a pack."""
+    """The free memory of a virtual machine may show only when it is used: 75% of that may be less than a pack."""
     assert EngineRequest("auto").options(17 << 30).ram_bytes == 17 << 30
     assert EngineRequest("auto", ram_bytes=6 << 30).options(17 << 30).ram_bytes == 6 << 30
 
@@ -292,7 +292,7 @@ def test_ncus_report_becomes_a_row_a_metric_named_by_the_launches_in_their_order
 
 @dataclass(frozen=True)
 class Said:
-    """What a call's file says."""
+    """The content of a call's file."""
 
     day: str = "2026-11-23"
     is_rehearsal: bool = False

@@ -1,6 +1,5 @@
 """From a checkpoint of any family through a profile, a plan and a pack to an answer within a memory."""
 
-import json
 import re
 from pathlib import Path
 
@@ -77,16 +76,6 @@ def test_experts_that_take_turns_say_what_all_in_memory_say(family: str, tmp_pat
     replayed = done("replay", record, "--pack", packed, "--budget", budget, "--policy", "lru").output
     of_lru = re.search(r"^ +lru +[\d.]+% +([\d.]+)%", replayed, re.MULTILINE)
     assert of_lru is not None and of_lru[1] == hits(few), replayed
-
-
-def test_the_pack_is_corms(corm_pack: Path) -> None:
-    """Gates decide at one threshold; the popular half in INT4, groups of 64, the rest in INT2, groups of 16."""
-    with Pack(corm_pack) as pack:
-        assert pack.manifest.selector == "gate"
-        for layer in pack.index.experts:
-            assert {(expert.up.width, expert.up.group) for expert in layer} == {(4, 64), (2, 16)}
-            assert 2 * sum(expert.up.width == 4 for expert in layer) == len(layer)
-    assert json.loads((corm_pack / "thresholds.json").read_text())["content"]["rule"]["theta"] == 0.25
 
 
 def test_the_papers_policies_say_what_all_in_memory_say(corm_pack: Path) -> None:

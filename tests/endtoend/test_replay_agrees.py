@@ -1,4 +1,4 @@
-"""What replay says of a run is what the run counted: every policy, prediction or not, at several budgets."""
+"""Replay's figures of a run are the run's own counts: every policy, prediction or not, at several budgets."""
 
 from collections.abc import Callable
 from itertools import product

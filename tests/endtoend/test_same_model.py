@@ -74,7 +74,7 @@ def test_token_by_token_gives_the_logits_of_transformers(
 
 @pytest.fixture(scope="module")
 def greedy(original: MixtralForCausalLM, ids: list[int]) -> list[int]:
-    """What transformers goes on with after 24 tokens, the likeliest token each time."""
+    """Returns the tokens with which transformers goes on after 24 tokens, the likeliest each time."""
     made: list[int] = []
     given, cache = ids[:24], None
     with torch.no_grad():

@@ -36,7 +36,7 @@ NOISE = 1e-6
 
 @dataclass(frozen=True)
 class Seen:
-    """What a MoE layer of transformers saw and did: `a[e]` float32 [kinds, n, f] for the n tokens of expert e."""
+    """A MoE layer's inputs and choices in transformers: `a[e]` float32 [kinds, n, f] for the n tokens of expert e."""
 
     inputs: torch.Tensor
     weights: Array

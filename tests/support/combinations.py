@@ -57,10 +57,7 @@ def _meetings(combination: Combination, groups: list[tuple[str, ...]]) -> list[M
 
 
 def _drawn(
-    choices: dict[str, tuple[Choice, ...]],
-    wanted: Meeting,
-    can_be: Callable[[Combination], bool],
-    draw: random.Random,
+    choices: dict[str, tuple[Choice, ...]], wanted: Meeting, can_be: Callable[[Combination], bool], draw: random.Random
 ) -> Combination | None:
     for _ in range(200):
         drawn = {name: draw.choice(values) for name, values in choices.items()} | dict(wanted)

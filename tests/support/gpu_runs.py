@@ -70,10 +70,7 @@ def _rates(cpu_share: float) -> Rates:
 
 @contextmanager
 def gpu_engine(
-    folder: Path,
-    run: GpuRun,
-    device: torch.device = CPU,
-    eviction: Callable[[CacheFacts], Eviction] | None = None,
+    folder: Path, run: GpuRun, device: torch.device = CPU, eviction: Callable[[CacheFacts], Eviction] | None = None
 ) -> Iterator[GpuEngine]:
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
@@ -101,10 +98,7 @@ def gpu_engine(
 
 @contextmanager
 def gpu_decoder(
-    folder: Path,
-    run: GpuRun,
-    device: torch.device = CPU,
-    eviction: Callable[[CacheFacts], Eviction] | None = None,
+    folder: Path, run: GpuRun, device: torch.device = CPU, eviction: Callable[[CacheFacts], Eviction] | None = None
 ) -> Iterator[GpuDecoder]:
     """Builds the engine, and gives its decoder; `eviction` is in place of the policy's."""
     with gpu_engine(folder, run, device, eviction) as built:

@@ -29,7 +29,7 @@ def calibrated_losses(spec: ModelSpec, seed: int = 0, most: int | None = None) -
 
 
 def _calibrated_share(part: PartFormat) -> float:
-    """Of what 2 bits lose: a trellis less than affine codes of its bits, shorter groups less than longer ones."""
+    """Returns a share of the 2-bit loss: a trellis loses less than affine codes, shorter groups less than longer."""
     codec = 0.6 if part.codec == "trellis" else 1.0
     return float(codec * 4.0 ** -(part.bits - 2) * (1.0 if part.group == 0 else 0.7 + part.group / 600))
 

@@ -133,7 +133,7 @@ NOT_HERE = {
     "python tests/bench/smollm2_routed.py": "needs a package; tests/convert/test_smollm2_routed_bench.py makes one",
     "python -m support.loaded_packs": "tests/test_start_up.py counts the same, and has bounds",
     "moe-pack convert tests/models/tiny-mixtral --preset floe": "converts for half a minute; "
-    "tests/convert/test_preset_command.py converts a tiny model with every preset",
+    "tests/convert/test_presets.py converts a tiny model with every preset",
     "pytest": "is this suite",
     "moe-pack convert Qwen3-30B-A3B-Q8_0.gguf": "needs this file; tests/formats/test_gguf.py has small ones",
     "moe-pack eval packed/ --against Qwen3-30B-A3B-Q8_0.gguf": "needs this file",

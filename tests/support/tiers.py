@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Losses
-from moe_pack.convert.plan.speed import SpeedEstimate
+from moe_pack.convert.plan.speed import MemoryTier, SpeedEstimate, TokenSeconds
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RunError
 from moe_pack.runtime import DiskFacts, ReadRate
 from moe_pack.runtime.engine.machine import SizedRate
@@ -23,8 +23,8 @@ def steady_disk(rate: float) -> DiskFacts:
     return DiskFacts(None, 0, "pread", 1, (point,), (point,), (ReadRate("pread", DISK_BLOCK_BYTES, 1, rate),))
 
 
-@dataclass(frozen=True, slots=True)
-class FixedTier:
+@dataclass
+class FixedTier(MemoryTier):
     """Seconds of a token: all dense bytes, the running bytes of each expert as often as it runs, and of those that are
     missing. Missing is the share of all experts' bytes that has no room, the same of every expert.
     """
@@ -35,7 +35,6 @@ class FixedTier:
     def estimate(
         self, layout: PackLayout, sparsity: NDArray[np.float64], less_bytes: int = 0, is_rough: bool = False
     ) -> SpeedEstimate:
-        """By the formula."""
         dense, budget = layout.dense_file.num_bytes, self.budget_bytes - less_bytes
         if budget < self.least_bytes(layout):
             raise RunError(f"{budget} bytes, the least is {self.least_bytes(layout)}")
@@ -51,22 +50,18 @@ class FixedTier:
         seconds = FIXED_S + dense / DENSE_RATE + float((self.losses.popularity * run + misses * fetch).sum())
         fetched = float((misses * fetch).sum()) * FETCH_RATE
         shares = (MemoryPart("dense", dense), MemoryPart("experts", budget - dense))
-        return SpeedEstimate(shares, seconds, fetched, dense, held, misses, "none")
+        return SpeedEstimate("none", held, misses, fetched, dense, TokenSeconds(seconds, 0, 0, 0), shares)
 
     def least_bytes(self, layout: PackLayout) -> int:
-        """The dense part and one expert."""
         return layout.dense_file.num_bytes + max(e.num_bytes for layer in layout.experts for e in layer)
 
     def run_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
-        """Its selector and running rows; all of it where nothing selects."""
         return _running_bytes(expert, sparsity) / RUN_RATE
 
     def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
-        """The same."""
         return _running_bytes(expert, sparsity) / FETCH_RATE
 
     def dense_seconds(self, num_bytes: int, width: int) -> float:
-        """By their bytes."""
         return num_bytes / DENSE_RATE
 
 

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from moe_pack.formats import Pack
 from moe_pack.formats.base.cli import cache_folder
-from moe_pack.runtime import EngineOptions, Sampler, SamplingOptions, context_for, load_facts, measure, random_prompt
+from moe_pack.runtime import (
+    USUAL_DISK,
+    EngineOptions,
+    Sampler,
+    SamplingOptions,
+    context_for,
+    load_facts,
+    measure,
+    random_prompt,
+)
 from moe_pack.runtime.cpu import Kernels, num_cpus
 from moe_pack.runtime.cpu.reads import open_reads
 from moe_pack.runtime.engine import offloaded
@@ -97,7 +106,7 @@ def open_parts(
     preset = parts.preset
     assert preset.rows_below or not parts.selectors, "whole experts come with their selectors"
     assert options.budget_bytes is not None, "experts are offloaded within a budget"
-    setup, disk = Setup(pack, options, context_tokens), offloaded.known_disk(options)
+    setup, disk = Setup(pack, options, context_tokens), USUAL_DISK if options.machine is None else options.machine.drive
     routing, is_direct = Routing.open(pack), offloaded.reads_directly(setup, disk)
     shares = offloaded.popularity_shares(pack, routing)
     heat = selector_heat(shares, pack.thresholds > 0) if parts.selectors else None

@@ -9,7 +9,7 @@ from benchlib.packs import SKEW
 from moe_pack.convert import measure_fixed_costs, skewed_popularity
 from moe_pack.convert.plan.cpu_speed import estimate_on_cpu, planned_heat
 from moe_pack.convert.plan.machines import machine_of_cpu
-from moe_pack.convert.plan.speed import TokenEstimate
+from moe_pack.convert.plan.speed import RoutingFacts, SpeedEstimate
 from moe_pack.formats import NO_PROGRESS, Pack
 from moe_pack.runtime import FixedCosts, MachineFacts, measure_disk
 from moe_pack.runtime.doctor import MeasurementSteps, measure_cpu
@@ -44,7 +44,7 @@ def predicted_for(
     sparsity: float,
     seen_tokens: int,
     passes: Passes | None = None,
-) -> TokenEstimate:
+) -> SpeedEstimate:
     """Returns the cost model's estimate of a token, with the division of the budget that the planner makes.
 
     Args:    sparsity: the share of neurons that do not run.   seen_tokens: tokens in the key-value cache.   passes: the
@@ -57,4 +57,4 @@ def predicted_for(
     heat = planned_heat(pack.layout, popularity, shares, machine.disk)
     plan = divide_budget(pack.layout, budget_bytes, context_tokens, predictors, heat=heat)
     recall = None if passes else _RECALL
-    return estimate_on_cpu(pack.layout, plan, machine, popularity, shares, passes, recall, seen_tokens)
+    return estimate_on_cpu(pack.layout, plan, machine, RoutingFacts(popularity, passes, recall), shares, seen_tokens)

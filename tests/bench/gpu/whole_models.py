@@ -205,7 +205,7 @@ def _compare(results: Results, clock: Clock, folder: Path, wanted: EngineRequest
         def at_end(engine: Running) -> None:
             needed[0] = counts(engine)
             if isinstance(engine, Engine) and (facts := engine.facts.gpu) is not None:
-                used[0], budget[0] = facts.memory.used_bytes(), facts.budget_bytes
+                used[0], budget[0] = facts.memory.used_bytes(), facts.use.budget
 
         found = _answers(open_it, expected.ids, clock, at_end)
     off = (found.forced - expected.forced).abs().amax(1)

@@ -13,7 +13,7 @@ Cost = Callable[[int], float]  # seconds of a pass over so many tokens
 
 
 def proposals(text: list[int], most: int = 4) -> list[list[int]]:
-    """What is proposed after each token of a text."""
+    """Returns the proposals after each token of a text."""
     drafter = NgramDrafter()
     return [drafter.propose(text[:end], None, most) for end in range(1, len(text) + 1)]
 

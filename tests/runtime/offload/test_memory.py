@@ -1,4 +1,4 @@
-"""What memory is said to be available: the machine's, and less in a control group."""
+"""The memory that is said to be available: the machine's, and less in a control group."""
 
 import os
 import platform
@@ -91,7 +91,7 @@ def test_threads_share_a_heap_if_asked_for() -> None:
 
 
 def available_in(group: Path) -> int:
-    """What a child of this process is told in a control group."""
+    """Returns the memory that is available to a child of this process in a control group."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads, which it leaves be

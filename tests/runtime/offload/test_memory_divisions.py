@@ -1,4 +1,4 @@
-"""What every engine's division of memory comes to, to the byte, for two models."""
+"""Every engine's division of memory, to the byte, for two models."""
 
 from functools import partial
 from typing import Any, get_args

@@ -57,26 +57,6 @@ def test_the_cases_reach_every_stage_at_layers_with_two_before() -> None:
     assert reached == set(BackoffLevel)
 
 
-def test_a_small_table_is_predicted_as_worked_by_hand() -> None:
-    found = learn_paths(HAND, 3, EVERYTHING)
-    before = np.array([[[0], [1]], [[1], [1]], [[2], [1]], [[2], [2]]])
-    probabilities, stages = found.predict(2, before)
-    # 0 then 1, seen 8 times, 6 times followed by 2. 1 then 1, seen twice: two layers back (2 + 3 * 0.4) / (2 + 3) =
-    # 0.64 for expert 0 and 0.36 for 2; one back (4 + 3 * 0.4) / (10 + 3) = 0.4 and 0.6; so sqrt(0.256) to
-    # sqrt(0.216). 2 then 1: layer 0 never chose 2, which leaves 0.4 and 0.6. 2 then 2: nothing known.
-    assert stages.tolist() == [
-        BackoffLevel.EXACT,
-        BackoffLevel.FACTORED,
-        BackoffLevel.FACTORED,
-        BackoffLevel.POPULARITY,
-    ]
-    expected = [[0.25, 0, 0.75], [0.521224, 0, 0.478776], [0.4, 0, 0.6], [0.4, 0, 0.6]]
-    np.testing.assert_allclose(probabilities, expected, atol=1e-6)  # worked out to six decimals
-    first, stage = found.predict(0, np.empty((2, 0, 1), int))
-    np.testing.assert_allclose(first, [[0.8, 0.2, 0]] * 2, atol=1e-7)  # float32
-    assert stage.tolist() == [BackoffLevel.POPULARITY] * 2
-
-
 def test_a_key_is_used_from_the_eighth_time_on() -> None:
     assert PATH_MIN_SEEN == 8
     for times, stage in ((7, BackoffLevel.FACTORED), (8, BackoffLevel.EXACT)):

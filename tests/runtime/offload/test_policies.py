@@ -1,22 +1,26 @@
-"""Each policy on its paper's rule worked by hand, and against a slow twin written from the rule alone."""
+"""Each policy on its paper's rule and against a slow twin; the benchmarks' caches against the replay."""
 
 import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
+import pytest
+from benchlib.playing import ExpertSizes, Play, best_of, play
+from benchlib.routes import ModelRoutes, NeuronRows, popularity_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import case
+from support.evictions import LFU
 from support.residencies import Steps, dropped, facts_of, fetched, hits, random_steps, resident, walk_all
+from support.routings import random_routes
 
-from moe_pack.runtime.offload import PRESETS, CacheFacts, ExpertCache, ExpertKey, Preset, expert_cache_for
-from moe_pack.runtime.offload.cache import Eviction
+from moe_pack.calib.statistics import learn_paths
+from moe_pack.runtime.offload import PRESETS, ExpertCache, ExpertKey, Passes, Preset, expert_cache_for
 from moe_pack.runtime.offload.eviction import (
-    LFU,
     LRU,
     Belady,
     EdgeMoE,
@@ -25,53 +29,10 @@ from moe_pack.runtime.offload.eviction import (
     experts_to_start_with,
     placed_by_popularity,
 )
+from moe_pack.runtime.offload.replay import replay
 
 SHAPE = (3, 4)
 Victim = Callable[[int, Steps, set[ExpertKey]], ExpertKey]  # step, all steps, what may go: what goes
-
-
-def use(residency: ExpertCache, *keys: tuple[int, int]) -> None:
-    for layer_idx, expert in keys:
-        list(residency.schedule(layer_idx, [expert]))
-
-
-def test_lru_drops_what_was_used_longest_ago_in_whatever_layer() -> None:
-    """Room for 3: 0.0, 0.1, 1.0 are in; 0.0 is used again. The oldest is 0.1, then 1.0, then 0.0."""
-    facts = facts_of((2, 4), 3)
-    residency = ExpertCache(facts, LRU(facts))
-    use(residency, (0, 0), (0, 1), (1, 0), (0, 0))
-    events = walk_all(residency, [(1, [1]), (1, [2]), (1, [3])])
-    assert dropped(events) == [ExpertKey(0, 1), ExpertKey(1, 0), ExpertKey(0, 0)]
-
-
-def test_layers_apart_give_up_their_own_and_take_back_what_others_hold_beyond_their_share() -> None:
-    """Room for 4 in 2 layers: 2 each. Layer 0 borrows a third page; layer 1 has the free one, then takes 0's oldest."""
-    facts = facts_of((2, 4), 4)
-    residency = ExpertCache(facts, LayerLRU(facts))
-    events = walk_all(residency, [(0, [0]), (0, [1]), (0, [2]), (1, [0])])
-    assert dropped(events) == []
-    assert dropped(walk_all(residency, [(1, [1])])) == [ExpertKey(0, 0)]
-    assert dropped(walk_all(residency, [(0, [0])])) == [ExpertKey(0, 1)]
-    assert dropped(walk_all(residency, [(1, [2])])) == [ExpertKey(1, 0)]
-
-
-def test_lfu_drops_what_was_used_least_and_among_equals_the_older() -> None:
-    """Uses: 0.0 three, 0.1 one, 1.0 one and later. First 0.1 goes; then 1.0 is as often used as 1.1, and older."""
-    facts = facts_of((2, 4), 3)
-    residency = ExpertCache(facts, LFU(facts))
-    use(residency, (0, 0), (0, 1), (0, 0), (1, 0), (0, 0))
-    events = walk_all(residency, [(1, [1]), (1, [2])])
-    assert dropped(events) == [ExpertKey(0, 1), ExpertKey(1, 0)]
-
-
-def test_lfu_counts_what_it_has_dropped() -> None:
-    """0.0 was used twice and dropped for neither of 0.1 (3) and 0.2 (2, later); back again it has 3 and 0.2 goes."""
-    facts = facts_of((1, 4), 2)
-    residency = ExpertCache(facts, LFU(facts))
-    use(residency, (0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (0, 2))
-    assert resident(residency) == {ExpertKey(0, 1), ExpertKey(0, 2)}
-    use(residency, (0, 2), (0, 0))
-    assert resident(residency) == {ExpertKey(0, 1), ExpertKey(0, 0)}
 
 
 def test_edgemoe_weighs_how_often_against_how_far_ahead() -> None:
@@ -104,15 +65,6 @@ def test_edgemoe_counts_the_decoders_layers_and_no_use_of_an_encoder() -> None:
     np.testing.assert_array_equal(policy.worth(3)[:, 0], [0, 0, 3, 2, 6])
     np.testing.assert_array_equal(policy.worth(0)[:, 0], [0, 0, 3, 2, 6 / 4])
     assert not EdgeMoE(replace(facts_of((5, 1), 5), num_encoder_layers=2)).worth(4)[:2].any(), "popularity or not"
-
-
-def test_edgemoe_evicts_an_encoders_experts_before_any_of_the_decoders() -> None:
-    """Room for 3. After encoder 0.0, 0.1 and decoder 1.0, decoder 2.0 evicts 0.0, and 1.1 evicts 0.1."""
-    facts = replace(facts_of((3, 2), 3), num_encoder_layers=1)
-    cache = ExpertCache(facts, EdgeMoE(facts))
-    events = walk_all(cache, [(0, [0, 1]), (1, [0]), (2, [0]), (1, [1]), (2, [0])])
-    assert dropped(events) == [ExpertKey(0, 0), ExpertKey(0, 1)]
-    assert resident(cache) == {ExpertKey(1, 0), ExpertKey(1, 1), ExpertKey(2, 0)}
 
 
 def test_an_encoders_experts_fill_the_pages_in_order_and_popular_ones_the_rest() -> None:
@@ -148,14 +100,6 @@ def test_importance_is_the_mean_over_the_last_passes_of_all_experts() -> None:
     assert means == [[1, 0], [0.75, 0.25], [0.25, 0.75]]
 
 
-def test_importance_without_scores_counts_choices() -> None:
-    """n = 4; expert 1 was chosen twice in three passes."""
-    policy = Importance(facts_of((2, 2), 1), num_passes=4)
-    for experts in ([1], [0], [1]):
-        policy.routed(0, experts, None)
-    np.testing.assert_array_equal(policy.worth(0), [[1 / 3, 2 / 3], [0, 0]])
-
-
 def test_placing_takes_the_most_popular_of_all_layers_and_leaves_room_for_turns() -> None:
     """5 pages, one for turns: of 0.4, 0.4, 0.3, 0.3, 0.2, 0.2 | 0.1, 0.1 the first four, lower layers first."""
     facts = facts_of((2, 4), 5, popularity=[[0.1, 0.4, 0.3, 0.2], [0.3, 0.2, 0.1, 0.4]])
@@ -186,15 +130,6 @@ def test_a_protected_share_stays_and_the_rest_goes_by_last_use() -> None:
     residency = expert_cache_for(Preset("lru", "lru", placed_share=0.5), facts)
     assert dropped(walk_all(residency, [(0, [0]), (0, [3]), (0, [4])])) == [ExpertKey(0, 0)]
     assert {ExpertKey(0, 1), ExpertKey(0, 2)} <= resident(residency)
-
-
-def test_belady_drops_what_is_needed_last() -> None:
-    """Room for 2; 0, 1, 2, 0, 1: at 2, expert 1 is needed later than 0; at the last 1, either may go: never again."""
-    facts = facts_of((1, 3), 2)
-    steps: Steps = [(0, [expert]) for expert in (0, 1, 2, 0, 1)]
-    residency = ExpertCache(facts, Belady(facts, steps))
-    events = walk_all(residency, steps)
-    assert dropped(events) == [ExpertKey(0, 1), ExpertKey(0, 0)] and hits(events) == [False, False, False, True, False]
 
 
 def fewest_misses(steps: Steps, room: int) -> int:
@@ -270,17 +205,13 @@ def importance_victim(step: int, steps: Steps, held: set[ExpertKey]) -> ExpertKe
     return min(sorted(held), key=share)
 
 
-def four_passes(facts: CacheFacts) -> Eviction:
-    return Importance(facts, num_passes=4)
-
-
 def test_a_policy_drops_what_its_slow_twin_drops() -> None:
     for policy, victim in [
         (LRU, lru_victim),
         (LayerLRU, layer_lru_victim),
         (LFU, lfu_victim),
         (EdgeMoE, edgemoe_victim),
-        (four_passes, importance_victim),
+        (partial(Importance, num_passes=4), importance_victim),
     ]:
         with case(policy, victim):
             facts = facts_of(SHAPE, 6)
@@ -312,7 +243,76 @@ def test_every_eviction_by_its_name_drops_in_an_order_of_its_own() -> None:
     rng = random.Random(1)
     facts = facts_of((4, 8), 12, popularity=[[rng.random() for _ in range(8)] for _ in range(4)], num_active=2)
     steps, gone = random_steps(5, (4, 8), 50, k=2), {}
-    for eviction in ("lru", "layer_lru", "lfu", "edgemoe", "importance"):
+    for eviction in ("lru", "layer_lru", "edgemoe", "importance"):
         gone[eviction] = dropped(walk_all(expert_cache_for(Preset("lru", eviction), facts), steps))
     for one, other in itertools.combinations(gone, 2):
         assert gone[one] != gone[other], (one, other)
+
+
+N, L, E, F = 60, 3, 6, 10
+NUM_PROMPT = 8
+
+
+def routes_of(seed: int = 0) -> ModelRoutes:
+    """A prompt, then single tokens; scores at random."""
+    routes, rng = random_routes(N, L, E, 2, seed), np.random.default_rng(seed)
+    chunks = np.array([NUM_PROMPT] + [1] * (N - NUM_PROMPT), "<u4")
+    scores = rng.random((N, L, E), np.float32)
+    means = np.stack([scores[:NUM_PROMPT].mean(axis=0), *scores[NUM_PROMPT:]]).astype("<f2")
+    passes = Passes(routes, chunks, means, popularity_of(routes, E))
+    ahead, inputs = rng.random((N, L, E), np.float32), np.zeros((N, L, 1), np.float32)
+    return ModelRoutes(passes, routes, scores, ahead, inputs, learn_paths(routes, E, 1 << 20))
+
+
+def test_without_prediction_the_hits_are_those_of_the_replay() -> None:
+    routes = routes_of()
+    for name, preset in PRESETS.items():
+        for num_experts in (4, 7, 12):
+            facts, silent = routes.facts(num_experts), preset.without_prediction()
+            played = play(routes, Play(expert_cache_for(silent, facts)))
+            expected = replay(routes.passes, facts, facts.pages, silent).decode
+            assert (played.hits, played.needed) == (expected.num_hits, expected.num_needed), (name, num_experts)
+            assert played.late == played.read == expected.num_needed - expected.num_hits, (name, num_experts)
+            assert played.num_tokens == N - NUM_PROMPT
+
+
+def test_rows_that_are_read_are_those_that_an_expert_has_not() -> None:
+    """Everything fits, so that the rows of an expert only grow; predicted experts are the two of the largest scores."""
+    routes, rng = routes_of(3), np.random.default_rng(5)
+    running, ahead = rng.random((2, N, L, E, F)) < 0.3
+    rows = NeuronRows(running, ahead, below=1.1)
+    facts = routes.facts(L * E)
+    played = play(routes, Play(ExpertCache(facts, LRU(facts)), rows), best_of(routes.ahead, 2))
+    resident: dict[tuple[int, int], set[int]] = {}
+    total = late = selectors = 0
+    for token in range(N):
+        for l in range(L):
+            for e in routes.passes.routes[token, l].tolist():
+                is_prompt = token < NUM_PROMPT
+                needed = set(range(F)) if is_prompt else set(np.flatnonzero(running[token, l, e]).tolist())
+                if not is_prompt:
+                    late += len(needed - resident.get((l, e), set()))
+                    total += len(needed - resident.get((l, e), set()))
+                    selectors += (l, e) not in resident
+                resident[l, e] = resident.get((l, e), set()) | needed
+            if token < NUM_PROMPT or l + 1 == L:
+                continue
+            for e in np.argsort(-routes.ahead[token, l + 1], kind="stable")[:2].tolist():
+                guessed = set(np.flatnonzero(ahead[token, l + 1, e]).tolist())
+                total += len(guessed - resident.get((l + 1, e), set()))
+                selectors += (l + 1, e) not in resident
+                resident[l + 1, e] = resident.get((l + 1, e), set()) | guessed
+    assert played.records.sum(axis=(1, 2)) * F == pytest.approx([total, late])
+    assert played.selectors[0].sum() == selectors
+    sizes = ExpertSizes(np.full((L, E), 0.5), np.full((L, E), 2.0))
+    assert played.read_sizes(sizes)[0] == pytest.approx((0.5 * selectors + 2 * total / F) / played.num_tokens)
+
+
+def test_an_expert_of_which_enough_neurons_run_is_read_whole() -> None:
+    routes = routes_of()
+    half = np.zeros((N, L, E, F), bool)
+    half[..., : F // 2] = True
+    facts = routes.facts(4)
+    for below, share in ((0.5, 1.0), (0.6, 0.5)):
+        played = play(routes, Play(ExpertCache(facts, LRU(facts), keeps=False), NeuronRows(half, half, below)))
+        assert played.records[0].sum() == pytest.approx(share * played.read)

@@ -17,29 +17,10 @@ from support.streaming import budget_for
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.families import Checkpoint
-from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.model import (
-    TORCH,
-    CheckpointWeights,
-    PackWeights,
-    StoredMatrix,
-    add_attention,
-    embed,
-    mlp_input,
-    route_tokens,
-    run_experts,
-)
+from moe_pack.runtime import Engine, EngineOptions, model
 from moe_pack.runtime.model.caches.ropes import Rope
 from moe_pack.runtime.model.kv_cache import KVCache
-from moe_pack.runtime.offload import OffloadedWeights, Predictor, Routing
-from moe_pack.runtime.offload.prefetch import (
-    LearnedPrediction,
-    Prediction,
-    PredictionInput,
-    Prefetcher,
-    make_prediction,
-    ranked,
-)
+from moe_pack.runtime.offload import OffloadedWeights, Routing, prefetch
 from moe_pack.runtime.offload.presets import PredictionName
 from moe_pack.runtime.offload.routing_file import NO_PREDICTOR, write_routing
 
@@ -54,26 +35,26 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def weights(source: Path) -> Iterator[CheckpointWeights]:
+def weights(source: Path) -> Iterator[model.CheckpointWeights]:
     checkpoint = Checkpoint(source)
-    yield CheckpointWeights(checkpoint)
+    yield model.CheckpointWeights(checkpoint)
     checkpoint.close()
 
 
-def observed(num_tokens: int, layer_idx: int, seed: int = 0, partial: bool = False) -> PredictionInput:
+def observed(num_tokens: int, layer_idx: int, seed: int = 0, partial: bool = False) -> prefetch.PredictionInput:
     generator = torch.Generator().manual_seed(seed)
     x, hidden = torch.randn(2, num_tokens, D, generator=generator)
     routes = torch.rand(num_tokens, min(layer_idx, 2), E, generator=generator).argsort(-1)[..., :K]
-    return PredictionInput(x, routes.numpy(), hidden if partial else None)
+    return prefetch.PredictionInput(x, routes.numpy(), hidden if partial else None)
 
 
-def made(name: PredictionName, weights: Any, routing: Routing | None = ROUTING) -> Prediction:
-    prediction = make_prediction(name, weights, routing)
+def made(name: PredictionName, weights: Any, routing: Routing | None = ROUTING) -> prefetch.Prediction:
+    prediction = prefetch.make_prediction(name, weights, routing)
     assert prediction is not None
     return prediction
 
 
-def scores_of(prediction: Prediction, layer_idx: int, seen: PredictionInput) -> np.ndarray[Any, Any]:
+def scores_of(prediction: prefetch.Prediction, layer_idx: int, seen: prefetch.PredictionInput) -> np.ndarray[Any, Any]:
     scores = prediction.scores(layer_idx, seen)
     assert scores is not None and scores.dtype == np.float32 and scores.shape == (len(seen.x), E)
     return scores
@@ -82,14 +63,14 @@ def scores_of(prediction: Prediction, layer_idx: int, seen: PredictionInput) -> 
 # --- each against its rule
 
 
-def test_popularity_says_the_same_of_every_token(weights: CheckpointWeights) -> None:
+def test_popularity_says_the_same_of_every_token(weights: model.CheckpointWeights) -> None:
     for layer_idx, num_tokens in product([1, 2, 3], [1, 7]):
         with case(layer_idx, num_tokens):
             scores = scores_of(made("popularity", weights), layer_idx, observed(num_tokens, layer_idx))
             assert scores.tolist() == [ROUTING.paths.popularity[layer_idx].tolist()] * num_tokens
 
 
-def test_paths_are_asked_with_the_routes_of_the_layers_before(weights: CheckpointWeights) -> None:
+def test_paths_are_asked_with_the_routes_of_the_layers_before(weights: model.CheckpointWeights) -> None:
     for layer_idx, num_tokens in product([1, 2, 3], [1, 7]):
         with case(layer_idx, num_tokens):
             seen = observed(num_tokens, layer_idx)
@@ -97,7 +78,7 @@ def test_paths_are_asked_with_the_routes_of_the_layers_before(weights: Checkpoin
             np.testing.assert_array_equal(scores_of(made("paths", weights), layer_idx, seen), expected)
 
 
-def test_the_next_router_multiplies_the_input_before(weights: CheckpointWeights) -> None:
+def test_the_next_router_multiplies_the_input_before(weights: model.CheckpointWeights) -> None:
     for layer_idx, num_tokens in product([1, 2, 3], [1, 7]):
         with case(layer_idx, num_tokens):
             seen = observed(num_tokens, layer_idx)
@@ -109,7 +90,7 @@ def test_the_next_router_multiplies_the_input_before(weights: CheckpointWeights)
             )
 
 
-def test_a_partial_state_is_normed_and_routed(weights: CheckpointWeights) -> None:
+def test_a_partial_state_is_normed_and_routed(weights: model.CheckpointWeights) -> None:
     for layer_idx, num_tokens in product([1, 2, 3], [1, 7]):
         with case(layer_idx, num_tokens):
             prediction = made("partial", weights)
@@ -128,8 +109,8 @@ def test_a_network_scores_as_the_plain_one() -> None:
     for native, num_layers, layer_idx, num_tokens in product([False, True], [1, 2], [1, 2, 3], [1, 7]):
         with case(native, num_layers, layer_idx, num_tokens):
             network = random_predictor(num_layers, D, E, min(layer_idx, 2), 8, seed=3)
-            operations = operations_limited_to("portable") if native else TORCH
-            prediction = LearnedPrediction({layer_idx: network}, operations)
+            operations = operations_limited_to("portable") if native else model.TORCH
+            prediction = prefetch.LearnedPrediction({layer_idx: network}, operations)
             seen = observed(num_tokens, layer_idx)
             expected = network.scores(seen.x, torch.from_numpy(seen.routes))
             # float32 sums of some 70 products in another order
@@ -137,7 +118,7 @@ def test_a_network_scores_as_the_plain_one() -> None:
             assert prediction.scores(layer_idx - 1, seen) is None
 
 
-def test_the_best_of_each_layer_is_asked(weights: CheckpointWeights) -> None:
+def test_the_best_of_each_layer_is_asked(weights: model.CheckpointWeights) -> None:
     best = made("best", weights)
     for layer_idx, name in ((1, "popularity"), (2, "paths"), (3, "mlp")):
         seen = observed(5, layer_idx)
@@ -146,16 +127,16 @@ def test_the_best_of_each_layer_is_asked(weights: CheckpointWeights) -> None:
     assert not any(best.needs_partial(layer_idx) for layer_idx in (1, 2, 3))
 
 
-def test_only_a_layer_whose_best_is_the_partial_state_asks_for_one(weights: CheckpointWeights) -> None:
+def test_only_a_layer_whose_best_is_the_partial_state_asks_for_one(weights: model.CheckpointWeights) -> None:
     best = made("best", weights, random_routing(L, E, K, D, best=(2, 5, NO_PREDICTOR)))
     assert [best.needs_partial(layer_idx) for layer_idx in (1, 2, 3)] == [False, True, False]
     seen = observed(1, 2, partial=True)
     np.testing.assert_array_equal(scores_of(best, 2, seen), scores_of(made("partial", weights), 2, seen))
-    prefetcher = Prefetcher(best, E, K, K)
+    prefetcher = prefetch.Prefetcher(best, E, K, K)
     assert [prefetcher.needs_partial(layer_idx, 1) for layer_idx in (1, 2, 3)] == [False, True, False]
     # 20 tokens need nearly all of 6 experts, which are prefetched whatever is predicted.
     assert not prefetcher.needs_partial(2, 20) and prefetcher.needs_partial(2, 2)
-    assert not Prefetcher(None, E, K, 0).needs_partial(2, 1)
+    assert not prefetch.Prefetcher(None, E, K, 0).needs_partial(2, 1)
 
 
 @torch.inference_mode()
@@ -169,7 +150,7 @@ def test_the_engine_computes_a_partial_state_only_where_the_best_needs_it(source
             with Engine(opened, EngineOptions(budget_bytes=budget, kernels="portable"), 32) as engine:
                 weights = engine.weights
                 assert isinstance(weights, OffloadedWeights)
-                weights.prefetcher = Prefetcher(made("best", weights, Routing.open(opened)), E, K, K)
+                weights.prefetcher = prefetch.Prefetcher(made("best", weights, Routing.open(opened)), E, K, K)
                 names: list[str] = []
                 with pytest.MonkeyPatch.context() as patch:
                     read = weights.matrix
@@ -178,7 +159,7 @@ def test_the_engine_computes_a_partial_state_only_where_the_best_needs_it(source
                 assert sum(name.endswith("attention.o") for name in names) == expected, names
 
 
-def test_where_nothing_was_judged_the_best_is_the_next_router(weights: CheckpointWeights) -> None:
+def test_where_nothing_was_judged_the_best_is_the_next_router(weights: model.CheckpointWeights) -> None:
     half = random_routing(L, E, K, D, best=(NO_PREDICTOR, 2, 0))
     for layer_idx, routing in ((1, half), (2, half), (1, None), (3, None)):
         seen = observed(3, layer_idx)
@@ -186,88 +167,53 @@ def test_where_nothing_was_judged_the_best_is_the_next_router(weights: Checkpoin
         np.testing.assert_array_equal(scores_of(made("best", weights, routing), layer_idx, seen), expected)
 
 
-# --- worked by hand
-
-
-def test_a_model_worked_by_hand_is_predicted_as_worked() -> None:
-    """d = 2, E = 3, two layers. Input (1, 2): router rows (1, 0), (0, 1), (1, 1) give 1, 2, 3.
-
-    The network: x weights (1, 0), (0, 1), (0, 0), one route weight: expert 2 before raises expert 0 by 4, bias
-    (0, 0, 1.5): with routes {2} the scores are 1 + 4, 2, 1.5.
-    """
-
-    class Rows:
-        operations = TORCH
-        router = type(
-            "Router",
-            (),
-            {"bias": False, "logit_bias": False, "input_scale": False, "num_experts": 3, "table_layers": ()},
-        )
-        spec = type("Spec", (), {"moe_layers": (0, 1), "encoder": None, "router": router})
-
-        def matrix(self, role: str) -> StoredMatrix:
-            assert role == "layers.1.router"
-            return StoredMatrix(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
-
-    seen = PredictionInput(torch.tensor([[1.0, 2.0]]), np.array([[[2]]]))
-    router = made("router", Rows(), None).scores(1, seen)
-    assert router is not None and router.tolist() == [[1.0, 2.0, 3.0]] and ranked(router, 2).tolist() == [[2, 1]]
-    routed = torch.zeros(3, 1, 3)
-    routed[0, 0, 2] = 4
-    network = Predictor(
-        torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]).bfloat16(), routed.bfloat16(), torch.tensor([0, 0, 1.5])
-    )
-    learned = LearnedPrediction({1: network}).scores(1, seen)
-    assert learned is not None and learned.tolist() == [[5.0, 2.0, 1.5]]
-
-
 @torch.inference_mode()
 def test_with_every_expert_in_fast_memory_a_partial_state_predicts_the_truth(source: Path, tmp_path: Path) -> None:
     """The whole model layer by layer: the state with nothing missing, after the next attention, is the next input's."""
     pack(source, tmp_path / "pack", width=8)
     with Pack(tmp_path / "pack") as opened:
-        weights = PackWeights(opened, torch.device("cpu"))
+        weights = model.PackWeights(opened, torch.device("cpu"))
         prediction = made("partial", weights, None)
         spec, ids = opened.spec, torch.arange(20) * 7 % SHAPE.vocab_size
         cache = KVCache(spec, len(ids), torch.device("cpu"))
         angles = Rope(spec.rope, torch.device("cpu"))(torch.arange(len(ids)), len(ids))
-        x = add_attention(embed(ids, weights), weights, 0, cache.layer(0), angles)
+        x = model.add_attention(model.embed(ids, weights), weights, 0, cache.layer(0), angles)
         routes: list[torch.Tensor] = []
         for layer in range(L):
-            inputs = mlp_input(x, weights, layer)
-            experts, router_weights = route_tokens(inputs, weights, layer)
+            inputs = model.mlp_input(x, weights, layer)
+            experts, router_weights = model.route_tokens(inputs, weights, layer)
             if layer:
-                seen = PredictionInput(inputs * 0, torch.stack(routes[-2:], dim=1).numpy(), x)
-                assert ranked(scores_of(prediction, layer, seen), K).tolist() == experts.tolist()
+                seen = prefetch.PredictionInput(inputs * 0, torch.stack(routes[-2:], dim=1).numpy(), x)
+                assert prefetch.ranked(scores_of(prediction, layer, seen), K).tolist() == experts.tolist()
             routes.append(experts)
-            x = x + run_experts(inputs, experts, router_weights, weights, layer)
+            x = x + model.run_experts(inputs, experts, router_weights, weights, layer)
             if layer + 1 < L:
-                x = add_attention(x, weights, layer + 1, cache.layer(layer + 1), angles)
+                x = model.add_attention(x, weights, layer + 1, cache.layer(layer + 1), angles)
 
 
 # --- made by name
 
 
-def test_every_name_is_made_or_says_what_it_needs(weights: CheckpointWeights) -> None:
+def test_every_name_is_made_or_says_what_it_needs(weights: model.CheckpointWeights) -> None:
     for name in get_args(PredictionName):
-        assert (make_prediction(name, weights, ROUTING) is None) == (name == "none")
-    assert make_prediction("none", weights, None) is None
+        assert (prefetch.make_prediction(name, weights, ROUTING) is None) == (name == "none")
+    assert prefetch.make_prediction("none", weights, None) is None
     for name in ("router", "partial", "best"):
         made(name, weights, None)  # type: ignore[arg-type]  # a Literal each
 
 
 @pytest.mark.parametrize("name", ["popularity", "paths", "mlp"])
-def test_without_a_profile_what_needs_one_says_so(weights: CheckpointWeights, name: PredictionName) -> None:
+def test_without_a_profile_what_needs_one_says_so(weights: model.CheckpointWeights, name: PredictionName) -> None:
     with pytest.raises(RunError) as refused:
-        make_prediction(name, weights, None)
+        prefetch.make_prediction(name, weights, None)
     assert str(refused.value) == (
         f"prediction {name!r}: the pack has no routing of a profile, which it needs; "
         "run moe-pack attach PACK --profile DIR, or predict by router"
     )
 
 
-def test_a_profile_without_networks_says_so(weights: CheckpointWeights) -> None:
+def test_a_profile_without_networks_says_so(weights: model.CheckpointWeights) -> None:
     none = random_routing(L, E, K, D, best=(NO_PREDICTOR,) * 3)
     with pytest.raises(RunError, match="prediction 'mlp': the pack's profile has no networks"):
-        make_prediction("mlp", weights, none)
+        prefetch.make_prediction("mlp", weights, none)
     made("paths", weights, none)

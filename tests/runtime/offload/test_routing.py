@@ -1,5 +1,6 @@
-"""Routing data of a pack: read as written, ignored if of other content, hostile arrays refused."""
+"""Routing data of a pack and its networks: read as written, ignored if of other content, hostile arrays refused."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,22 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cases import case
 from support.models import TinyMixtral, pack
-from support.predictors import random_predictor
+from support.predictors import random_arrays, random_predictor
 from support.routings import random_routing
+from torch import Tensor
 
 from moe_pack.formats import Pack, PackError
+from moe_pack.formats.base.errors import MoePackError
 from moe_pack.formats.pack.manifests import root_without_thresholds
 from moe_pack.formats.pack.sidecar import TensorSidecar, write_tensor_sidecar
 from moe_pack.formats.pack.writer import rewrite_thresholds
-from moe_pack.runtime.offload import ROUTING_FILE, Routing
-from moe_pack.runtime.offload.routing_file import (
-    MAX_ROUTED_TOKENS,
-    NO_PREDICTOR,
-    RoutingChecks,
-    routing_file_bytes,
-    write_routing,
-)
+from moe_pack.runtime.offload import ROUTING_FILE, Predictor, Routing, routing_file
 
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=4, num_experts=4)
 ROUTING = random_routing(4, 4, 2, 64, best=(3, 1, 4))
@@ -40,7 +37,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(folder: Path, routing: Routing = ROUTING) -> None:
     with Pack(folder) as opened:
-        write_routing(opened, routing)
+        routing_file.write_routing(opened, routing)
 
 
 def opened(folder: Path) -> Routing:
@@ -69,11 +66,11 @@ def test_what_was_written_is_read_back(packed: Path) -> None:
 
 def test_its_length_is_known_before_it_is_written(packed: Path) -> None:
     written(packed)
-    assert routing_file_bytes(ROUTING) == (packed / ROUTING_FILE).stat().st_size
+    assert routing_file.routing_file_bytes(ROUTING) == (packed / ROUTING_FILE).stat().st_size
 
 
 def test_the_mean_recall_is_that_of_each_layers_best(packed: Path) -> None:
-    routing = random_routing(4, 4, 2, 64, best=(0, NO_PREDICTOR, 2))
+    routing = random_routing(4, 4, 2, 64, best=(0, routing_file.NO_PREDICTOR, 2))
     routing.recalls[1, 0, 0], routing.recalls[3, 2, 0] = 1.0, 0.5
     written(packed, routing)
     found = opened(packed)
@@ -81,7 +78,7 @@ def test_the_mean_recall_is_that_of_each_layers_best(packed: Path) -> None:
 
 
 def test_without_held_out_text_there_are_no_predictors_and_no_routes(packed: Path) -> None:
-    none = random_routing(4, 4, 2, 64, best=(NO_PREDICTOR,) * 3)
+    none = random_routing(4, 4, 2, 64, best=(routing_file.NO_PREDICTOR,) * 3)
     written(
         packed,
         Routing(none.popularity, none.mass, none.paths, none.recalls, none.best, none.routes[:0], 512, none.network),
@@ -187,7 +184,7 @@ HOSTILE: list[tuple[Change, str | None]] = [
     (replaced("routes", "U16", np.zeros(()), "<u2"),
      f"tensor 'routes': found U16 [], expected U16 [0, 4, 2]{AGAIN}"),
     (replaced("routes", "U16", np.zeros((4098, 4, 2)), "<u2"),
-     f"tensor 'routes': found 4098 tokens, expected whole sequences of 6, at most {MAX_ROUTED_TOKENS}{AGAIN}"),
+     f"tensor 'routes': found 4098 tokens, expected whole sequences of 6, at most 4096{AGAIN}"),
     (replaced("note", "U8", [1], "<u1"), f"unknown tensor 'note'{AGAIN}"),
     (replaced("network.0.bias", "F32", [1], "<f4"), f"unknown tensor 'network.0.bias'{AGAIN}"),
     (without("paths.keys_seen"), "tensor 'paths.keys_seen' is missing"),
@@ -219,7 +216,7 @@ def test_where_experts_return_their_input_the_others_may_have_fewer_choices(pack
         tensors["popularity"][1][1] = counts
         rewrite(packed, tensors)
         with TensorSidecar(packed, ROUTING_FILE) as sidecar:
-            return RoutingChecks(sidecar, ROUTING_FILE, 4, 4, 2, all_have_weights).popularity("popularity")
+            return routing_file.RoutingChecks(sidecar, ROUTING_FILE, 4, 4, 2, all_have_weights).popularity("popularity")
 
     np.testing.assert_array_equal(popularity([3, 0, 1, 0], False), [[0] * 4, [3, 0, 1, 0], [0] * 4, [0] * 4])
     with pytest.raises(PackError, match="found no counts, expected experts that some tokens chose"):
@@ -254,3 +251,97 @@ def test_a_network_that_is_not_there_is_refused_when_it_is_read(packed: Path) ->
     rewrite(packed, {name: held for name, held in tensors_of(packed).items() if not name.startswith("network.3.")})
     with pytest.raises(PackError, match=rf"^{re.escape(ROUTING_FILE)}: network\.3\.\*: found tensors \[\], expected"):
         opened(packed).network(3)
+
+
+LAYERS = pytest.mark.parametrize("num_layers", [1, 2])
+
+
+@LAYERS
+@pytest.mark.parametrize("num_previous", [1, 2])
+def test_scores_are_those_of_loops_over_units_and_experts(num_layers: int, num_previous: int) -> None:
+    predictor = random_predictor(num_layers, num_previous=num_previous)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 8, generator=generator)
+    previous = torch.rand(5, num_previous, 6, generator=generator).argsort(-1)[..., :2]
+    for t in range(5):
+        units = [float(predictor.x_weight[i].double() @ x[t].double()) for i in range(len(predictor.bias))]
+        for i in range(len(units)):
+            chosen = [float(predictor.route_weight[i, p, e]) for p in range(num_previous) for e in previous[t, p]]
+            units[i] += float(predictor.bias[i]) + sum(chosen)
+        if predictor.out_weight is not None and predictor.out_bias is not None:
+            hidden = [max(unit, 0.0) for unit in units]
+            rows = predictor.out_weight.double().tolist()
+            units = [
+                math.fsum(w * h for w, h in zip(row, hidden, strict=True)) + float(bias)
+                for row, bias in zip(rows, predictor.out_bias, strict=True)
+            ]
+        # float32 sums of 42 products at most
+        np.testing.assert_allclose(predictor.scores(x[t : t + 1], previous[t : t + 1])[0], units, rtol=1e-4, atol=1e-5)
+
+
+@LAYERS
+def test_what_is_stored_gives_the_same_bits_back(num_layers: int) -> None:
+    predictor = random_predictor(num_layers)
+    stored = predictor.stored()
+    assert {name: array.dtype.str for name, array in stored.items()} == {
+        name: "<u2" if name.endswith("weight") else "<f4" for name in stored
+    }
+    again = Predictor.from_stored(stored, PLACE).arrays()
+    for name, tensor in predictor.arrays().items():
+        assert torch.equal(again[name], tensor) and again[name].dtype == tensor.dtype
+
+
+PLACE = "predictors.safetensors: layer 3"
+
+
+@LAYERS
+def test_arrays_give_the_same_predictor_back(num_layers: int) -> None:
+    x, previous = torch.randn(20, 8), torch.randint(6, (20, 2, 2))
+    arrays = random_arrays(num_layers)
+    read = Predictor.from_arrays({name: tensor.clone() for name, tensor in arrays.items()}, PLACE)
+    assert read.arrays().keys() == arrays.keys()
+    assert all(torch.equal(read.arrays()[name], arrays[name]) for name in arrays)
+    assert torch.equal(read.scores(x, previous), Predictor(**arrays).scores(x, previous))
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+ONE_NAMES = "['bias', 'route_weight', 'x_weight']"
+TWO_NAMES = "['bias', 'out_bias', 'out_weight', 'route_weight', 'x_weight']"
+NO_BIAS = "['out_bias', 'out_weight', 'route_weight', 'x_weight']"
+AND_X = "['bias', 'out_bias', 'out_weight', 'route_weight', 'x', 'x_weight']"
+ODD = "['bias', 'out_bias', 'route_weight', 'x_weight']"
+REJECTED: list[tuple[int, dict[str, Tensor | None], str]] = [
+    (2, {"bias": None}, f": found tensors {NO_BIAS}, expected {TWO_NAMES}"),
+    (2, {"x": zeros(1)}, f": found tensors {AND_X}, expected {TWO_NAMES}"),
+    (2, {"out_weight": None}, f": found tensors {ODD}, expected {ONE_NAMES}"),
+    (2, {"bias": zeros(32)}, ": bias: found torch.bfloat16, expected torch.float32"),
+    (1, {"x_weight": torch.zeros(6, 8)}, ": x_weight: found torch.float32, expected torch.bfloat16"),
+    (2, {"x_weight": zeros(31, 8)}, ": x_weight: found shape [31, 8], expected [h = 32, d]"),
+    (2, {"x_weight": zeros(32, 0)}, ": x_weight: found shape [32, 0], expected [h = 32, d]"),
+    (2, {"x_weight": zeros(256)}, ": x_weight: found shape [256], expected [h = 32, d]"),
+    (2, {"out_bias": torch.zeros(7)}, ": out_weight: found shape [6, 32], expected [E = 7, h = 32]"),
+    (1, {"route_weight": zeros(6, 2, 5)}, ": route_weight: found shape [6, 2, 5], expected [E = 6, P = 2, E = 6]"),
+    (1, {"route_weight": zeros(6, 3, 6)}, ": found routes of 3 layers, expected at most 2"),
+    (1, {"bias": torch.tensor([0.0] * 5 + [math.nan])}, ": bias: found NaN or infinity, expected finite numbers"),
+    (2, {"out_weight": zeros(6, 32) - math.inf}, ": out_weight: found NaN or infinity, expected finite numbers"),
+]
+
+
+def test_arrays_that_are_no_predictor_are_refused() -> None:
+    for num_layers, change, message in REJECTED:
+        with case(num_layers, change, message):
+            arrays = {
+                name: tensor for name, tensor in (random_arrays(num_layers) | change).items() if tensor is not None
+            }
+            with pytest.raises(PackError) as caught:
+                Predictor.from_arrays(arrays, PLACE)
+            assert str(caught.value) == f"{PLACE}{message}; the predictor is damaged, train it again"
+            assert isinstance(caught.value, MoePackError)
+
+
+def test_the_smallest_arrays_are_a_predictor() -> None:
+    arrays = {"x_weight": zeros(1, 1), "route_weight": zeros(1, 1, 1), "bias": torch.zeros(1)}
+    assert Predictor.from_arrays(arrays, PLACE).num_experts == 1

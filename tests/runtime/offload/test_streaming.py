@@ -257,14 +257,6 @@ def test_the_whole_of_a_pack_takes_as_much_as_is_said_and_no_byte_less(dense_pac
         assert divide_budget(opened.layout, whole - 1 - plan.left, CONTEXT, MIB).num_pages == all_pages - 1
 
 
-@given(st.integers(60, 400), st.integers(1, 128))
-def test_what_a_budget_is_spent_on_is_never_more_than_it(dense_pack: Path, mebibytes: int, context: int) -> None:
-    with Pack(dense_pack) as opened:
-        plan = divide_budget(opened.layout, mebibytes * MIB, context, 0)
-        assert plan.spent <= plan.budget
-        assert plan.num_pages <= int(expert_pages(opened.layout, plan.page_bytes).sum())
-
-
 def test_a_budget_beside_a_map_is_a_fallback(dense_pack: Path) -> None:
     options = EngineOptions(read="map", budget_bytes=100 * MIB, kernels="portable")
     with Pack(dense_pack) as opened:

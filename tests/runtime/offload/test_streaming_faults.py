@@ -90,7 +90,7 @@ def answers(engine: Engine) -> torch.Tensor:
 
 
 def descriptors() -> list[str]:
-    """What this process has open."""
+    """Returns the files that this process has open."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -101,7 +101,7 @@ def descriptors() -> list[str]:
 
 
 def num_threads() -> int:
-    """Of this process, those of the extension too."""
+    """Returns the threads of this process, those of the extension too."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -176,11 +176,7 @@ def test_an_expert_file_lost_between_opening_and_reading_leaves_nothing_open(dem
             Engine(opened, EngineOptions(budget_bytes=budget, kernels="portable", threads=1), 64)
 
 
-PLACES = {
-    "a folder that is not there": "none/out",
-    "a file for a folder": "file/out",
-    "a name too long": "x" * 300,
-}
+PLACES = {"a folder that is not there": "none/out", "a file for a folder": "file/out", "a name too long": "x" * 300}
 
 
 @pytest.mark.parametrize("option", ["--trace", "--record"])
@@ -286,7 +282,7 @@ def test_what_ended_the_run_is_told_even_if_the_record_cannot_be_written(demo: P
 
 def test_after_a_trace_was_refused_what_ends_goes_nowhere(small_disk: Path) -> None:
     trace = Trace(small_disk / "out")
-    with pytest.raises(RunError, match="No space left"), trace.computing("experts"):
+    with pytest.raises(RunError, match="No space left"), trace.during("computing", "experts"):
         for number in range(2000):
             trace.read_begins(f"layer 0 expert {number}", 4096, True)
     for _ in range(2000):

@@ -1,5 +1,6 @@
-"""The cost model: waiting against a simulation, rows against draws, bytes against the engine's count, the rest."""
+"""The speed of a pack on a CPU: waiting against a simulation, rows against draws, bytes against the engine's."""
 
+import tempfile
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,27 +16,43 @@ from support.synthetic import character, small
 from support.synthetic import made as synthetic_pack
 from support.tiers import steady_disk
 
-from moe_pack.convert import skewed_popularity
+from moe_pack.convert import measure_fixed_costs, skewed_popularity
 from moe_pack.convert.plan.cpu_speed import (
     MAX_AGE,
+    CpuTier,
     FetchCosts,
     Visits,
     estimate_on_cpu,
+    expected_misses,
     fetched_from_disk,
     planned_heat,
+    visits,
     waited,
 )
-from moe_pack.convert.plan.machines import Machine
-from moe_pack.convert.plan.speed import dense_seconds, expert_seconds
-from moe_pack.formats import BF16, DISK_BLOCK_BYTES, Pack, PackLayout, dense_roles, part_format
+from moe_pack.convert.plan.machines import Machine, assumed_cpu, machine_of_cpu, rate_of
+from moe_pack.convert.plan.speed import RoutingFacts, dense_seconds, drawn_passes, expert_seconds
+from moe_pack.formats import (
+    BF16,
+    DISK_BLOCK_BYTES,
+    Pack,
+    PackLayout,
+    RunError,
+    Selector,
+    dense_roles,
+    part_format,
+    trellis_format,
+)
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout
-from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
+from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.parts.specs import cached_values
-from moe_pack.runtime import USUAL_DISK, Engine, EngineOptions, FixedCosts, WidthRate
+from moe_pack.runtime import USUAL_DISK, Engine, EngineOptions, FixedCosts, MachineFacts, WidthRate
 from moe_pack.runtime.cpu import is_available
-from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, read_recording
+from moe_pack.runtime.engine.machine import CpuFacts
+from moe_pack.runtime.model.caches import KvDtype
+from moe_pack.runtime.offload import PRESETS, CacheFacts, OffloadedWeights, Passes, divide_budget, read_recording
+from moe_pack.runtime.offload.replay import replay
 
 FREE = FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0)
 ELSEWHERE = np.zeros((4, 8), bool)  # no selector stays in memory
@@ -46,10 +63,10 @@ def machine(fixed: FixedCosts = FREE, row_s: float = 0.0, drive_rate: float = 1e
     return Machine("cpu", "made up", rates, rates, row_s, 1e10, fixed, steady_disk(drive_rate))
 
 
-def layout(selector_width: int = 4, record_width: int = 4) -> PackLayout:
+def layout(selector_width: int = 4, record_width: int = 4, selector: Selector = "up") -> PackLayout:
     spec = model_spec(str(DEMO_MODEL))
     parts = [BF16 if width == 16 else part_format(width, 64) for width in (selector_width, record_width)]
-    return pack_layout(spec, plan_of(spec, "up", *parts), ["BF16"] * len(dense_roles(spec)))
+    return pack_layout(spec, plan_of(spec, selector, *parts), ["BF16"] * len(dense_roles(spec)))
 
 
 @pytest.fixture(scope="module")
@@ -174,10 +191,7 @@ def test_rows_in_a_source_s_codec_take_the_rate_of_their_width() -> None:
 
 
 def test_an_expert_without_a_selector_is_computed_whole_however_few_neurons_pass() -> None:
-    spec = model_spec(str(DEMO_MODEL))
-    part = part_format(4, 64)
-    made = pack_layout(spec, plan_of(spec, "none", part, part), ["BF16"] * len(dense_roles(spec)))
-    expert = made.experts[0][0]
+    expert = layout(selector="none").experts[0][0]
     assert expert_seconds(expert, 0.1, machine()) == expert_seconds(expert, 1.0, machine())
     assert expert_seconds(expert, 1.0, machine())[1] == 448 * expert.records.row_bytes
 
@@ -235,7 +249,7 @@ def test_bytes_of_a_token_are_those_that_the_engine_counted_on_the_same_routes(p
         plan = divide_budget(opened.layout, budget, 160, 0)
         popularity = np.ones((4, 8))
         alike = Passes(run.routes, run.chunks, None, np.ones((4, 8), "<f4"))
-        found = estimate_on_cpu(opened.layout, plan, machine(), popularity, np.zeros((4, 8)), alike)
+        found = estimate_on_cpu(opened.layout, plan, machine(), RoutingFacts(popularity, alike), np.zeros((4, 8)))
     assert 0 < found.hit_rate < 1
     assert found.fetched_bytes == pytest.approx(asked, rel=0.1)  # auto chooses by these routes, the run had none
 
@@ -273,7 +287,7 @@ def test_where_some_neurons_run_the_engine_reads_by_default_what_the_plan_says(s
             plan = divide_budget(opened.layout, budget, 160, 0, heat=heat)
             assert plan == divided and plan.num_selectors > 0
             # All predictions are right: nothing is read for a wrong one, as without prefetch.
-            found = estimate_on_cpu(opened.layout, plan, usual, popularity, sparsity, recall=1.0)
+            found = estimate_on_cpu(opened.layout, plan, usual, RoutingFacts(popularity, recall=1.0), sparsity)
             whole = 3 * 2 * opened.layout.experts[0][0].num_bytes
             # The estimate draws neurons independently; tokens of one text resemble each other.
             assert found.fetched_bytes == pytest.approx(asked, rel=0.15)
@@ -303,8 +317,208 @@ def test_more_memory_is_never_slower_and_all_of_it_waits_for_nothing() -> None:
     rates = []
     for mebibytes in (9, 10, 11, 12, 1000):
         plan = divide_budget(made, mebibytes << 20, 64, 0)
-        found = estimate_on_cpu(made, plan, machine(fixed, drive_rate=1e8), popularity, np.zeros((4, 8)))
+        found = estimate_on_cpu(made, plan, machine(fixed, drive_rate=1e8), RoutingFacts(popularity), np.zeros((4, 8)))
         rates.append(found.tokens_per_second)
     assert rates == sorted(rates) and rates[0] < rates[-1]
     assert (found.fetched_bytes, found.hit_rate, found.seconds.waiting) == (0, 1, 0)
     assert found.seconds.fixed == pytest.approx(1e-4 + 4 * (1e-5 + 2 * 1e-6))
+
+
+L, E, K = 3, 6, 2
+DRAWN_POPULARITY = np.random.default_rng(3).dirichlet(np.ones(E), L)
+
+
+def facts(num_pages: int) -> CacheFacts:
+    pages = np.random.default_rng(4).integers(1, 3, (L, E))
+    return CacheFacts(pages, num_pages, K, DRAWN_POPULARITY.astype(np.float32))
+
+
+def passes() -> Passes:
+    return drawn_passes(DRAWN_POPULARITY, K, 60, seed=1)
+
+
+def test_hits_and_bytes_are_those_that_replay_counts() -> None:
+    for name in sorted(PRESETS):
+        for num_pages in [5, 12]:
+            with case(name, num_pages):
+                preset, routed = PRESETS[name].without_prediction(), passes()
+                extents = np.random.default_rng(5).integers(1000, 2000, (L, E))
+                found = visits(routed, facts(num_pages), preset, 0)
+                played = replay(routed, facts(num_pages), extents, preset).decode
+                # What a policy places is there from the start, and was brought in by nobody.
+                placed = name == "fiddler"
+                assert len(found.keys) == played.num_needed == 60 * L * K
+                assert placed or found.hit_rate == played.hit_rate
+                assert placed or int(extents.ravel()[found.keys[found.ages == 0]].sum()) == played.bytes_fetched
+
+
+def test_where_all_have_room_each_finds_what_has_long_been_there() -> None:
+    found = visits(passes(), facts(1000), PRESETS["lru"], 10)
+    assert found.hit_rate == 1 and found.num_tokens == 50
+    assert set(found.ages.tolist()) == {MAX_AGE}
+    routed = passes().routes[10:]
+    cells = [(t * L + l, l * E + int(e)) for t in range(50) for l in range(L) for e in routed[t, l]]
+    assert sorted(zip(found.steps.tolist(), found.keys.tolist(), strict=True)) == sorted(cells)
+
+
+def test_ages_count_visits_since_an_expert_was_brought_in() -> None:
+    """By hand: one layer, room for one expert, one expert a token: 0 0 1 0 0 0."""
+    routed = Passes(np.array([[[e]] for e in (0, 0, 1, 0, 0, 0)], "<u2"), np.ones(6, np.uint32), None, np.ones((1, 2)))
+    one_page = CacheFacts(np.ones((1, 2), np.int64), 1, 1, np.ones((1, 2), np.float32))
+    assert visits(routed, one_page, PRESETS["lru"], 0).ages.tolist() == [0, 1, 0, 0, 1, 2]
+
+
+def test_a_filled_cache_begins_with_the_most_popular_experts_that_have_room() -> None:
+    """By hand: room for two of three, of which 2 and 0 are chosen most: they have long been there, 1 has not."""
+    routed = Passes(np.array([[[e]] for e in (2, 0, 1)], "<u2"), np.ones(3, np.uint32), None, np.ones((1, 3)))
+    two_pages = CacheFacts(np.ones((1, 3), np.int64), 2, 1, np.array([[0.3, 0.1, 0.6]], np.float32))
+    assert visits(routed, two_pages, PRESETS["lru"], 0, is_filled=True).ages.tolist() == [MAX_AGE, MAX_AGE, 0]
+    assert visits(routed, two_pages, PRESETS["lru"], 0).ages.tolist() == [0, 0, 0]
+
+
+def test_one_expert_is_drawn_as_often_as_it_is_popular() -> None:
+    drawn = drawn_passes(DRAWN_POPULARITY, 1, 20_000).routes
+    shares = [np.bincount(drawn[:, l, 0], minlength=E) / len(drawn) for l in range(L)]
+    np.testing.assert_allclose(shares, DRAWN_POPULARITY, atol=0.015)  # 4 deviations of 20,000 draws
+
+
+def test_a_token_never_draws_an_expert_twice_nor_one_that_is_never_chosen() -> None:
+    never = np.array([[0.0, 1.0, 1.0, 1.0]])
+    drawn = drawn_passes(never, 3, 50).routes
+    assert np.sort(drawn, axis=2).tolist() == [[[1, 2, 3]]] * 50
+
+
+def test_misses_expected_are_between_each_experts_own_and_those_of_all() -> None:
+    """By hand: of 3 visits to expert 0 one missed, of 1 to expert 1 one, none came to expert 2: 2 of 4 in all.
+
+    Sixteen visits of the mean are added to each: (1 + 8) / 19, (1 + 8) / 17 and 8 / 16 of what a token runs of each.
+    """
+    found = Visits(2, np.array([0, 0, 1, 1]), np.array([0, 1, 0, 0]), np.array([0, 0, 1, 2]))
+    runs = np.array([[1.5, 0.4, 0.1]])
+    expected = [[1.5 * 9 / 19, 0.4 * 9 / 17, 0.1 * 8 / 16]]
+    np.testing.assert_allclose(expected_misses(found, runs), expected, rtol=1e-12)
+    assert not expected_misses(Visits(1, np.array([0]), np.array([2]), np.array([5])), runs).any()
+
+
+CONTEXT = 256
+POPULARITY = np.random.default_rng(0).dirichlet(np.ones(8), 4) * 2
+TRAFFIC = RoutingFacts(POPULARITY)
+MIB = 1 << 20
+
+
+MADE = layout()
+EXPERT = MADE.experts[0][0]
+
+
+def tier_of(budget: int, traffic: RoutingFacts = TRAFFIC, kv_dtype: KvDtype = "f32") -> CpuTier:
+    return CpuTier(assumed_cpu(), traffic, budget, CONTEXT, kv_dtype)
+
+
+@pytest.mark.parametrize("predictor_bytes", [0, 100_000])
+def test_shares_are_the_runtimes_own_and_come_to_the_budget(predictor_bytes: int) -> None:
+    traffic = replace(TRAFFIC, predictor_bytes=predictor_bytes)
+    for budget in (9 * MIB, 10 * MIB, 64 * MIB):
+        found = tier_of(budget, traffic).estimate(MADE, np.zeros((4, 8)), is_rough=True)
+        shares = {share.name: share.num_bytes for share in found.shares}
+        plan = divide_budget(MADE, budget, CONTEXT, predictor_bytes)
+        assert sum(shares.values()) == budget
+        assert shares["predictors"] == predictor_bytes
+        assert (shares["pages of experts"], shares["workspace"]) == (plan.arena, plan.workspace)
+
+
+@pytest.mark.parametrize("predictor_bytes", [0, 100_000])
+def test_the_least_budget_is_divided_and_a_byte_less_is_not(predictor_bytes: int) -> None:
+    traffic = replace(TRAFFIC, predictor_bytes=predictor_bytes)
+    least = tier_of(1, traffic).least_bytes(MADE)
+    assert tier_of(least, traffic).estimate(MADE, np.zeros((4, 8)), is_rough=True).hit_rate < 0.5
+    with pytest.raises(RunError, match=r"^budget: .* the model needs at least "):
+        tier_of(least - 1, traffic).estimate(MADE, np.zeros((4, 8)), is_rough=True)
+
+
+def test_keys_and_values_in_few_bits_leave_their_bytes_to_experts() -> None:
+    # Of a position in a layer: keys and values of 2 heads with 32 values.
+    values = MADE.spec.num_hidden_layers * CONTEXT * 2 * 2
+    found = {}
+    for dtype, row_bytes in (("f32", 128), ("bf16", 64), ("q8", 34), ("q4", 20)):
+        estimate = tier_of(9 * MIB, kv_dtype=dtype).estimate(MADE, np.zeros((4, 8)), is_rough=True)
+        shares = {share.name: share.num_bytes for share in estimate.shares}
+        assert shares["key-value cache"] == values * row_bytes and sum(shares.values()) == 9 * MIB
+        less = tier_of(1).least_bytes(MADE) - tier_of(1, kv_dtype=dtype).least_bytes(MADE)
+        assert less == values * (128 - row_bytes)
+        found[dtype] = estimate
+    assert found["q4"].hit_rate > found["f32"].hit_rate
+
+
+def test_a_smaller_budget_is_as_one_that_was_given_smaller() -> None:
+    smaller = tier_of(10 * MIB).estimate(MADE, np.zeros((4, 8)), MIB, is_rough=True)
+    assert smaller.seconds == tier_of(9 * MIB).estimate(MADE, np.zeros((4, 8)), is_rough=True).seconds
+
+
+def test_an_expert_is_missed_no_more_often_than_it_runs_and_never_where_all_fit() -> None:
+    found = tier_of(9 * MIB).estimate(MADE, np.zeros((4, 8)), is_rough=True)
+    assert 0 < found.hit_rate < 1
+    assert (found.misses > 0).all() and (found.misses < TRAFFIC.popularity).all()
+    assert not tier_of(64 * MIB).estimate(MADE, np.zeros((4, 8)), is_rough=True).misses.any()
+
+
+def test_an_expert_is_fetched_whole_unless_its_running_rows_are_the_sooner_there() -> None:
+    """A disk of 1 GB/s whatever the size, in whole blocks of 4 KiB."""
+    disk = steady_disk(1e9)
+    tier = CpuTier(replace(assumed_cpu(), disk=disk), TRAFFIC, MIB, CONTEXT)
+    whole = tier.fetch_seconds(EXPERT, 0.0)
+    assert whole == pytest.approx(EXPERT.num_bytes / 1e9, rel=0.05)
+    assert tier.fetch_seconds(EXPERT, 0.5) == whole  # rows of 160 bytes: half of them lie in every block
+    assert tier.fetch_seconds(EXPERT, 0.999) == pytest.approx(
+        disk.seconds(1, EXPERT.selector_bytes) + disk.seconds_for_rows(0.001, EXPERT.records.row_bytes, 448)
+    )
+    assert tier.fetch_seconds(EXPERT, 0.999) < whole
+
+
+def test_without_a_selector_an_expert_is_fetched_and_run_whole() -> None:
+    expert, tier = layout(selector="none").experts[0][0], tier_of(MIB)
+    assert tier.fetch_seconds(expert, 0.99) == tier.fetch_seconds(expert, 0.0)
+    assert tier.run_seconds(expert, 0.99) == tier.run_seconds(expert, 0.0)
+
+
+def test_a_dense_matrix_takes_its_bytes_at_the_rate_of_its_width() -> None:
+    assert tier_of(MIB).dense_seconds(36_000, 8) == pytest.approx(1e-6)
+    assert tier_of(MIB).dense_seconds(38_000, 16) == pytest.approx(1e-6)
+
+
+@pytest.mark.slow
+def test_tokens_layers_and_experts_cost_time_and_no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    facts = MachineFacts("2026-11-22", steady_disk(1e9), CpuFacts(2, None, None, None, (), (), None), None)
+    found = measure_fixed_costs(facts, 0.01)
+    assert min(found.token_s, found.layer_s, found.expert_s, found.miss_s, found.rows_s) >= 0
+    assert 0 < found.token_s + found.layer_s + found.expert_s < 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_measured_experts_no_cpu_is_planned_for() -> None:
+    facts = MachineFacts("2026-11-22", steady_disk(1e9), CpuFacts(2, None, None, None, (), (), None), None)
+    with pytest.raises(RunError, match=r"^doctor: the speed of experts was not measured; build the native kernels"):
+        machine_of_cpu(facts)
+
+
+def test_a_width_that_was_not_measured_goes_by_the_nearest_and_of_two_by_the_wider() -> None:
+    rates = (WidthRate(2, 20.0), WidthRate(4, 40.0), WidthRate(16, 160.0))
+    assert [rate_of(rates, width) for width in (1, 2, 3, 4, 8, 16)] == [20, 20, 40, 40, 40, 160]
+
+
+def test_a_trellis_goes_by_trellises_measured_else_by_affine_codes_of_no_fewer_bits() -> None:
+    """Bits of 2, 2.5, 3, 3.5 and 4."""
+    affine = tuple(WidthRate(width, 10.0 * width) for width in (1, 2, 3, 4, 8, 16))
+    machine = replace(assumed_cpu(), expert_rates=affine)
+    parts = [trellis_format(width, 0) for width in TRELLIS_WIDTHS]
+    assert [machine.expert_rate(part) for part in parts] == [20, 30, 30, 40, 40]
+    measured = replace(machine, trellis_rates=(WidthRate(4, 7.0), WidthRate(5, 8.0), WidthRate(8, 9.0)))
+    assert [measured.expert_rate(part) for part in parts] == [7, 8, 8, 9, 9]
+    assert measured.expert_rate(part_format(8, 64)) == 80
+
+
+def test_the_machine_of_a_cpu_has_its_trellises_rates() -> None:
+    one = (WidthRate(4, 1e10),)
+    cpu = CpuFacts(2, "avx2", 1e10, 1e10, one, one, 0.0, (WidthRate(4, 2e9),))
+    facts = MachineFacts("2026-11-22", steady_disk(1e9), cpu, None, FixedCosts(0.0, 0.0, 0.0, 0.0, 0.0))
+    assert machine_of_cpu(facts).expert_rate(trellis_format(4, 0)) == 2e9

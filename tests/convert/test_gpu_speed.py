@@ -1,23 +1,31 @@
-"""A GPU as a tier: a token by hand, what more memory and faster parts are worth, and its minimum memory."""
+"""The speed of a pack on a GPU and the division of its memory: by hand, and for every published model."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.cases import case
+from support.profiles import SMALLEST, profiled, random_tokens
+from support.published import PUBLISHED, spec_of
 from support.synthetic import plan_for, small
 from support.tiers import steady_disk
 
-from moe_pack.convert.plan.gpu_speed import GpuTier, RowHeat, estimate_on_gpu, running_rows
-from moe_pack.convert.plan.machines import GPUS, Machine, assumed_host, machine_of_gpu
-from moe_pack.convert.plan.speed import RoutingFacts, TokenEstimate, disk_seconds, drawn_passes, expert_seconds
-from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
+from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
+from moe_pack.calib.profile import Profile
+from moe_pack.convert.plan.gpu_speed import NUM_SLICES, GpuTier, RowHeat, estimate_on_gpu, running_rows
+from moe_pack.convert.plan.machines import GPUS, Machine, assumed_host, find_gpu, machine_of_gpu
+from moe_pack.convert.plan.speed import RoutingFacts, SpeedEstimate, disk_seconds, drawn_passes, expert_seconds
+from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.pack.layouts import pack_layout
 from moe_pack.runtime import FixedCosts, WidthRate
+from moe_pack.runtime.engine.options import cpu_only
+from moe_pack.runtime.gpu.fit import divide_gpu, gpu_needs, least_gpu_budget
 from moe_pack.runtime.gpu.placements import GpuPlacement, Misses, place_experts
 from moe_pack.runtime.offload import Passes
+from moe_pack.runtime.offload.budgets import Division, expert_compression, resident_rows
 
 SPEC = model_spec("olmoe-1b-7b", 3)
 MIB = 1 << 20
@@ -65,7 +73,7 @@ def slow_machine(ram_bytes: int | None = None) -> Machine:
 def placement(misses: Misses = "split", num_first: int = 32) -> GpuPlacement:
     """The first expert has 32 static rows and the second not even its selector; the third is resident.
 
-    Of 32 slots 2 * 2 * 4 wait for pulled records.
+    2 * 2 * 4 of 32 slots wait for pulled records.
     """
     first_dynamic, zeros = np.array([[num_first, 0, 64]]), np.zeros(1, np.int64)
     return GpuPlacement(
@@ -76,13 +84,13 @@ def placement(misses: Misses = "split", num_first: int = 32) -> GpuPlacement:
     )  # fmt: skip
 
 
-def estimated(placed: GpuPlacement, machine: Machine, *routes: tuple[int, int]) -> TokenEstimate:
+def estimated(placed: GpuPlacement, machine: Machine, *routes: tuple[int, int]) -> SpeedEstimate:
     passes = Passes(np.array(routes, "<u2")[:, None], np.ones(len(routes), np.uint32), None, np.ones((1, 3)))
     return estimate_on_gpu(tiny(), placed, machine, np.ones((1, 3)), np.full((1, 3, 4), 0.5), passes)
 
 
 def test_a_layer_takes_the_longest_of_gpu_cpu_and_link_by_hand() -> None:
-    """Of the first expert's 32 missing records 16 slots have half, of all alike: 8 that run, and 8 are missing.
+    """16 slots have half of the first expert's 32 missing records, of all alike: 8 that run, and 8 are missing.
 
     A third of those comes over the link, 50 / (50 + 100); if the CPU has the second expert as a whole, more: the 4 that
     have a slot.
@@ -153,23 +161,23 @@ def test_more_memory_and_faster_parts_are_never_slower() -> None:
     found = [[tier(budget, ram).estimate(made, sparsity) for budget in budgets] for ram in (None, 64 * MIB)]
     for ram, by_budget in zip(("all", "little"), found, strict=True):
         with case(ram):
-            seconds, missing = ([getattr(each, name) for each in by_budget] for name in ("seconds", "fetched_bytes"))
-            assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.2 * seconds[-1]
-            assert missing == sorted(missing, reverse=True) and missing[0] > missing[-1] == 0
+            seconds, missing = zip(*((each.seconds.total, each.fetched_bytes) for each in by_budget), strict=True)
+            assert list(seconds) == sorted(seconds, reverse=True) and seconds[0] > 1.2 * seconds[-1]
+            assert list(missing) == sorted(missing, reverse=True) and missing[0] > missing[-1] == 0
             assert by_budget[-1].misses.sum() == 0 and by_budget[-1].hit_rate == 1
     for budget in (least, budgets[4]):
-        usual = tier(budget).estimate(made, sparsity).seconds
+        usual = tier(budget).estimate(made, sparsity).seconds.total
         for name, other in (
             ("host", tier(budget, host_rate=120e9)),
             ("link", tier(budget, link=2 * LINK)),
             ("GPU", tier(budget, gpu="H200")),
         ):
             with case(budget, name):
-                seconds = other.estimate(made, sparsity).seconds
+                seconds = other.estimate(made, sparsity).seconds.total
                 # In the least memory are no selectors, so that the link brings nothing.
                 assert seconds == usual if (budget, name) == (least, "link") else seconds < usual
         with case(budget, "less host memory"):
-            assert tier(budget, 64 * MIB).estimate(made, sparsity).seconds > usual
+            assert tier(budget, 64 * MIB).estimate(made, sparsity).seconds.total > usual
 
 
 def test_the_link_makes_no_token_slower_than_the_cpu_alone() -> None:
@@ -223,3 +231,158 @@ def test_what_host_memory_cannot_hold_is_read_from_the_disk_too() -> None:
     expert = layout("none").experts[0][0]
     half = expert.num_bytes * 3 * 64 // 2
     assert tier(MIB, half).fetch_seconds(expert, 0) == pytest.approx(expert.num_bytes * (1 / 60e9 + 0.5 / 1e9))
+
+
+GIB = 1 << 30
+CONTEXT = 4096
+
+
+def layout_of(spec: ModelSpec, selector_width: int = 2, record_width: int = 16) -> PackLayout:
+    parts = [BF16 if width == 16 else part_format(width, 64) for width in (selector_width, record_width)]
+    return pack_layout(spec, plan_of(spec, "up", *parts), ["BF16"] * len(dense_roles(spec)))
+
+
+def heat_of(made: PackLayout, num_slices: int = 4) -> np.ndarray:
+    """A tenth of the neurons run, the hottest quarter most of them."""
+    shape = (len(made.experts), len(made.experts[0]), num_slices)
+    return np.broadcast_to(np.array([0.25, 0.1, 0.04, 0.01])[:num_slices], shape)
+
+
+def popularity_of(made: PackLayout) -> np.ndarray:
+    return np.random.default_rng(0).dirichlet(np.ones(len(made.experts[0])), len(made.experts))
+
+
+def divided(made: PackLayout, target: int, context: int) -> tuple[Division, GpuPlacement]:
+    """The division of a target, and the placement in what it leaves for experts."""
+    division = divide_gpu(gpu_needs(made, context), target, context)
+    return division, place_experts(made, division.experts, "split", popularity_of(made), heat_of(made))
+
+
+NAMES = [model.name for model in PUBLISHED if cpu_only(spec_of(model)) is None]  # that a GPU runs
+FEW = ["mixtral-8x7b", "deepseek-v2-lite", "gpt-oss-20b"]
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(NAMES, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_parts_come_to_no_more_than_the_target_from_just_enough_to_all(names: list[str]) -> None:
+    for name in names:
+        with case(name):
+            spec = model_spec(name)
+            made, context = layout_of(spec, 4, 4), min(CONTEXT, spec.max_position_embeddings)
+            least = least_gpu_budget(made, context)
+            with pytest.raises(RunError) as raised:
+                divided(made, GIB >> 4, context)
+            found = re.match(r"budget: 64.0 MiB .* model needs at least ([\d.]+) (\w+): ", str(raised.value))
+            assert found is not None, raised.value
+            assert float(found[1]) * (GIB if found[2] == "GiB" else 1 << 20) == pytest.approx(least, rel=0.05)
+            expert, experts = made.experts[0][0], sum(each.num_bytes for layer in made.experts for each in layer)
+            most, whole = divided(made, least + experts + 4 * GIB, context)
+            assert whole.is_whole and whole.num_bytes >= experts
+            num_targets = 30 if names is FEW else 12  # of many models fewer
+            targets = np.linspace(least, most.fixed.num_bytes + whole.num_bytes, num_targets)
+            for target in targets.astype(np.int64).tolist():
+                division, placed = divided(made, target, context)
+                assert division.budget == target == division.fixed.num_bytes + division.experts
+                assert placed.num_bytes <= division.experts
+                assert placed.is_whole or placed.dynamic_bytes >= expert.selector_bytes + expert.records_bytes
+
+
+def test_floe_fits_mixtral_into_eleven_gibibytes_with_all_selectors_there() -> None:
+    """INT2 `up` resident, 16-bit records, a tenth of which run; experts alike in popularity."""
+    made = layout_of(model_spec("mixtral-8x7b"))
+    division = divide_gpu(gpu_needs(made, CONTEXT), 11 * GIB, CONTEXT)
+    placed = place_experts(made, division.experts, "split", None, heat_of(made))
+    assert placed.has_selector.all()
+    assert 256 * 14336 * 1296 < placed.static_bytes.sum() < division.experts
+
+
+def test_floes_compression_is_as_the_paper_says_without_metadata_and_less_with_it() -> None:
+    """By hand at 90%: 6 d bytes a neuron in 16 bit; codes d / 4 + 0.1 * 4 d; rows of 1,296 and 0.1 * 16,400 bytes."""
+    expert = layout_of(model_spec("mixtral-8x7b")).experts[0][0]
+    codes, stored = expert_compression(expert, 0.9)
+    assert codes == pytest.approx(6 / 0.65) and f"{codes:.1f}" == "9.2"
+    assert stored == pytest.approx(6 * 4096 / (1296 + 1640)) and f"{stored:.1f}" == "8.4"
+
+
+def test_the_rows_that_stay_are_those_of_a_greedy_choice_of_single_rows() -> None:
+    """Brute force over all rows, most probable per byte first; the same bytes but for what a slice leaves."""
+    made = layout_of(model_spec("granite-3.0-1b-a400m", 1))
+    popularity, heat = popularity_of(made), heat_of(made)
+    num_bytes = sum(expert.num_bytes for expert in made.experts[0]) // 3
+    resident = resident_rows(made, popularity, heat, num_bytes)
+    chance = popularity / popularity.sum(axis=1, keepdims=True)
+    rows = [
+        (
+            chance[0, e] * (1.0 if i < 0 else heat[0, e, i]),
+            expert.selector.row_bytes if i < 0 else expert.records.row_bytes,
+        )
+        for e, expert in enumerate(made.experts[0])
+        if expert.selector
+        for i in range(-1, 4)
+        for _ in range(expert.num_rows if i < 0 else expert.num_rows // 4)
+    ]
+    rows.sort(key=lambda row: -row[0])
+    left, best = num_bytes, 0.0
+    for worth, row_bytes in rows:
+        if left >= row_bytes:
+            left -= row_bytes
+            best += worth * row_bytes
+    expert = made.experts[0][0]
+    found = (chance[0] * resident.selector_share[0]).sum() * expert.selector_bytes
+    found += (chance[0][:, None] * heat[0] * resident.row_shares[0]).sum() * expert.records_bytes / 4
+    assert found == pytest.approx(best, rel=1e-3)
+
+
+def test_a_card_is_found_however_it_is_spelled() -> None:
+    for name in ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "rtx-4090"]:
+        with case(name):
+            assert find_gpu(name) == GPUS["RTX 4090"]
+
+
+def test_a_card_that_is_not_known_names_those_that_are() -> None:
+    with pytest.raises(
+        RunError, match=r"^--gpu: 'Voodoo 2' is not known; give one of RTX 3060 12G, .*, or measure for this"
+    ):
+        find_gpu("Voodoo 2")
+
+
+def test_a_link_is_what_the_slot_gives_unless_it_is_said() -> None:
+    gpu = GPUS["RTX 4060 Ti 16G"]
+    assert gpu.link_rate == pytest.approx(15.75e9, rel=0.01)  # PCIe 4.0 x8
+    assert machine_of_gpu(gpu, 10e9, None).link_rate == 10e9
+    assert machine_of_gpu(gpu, None, None).link_rate == pytest.approx(12.6e9, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """A profile of two layers of three experts of 16 neurons."""
+    source = SMALLEST.write(tmp_path_factory.mktemp("source"))
+    return profiled(source, tmp_path_factory.mktemp("heats") / "profile", random_tokens(4, 32, 32))
+
+
+def test_at_a_level_that_was_counted_slices_are_the_counted_shares_hottest_first(profile: Profile) -> None:
+    for kind_idx, kind in enumerate(KINDS):
+        for sparsity in HOT_SPARSITIES:
+            found = RowHeat(profile).at(kind, np.full((2, 3), sparsity))
+            for layer_idx in range(2):
+                counted = -np.sort(-profile.statistics(layer_idx).hot_share(kind_idx, sparsity), axis=1)
+                assert found.shape == (2, 3, NUM_SLICES) == (2, *counted.shape)  # a neuron a slice
+                scale = (1 - sparsity) / counted.mean(axis=1, keepdims=True)
+                np.testing.assert_allclose(found[layer_idx], np.minimum(counted * scale, 1), atol=1e-6)
+
+
+def test_between_levels_each_expert_lies_between_them_and_runs_as_much_as_asked(profile: Profile) -> None:
+    heats, sparsity = RowHeat(profile), np.array([[0.0, 0.6, 0.75], [0.85, 0.5, 0.9]])
+    found = heats.at("up", sparsity)
+    assert (np.diff(found, axis=2) <= 1e-9).all() and (found[0, 0] == 1).all()
+    lost = (found == 1).any(axis=2)  # of slices that run always the rest is cut off
+    np.testing.assert_allclose(found.mean(axis=2)[~lost], 1 - sparsity[~lost], atol=1e-9)
+
+
+def test_without_a_selector_every_row_is_read(profile: Profile) -> None:
+    for heats in (RowHeat(profile), RowHeat(None)):
+        assert (heats.at("none", np.full((2, 3), 0.9)) == 1).all()
+
+
+def test_without_a_profile_all_rows_run_as_often() -> None:
+    sparsity = np.array([[0.0, 0.5]])
+    assert RowHeat(None).at("gate", sparsity).tolist() == [[[1.0], [0.5]]]
