@@ -103,7 +103,7 @@ def request(ids: Sequence[int], max_tokens: int = 12, sampling: SamplingOptions 
 
 def keep_nothing(server: Served) -> None:
     """Makes every prompt run whole: what is kept changes rounding."""
-    for slot in server.scheduler.slots():
+    for slot in server.scheduler.slots:
         slot.sequence.num_kept = lambda prompt_ids: 0  # type: ignore[method-assign]  # of this server alone
 
 

@@ -1,26 +1,27 @@
 """Fields that constrain an answer, in the dialects of several servers: taken, refused by name, or warned about.
 
 A request may spell a constraint as OpenAI, Anthropic, llama.cpp, vLLM, SGLang or Ollama do, in each of the protocols.
-Every field that decides *what may be answered* is taken or refused. A field that decides taste alone (how the next
-token is drawn) and is not taken is named in the answer's `warnings`, and so is one that nobody knows, because it may
-be a constraint. Fields that change nothing of an answer pass without a word. Sources: the API references of OpenAI,
-Anthropic and Ollama; the documentation of the servers of llama.cpp, vLLM and SGLang.
+Every field that decides *the possible answers* is taken or refused. A field of taste alone (how the next token is
+drawn) that is not taken gets a warning in the answer, and so does an unknown one, which may be a constraint. Fields
+that change nothing of an answer are ignored. Sources: the API references of OpenAI, Anthropic and Ollama; the
+documentation of the servers of llama.cpp, vLLM and SGLang.
 """
 
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
+from moe_pack.runtime.serve import grammars
 from moe_pack.runtime.serve.protocols import fields
 from moe_pack.runtime.serve.requests import RequestError
-from moe_pack.runtime.serve.rules import TokenRules, sequences_of
 from moe_pack.runtime.serve.service import GrammarSource, Service
 
 MAX_WORDS = 256
+ANY_OBJECT = {"type": "object"}
 
 _LOG = logging.getLogger("moe_pack.serve")
 _logged: set[str] = set()  # names of TASTE alone: the log has no text of a client
@@ -232,7 +233,7 @@ class StructuredOutputs(fields.Body):
 
 
 class AnswerFields(fields.SamplingFields):
-    """What an answer may be, in all dialects; each protocol adds its own fields."""
+    """The fields that constrain an answer, in all dialects; each protocol adds its own."""
 
     stop: str | fields.Many[str] | None = None
     ignore_eos: bool | None = None
@@ -267,23 +268,20 @@ class AnswerFields(fields.SamplingFields):
 def warnings_of(body: AnswerFields) -> tuple[str, ...]:
     """Returns a warning for each field of a request that is not taken, and may matter.
 
-    Raises:  RequestError if one would change what may be answered.
+    Raises:  RequestError if one would change the possible answers.
     """
     return tuple(warning for name, value in (body.model_extra or {}).items() if (warning := _warning(name, value)))
 
 
 def strict_warning(stricts: Iterable[bool | None], is_forced: bool) -> list[str]:
-    """Returns what to say about tools that ask for arguments as their schemas say, by `strict` of each."""
+    """Returns the warning about tools that are `strict`, if there is one and no call is forced."""
     if is_forced or not any(stricts):
         return []
     return ["strict: a call follows its tool's schema for certain only where tool_choice demands a call"]
 
 
 def _warning(name: str, value: object) -> str | None:
-    """Returns what to say about a field that no protocol takes; None if it changes nothing.
-
-    Raises:  RequestError.
-    """
+    """Returns the warning about a field that no protocol takes; None if it changes nothing. Raises: RequestError."""
     if name in REFUSED:
         if value in _NOTHING:
             return None
@@ -309,9 +307,9 @@ def _warning(name: str, value: object) -> str | None:
 
 
 def grammar_source(body: AnswerFields, form: GrammarSource | None = None) -> GrammarSource | None:
-    """Returns what an answer has to follow; None if it is free.
+    """Returns the form that an answer has to follow; None if it is free.
 
-    Args:    form: what the protocol's own field asks for.
+    Args:    form: of the protocol's own field.
     Raises:  RequestError if two fields ask for a form, or one of them is wrong.
     """
     found = [] if form is None else [form]
@@ -352,7 +350,7 @@ def _sources(body: AnswerFields) -> Iterator[GrammarSource | None]:
     if body.guided_choice is not None:
         yield GrammarSource("choice", body.guided_choice, "guided_choice")
     if body.format == "json":
-        yield GrammarSource("json_object", None, "format")
+        yield GrammarSource("json_schema", ANY_OBJECT, "format")
     elif isinstance(body.format, dict):
         yield schema_source(body.format, "format")
 
@@ -362,7 +360,7 @@ def _response_format(wanted: ResponseFormat | None) -> GrammarSource | None:
         return None
     if wanted.type == "json_object":
         if wanted.schema_ is None:
-            return GrammarSource("json_object", None, "response_format")
+            return GrammarSource("json_schema", ANY_OBJECT, "response_format")
         return GrammarSource("json_schema", wanted.schema_, "response_format.schema")
     if wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
         return GrammarSource("json_schema", wanted.json_schema.schema_, "response_format.json_schema.schema")
@@ -390,7 +388,7 @@ def _structured(wanted: StructuredOutputs | None) -> Iterator[GrammarSource]:
     if wanted.grammar is not None:
         yield GrammarSource("gbnf", wanted.grammar, "structured_outputs.grammar")
     if wanted.json_object:
-        yield GrammarSource("json_object", None, "structured_outputs.json_object")
+        yield GrammarSource("json_schema", ANY_OBJECT, "structured_outputs.json_object")
 
 
 # ---- length, end and tokens -----------------------------------------------------------------------------------------
@@ -398,25 +396,21 @@ def _structured(wanted: StructuredOutputs | None) -> Iterator[GrammarSource]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimits:
-    """Where an answer ends, and which tokens it may have.
+    """The length and the ends of an answer, and the rules about its tokens."""
 
-    `max_tokens`: None: as many as the context takes.   `stop`: texts that end it.   `end_ids`: tokens that end it,
-    besides the model's own, which `ignores_ends` takes away.
-    """
-
-    max_tokens: int | None
-    stop: tuple[str, ...] = ()
-    end_ids: frozenset[int] = frozenset()
-    ignores_ends: bool = False
-    rules: TokenRules = field(default_factory=TokenRules)
+    max_tokens: int | None  # None: the rest of the context
+    stop: tuple[str, ...]  # texts that end it
+    end_ids: frozenset[int]  # tokens that end it, as the model's own ones do
+    ignores_ends: bool  # the model's own ones do not end it
+    rules: grammars.TokenRules
 
     def ends(self, own: frozenset[int]) -> frozenset[int]:
-        """Returns the tokens that end the answer of a model with end tokens of its `own`."""
+        """Returns the tokens that end the answer of a model with its `own` end tokens."""
         return self.end_ids if self.ignores_ends else self.end_ids | own
 
 
 def limits(service: Service, body: AnswerFields, max_tokens: int | None, stops: Sequence[str] = ()) -> AnswerLimits:
-    """Returns where an answer ends; of several lengths the least counts.
+    """Returns the limits of an answer; the least of several lengths counts.
 
     Args:    stops: the texts of the protocol's own field.
     Raises:  RequestError if a length is 0, or tokens are named that the model does not have.
@@ -431,12 +425,10 @@ def limits(service: Service, body: AnswerFields, max_tokens: int | None, stops: 
     return AnswerLimits(
         max_tokens=min(most, default=None),
         stop=fields.stop_texts([*stops, *texts]),
-        end_ids=_tokens(service, body.stop_token_ids, "stop_token_ids"),
+        end_ids=_tokens(service, body.stop_token_ids, "stop_token_ids") or frozenset(),
         ignores_ends=body.ignore_eos is True,
-        rules=TokenRules(
-            allowed=None
-            if body.allowed_token_ids is None
-            else _tokens(service, body.allowed_token_ids, "allowed_token_ids"),
+        rules=grammars.TokenRules(
+            allowed=_tokens(service, body.allowed_token_ids, "allowed_token_ids"),
             banned=body.banned(service.vocab_size),
             min_tokens=max(counts, default=0),
             bad=_bad_words(service, body.bad_words or ()),
@@ -444,14 +436,14 @@ def limits(service: Service, body: AnswerFields, max_tokens: int | None, stops: 
     )
 
 
-def _tokens(service: Service, tokens: Sequence[int] | None, param: str) -> frozenset[int]:
+def _tokens(service: Service, tokens: Sequence[int] | None, param: str) -> frozenset[int] | None:
     wrong = next((token for token in tokens or () if token >= service.vocab_size), None)
     if wrong is not None:
         raise RequestError(f"{param}: the model has {service.vocab_size} tokens, and none is {wrong}", param)
-    return frozenset(tokens or ())
+    return None if tokens is None else frozenset(tokens)
 
 
 def _bad_words(service: Service, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     if any(not word.strip() or len(word) > 256 for word in words):
         raise RequestError("bad_words: a word is empty, or has more than 256 characters; change it", "bad_words")
-    return sequences_of(words, service.text_ids) if words else ()
+    return grammars.sequences_of(words, service.text_ids) if words else ()

@@ -1,8 +1,8 @@
-"""What clients ask about the model besides answers: its tokens, its properties, its version, its name in lists.
+"""Endpoints about the model: its tokens, its properties, its version, its name in lists.
 
 The endpoints are those of llama.cpp's server (`/tokenize`, `/detokenize`, `/props`), of vLLM (the first two with other
 fields, `/tokenizer_info`, `/version`), and those by which clients of Ollama find models (`/api/...`). Other endpoints
-of these servers answer that they are not supported, and what to use. Sources: tools/server/README.md of llama.cpp;
+of these servers answer that they are not supported, with advice. Sources: tools/server/README.md of llama.cpp;
 entrypoints/serve/tokenize of vLLM; docs/api.md of Ollama.
 """
 
@@ -97,7 +97,7 @@ class DetokenizeAnswer(BaseModel):
 
 
 class PropsAnswer(BaseModel):
-    """What llama.cpp's clients ask of a server; `model_path` is a name, since paths are nobody's business."""
+    """The properties of a server for llama.cpp's clients; `model_path` is a name, since paths are private."""
 
     default_generation_settings: dict[str, Any]
     total_slots: int
@@ -125,7 +125,7 @@ async def tokenize(http: HttpRequest, body: TokenizeRequest) -> Response:
 
 
 async def _tokens(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
-    """Returns the tokens that a request asks for.
+    """Returns the tokens of a request's text.
 
     Raises:  RequestError if it has no text or several, or asks for what this tokenizer cannot do.
     """
@@ -165,7 +165,7 @@ async def _conversation_tokens(service: Service, body: TokenizeRequest) -> tuple
 
 
 def _piece(raw: bytes) -> str | list[int]:
-    """Returns the text of a token, or its bytes where they are no text of their own."""
+    """Returns the text of a token, or its bytes if they are no text."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -264,7 +264,7 @@ async def show(http: HttpRequest, body: ShowRequest) -> Response:
 
 
 def _details() -> dict[str, Any]:
-    """Returns what Ollama says of a model's file; clients read the keys, and none of it applies to packs."""
+    """Returns Ollama's facts about a model's file, of which none applies to packs; clients read the keys."""
     texts = dict.fromkeys(("parent_model", "family", "parameter_size", "quantization_level"), "")
     return {**texts, "format": "moe-pack", "families": []}
 

@@ -289,7 +289,7 @@ def test_health_of_a_model_that_comes_and_goes() -> None:
         server.app.state.service = service
         assert (server.http.get("/health").status_code, server.http.get("/health").json()) == (200, {"status": "ok"})
         assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
-        service.failure = lambda: "the disk is gone"
+        server.scheduler.failure = "the disk is gone"
         assert server.http.get("/health").json() == {"status": "failed"}
         assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
 

@@ -15,14 +15,11 @@ from typing import Any
 import pytest
 from support.cases import case
 from support.scripted_scheduler import (
-    FACTS,
-    BracketParser,
     Characters,
-    LinesTemplate,
     NamedGrammar,
     NamedGrammars,
     Script,
-    ScriptedScheduler,
+    scripted_service,
 )
 from support.served import Served, served
 from support.waiting import HANG_S, wait_until
@@ -31,8 +28,7 @@ from moe_pack.runtime.serve.grammars import TokenGrammar
 from moe_pack.runtime.serve.http import bodies, connections
 from moe_pack.runtime.serve.http.app import ServeOptions
 from moe_pack.runtime.serve.requests import QueueFullError
-from moe_pack.runtime.serve.service import Service
-from moe_pack.runtime.serve.workers import WorkPool
+from moe_pack.runtime.serve.service import WorkPool
 from moe_pack.runtime.templates import prompt_of
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -106,12 +102,12 @@ class SlowGrammars(NamedGrammars):
         self.compiled: list[str] = []
         self.goes_on = threading.Event()
 
-    def gbnf(self, text: str, param: str = "") -> NamedGrammar:
+    def gbnf(self, text: str, param: str) -> NamedGrammar:
         self.compiled.append(text)
         assert self.goes_on.wait(HANG_S)
         return super().gbnf(text, param)
 
-    def json_schema(self, schema: Mapping[str, Any], param: str = "") -> NamedGrammar:
+    def json_schema(self, schema: Mapping[str, Any], param: str) -> NamedGrammar:
         self.compiled.append(json.dumps(schema))
         return super().json_schema(schema, param)
 
@@ -121,20 +117,8 @@ def served_with(
     grammars: NamedGrammars, scripts: tuple[Script, ...] = (), options: ServeOptions | None = None
 ) -> Iterator[Served]:
     with served(*scripts, loading=True, options=options) as server:
-        server.app.state.service = service_with(server.scheduler, grammars)
+        server.app.state.service = scripted_service(server.scheduler, grammars=grammars)
         yield server
-
-
-def service_with(scheduler: ScriptedScheduler, grammars: NamedGrammars) -> Service:
-    return Service(
-        FACTS,
-        scheduler,
-        Characters(),
-        LinesTemplate(),
-        lambda prompt_end, tools: BracketParser(),
-        grammars,
-        lambda token: bytes([token % 256]),
-    )
 
 
 @contextmanager
@@ -308,7 +292,7 @@ class LimitedGrammar(TokenGrammar):
 
 
 class LimitedGrammars(NamedGrammars):
-    def gbnf(self, text: str, param: str = "") -> Any:
+    def gbnf(self, text: str, param: str) -> Any:
         return LimitedGrammar()
 
 

@@ -244,7 +244,7 @@ def test_formats_become_grammars(plain: Served, client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     for fields, source in (
-        ({"response_format": {"type": "json_object"}}, "json_object"),
+        ({"response_format": {"type": "json_object"}}, {"type": "object"}),
         ({"response_format": wanted}, schema),
         ({"response_format": {"type": "text"}}, None),
         ({"extra_body": {"grammar": 'root ::= "a"'}}, 'root ::= "a"'),

@@ -252,7 +252,7 @@ def test_a_request_that_cannot_begin_ends_and_the_next_runs(demo_pack: PackMaker
     """Whatever fails between the queue and a slot: no request is lost."""
     faults: tuple[BaseException, ...] = (ValueError(), MemoryError(), RunError("no place"), BaseException("a panic"))
     with served(demo_pack("none", 4), number=1) as server:
-        ids, sequence = server.text.encode(WORDS), server.scheduler.slots()[0].sequence
+        ids, sequence = server.text.encode(WORDS), server.scheduler.slots[0].sequence
         for name in ("num_common", "num_kept", "reset"):
             for fault in faults:
 
