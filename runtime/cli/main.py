@@ -99,9 +99,7 @@ class RunOptions:
     prompt: str | None = field(
         default=None,
         metadata=formats.option(
-            "--prompt",
-            "-p",
-            help="The text to continue.  [default: standard input; on a terminal a conversation]",
+            "--prompt", "-p", help="The text to continue.  [default: standard input; on a terminal a conversation]"
         ),
     )
     prompt_file: TextIO | None = field(
@@ -109,10 +107,7 @@ class RunOptions:
     )
     chat: bool = field(
         default=False,
-        metadata=formats.option(
-            "--chat",
-            help="Send the prompt as a chat message, in the pack's own template.",
-        ),
+        metadata=formats.option("--chat", help="Send the prompt as a chat message, in the pack's own template."),
     )
     context: int | None = field(
         default=None,

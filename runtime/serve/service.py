@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moe_pack.formats import RunError
@@ -120,7 +119,7 @@ class _KnownGrammars:
 class Generation:
     """Requests that run at once: an asynchronous iterator of their events, each with the index of its request.
 
-    It is a context manager: the end of its block cancels requests that still run.
+    `close` cancels requests that still run.
     Raises:  as `BatchScheduler.submit`; then none of the requests runs.
     """
 
@@ -136,12 +135,6 @@ class Generation:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "Generation":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def __aiter__(self) -> "Generation":
         return self

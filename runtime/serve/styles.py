@@ -39,18 +39,8 @@ _NAME = r"[\w.:/@$-]+"
 _BAR = "\uff5c"  # the full-width bar of DeepSeek's marks
 # Texts of tokens that end a turn. They are dropped if a tokenizer does not call them the end of an answer.
 _TURN_ENDS = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|eot|>",
-    "<|end_of_text|>",
-    "<|END_OF_TURN_TOKEN|>",
-    f"<{_BAR}end▁of▁sentence{_BAR}>",
-    "<|user|>",
-    "<|observation|>",
-    "<turn|>",
-    "[e~[",
+    *["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>"],
+    *f"<{_BAR}end▁of▁sentence{_BAR}> <|user|> <|observation|> <turn|> [e~[".split(),
 )
 
 

@@ -35,11 +35,7 @@ from moe_pack.runtime.serve.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health"})  # need no key: the page asks its user for one
 
-_HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-}
+_HEADERS = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ end it when the client leaves.
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, assert_never
 
@@ -21,14 +22,7 @@ from moe_pack.runtime.sampling import Grammar, TokenLogprob
 from moe_pack.runtime.serve import access_log, parsers
 from moe_pack.runtime.serve.grammars import TokenRules, ruled
 from moe_pack.runtime.serve.protocols import constraints, formed
-from moe_pack.runtime.serve.requests import (
-    EndEvent,
-    PromptEvent,
-    PromptLogprobs,
-    QueueFullError,
-    Request,
-    RequestError,
-)
+from moe_pack.runtime.serve.requests import EndEvent, PromptEvent, PromptLogprobs, QueueFullError, Request, RequestError
 from moe_pack.runtime.serve.service import (
     CalledTool,
     Calls,
@@ -405,7 +399,7 @@ def _checked_end(end: EndEvent, grammar: Grammar | None, is_whole: bool) -> EndE
 async def whole_answers(service: Service, prepared: Prepared) -> list[Answer]:
     """Returns the answers to requests when all have ended."""
     answers = [Answer() for _ in prepared.requests]
-    with Generation(service.scheduler, prepared.requests) as run:
+    with closing(Generation(service.scheduler, prepared.requests)) as run:
         async for step in steps(run, prepared):
             answers[step.index].take(step)
     return answers

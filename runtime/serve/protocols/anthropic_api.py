@@ -6,6 +6,7 @@ Thinking blocks have an empty signature; those of a request need none. Source: A
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -413,7 +414,7 @@ def _usage(answer: answers.Answer) -> dict[str, int]:
 
 async def _streamed(service: Service, prepared: answers.Prepared) -> AsyncGenerator[ServerSentEvent, None]:
     answer = answers.Answer()
-    with Generation(service.scheduler, prepared.requests) as run:
+    with closing(Generation(service.scheduler, prepared.requests)) as run:
         usage = {
             "input_tokens": len(prepared.requests[0].prompt_ids),
             "cache_creation_input_tokens": 0,

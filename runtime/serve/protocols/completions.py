@@ -9,6 +9,7 @@ number to `logprob`, `rank` and `decoded_token`.
 import codecs
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
@@ -298,10 +299,7 @@ async def written(writer: ChatWriter | TextWriter, prepared: answers.Prepared, a
 
 
 async def streamed(
-    writer: ChatWriter | TextWriter,
-    prepared: answers.Prepared,
-    with_usage: bool,
-    answers_each: int,
+    writer: ChatWriter | TextWriter, prepared: answers.Prepared, with_usage: bool, answers_each: int
 ) -> AsyncGenerator[ServerSentEvent, None]:
     """Yields the chunks of a stream; the last one has `timings`, `warnings`, and `usage` where the request asks."""
 
@@ -314,7 +312,7 @@ async def streamed(
 
     begun = [Answer() for _ in prepared.requests]
     waiting: list[list[TokenLogprob]] = [[] for _ in begun]  # of tokens whose text has not come yet
-    with Generation(writer.service.scheduler, prepared.requests) as run:
+    with closing(Generation(writer.service.scheduler, prepared.requests)) as run:
         for index, answer in enumerate(begun):
             if not writer.begins_with_prompt:
                 yield first(index, answer)

@@ -31,20 +31,14 @@ _NO_OLLAMA = (
     "this server does not take Ollama's requests; use OpenAI's at /v1 (in Open WebUI: add an OpenAI connection)"
 )
 _ABSENT = {
-    "/v1/embeddings": _NO_EMBEDDINGS,
-    "/embeddings": _NO_EMBEDDINGS,
-    "/embedding": _NO_EMBEDDINGS,
-    "/v1/rerank": _NO_RERANKING,
-    "/v2/rerank": _NO_RERANKING,
-    "/v1/reranking": _NO_RERANKING,
-    "/rerank": _NO_RERANKING,
-    "/reranking": _NO_RERANKING,
-    "/completion": _NO_NATIVE,
-    "/infill": _NO_NATIVE,
-    "/api/chat": _NO_OLLAMA,
-    "/api/generate": _NO_OLLAMA,
-    "/api/embed": _NO_EMBEDDINGS,
-    "/api/embeddings": _NO_EMBEDDINGS,
+    path: advice
+    for advice, paths in {
+        _NO_EMBEDDINGS: "/v1/embeddings /embeddings /embedding /api/embed /api/embeddings",
+        _NO_RERANKING: "/v1/rerank /v2/rerank /v1/reranking /rerank /reranking",
+        _NO_NATIVE: "/completion /infill",
+        _NO_OLLAMA: "/api/chat /api/generate",
+    }.items()
+    for path in paths.split()
 }
 _NO_SLOTS = "this server does not show what each slot does; use /metrics for counts"
 

@@ -413,10 +413,7 @@ def _template_message(message: ChatMessage, place: str) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "\n".join(_part_text(part, f"{place}.content[{i}]") for i, part in enumerate(content))
-    made: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content or "",
-    }
+    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if getattr(message, name) is not None:
             made[name] = getattr(message, name)

@@ -6,6 +6,7 @@ Source: OpenAI's API reference.
 
 import time
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import closing
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -186,7 +187,7 @@ class _Writer:
     async def streamed(self, prepared: answers.Prepared) -> AsyncGenerator[ServerSentEvent, None]:
         answer = answers.Answer()
         begun = {**self._frame, "status": "in_progress", "output": []}
-        with Generation(self._service.scheduler, prepared.requests) as run:
+        with closing(Generation(self._service.scheduler, prepared.requests)) as run:
             yield self._event("response.created", response=begun)
             yield self._event("response.in_progress", response=begun)
             try:

@@ -194,10 +194,7 @@ def test_errors_become_the_clients_exceptions() -> None:
         ask: dict[str, Any] = {"model": "demo-moe", "max_tokens": 100, "messages": HELLO}
         with pytest.raises(anthropic.InternalServerError, match="the disk is gone"):
             client.messages.create(**ask)
-        with (
-            pytest.raises(anthropic.APIStatusError, match="the disk is gone"),
-            client.messages.stream(**ask) as stream,
-        ):
+        with pytest.raises(anthropic.APIStatusError, match="the disk is gone"), client.messages.stream(**ask) as stream:
             stream.get_final_message()
         assert [model.id for model in client.models.list()] == ["demo-moe"]
         assert client.models.retrieve("demo-moe").display_name == "demo-moe"

@@ -14,13 +14,7 @@ from typing import Any
 
 import pytest
 from support.cases import case
-from support.scripted_scheduler import (
-    Characters,
-    NamedGrammar,
-    NamedGrammars,
-    Script,
-    scripted_service,
-)
+from support.scripted_scheduler import Characters, NamedGrammar, NamedGrammars, Script, scripted_service
 from support.served import Served, served
 from support.waiting import HANG_S, wait_until
 
