@@ -252,7 +252,8 @@ class _Server:
         Raises:  RunError if the address is taken, or the pack cannot be loaded.
         """
         with closing(_listening(self._options.host, self._options.port)) as listener:
-            where = _address(self._options.host, listener.getsockname()[1])
+            host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+            where = f"http://{host}:{listener.getsockname()[1]}"
             loader = threading.Thread(target=self._load, args=(where,), name="moe-serve loader", daemon=True)
             try:
                 with _signals_call(self._stop):
@@ -404,10 +405,7 @@ def _service_of(
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens.
-
-    Raises:  RunError if the address cannot be used.
-    """
+    """Returns a socket that listens. Raises: RunError if the address cannot be used."""
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # asyncio turns Nagle's delay off where the protocol is named.
@@ -424,10 +422,6 @@ def _listening(host: str, port: int) -> socket.socket:
         raise formats.RunError(
             f"cannot listen on {host} port {port} ({fault.strerror or fault}); give another --host or --port"
         ) from fault
-
-
-def _address(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -170,10 +170,7 @@ class TokenGrammar:
         return mask.add_(logits.cpu())
 
     def accept(self, token: int) -> None:
-        """Goes on by a token of the answer.
-
-        Raises:  RunError if it may not come here.
-        """
+        """Goes on by a token of the answer. Raises: RunError if it may not come here."""
         if not self._matcher.consume_token(token):
             self._refuse_faults()
             raise RunError(f"token {token} does not follow the grammar")

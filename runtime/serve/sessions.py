@@ -370,10 +370,7 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _fill(tensors: _Tensors, name: str, tensor: Tensor) -> None:
-    """Reads the values of a tensor from a session.
-
-    Raises:  SessionError if it has another shape, or another CRC-32.
-    """
+    """Reads the values of a tensor from a session. Raises: SessionError if it has another shape, or another CRC-32."""
     entry = tensors.entries[name]
     if entry.shape != tuple(tensor.shape) or entry.dtype != _DTYPES[tensor.dtype]:
         raise SessionError("its caches have another shape than this server's")

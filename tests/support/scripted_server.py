@@ -3,9 +3,6 @@
 import asyncio
 import json
 import math
-import socket
-import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +18,7 @@ from sse_starlette import EventSourceResponse
 
 from moe_pack.runtime.serve.http.live import bitmap, page_router, saturated
 from moe_pack.runtime.serve.requests import SchedulerCounts
-from support.waiting import HANG_S
+from support.served import running
 
 Values = dict[str, Any]
 
@@ -228,16 +225,6 @@ class FixedScheduler:
 @contextmanager
 def served(app: FastAPI) -> Iterator[str]:
     """Serves an app from a thread, and yields its address."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="off")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-            thread.join(HANG_S)
+    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="off")
+    with running(uvicorn.Server(config)) as port:
+        yield f"http://127.0.0.1:{port}/"

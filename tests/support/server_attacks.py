@@ -1,6 +1,5 @@
 """Attacks on a running server, by clients without a key: each is a context manager, in whose block it goes on."""
 
-import json
 import random
 import socket
 import threading
@@ -10,6 +9,7 @@ from typing import Any
 
 import httpx2
 
+from support.served import posted
 from support.waiting import HANG_S
 
 Attack = Callable[[str, int], "Any"]  # of a server's URL and port
@@ -159,10 +159,8 @@ ATTACKS: dict[str, Attack] = {
 
 def leave(port: int, body: dict[str, Any], path: str = CHAT) -> None:
     """Asks, and leaves without an answer."""
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", port), HANG_S) as one:
-        one.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    with posted(port, path, body):
+        pass
 
 
 @contextmanager

@@ -156,10 +156,7 @@ class _Place:
 
 
 async def _read(receive: Receive, most: int, place: _Place) -> bytes:
-    """Returns a body.
-
-    Raises:  RefusedError if it has more than `most` bytes; ConnectionError if the client leaves.
-    """
+    """Returns a body. Raises: RefusedError if it has more than `most` bytes; ConnectionError if the client leaves."""
     pieces, total, more = [], 0, True
     while more:
         message = await receive()

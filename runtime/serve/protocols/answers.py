@@ -380,10 +380,7 @@ async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
 
 
 def _checked_end(end: EndEvent, grammar: Grammar | None, is_whole: bool) -> EndEvent:
-    """Returns the end of an answer; a stop if the answer was cancelled because it is whole.
-
-    Raises:  RequestError if its grammar turned out to be too large; AnswerError for other faults.
-    """
+    """Returns the end of an answer, a stop if it is whole. Raises: RequestError for a grammar's fault; AnswerError."""
     fault: str | None = getattr(grammar, "fault", None)
     if end.reason == "error" and fault is not None:
         raise RequestError(fault, "grammar")

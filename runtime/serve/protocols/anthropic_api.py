@@ -203,10 +203,7 @@ async def _counted(service: Service, body: CountRequest) -> Response:
 
 
 def _question(service: Service, body: MessagesRequest) -> answers.ChatQuestion:
-    """Returns the question of a request.
-
-    Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
-    """
+    """Returns the question of a request. Raises: RequestError if this server cannot do it; ModelNotFoundError."""
     _check_request(service, body)
     warnings = constraints.warnings_of(body)
     if body.thinking is not None and body.thinking.budget_tokens is not None:

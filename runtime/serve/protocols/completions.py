@@ -171,29 +171,25 @@ class ChatWriter:
             return {}
         return {"prompt_logprobs": vllm_prompt_logprobs(self.service.token_bytes, found, top)}
 
-    def first(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns the choice of a stream's chunk that begins an answer."""
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that adds to an answer."""
-        block = change.block
-        delta: dict[str, Any] = {"content": change.text}
-        if block.kind == "reasoning":
+    def piece(
+        self, index: int, answer: Answer, logprobs: list[TokenLogprob], change: BlockEvent | None = None
+    ) -> dict[str, Any]:
+        """Returns the choice of a stream's chunk: it begins or ends an answer, or adds a `change` to it."""
+        reason = finish_reason(answer) if change is None and answer.end is not None else None
+        if change is None:
+            delta: dict[str, Any] = {"role": "assistant", "content": ""} if reason is None else {}
+        elif change.block.kind == "content":
+            delta = {"content": change.text}
+        elif change.block.kind == "reasoning":
             delta = {"reasoning_content": change.text}
-        elif block.kind == "call":
+        else:
+            block = change.block
             call: dict[str, Any] = {"function": {"arguments": change.text}}
             if change.change == "open":
                 call = {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": ""}}
             delta = {"tool_calls": [{"index": answer.calls.index(block), **call}]}
         written = self._written_logprobs(logprobs) if logprobs else None
-        return {"index": index, "delta": delta, "logprobs": written, "finish_reason": None}
-
-    def last(self, index: int, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that ends an answer."""
-        written = self._written_logprobs(logprobs) if logprobs else None
-        return {"index": index, "delta": {}, "logprobs": written, "finish_reason": finish_reason(answer)}
+        return {"index": index, "delta": delta, "logprobs": written, "finish_reason": reason}
 
     def _written_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
         return chat_logprobs(self.service.token_bytes, logprobs) if self._logprobs else None
@@ -237,17 +233,15 @@ class TextWriter:
         """Returns nothing: prompts differ, and each choice has the log-probabilities of its own."""
         return {}
 
-    def first(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns the choice of a stream's chunk that begins an answer."""
+    def piece(
+        self, index: int, answer: Answer, logprobs: list[TokenLogprob], change: BlockEvent | None = None
+    ) -> dict[str, Any]:
+        """Returns the choice of a stream's chunk: it begins or ends an answer, or adds a `change` to it."""
+        if change is not None:
+            return self._choice(index, change.text, logprobs, None)
+        if answer.end is not None:
+            return self._choice(index, "", logprobs, finish_reason(answer))
         return self._choice(index, self._echoes[index], [], None, answer.prompt_logprobs)
-
-    def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that adds to an answer."""
-        return self._choice(index, change.text, logprobs, None)
-
-    def last(self, index: int, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that ends an answer."""
-        return self._choice(index, "", logprobs, finish_reason(answer))
 
     def _choice(
         self,
@@ -308,7 +302,7 @@ async def streamed(
         return answers.event_of({"object": writer.chunk_name, **writer.frame, "choices": choices, **nothing, **more})
 
     def first(index: int, answer: Answer) -> ServerSentEvent:
-        return chunk([writer.first(index, answer)])
+        return chunk([writer.piece(index, answer, [])])
 
     begun = [Answer() for _ in prepared.requests]
     waiting: list[list[TokenLogprob]] = [[] for _ in begun]  # of tokens whose text has not come yet
@@ -322,14 +316,14 @@ async def streamed(
                 waiting[index].append(step.logprob)
             for change in answer.take(step):
                 if change.text or (change.change == "open" and change.block.kind == "call"):
-                    yield chunk([writer.added(index, change, answer, waiting[index])])
+                    yield chunk([writer.piece(index, answer, waiting[index], change)])
                     waiting[index] = []
             if step.prompt_logprobs is not None and writer.begins_with_prompt:
                 yield await run_in_threadpool(first, index, answer)  # it may take long to write, as in `written`
             if step.end is not None:
                 is_last = not with_usage and all(one.end is not None for one in begun)
                 more = {"timings": timings(begun, answers_each), **prepared.warned} if is_last else {}
-                yield chunk([writer.last(index, answer, waiting[index])], **more)
+                yield chunk([writer.piece(index, answer, waiting[index])], **more)
     if with_usage:
         took = {"usage": usage(begun, answers_each), "timings": timings(begun, answers_each)}
         yield chunk([], **took, **prepared.warned)

@@ -119,10 +119,7 @@ async def tokenize(http: HttpRequest, body: TokenizeRequest) -> Response:
 
 
 async def _tokens(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
-    """Returns the tokens of a request's text.
-
-    Raises:  RequestError if it has no text or several, or asks for what this tokenizer cannot do.
-    """
+    """Returns the tokens of a request's text. Raises: RequestError if it has no text, or several."""
     service.check_model(body.model)
     given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
     if len(given) != 1:

@@ -317,10 +317,7 @@ async def _completed(service: Service, body: CompletionRequest) -> Response:
 
 
 def chat_question(service: Service, body: ChatRequest) -> answers.ChatQuestion:
-    """Returns the question of a request.
-
-    Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
-    """
+    """Returns the question of a request. Raises: RequestError if this server cannot do it; ModelNotFoundError."""
     service.check_model(body.model)
     warnings = [*constraints.warnings_of(body)]
     if body.reasoning is not None and body.reasoning.max_tokens is not None:
@@ -355,10 +352,7 @@ def check_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
 
 
 def _continues(body: ChatRequest) -> bool:
-    """Whether the answer continues the last message.
-
-    Raises:  RequestError if that is not the assistant's, or if nothing begins an answer.
-    """
+    """Whether the answer continues the last message. Raises: RequestError if it is not the assistant's."""
     last, param = body.messages[-1], "continue_final_message"
     if not body.continue_final_message:
         name = "prefix" if last.prefix else "partial" if last.partial else None
@@ -435,10 +429,7 @@ def _part_text(part: ContentPart, place: str) -> str:
 
 
 def _offered_tools(body: ChatRequest) -> tuple[list[answers.OfferedTool], list[str]]:
-    """Returns the functions that the model may call, and warnings about tools of other types.
-
-    Raises:  RequestError if a function is missing, or `tool_choice` names one that is not there.
-    """
+    """Returns the functions that the model may call, and warnings about other tools. Raises: RequestError."""
     offered: list[answers.OfferedTool] = []
     unknown: list[str] = []
     for i, tool in enumerate(body.tools or ()):
@@ -485,10 +476,7 @@ def _tool_choice(
 
 
 async def prepare_completion(service: Service, body: CompletionRequest) -> tuple[answers.Prepared, list[str]]:
-    """Returns the requests that continue texts, and the text before each answer.
-
-    Raises:  RequestError if the request cannot be answered; ModelNotFoundError.
-    """
+    """Returns the requests that continue texts, and the text before each answer. Raises: RequestError."""
     service.check_model(body.model)
     warnings = constraints.warnings_of(body)
     num_answers = body.n or 1

@@ -97,10 +97,7 @@ async def _answered(service: Service, body: ResponsesRequest) -> Response:
 
 
 def _question(service: Service, body: ResponsesRequest, tools: response_items.Tools) -> answers.ChatQuestion:
-    """Returns the question of a request.
-
-    Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
-    """
+    """Returns the question of a request. Raises: RequestError if this server cannot do it; ModelNotFoundError."""
     service.check_model(body.model)
     warnings = constraints.warnings_of(body)
     if body.previous_response_id is not None:

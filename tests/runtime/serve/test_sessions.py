@@ -378,7 +378,7 @@ def test_a_folder_that_cannot_be_written_ends_no_request(
             store = sessions_in(folder, most_bytes=most)
             with case(most), served(model, number=1, sessions=store) as server:
                 for ids in ([*IDS, 5], [*IDS[::-1]], [*IDS, 6]):
-                    assert (end := server.run(request(ids, 2)).end) is not None and end.reason == "length"
+                    assert server.run(request(ids, 2)).end.reason == "length"
                 assert store.num_failed and server.scheduler.failure is None
 
 
@@ -393,5 +393,5 @@ def test_whatever_fails_around_sessions_ends_no_request(demo_pack: PackMaker, tm
         store.save = store.load = failing  # type: ignore[method-assign]  # of this store alone
         with case(fault), served(demo_pack("none", 4), number=1, sessions=store) as server:
             for ids in (IDS, IDS[::-1]):
-                assert (end := server.run(request(ids, 2)).end) is not None and end.reason == "length"
+                assert server.run(request(ids, 2)).end.reason == "length"
         assert server.scheduler.failure is None
