@@ -235,7 +235,7 @@ class Conversation:
         seed = secrets.randbits(32) if first is None else (first + self._num_answers) % _NUM_SEEDS
         self._num_answers += 1
         sampler = Sampler(replace(self._options.sampling, seed=seed), ids)
-        parser = parsers.parser_for(self._style, prompt.text[-PROMPT_END_CHARACTERS:], tools=False)
+        parser = parsers.parser_for(self._style, prompt.text[-PROMPT_END_CHARACTERS:])
         stream = self._text.stream(ids, self._style.keeps_special)
         answer: Message = {"role": "assistant", "content": ""}
         left = list(self._decoder.keep_beginning(ids))  # a copy: `_read` takes tokens from it

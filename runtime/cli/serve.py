@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
 
@@ -380,16 +381,12 @@ def _service_of(
     pack: Pack, text: Text, scheduler: BatchScheduler, options: ServeCommand, sampling: runtime.SamplingOptions
 ) -> Service:
     from moe_pack.runtime.serve.grammars import GrammarCompiler
-    from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
+    from moe_pack.runtime.serve.parsers import parser_for
     from moe_pack.runtime.serve.service import ModelFacts, Service
     from moe_pack.runtime.serve.styles import style_of
 
     folder, template = pack.folder.resolve().name, text.chat_template
     style = style_of("" if template is None else template.source(has_tools=True))
-
-    def parser(prompt_end: str, tools: list[dict[str, Any]]) -> AnswerParser:
-        return parser_for(style, prompt_end, bool(tools), tool_list=tools)
-
     facts = ModelFacts(
         model_id=options.model_name or folder,
         folder_name=folder,
@@ -401,7 +398,7 @@ def _service_of(
         eos_token=text.named_tokens.get("eos_token", ""),
     )
     grammars = GrammarCompiler(text, text.answer_end_ids)
-    return Service(facts, scheduler, text, template, parser, grammars, style.keeps_special)
+    return Service(facts, scheduler, text, template, partial(parser_for, style), grammars, style.keeps_special)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -61,23 +61,21 @@ class AnswerParser(Protocol):
 def parser_for(
     style: styles.AnswerStyle,
     prompt_end: str,
-    tools: bool,
-    *,
-    tool_list: Sequence[Mapping[str, object]] = (),
+    tools: Sequence[Mapping[str, object]] = (),
     new_id: Callable[[], str] | None = None,
 ) -> AnswerParser:
     """Returns the parser of one answer.
 
-    Args:    prompt_end: of the rendered prompt; the reasoning may begin there.   tools: whether to look for calls; else
-             they are content.   tool_list: the request's tools in OpenAI's form; their schemas give the types of
-             parameters where the format does not.   new_id: makes the ids of calls; None makes random ones.
+    Args:    prompt_end: of the rendered prompt; the reasoning may begin there.   tools: of the request, in OpenAI's
+             form: their schemas give the types of parameters where the format does not. Without tools, calls are
+             content.   new_id: makes the ids of calls; None makes random ones.
     """
     if new_id is None:
         has_short_ids = isinstance(style.calls, styles.JsonCalls) and style.calls.has_short_ids
         new_id = _short_id if has_short_ids else _random_id
     if style.has_channels:
-        return _ChannelParser(prompt_end, tools, new_id)
-    return _MarkParser(style, prompt_end, style.calls if tools else None, _schemas(tool_list), new_id)
+        return _ChannelParser(prompt_end, bool(tools), new_id)
+    return _MarkParser(style, prompt_end, style.calls if tools else None, _schemas(tools), new_id)
 
 
 def _random_id() -> str:

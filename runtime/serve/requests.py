@@ -68,7 +68,6 @@ class TokenEvent:
 class Timings:
     """How long the parts of a request took, in seconds."""
 
-    waited_s: float
     prefill_s: float  # until the first new token
     decode_s: float  # for the tokens after it
 

@@ -75,7 +75,6 @@ class Job:
     ) -> None:
         self.request, self.is_cancelled = request, False
         self._on_event, self._wake = on_event, wake
-        self._submitted = time.perf_counter()
         self._started = self._first_token = 0.0
         self.cached_tokens = self.completion_tokens = 0
         self.left: list[int] = list(request.prompt_ids)  # of the prompt, what has not run
@@ -134,9 +133,7 @@ class Job:
         now = time.perf_counter()
         started = self._started or now
         first = self._first_token or now
-        timings = requests.Timings(
-            started - self._submitted, first - started, now - first if self.completion_tokens else 0.0
-        )
+        timings = requests.Timings(first - started, now - first if self.completion_tokens else 0.0)
         rest = ""
         try:
             if self._text is not None and reason != "error":

@@ -107,7 +107,7 @@ class SessionStore:
     def __init__(self, folder: Path, owner: SessionOwner, most_bytes: int) -> None:
         self._folder, self._owner, self._most_bytes = folder, owner, most_bytes
         self._sessions: list[_Session] = []  # the one used last comes last
-        self.num_saved = self.num_loaded = self.num_failed = 0
+        self.num_failed = 0
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             names = sorted(os.listdir(folder))
@@ -153,7 +153,6 @@ class SessionStore:
             what = "the disk is full" if isinstance(fault, OSError) and fault.errno == errno.ENOSPC else _words(fault)
             _LOG.warning("a session of %d tokens was not saved: %s", len(ids), what)
             return False
-        self.num_saved += 1
         return True
 
     def load(self, prompt_ids: list[int], sequence: caches.CachedSequence, kept: int) -> bool:
@@ -177,7 +176,6 @@ class SessionStore:
             self._sessions.append(best)
             with suppress(OSError):  # its time says only which session was used last
                 os.utime(best.path)
-            self.num_loaded += 1
             return True
 
     def _forget(self, session: _Session) -> None:

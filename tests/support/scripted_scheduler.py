@@ -125,7 +125,7 @@ class ScriptedScheduler:
         with self._lock:
             self.generated += count
         ticket.ended.set()
-        timings = Timings(0.0, 0.25, 0.5)
+        timings = Timings(0.25, 0.5)
         on_event(EndEvent(reason, "", stop, len(request.prompt_ids), cached, count, timings, message=script.error))
 
 

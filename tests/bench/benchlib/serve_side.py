@@ -6,6 +6,7 @@ All else is what moe-serve runs: the application, the scheduler, the engine.
 """
 
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def main(
             scheduler,
             text,
             None,
-            lambda prompt_end, tools: parser_for(style_of(""), prompt_end, bool(tools)),
+            partial(parser_for, style_of("")),
             text,
         )
         allowed = ServeOptions()

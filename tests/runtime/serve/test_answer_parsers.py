@@ -266,7 +266,7 @@ def joined(deltas: Iterable[Delta]) -> Joined:
 def parser(example: Example, tools: bool = True) -> AnswerParser:
     ids = iter(range(1000))
     style = style_of(example.template)
-    return parser_for(style, example.prompt_end, tools, tool_list=TOOLS, new_id=lambda: f"id{next(ids)}")
+    return parser_for(style, example.prompt_end, TOOLS if tools else (), lambda: f"id{next(ids)}")
 
 
 def parsed(example: Example, pieces: Iterable[str], tools: bool = True) -> Joined:
@@ -374,7 +374,7 @@ def test_ids_are_random_and_as_long_as_the_family_needs() -> None:
         (HARMONY, "<|channel|>commentary to=functions.f<|message|>{}", r"call_[0-9a-f]{24}"),
     ):
         with case(template):
-            ids = [joined(parser_for(style_of(template), "", True).push(answer)).ids[0] for _ in range(2)]
+            ids = [joined(parser_for(style_of(template), "", TOOLS).push(answer)).ids[0] for _ in range(2)]
             assert ids[0] != ids[1] and all(re.fullmatch(form, found or "") for found in ids)
 
 
@@ -393,7 +393,7 @@ def test_a_prompt_begins_reasoning_only_if_it_ends_in_it() -> None:
         ("", False),
     ):
         with case(prompt_end):
-            found = joined(parser_for(style_of(JSON), prompt_end, False).push("word"))
+            found = joined(parser_for(style_of(JSON), prompt_end).push("word"))
             assert (found.reasoning, found.content) == (("word", "") if is_reasoning else ("", "word"))
 
 
