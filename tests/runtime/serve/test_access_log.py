@@ -1,4 +1,4 @@
-"""What a server writes about requests: a line for each, with what it took, and nothing that a client can choose."""
+"""The log of a server about requests: a line for each, with what it took, and nothing that a client can choose."""
 
 import json
 import logging

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import case, random_seed
 
-from moe_pack.runtime.serve.parsers import (
-    AnswerParser,
-    ContentDelta,
-    Delta,
-    ReasoningDelta,
-    ToolCallDelta,
-    json_value,
-    parser_for,
-)
+from moe_pack.runtime.serve import parsers
 from moe_pack.runtime.serve.styles import style_of
 
 TOOLS: list[dict[str, object]] = [
@@ -243,13 +235,13 @@ class Joined:
     ids: list[str | None]
 
 
-def joined(deltas: Iterable[Delta]) -> Joined:
+def joined(deltas: Iterable[parsers.Delta]) -> Joined:
     """Joins deltas, and checks that calls come one after the other, with their names first."""
     found = Joined("", "", [], [])
     for delta in deltas:
-        if isinstance(delta, ContentDelta):
+        if isinstance(delta, parsers.ContentDelta):
             found.content += delta.text
-        elif isinstance(delta, ReasoningDelta):
+        elif isinstance(delta, parsers.ReasoningDelta):
             found.reasoning += delta.text
         elif delta.index == len(found.calls):
             assert delta.call_id and delta.name
@@ -263,10 +255,10 @@ def joined(deltas: Iterable[Delta]) -> Joined:
     return found
 
 
-def parser(example: Example, tools: bool = True) -> AnswerParser:
+def parser(example: Example, tools: bool = True) -> parsers.AnswerParser:
     ids = iter(range(1000))
     style = style_of(example.template)
-    return parser_for(style, example.prompt_end, TOOLS if tools else (), lambda: f"id{next(ids)}")
+    return parsers.parser_for(style, example.prompt_end, TOOLS if tools else (), lambda: f"id{next(ids)}")
 
 
 def parsed(example: Example, pieces: Iterable[str], tools: bool = True) -> Joined:
@@ -304,7 +296,7 @@ def test_where_an_answer_is_cut_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_an_answer_that_ends_anywhere_is_no_error() -> None:
-    """What of it was not understood yet is content; arguments may be unfinished, but no call loses its name."""
+    """The rest is content; arguments may be unfinished, but no call loses its name."""
     for example in EXAMPLES:
         for at in range(len(example.answer)):
             with case(example.name, example.answer[:at]):
@@ -348,14 +340,16 @@ def test_text_does_not_wait_longer_than_it_must() -> None:
         if example.prompt_end != "<|im_start|>assistant\n":
             continue
         with case(example.name):
-            assert parser(example).push("Some text, 1") == [ContentDelta("Some text, 1")]
+            assert parser(example).push("Some text, 1") == [parsers.ContentDelta("Some text, 1")]
     json_example = EXAMPLES[1]
     one = parser(json_example)
-    assert one.push("a <") == [ContentDelta("a")]
-    assert one.push("b") == [ContentDelta(" <b")]
-    assert one.push('<tool_call>{"name": "f", "arguments": {"a": "b') == [ToolCallDelta(0, "id0", "f", '{"a": "b')]
-    assert one.push('c"') == [ToolCallDelta(0, None, None, 'c"')]
-    assert one.push("}}</tool_call>") == [ToolCallDelta(0, None, None, "}")]
+    assert one.push("a <") == [parsers.ContentDelta("a")]
+    assert one.push("b") == [parsers.ContentDelta(" <b")]
+    assert one.push('<tool_call>{"name": "f", "arguments": {"a": "b') == [
+        parsers.ToolCallDelta(0, "id0", "f", '{"a": "b')
+    ]
+    assert one.push('c"') == [parsers.ToolCallDelta(0, None, None, 'c"')]
+    assert one.push("}}</tool_call>") == [parsers.ToolCallDelta(0, None, None, "}")]
 
 
 def test_calls_are_content_where_the_request_has_no_tools() -> None:
@@ -374,7 +368,7 @@ def test_ids_are_random_and_as_long_as_the_family_needs() -> None:
         (HARMONY, "<|channel|>commentary to=functions.f<|message|>{}", r"call_[0-9a-f]{24}"),
     ):
         with case(template):
-            ids = [joined(parser_for(style_of(template), "", TOOLS).push(answer)).ids[0] for _ in range(2)]
+            ids = [joined(parsers.parser_for(style_of(template), "", TOOLS).push(answer)).ids[0] for _ in range(2)]
             assert ids[0] != ids[1] and all(re.fullmatch(form, found or "") for found in ids)
 
 
@@ -393,7 +387,7 @@ def test_a_prompt_begins_reasoning_only_if_it_ends_in_it() -> None:
         ("", False),
     ):
         with case(prompt_end):
-            found = joined(parser_for(style_of(JSON), prompt_end).push("word"))
+            found = joined(parsers.parser_for(style_of(JSON), prompt_end).push("word"))
             assert (found.reasoning, found.content) == (("word", "") if is_reasoning else ("", "word"))
 
 
@@ -415,6 +409,6 @@ def test_parameters_become_json_by_their_schema() -> None:
         ("[" * 100_000, {}, "[" * 100_000),
     ):
         with case(text, schema):
-            found = json_value(text, schema)
+            found = parsers.json_value(text, schema)
             assert json.loads(found) == expected
             assert found.encode()

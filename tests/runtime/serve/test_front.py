@@ -1,4 +1,4 @@
-"""What stands before the scheduler: pools of threads, grammars and prompts that take long, clients that leave early."""
+"""The parts before the scheduler: pools of threads, grammars and prompts that take long, clients that leave early."""
 
 import asyncio
 import gzip

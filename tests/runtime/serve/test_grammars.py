@@ -87,7 +87,7 @@ def compiler() -> GrammarCompiler:
 
 
 def closing(tokens: int) -> torch.Tensor:
-    """What makes texts end: tokens that close something become likelier the longer the answer is."""
+    """Returns additions to logits that make texts end: tokens that close something, more for a longer answer."""
     closes = torch.tensor(
         [bool(re.fullmatch(r"[\"\]}]+", piece)) for piece in PIECES] + [False] * (PADDED - len(PIECES))
     )

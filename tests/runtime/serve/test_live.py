@@ -1,4 +1,4 @@
-"""What `GET /engine` shows: counts of experts for several watchers, and the states of a running engine."""
+"""The events of `GET /engine`: counts of experts for several watchers, and the states of a running engine."""
 
 import asyncio
 import base64

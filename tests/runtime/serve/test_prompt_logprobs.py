@@ -177,7 +177,7 @@ def posted(server: ServedHttp, path: str, **body: object) -> dict[str, Any]:
 
 
 def expected_echo(prompt: str, answer: str, top: int) -> dict[str, Any]:
-    """What is written of a prompt and an answer, by the rules of the scripted scheduler."""
+    """Returns the log-probabilities of a prompt and an answer, by the rules of the scripted scheduler."""
     likeliest = [{chr(ord(c) + 2 - i): -0.25 - i for i in range(top)} for c in prompt[1:]]
     likeliest += [{chr(ord(c) + i): -0.5 - i for i in range(top)} for c in answer]
     return {
