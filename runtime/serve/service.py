@@ -288,7 +288,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Refuses a name that is not one of the model's, if it has aliases. Raises: ModelNotFoundError."""
-        # Without them a client may use any name, as those that have one built in; answers have the model's own.
+        # Without aliases every name is taken, since many clients have one built in; answers have the model's own.
         if self.facts.aliases and name is not None and name not in self._names:
             raise ModelNotFoundError(
                 f"this server has no model {name[:200]!r}; use {self.model_id!r}, or leave the model out", "model"

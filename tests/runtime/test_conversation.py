@@ -114,7 +114,6 @@ def from_the_beginning(folder: Path, messages: list[dict[str, str]]) -> str:
     """The greedy answer of an engine that has computed nothing yet."""
     with Pack(folder) as files, Engine(files, EngineOptions(), 512) as engine:
         text = Text(files)
-        assert text.chat_template is not None
         ids = text.encode(text.chat_template.render(messages, add_generation_prompt=True), special_tokens=False)
         stream = text.stream(ids, keeps_special=True)  # as the marks of reasoning need it
         tokens = generate(engine.decoder, ids, Sampler(GREEDY), 80, text.answer_end_ids)

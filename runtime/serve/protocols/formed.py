@@ -19,14 +19,14 @@ def new_id(prefix: str) -> str:
 
 
 class PlainParser:
-    """Returns an answer as content."""
+    """A parser of answers that are content alone."""
 
     def push(self, text: str) -> list[parsers.Delta]:
-        """Returns the piece."""
+        """Returns the piece as content."""
         return [parsers.ContentDelta(text)] if text else []
 
     def finish(self) -> list[parsers.Delta]:
-        """Returns no rest."""
+        """Returns nothing: no text waits."""
         return []
 
 

@@ -74,6 +74,10 @@ def run_all(engine: Engine) -> None:
         engine.decoder.next_logits([token])
 
 
+def events_of(engine: Engine, scheduler: FixedScheduler) -> Any:
+    return engine_events(live_counts(engine), engine, scheduler, engine_facts(engine, scheduler, "tiny"))
+
+
 def random_routes(rng: np.random.Generator) -> Iterator[tuple[int, Routes]]:
     """Layers and routes: of one token, of many, all alike, and of no token."""
     for num_tokens in (1, 1, 5, 300, 1, 0, 2):
@@ -141,7 +145,6 @@ def test_the_observer_sees_the_routes_that_a_recording_has(folder: Path, tmp_pat
         live = live_counts(engine)
         run_all(engine)
         weights = engine.offloaded
-        assert weights is not None
         is_resident = weights.resident_experts()
         num_missed = sum(counts.needed - counts.hits for counts in (weights.prefill, weights.decode))
     routes = read_recording(record).passes.routes  # [N, L, k]
@@ -180,8 +183,7 @@ def test_bits_and_bytes_are_as_the_page_reads_them() -> None:
 
 
 def test_the_facts_of_an_engine(folder: Path) -> None:
-    modes: dict[str, dict[str, Any]] = {"mapped": {"read": "map"}, "offloaded": {"offloads": True}}
-    for mode, options in modes.items():
+    for mode, options in (("mapped", {"read": "map"}), ("offloaded", {"offloads": True})):
         with case(mode), running(folder, **options) as engine:
             facts = engine_facts(engine, FixedScheduler(), "tiny")
             assert facts["mode"] == mode and facts["model"] == "tiny" and facts["layers"] == [0, 1, 2]
@@ -223,10 +225,7 @@ def test_the_facts_of_a_pack_are_those_that_inspect_prints(folder: Path, tmp_pat
 
 def test_a_slow_decode_keeps_its_speed_between_tokens_and_loses_it_at_the_end(folder: Path) -> None:
     async def watch(engine: Engine, scheduler: FixedScheduler) -> list[float]:
-        events, found = (
-            engine_events(live_counts(engine), engine, scheduler, engine_facts(engine, scheduler, "tiny")),
-            [],
-        )
+        events, found = events_of(engine, scheduler), []
         await anext(events), await anext(events)
         for counts in (
             replace(COUNTS, generated_tokens=1, decode_s=4.0),
@@ -245,10 +244,7 @@ def test_a_slow_decode_keeps_its_speed_between_tokens_and_loses_it_at_the_end(fo
 
 def test_states_tell_what_an_engine_did_and_stop_when_nothing_changes(folder: Path) -> None:
     async def watch(engine: Engine, scheduler: FixedScheduler) -> tuple[list[dict[str, str]], bool]:
-        events, found = (
-            engine_events(live_counts(engine), engine, scheduler, engine_facts(engine, scheduler, "tiny")),
-            [],
-        )
+        events, found = events_of(engine, scheduler), []
         found += [await anext(events), await anext(events)]
         run_all(engine)
         scheduler.now = replace(COUNTS, prompt_tokens=20, generated_tokens=10, prefill_s=0.5, decode_s=2.0)
@@ -260,8 +256,7 @@ def test_states_tell_what_an_engine_did_and_stop_when_nothing_changes(folder: Pa
         later.cancel()
         return found, is_quiet
 
-    each: tuple[dict[str, Any], ...] = ({"offloads": True}, {"read": "map"})
-    for options in each:
+    for options in ({"offloads": True}, {"read": "map"}):
         with case(options), running(folder, **options) as engine:
             found, is_quiet = asyncio.run(watch(engine, FixedScheduler()))
             names, states = [event["event"] for event in found], [json.loads(event["data"]) for event in found]

@@ -33,10 +33,8 @@ def test_an_answer_has_text_usage_and_timings(plain: Served, client: openai.Open
     assert (answer.object, answer.model) == ("chat.completion", "demo-moe")
     assert answer.system_fingerprint and answer.system_fingerprint.startswith("moe-pack-")
     prompt = len("user: Hi\nassistant: ")
-    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, 12)
     assert (answer.usage.total_tokens, answer.usage.prompt_tokens_details.cached_tokens) == (prompt + 12, 3)
-    assert answer.model_extra is not None
     assert answer.model_extra["timings"] == {
         "cache_n": 3,
         "prompt_n": prompt - 3,
@@ -61,7 +59,7 @@ def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI) -> None:
     ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
     assert ends == ["stop", "stop"]
     last = chunks[-1]
-    assert last.choices == [] and last.usage is not None and last.model_extra is not None
+    assert last.choices == []
     assert last.usage.completion_tokens == last.model_extra["timings"]["predicted_n"] == 24
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -84,7 +82,6 @@ def test_reasoning_and_tool_calls_whole_and_streamed() -> None:
         assert choice.message.model_extra == {"reasoning_content": "Two towns."}
         called = [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]  # type: ignore[union-attr]  # functions
         assert called == [("call_1", "weather", '{"city": "Rome"}'), ("call_2", "clock", "{}")]
-        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
         assert 10 <= (answer.usage.completion_tokens_details.reasoning_tokens or 0) < 30
 
         with client.chat.completions.stream(model="demo-moe", messages=HELLO, tools=[WEATHER, CLOCK]) as stream:
@@ -220,7 +217,6 @@ def test_an_answer_ends_by_a_stop_text_or_its_length(client: openai.OpenAI) -> N
 def test_logprobs_whole_and_streamed(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": "demo-moe", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**ask).choices[0].logprobs
-    assert whole is not None and whole.content is not None
     assert [entry.token for entry in whole.content] == list("Hello there!")
     first = whole.content[0]
     assert (first.logprob, first.bytes, [top.token for top in first.top_logprobs]) == (-0.5, [72], ["H", "I"])
@@ -263,7 +259,6 @@ def test_text_completions(plain: Served, client: openai.OpenAI) -> None:
     assert plain.scheduler.requests[-1].prompt_ids == (72, 105)
     answer = client.completions.create(model="demo-moe", prompt="Once", logprobs=1, max_tokens=2)
     found = answer.choices[0].logprobs
-    assert found is not None
     assert (found.tokens, found.token_logprobs, found.text_offset) == (["H", "e"], [-0.5, -0.5], [0, 1])
     assert found.top_logprobs == [{"H": -0.5}, {"e": -0.5}]
     pieces = client.completions.create(model="demo-moe", prompt=["a", "b"], echo=True, stream=True)

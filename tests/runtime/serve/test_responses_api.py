@@ -23,7 +23,6 @@ def test_a_response_has_text_and_usage(client: openai.OpenAI) -> None:
     assert (response.output_text, response.status, response.model) == ("Hello there!", "completed", "demo-moe")
     assert (response.temperature, response.top_p, response.error) == (0.5, 1.0, None)
     usage = response.usage
-    assert usage is not None
     prompt = len("user: Hi\nassistant: ")
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (prompt, 12, prompt + 12)
     assert usage.input_tokens_details.cached_tokens == 3
@@ -114,7 +113,6 @@ def test_formats_and_forced_calls(plain: Served, client: openai.OpenAI) -> None:
     response = client.responses.create(model="demo-moe", input="Hi", text=wanted)
     grammar = plain.scheduler.requests[-1].grammar
     assert isinstance(grammar, NamedGrammar) and grammar.source == schema
-    assert response.text is not None and response.text.format is not None
     assert response.text.format.type == "json_schema" and response.text.format.schema_ == schema
     forced = client.responses.create(
         model="demo-moe", input="Hi", tools=[WEATHER], tool_choice={"type": "function", "name": "weather"}
