@@ -1,11 +1,10 @@
 """A conversation on a terminal: `moe-run packed/`.
 
-`Conversation` has the messages, makes the answers and does the commands; it knows no terminal. `_Terminal` reads what
-the user enters, which `Entry` puts together from lines, and shows what comes back: the text of answers on standard
-output, everything else on standard error. `converse` joins both.
+`Conversation` has the messages, makes the answers and does the commands; it knows no terminal. `_Terminal` reads the
+user's entries and shows the text of answers on standard output, everything else on standard error.
 
-Every turn renders the whole conversation by the model's chat template, and the decoder keeps the beginning that it has
-computed already. Reasoning goes to the template as a field of its own, so that the template decides whether it stays.
+Every turn renders the whole conversation by the model's chat template; the decoder keeps the beginning that it has
+computed. Reasoning goes to the template as a field of its own, so that the template decides whether it stays.
 """
 
 from __future__ import annotations
@@ -60,19 +59,15 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How to answer.
+    """Options of the answers."""
 
-    `sampling`: its seed is that of the first answer, and each further answer has the next one; None draws a new seed
-    for each.   `max_tokens`: of an answer; None for the rest of the context.   `stats`: a line after each answer.
-    """
-
-    sampling: runtime.SamplingOptions
-    max_tokens: int | None = None
-    stats: bool = False
+    sampling: runtime.SamplingOptions  # with the first answer's seed, to which each answer adds 1; None draws seeds
+    max_tokens: int | None = None  # of an answer; None: the rest of the context
+    stats: bool = False  # a line after each answer
 
 
 class Screen(Protocol):
-    """Shows what a conversation brings."""
+    """Shows a conversation."""
 
     def show(self, words: str, is_reasoning: bool) -> None:
         """Shows more of an answer, or of the reasoning before it."""
@@ -88,7 +83,7 @@ class Screen(Protocol):
 
 
 class Conversation:
-    """The messages of a conversation, and what the user's entries do to them.
+    """The messages of a conversation, which the user's entries change.
 
     Args:    text: of a pack that has a chat template.   decoder: with the context of the conversation.
              drafts: of the decoder's engine; None: each token runs alone.
@@ -114,7 +109,7 @@ class Conversation:
         return [*self._system_messages(self._system), *self._turns]
 
     def stop(self) -> None:
-        """Ends the answer that is being made after its next token; what was said stays. A signal may call it."""
+        """Ends the current answer after its next token; its text stays. A signal may call it."""
         self._is_stopped = True
 
     def enter(self, entry: str) -> bool:
@@ -126,7 +121,8 @@ class Conversation:
             if entry.startswith("/"):
                 return self._command(entry)
             if entry.strip():
-                self._ask(entry.lstrip() if entry.lstrip().startswith("/") else entry)
+                words = entry.lstrip() if entry.lstrip().startswith("/") else entry
+                self._answer([*self._turns, {"role": "user", "content": words}])
             return True
         finally:
             self._is_stopped = False
@@ -143,9 +139,12 @@ class Conversation:
             case "/exit":
                 return False
             case "/clear":
-                self._begin_again("the conversation is empty")
+                self._turns = []
+                self._screen.say("the conversation is empty")
+            case "/regenerate" if self._turns:
+                self._answer(self._turns[:-1])
             case "/regenerate":
-                self._regenerate()
+                self._screen.say("there is no answer yet; type a message first")
             case "/system":
                 self._set_system(words or None)
             case "/save":
@@ -159,10 +158,6 @@ class Conversation:
                 self._screen.say(f"there is no command {name}; /help lists them, and a message may begin with a space")
         return True
 
-    def _begin_again(self, line: str) -> None:
-        self._turns = []
-        self._screen.say(line)
-
     def _set_system(self, words: str | None) -> None:
         """Sets the system message, unless the template refuses it."""
         example = [*self._system_messages(words), {"role": "user", "content": "Hello"}]
@@ -171,16 +166,16 @@ class Conversation:
         except RunError as fault:
             self._screen.say(f"{fault}; the system message stays as it was")
             return
-        self._system = words
+        self._system, self._turns = words, []
         what = "there is no system message" if words is None else "the system message is set"
-        self._begin_again(f"{what}, and the conversation is empty")
+        self._screen.say(f"{what}, and the conversation is empty")
 
     @staticmethod
     def _system_messages(words: str | None) -> list[Message]:
         return [] if words is None else [{"role": "system", "content": words}]
 
     def _save(self, name: str) -> None:
-        """Writes the messages to a file; only a file of this conversation is written over."""
+        """Writes the messages to a new file, or over a file of this conversation."""
         if not name:
             self._screen.say("/save needs the name of a file; type /save chat.json")
             return
@@ -199,17 +194,8 @@ class Conversation:
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
-    def _ask(self, words: str) -> None:
-        self._answer([*self._turns, {"role": "user", "content": words}])
-
-    def _regenerate(self) -> None:
-        if not self._turns:
-            self._screen.say("there is no answer yet; type a message first")
-            return
-        self._answer(self._turns[:-1])
-
     def _answer(self, turns: list[Message]) -> None:
-        """Makes an answer to turns; both become the conversation, unless nothing was said."""
+        """Makes an answer to turns; both become the conversation, unless there is no answer."""
         try:
             prompt = self._prompt([*self._system_messages(self._system), *turns])
         except RunError as fault:
@@ -240,20 +226,22 @@ class Conversation:
         return prompt
 
     def _made(self, prompt: ChatPrompt) -> Message | None:
-        """Makes and shows an answer, and says why it ended early; returns it, or None if it was stopped at once."""
+        """Makes and shows an answer; returns it, or None if it was stopped at once."""
         from moe_pack.runtime import Sampler
         from moe_pack.runtime.generate import generate
         from moe_pack.runtime.serve.service import PROMPT_END_CHARACTERS
 
-        clock, ids = Clock(), list(prompt.ids)
-        seed = self._next_seed()
+        clock, ids, first = Clock(), list(prompt.ids), self._options.sampling.seed
+        seed = secrets.randbits(32) if first is None else (first + self._num_answers) % _NUM_SEEDS
+        self._num_answers += 1
         sampler = Sampler(replace(self._options.sampling, seed=seed), ids)
-        parser = parsers.parser_for(self._style, prompt.text[-PROMPT_END_CHARACTERS:], tools=False)
+        parser = parsers.parser_for(self._style, prompt.text[-PROMPT_END_CHARACTERS:])
         stream = self._text.stream(ids, self._style.keeps_special)
         answer: Message = {"role": "assistant", "content": ""}
         left = list(self._decoder.keep_beginning(ids))  # a copy: `_read` takes tokens from it
         cached = len(ids) - len(left)
-        most = self._most_tokens(len(ids))
+        rest = self._decoder.cache.context_tokens - len(ids) + 1  # the last token needs no place in the context
+        most = rest if self._options.max_tokens is None else min(self._options.max_tokens, rest)
         is_ended = True
         try:
             if not self._read(left, prompt):
@@ -268,7 +256,12 @@ class Conversation:
         finally:
             self._screen.end_answer()
         if not is_ended and not self._is_stopped:
-            self._screen.say(self._limit(most))
+            if most == self._options.max_tokens:
+                self._screen.say(f"the answer ends after {most} tokens, as --max-tokens says")
+            else:
+                self._screen.say(
+                    f"the context of {self._decoder.cache.context_tokens} tokens is full; {self._remedy()}"
+                )
         if self._options.stats:
             rate = rate_text(clock.num_tokens - 1, clock.decode_s)
             self._screen.say(
@@ -283,10 +276,9 @@ class Conversation:
         return answer
 
     def _read(self, left: list[int], prompt: ChatPrompt) -> bool:
-        """Runs all passes over a prompt but the last, whose tokens stay in `left`; returns whether it came so far.
+        """Runs all passes over a prompt but the last, whose tokens stay in `left`; returns False after Ctrl-C.
 
-        Ctrl-C has an effect between two passes. Where a cache cannot be cut back to any position, there is a checkpoint
-        at the position from which the next turn, or another answer to this one, goes on.
+        A cache that cannot be cut back to any position gets a checkpoint for the next turn, or another answer.
         """
         decoder, place = self._decoder, len(prompt.ids) - len(left)
         checkpoint = 0 if decoder.cache.is_cut_anywhere else prompt.stable_tokens or 0
@@ -303,11 +295,6 @@ class Conversation:
                 decoder.sequences[0].save_checkpoint()
         return False
 
-    def _next_seed(self) -> int:
-        first, number = self._options.sampling.seed, self._num_answers
-        self._num_answers += 1
-        return secrets.randbits(32) if first is None else (first + number) % _NUM_SEEDS
-
     def _take(self, answer: Message, deltas: list[parsers.Delta]) -> None:
         """Adds deltas to an answer and shows them."""
         for delta in deltas:
@@ -318,19 +305,8 @@ class Conversation:
                 answer["reasoning_content"] = answer.get("reasoning_content", "") + delta.text
                 self._screen.show(delta.text, is_reasoning=True)
 
-    def _most_tokens(self, num_prompt_tokens: int) -> int:
-        """Returns how long an answer may be. Its last token needs no place in the context."""
-        rest = self._decoder.cache.context_tokens - num_prompt_tokens + 1
-        return rest if self._options.max_tokens is None else min(self._options.max_tokens, rest)
-
-    def _limit(self, num_tokens: int) -> str:
-        """Returns the sentence that says why an answer ended after so many tokens."""
-        if num_tokens == self._options.max_tokens:
-            return f"the answer ends after {num_tokens} tokens, as --max-tokens says"
-        return f"the context of {self._decoder.cache.context_tokens} tokens is full; {self._remedy()}"
-
     def _remedy(self) -> str:
-        """Returns what the user can do if the context is full."""
+        """Returns the advice for a full context."""
         most = self._decoder.spec.max_position_embeddings
         if most <= self._decoder.cache.context_tokens:
             return "/clear begins a new conversation"
@@ -352,10 +328,10 @@ def _write(path: Path, words: str) -> None:
 
 
 class Entry:
-    """What the user enters, put together from lines.
+    """An entry of the user, put together from lines.
 
-    It is one line; or the lines that a \\ continues, or that stand between three quotes, perhaps after a command; or a
-    pasted text, which comes with line breaks in one line, or in several lines between the terminal's marks.
+    It is a line; or lines that end with a \\, or stand between three quotes, perhaps after a command; or a pasted text
+    with line breaks in one line, or in several lines between the terminal's marks.
     """
 
     def __init__(self) -> None:
@@ -365,7 +341,7 @@ class Entry:
 
     @property
     def is_begun(self) -> bool:
-        """Whether there are lines, and more must come."""
+        """Whether the entry has begun and is not complete."""
         return bool(self._pasted or self._lines) or self._before is not None
 
     def add(self, line: str) -> str | None:
@@ -401,7 +377,7 @@ class Entry:
 
 
 class _Terminal:
-    """The terminal: a line editor with a history where Python has one, and dimmed reasoning where colours are shown."""
+    """The terminal, with a line editor where Python has one, and dimmed reasoning where it shows colours."""
 
     def __init__(self) -> None:
         is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
@@ -413,7 +389,7 @@ class _Terminal:
         self._last = ""
 
     def read(self) -> str | None:
-        """Returns what the user enters, perhaps in several lines; None if it is the end of the conversation."""
+        """Returns the user's entry; None at the end of the conversation."""
         entry = Entry()
         is_last_warning = False
         while True:
@@ -463,7 +439,7 @@ class _Terminal:
         click.echo(styled, nl=False, err=is_reasoning)
 
     def _begin(self, is_reasoning: bool) -> None:
-        """Ends the text of the other kind with an empty line; a word begins reasoning that is not dimmed."""
+        """Begins reasoning, or the text after it, behind an empty line; a word marks reasoning that is not dimmed."""
         if self._is_reasoning is not None:
             self.end_answer()
             click.echo(err=True)
@@ -481,7 +457,7 @@ class _Terminal:
 
 
 def _open_editor() -> bool:
-    """Gives `input` a line editor with a history, which takes a pasted text as one; returns whether there is one."""
+    """Gives `input` a line editor that takes a pasted text as one; returns whether Python has one."""
     try:
         import readline
     except ImportError:
@@ -492,7 +468,7 @@ def _open_editor() -> bool:
 
 
 def _typed() -> str:
-    """Returns what stood in the line that Ctrl-C has ended; nothing without a line editor."""
+    """Returns the text of the line that Ctrl-C has ended; nothing without a line editor."""
     with suppress(ImportError):
         import readline
 
@@ -520,7 +496,7 @@ def converse(
 
 @contextmanager
 def _ctrl_c_stops(conversation: Conversation) -> Iterator[None]:
-    """Lets Ctrl-C stop an answer in order, between two tokens; only the third one interrupts whatever runs."""
+    """Lets Ctrl-C stop an answer between two tokens; the third one interrupts at once."""
     num_presses = 0
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moe_pack.formats import Pack
     from moe_pack.runtime import Engine, Sampler, Text
     from moe_pack.runtime.generate import Clock
+    from moe_pack.runtime.offload import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,7 @@ class BenchOptions:
     )
 
     def check(self) -> None:
-        """Refuses options of `--bench` without it.
-
-        Raises:  UsageError.
-        """
+        """Refuses options of `--bench` without it. Raises: UsageError."""
         if not self.is_given and (others := given(self)):
             raise formats.UsageError(f"{others[-1]} needs --bench; remove it or add --bench")
 
@@ -101,9 +99,7 @@ class RunOptions:
     prompt: str | None = field(
         default=None,
         metadata=formats.option(
-            "--prompt",
-            "-p",
-            help="The text to continue.  [default: standard input; on a terminal a conversation]",
+            "--prompt", "-p", help="The text to continue.  [default: standard input; on a terminal a conversation]"
         ),
     )
     prompt_file: TextIO | None = field(
@@ -111,10 +107,7 @@ class RunOptions:
     )
     chat: bool = field(
         default=False,
-        metadata=formats.option(
-            "--chat",
-            help="Send the prompt as a chat message, in the pack's own template.",
-        ),
+        metadata=formats.option("--chat", help="Send the prompt as a chat message, in the pack's own template."),
     )
     context: int | None = field(
         default=None,
@@ -147,10 +140,7 @@ class RunOptions:
     )
 
     def check(self) -> None:
-        """Refuses options that do not go together.
-
-        Raises:  UsageError.
-        """
+        """Refuses options that do not go together. Raises: UsageError."""
         if self.context is not None and not self.is_conversation:
             raise formats.UsageError(
                 "--context needs a conversation; remove it, or leave out the prompt, on a terminal"
@@ -176,7 +166,7 @@ class RunOptions:
         return self.max_tokens or (64 if self.bench.is_given else 256)
 
     def text(self) -> str:
-        """Reads the text to continue. Of standard input, the newline at its end is left out, which a shell adds.
+        """Reads the text to continue, without the newline that a shell adds at the end of standard input.
 
         Raises:  RunError if it is empty or no UTF-8 text; UsageError if there is none.
         """
@@ -221,9 +211,8 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
     """
     needs_text = not (options.bench.is_given or options.is_conversation)
     words = options.text() if needs_text else ""
-    options.sampling.over(
-        runtime.SamplingOptions()
-    )  # a wrong one is refused before a download, and before torch is loaded
+    # A wrong option is refused before a download, and before torch is loaded.
+    options.sampling.over(runtime.SamplingOptions())
     if options.engine.device == "cpu":
         options.engine.check_cpu_alone()
     pack = pack_folder(pack)
@@ -236,12 +225,11 @@ def main(pack: Path, options: RunOptions, debug: bool) -> None:
 
 
 def _sampling(pack: Pack, options: RunOptions) -> runtime.SamplingOptions:
-    """Returns how tokens are chosen: as the options say, else as usual."""
     return replace(options.sampling.over(usual_sampling(pack)), seed=options.seed)
 
 
 def _continue(folder: Path, options: RunOptions, words: str) -> None:
-    """Opens the pack, continues the prompt on standard output, and reports."""
+    """Continues the prompt on standard output, and reports."""
     from moe_pack.formats import Pack
     from moe_pack.runtime import Sampler, Text
     from moe_pack.runtime.generate import Clock, generate
@@ -253,7 +241,7 @@ def _continue(folder: Path, options: RunOptions, words: str) -> None:
         prompt_ids = _encoded(pack, text, words, options.chat)
         end_ids = text.answer_end_ids if options.chat else text.end_ids
         context = _context_for(pack, options, len(prompt_ids))
-        engine = stack.enter_context(_open_engine(pack, options.engine, context))
+        engine = stack.enter_context(_engine_on_device(pack, options.engine, context))
         clock = Clock()
         stream = text.stream(prompt_ids if pack.spec.encoder is None else [])
         last = ""
@@ -274,7 +262,7 @@ def _continue(folder: Path, options: RunOptions, words: str) -> None:
 
 
 def _bench(folder: Path, options: RunOptions) -> None:
-    """Opens the pack, measures how fast it is on random tokens, and prints that."""
+    """Measures and prints the speed on random tokens."""
     from moe_pack.formats import Pack
     from moe_pack.runtime import Sampler, measure, random_prompt, report
 
@@ -287,17 +275,16 @@ def _bench(folder: Path, options: RunOptions) -> None:
         chosen = options.engine
         if chosen.draft == "auto":  # random tokens say nothing about drafts
             chosen = replace(chosen, draft="off")
-        engine = stack.enter_context(_open_engine(pack, chosen, context))
+        engine = stack.enter_context(_engine_on_device(pack, chosen, context))
         times = measure(engine.decoder, prompt_ids, sampler, options.num_tokens, engine.drafts)
         show_bench(options.bench.as_json, times, pack.is_synthetic, report(engine), sampler.seed)
 
 
 def _converse(folder: Path, options: RunOptions) -> None:
-    """Opens the pack, holds a conversation on the terminal, and reports."""
+    """Holds a conversation on the terminal, and reports."""
     from moe_pack.formats import Pack
     from moe_pack.runtime import Text, report, report_lines
     from moe_pack.runtime.cli.chat import ChatOptions, converse
-    from moe_pack.runtime.generate import USUAL_CONTEXT
     from moe_pack.runtime.model import Decoder
 
     click.echo(f"loading {folder.resolve().name}", err=True)
@@ -307,12 +294,9 @@ def _converse(folder: Path, options: RunOptions) -> None:
         if not options.chat and (pack.spec.encoder is not None or text.chat_template is None):
             raise formats.RunError("this pack has no chat template; give the text to continue with --prompt")
         _chat_prompt(pack, "Hello")  # a pack that cannot chat is refused before its weights are read
-        most = pack.spec.max_position_embeddings
-        context = min(USUAL_CONTEXT, most) if options.context is None else options.context
-        if context > most:
-            raise formats.RunError(f"--context {context}: this model has {most} positions; give at most {most}")
-        # With a checkpoint, a turn goes on from the one before also where a cache cannot be cut back anywhere.
-        engine = stack.enter_context(_open_engine(pack, options.engine, context, 1, "--context"))
+        # With a checkpoint, a turn continues the one before, also if the cache cannot be cut back anywhere.
+        context = asked_context(pack, options.context)
+        engine = stack.enter_context(_engine_on_device(pack, options.engine, context, 1, "--context"))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         chosen = ChatOptions(_sampling(pack, options), options.max_tokens, options.stats)
         try:
@@ -329,25 +313,53 @@ def _context_for(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> int
     return context_for(num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, spec.encoder is not None)
 
 
-def _open_engine(
+def asked_context(pack: Pack, asked: int | None) -> int:
+    """Returns the context of `--context`, or the usual one. Raises: RunError if the model has fewer positions."""
+    from moe_pack.runtime.generate import USUAL_CONTEXT
+
+    most = pack.spec.max_position_embeddings
+    context = min(USUAL_CONTEXT, most) if asked is None else asked
+    if context > most:
+        raise formats.RunError(f"--context {context}: this model has {most} positions; give at most {most}")
+    return context
+
+
+def _engine_on_device(
     pack: Pack,
     options: runtime.EngineOptions,
     context_tokens: int,
     checkpoints: int = 0,
     context_option: str = "--max-tokens",
 ) -> Engine:
-    """Builds the engine; bars show the experts that are read into host memory for a GPU, and the compiled kernels.
-
-    Args:    checkpoints: of the sequence; a GPU has none.   context_option: the option that sets the context.
-    """
-    from moe_pack.runtime import Engine
+    """Builds the engine of one sequence, which has so many checkpoints; on a GPU none."""
     from moe_pack.runtime.engine.engine import choose_device
     from moe_pack.runtime.offload import Sequences
-    from moe_pack.runtime.offload.budgets import named_budget
 
     on_device, device_line = choose_device(pack, options, context_tokens)
     sequences = Sequences(1, 0 if on_device.device == "cuda" else checkpoints)
-    chosen = replace(on_device, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
+    engine = open_engine(pack, on_device, context_tokens, sequences, context_option, keeps_facts=True)
+    if device_line is not None:
+        click.echo(device_line, err=True)
+    return engine
+
+
+def open_engine(
+    pack: Pack,
+    options: runtime.EngineOptions,
+    context_tokens: int,
+    sequences: Sequences,
+    context_option: str,
+    keeps_facts: bool,
+) -> Engine:
+    """Builds an engine; bars show the experts that are read into host memory for a GPU, and the compiled kernels.
+
+    Args:    context_option: the option that sets the context.   keeps_facts: whether a measurement of the disk is
+             saved.
+    """
+    from moe_pack.runtime import Engine
+    from moe_pack.runtime.offload.budgets import named_budget
+
+    chosen = replace(options, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
     with named_budget("--budget", context_option), cli.TerminalProgress() as progress:
 
         def measured() -> runtime.MachineFacts:
@@ -355,14 +367,12 @@ def _open_engine(
 
             progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
             facts = measure_disk(pack.folder, progress)
-            with suppress(formats.RunError):  # a run does not need the file
-                runtime.save_facts(facts, cli.cache_folder(), pack.folder)
+            if keeps_facts:
+                with suppress(formats.RunError):  # a run does not need the file
+                    runtime.save_facts(facts, cli.cache_folder(), pack.folder)
             return facts
 
-        engine = Engine(pack, chosen, context_tokens, progress, None, measured, sequences)
-    if device_line is not None:
-        click.echo(device_line, err=True)
-    return engine
+        return Engine(pack, chosen, context_tokens, progress, None, measured, sequences)
 
 
 def _encoded(pack: Pack, text: Text, words: str, chat: bool) -> list[int]:
@@ -373,10 +383,7 @@ def _encoded(pack: Pack, text: Text, words: str, chat: bool) -> list[int]:
 
 
 def _chat_prompt(pack: Pack, words: str) -> str:
-    """Returns the prompt that asks the model to answer.
-
-    Raises:  RunError if the model is none to chat with.
-    """
+    """Returns the prompt of a message. Raises: RunError if the model cannot chat."""
     from moe_pack.runtime import chat_prompt
 
     if pack.spec.encoder is not None:

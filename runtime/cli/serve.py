@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import click
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from moe_pack.formats import Pack
-    from moe_pack.runtime import Engine, Text
+    from moe_pack.runtime import Text
     from moe_pack.runtime.offload import Sequences
     from moe_pack.runtime.serve.http.app import ServeOptions
     from moe_pack.runtime.serve.scheduler import BatchScheduler
@@ -169,7 +170,7 @@ class ServeCommand:
     engine: runtime.EngineOptions = field(default_factory=runtime.EngineOptions)
 
     def server(self) -> ServeOptions:
-        """Returns what the server allows."""
+        """Returns the limits of the server's use."""
         from moe_pack.runtime.serve.http.app import ServeOptions
 
         keys = tuple(_listed(self.api_key if self.api_key is not None else cli.environment_text(_KEY_VARIABLE)))
@@ -247,12 +248,13 @@ class _Server:
         self._saves = threading.Event()  # sessions are being written
 
     def run(self) -> None:
-        """Listens at once, loads the pack meanwhile, and serves until a signal comes.
+        """Listens at once, loads the pack, and serves until a signal comes.
 
         Raises:  RunError if the address is taken, or the pack cannot be loaded.
         """
         with closing(_listening(self._options.host, self._options.port)) as listener:
-            where = _address(self._options.host, listener.getsockname()[1])
+            host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+            where = f"http://{host}:{listener.getsockname()[1]}"
             loader = threading.Thread(target=self._load, args=(where,), name="moe-serve loader", daemon=True)
             try:
                 with _signals_call(self._stop):
@@ -272,14 +274,14 @@ class _Server:
             _end_process()  # without a wait for threads that compile or tokenize
 
     def _stop(self, sig: int, frame: FrameType | None) -> None:
-        """Stops the server by a signal: answers get some seconds, then everything is closed. The second ends it."""
+        """Stops the server after some seconds for answers; a second signal ends it at once."""
         if self._is_stopping:
             os._exit(128 + sig)
         self._is_stopping = self._server.should_exit = True
         threading.Thread(target=self._end_at_last, name="moe-serve stop", daemon=True).start()
 
     def _end_at_last(self) -> None:
-        """Ends the process when its time is over, whatever runs; sessions that are being written get more."""
+        """Ends the process when its time is over; sessions that are being written get more."""
         _say("stopping", drain_s=self._options.drain)
         time.sleep(self._options.drain + _ENDING_S)
         if self._saves.is_set():
@@ -287,7 +289,7 @@ class _Server:
         _end_process()
 
     def _load(self, where: str) -> None:
-        """Loads the pack and makes the service; on an error the server ends."""
+        """Loads the pack; on an error the server ends."""
         try:
             self._app.state.service = self._make_service()
             gc.collect()
@@ -300,9 +302,10 @@ class _Server:
             self._server.should_exit = True
 
     def _make_service(self) -> Service:
-        """Opens pack, engine and scheduler, which `_opened` closes, and returns the service."""
+        """Opens pack, engine and scheduler, which `_opened` closes."""
         from moe_pack.formats import Pack
         from moe_pack.runtime import Text
+        from moe_pack.runtime.cli.main import asked_context, open_engine
         from moe_pack.runtime.model import Decoder
         from moe_pack.runtime.serve.http.live import engine_router, live_counts
         from moe_pack.runtime.serve.scheduler import BatchScheduler
@@ -313,7 +316,7 @@ class _Server:
         if pack.spec.encoder is not None:
             raise formats.RunError("moe-serve does not support models with an encoder; use moe-run")
         text = Text(pack)
-        context = self._context(pack)
+        context = asked_context(pack, options.context)
         on_device, device_line = self._on_device(pack, context)
         sequences = self._sequences(pack, context, on_device)
         sessions = None  # a wrong folder is refused before the engine takes its time
@@ -321,7 +324,7 @@ class _Server:
             kv_dtype = on_device.kv_dtype or "f32"
             owner = SessionOwner(pack.manifest.root, context, pack.spec.vocab_size, kv_dtype)
             sessions = SessionStore(options.sessions, owner, options.sessions_bytes)
-        engine = opened.enter_context(_open_engine(pack, on_device, context, sequences))
+        engine = opened.enter_context(open_engine(pack, on_device, context, sequences, "--context", keeps_facts=False))
         assert isinstance(engine.decoder, Decoder), "a model without an encoder"
         caches = sum(each.num_bytes for each in engine.decoder.sequences)
         requests = "1 request" if sequences.number == 1 else f"{sequences.number} requests"
@@ -339,18 +342,8 @@ class _Server:
         self._app.include_router(engine_router(live, engine, scheduler, service.model_id))
         return service
 
-    def _context(self, pack: Pack) -> int:
-        """Returns the context of a request."""
-        from moe_pack.runtime.generate import USUAL_CONTEXT
-
-        most, asked = pack.spec.max_position_embeddings, self._options.context
-        context = min(USUAL_CONTEXT, most) if asked is None else asked
-        if context > most:
-            raise formats.RunError(f"--context {context}: this model has {most} positions; give at most {most}")
-        return context
-
     def _on_device(self, pack: Pack, context: int) -> tuple[runtime.EngineOptions, str | None]:
-        """Returns the engine's options with a device in place of `auto`, and the line that says which one.
+        """Returns the engine's options with a device in place of `auto`, and the line that names it.
 
         Raises:  RunError if an option of the server does not go with the device.
         """
@@ -366,7 +359,6 @@ class _Server:
         return on_device, line
 
     def _sequences(self, pack: Pack, context: int, engine: runtime.EngineOptions) -> Sequences:
-        """Returns the sequences that run at once."""
         from moe_pack.runtime.offload import Sequences
         from moe_pack.runtime.offload.budgets import cache_bytes, checkpoint_bytes, most_chunk_tokens
 
@@ -385,67 +377,32 @@ class _Server:
         return Sequences(number, _CHECKPOINTS)
 
 
-def _open_engine(pack: Pack, options: runtime.EngineOptions, context: int, sequences: Sequences) -> Engine:
-    from moe_pack.runtime import Engine
-    from moe_pack.runtime.offload.budgets import named_budget
-
-    chosen = replace(options, machine=runtime.load_facts(cli.cache_folder(), pack.folder))
-    with named_budget("--budget", "--context"), cli.TerminalProgress() as progress:
-
-        def measured() -> runtime.MachineFacts:
-            from moe_pack.runtime import measure_disk
-
-            progress.say("measuring the disk once; moe-pack doctor measures the whole machine")
-            return measure_disk(pack.folder, progress)
-
-        return Engine(pack, chosen, context, progress, measure_disk=measured, sequences=sequences)
-
-
 def _service_of(
     pack: Pack, text: Text, scheduler: BatchScheduler, options: ServeCommand, sampling: runtime.SamplingOptions
 ) -> Service:
     from moe_pack.runtime.serve.grammars import GrammarCompiler
-    from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
+    from moe_pack.runtime.serve.parsers import parser_for
     from moe_pack.runtime.serve.service import ModelFacts, Service
     from moe_pack.runtime.serve.styles import style_of
 
     folder, template = pack.folder.resolve().name, text.chat_template
     style = style_of("" if template is None else template.source(has_tools=True))
-
-    def parser(prompt_end: str, tools: list[dict[str, Any]]) -> AnswerParser:
-        return parser_for(style, prompt_end, bool(tools), tool_list=tools)
-
-    grammars = GrammarCompiler(text, text.answer_end_ids)
-    created = int((pack.folder / "manifest.json").stat().st_mtime)
-    aliases = tuple(dict.fromkeys(_listed(options.alias or "")))
     facts = ModelFacts(
-        options.model_name or folder,
-        folder,
-        created,
-        sampling,
-        aliases,
-        "" if template is None else template.source(),
-        text.named_tokens.get("bos_token", ""),
-        text.named_tokens.get("eos_token", ""),
+        model_id=options.model_name or folder,
+        folder_name=folder,
+        created=int((pack.folder / "manifest.json").stat().st_mtime),
+        sampling=sampling,
+        aliases=tuple(dict.fromkeys(_listed(options.alias or ""))),
+        chat_template="" if template is None else template.source(),
+        bos_token=text.named_tokens.get("bos_token", ""),
+        eos_token=text.named_tokens.get("eos_token", ""),
     )
-    return Service(
-        facts,
-        scheduler,
-        text,
-        template,
-        parser,
-        grammars,
-        grammars.token_bytes,
-        lambda: scheduler.failure,
-        style.keeps_special,
-    )
+    grammars = GrammarCompiler(text, text.answer_end_ids)
+    return Service(facts, scheduler, text, template, partial(parser_for, style), grammars, style.keeps_special)
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens.
-
-    Raises:  RunError if the address cannot be used.
-    """
+    """Returns a socket that listens. Raises: RunError if the address cannot be used."""
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # asyncio turns Nagle's delay off where the protocol is named.
@@ -464,10 +421,6 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from fault
 
 
-def _address(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def _is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -476,7 +429,6 @@ def _is_loopback(host: str) -> bool:
 
 @contextmanager
 def _signals_call(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Lets SIGINT and SIGTERM call a function."""
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -486,7 +438,6 @@ def _signals_call(stop: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 def _say(text: str, **fields: object) -> None:
-    """Writes a line to the log, in its form."""
     from moe_pack.runtime.serve.access_log import LOG
 
     LOG.info(text, extra={"fields": fields})

@@ -1,8 +1,8 @@
-"""What a server writes about its work: a line for each request, as text or as JSON.
+"""The log of a server: a line for each request, as text or as JSON.
 
-A line never has a key, or a text of a prompt or an answer. What a client can choose (paths, names, the messages that
-quote them) is not written; a client's own number of its request is, if it is short and plain. Characters that would
-begin another line, or move a terminal's cursor, are written as escapes.
+A line never has a key, or a text of a prompt or an answer, or anything else that a client can choose (paths, names, the
+messages that quote them). A client's own number of its request is written if it is short and plain. Characters that
+would begin another line, or move a terminal's cursor, are written as escapes.
 """
 
 import json
@@ -26,38 +26,25 @@ _FIELD = re.compile(r"[a-z][a-z_]{0,40}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 # Messages with these codes have numbers and the server's own names alone.
 _PLAIN_CODES = frozenset(
-    {
-        "queue_full",
-        "not_ready",
-        "context_length_exceeded",
-        "body_too_large",
-        "body_too_slow",
-        "unsupported_encoding",
-        "unsupported_media_type",
-        "not_utf8",
-        "invalid_api_key",
-        "wrong_host",
-        "foreign_origin",
-    }
+    """
+    queue_full not_ready context_length_exceeded body_too_large body_too_slow unsupported_encoding
+    unsupported_media_type not_utf8 invalid_api_key wrong_host foreign_origin
+    """.split()  # noqa: SIM905  # a table of words
 )
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """What is noted about a request until its line is written.
+    """The facts about a request until its line is written."""
 
-    `request_id`: also a header of the answer.   `prompt_tokens`, `cached_tokens`: of each prompt once.   `code`,
-    `message`, `param`: why it was refused.
-    """
-
-    request_id: str
+    request_id: str  # also a header of the answer
     began: float = field(default_factory=time.perf_counter)
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # of each prompt once
     cached_tokens: int = 0
     generated_tokens: int = 0
     first_token: float | None = None
     finish: str | None = None
-    code: str | None = None
+    code: str | None = None  # why it was refused, as the two below
     message: str | None = None
     param: str | None = None
 
@@ -67,7 +54,7 @@ class RequestRecord:
         return cls(asked_id if _PLAIN_ID.fullmatch(asked_id) else uuid.uuid4().hex)
 
     def note_event(self, event: requests.Event, is_first_of_prompt: bool) -> None:
-        """Notes what the scheduler says."""
+        """Counts an event of the scheduler."""
         if not isinstance(event, requests.EndEvent):
             self.generated_tokens += 1
             if self.first_token is None:
@@ -79,7 +66,7 @@ class RequestRecord:
             self.cached_tokens += event.cached_tokens
 
     def refuse(self, status: int, message: str, param: str | None, code: str | None) -> None:
-        """Notes why the request was refused: of a message that may quote the client, the code and the field alone."""
+        """Notes why the request was refused; without the message if it may quote the client."""
         self.code = code or ("server_error" if status >= 500 else "invalid_request")
         self.message = message if code in _PLAIN_CODES else None
         found = _FIELD.match(param or "")
@@ -88,8 +75,7 @@ class RequestRecord:
     def write(self, method: str, route: str, status: int) -> None:
         """Writes the request's line.
 
-        Args:    route: as the server knows it; `other` for paths that do not exist.   status: 0 if the client left
-                 before there was one.
+        Args:    route: as the server knows it; `other` for other paths.   status: 0 if the client left before it.
         """
         now = time.perf_counter()
         fields: dict[str, Any] = {

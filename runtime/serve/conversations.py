@@ -1,11 +1,11 @@
-"""Conversations as a protocol allows them, brought to the form that a model's chat template takes.
+"""Conversations in the form that a model's chat template takes.
 
 Protocols allow more than templates do: several system messages, some of them late; two messages of the user in turn;
-text of the user right behind a tool's result. Templates differ in what they refuse, and some leave out what they do not
-expect without a word. So a template is tried: with a short conversation that has the form in question, and whose texts
-have to be found in what it writes. What it does not take is brought to what it does:
+text of the user right behind a tool's result. Templates refuse some of these forms, and some templates leave out texts
+without an error. So each form is tried with a short conversation, whose texts must be in the output. If a template does
+not take a form, the conversation is changed:
 
-- system messages at the beginning become one; where it takes none, they begin the user's first message
+- system messages at the beginning become one, or the beginning of the user's first message
 - a later system message becomes the user's
 - neighbours of one role become one message
 - text of the user behind a tool's result joins the result
@@ -14,9 +14,10 @@ No text is lost or moved. Sources: the templates of Qwen3.5, Mistral, Gemma and 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from moe_pack.formats import RunError
+from moe_pack.runtime import ChatTemplate
 from moe_pack.runtime.serve.requests import RequestError
 
 Message = dict[str, Any]
@@ -42,7 +43,7 @@ def _after_call(*messages: Message) -> list[Message]:
     return [_said("user"), answer, result, *messages]
 
 
-# For each form a conversation that has it; its needles have to be written.
+# A conversation of each form; its needles have to be written.
 _TRIALS: dict[Form, list[Message]] = {
     "system": [_said("system", "needle1"), _said("user")],
     "system alone": [_said("system", "needle1")],
@@ -56,29 +57,10 @@ _TRIALS: dict[Form, list[Message]] = {
 }
 
 
-class Template(Protocol):
-    """Writes a conversation as text."""
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        add_generation_prompt: bool,
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        extra: Mapping[str, object] | None = None,
-        continue_final_message: bool = False,
-    ) -> str:
-        """Returns a conversation as text; `extra` are the template's own variables, as `enable_thinking`.
-
-        Raises:  RunError if the template has an error or refuses the conversation.
-        """
-        ...
-
-
 class Conversations:
-    """Brings conversations to the form that one template takes. May be used by several threads."""
+    """Brings conversations to the form that one template takes. Several threads may use it."""
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._takes: dict[tuple[Form, bool], bool] = {}
 
@@ -88,9 +70,7 @@ class Conversations:
         Args:    messages: with `content` as text.
         Raises:  RequestError if the template cannot have it in any form.
         """
-        made = _joined_beginning(messages)
-        made = self._without_system(made, has_tools)
-        made = self._without_neighbours(made, has_tools)
+        made = self._without_neighbours(self._without_system(_joined_beginning(messages), has_tools), has_tools)
         if made and made[0]["role"] == "assistant" and not self._does_take("answer first", has_tools):
             raise RequestError("messages: the chat template begins with the user; add a message before", "messages")
         if any(each["role"] == "tool" for each in made) and not self._does_take("result", has_tools):
@@ -101,11 +81,11 @@ class Conversations:
         return made
 
     def writes_tools(self) -> bool:
-        """Whether the template writes tools. A model whose template does not never knows of them."""
+        """Whether the template writes tools; else the model never knows of them."""
         return self._does_take("tools", True)
 
     def _does_take(self, form: Form, has_tools: bool) -> bool:
-        """Whether the template takes a form: it neither fails nor leaves a text out."""
+        """Whether the template takes a form: it neither fails nor leaves out a text."""
         if (form, has_tools) not in self._takes:
             trial = _TRIALS[form]
             try:
@@ -118,7 +98,7 @@ class Conversations:
         return self._takes[form, has_tools]
 
     def _without_system(self, messages: list[Message], has_tools: bool) -> list[Message]:
-        """Returns the messages with only those of the system that the template takes."""
+        """Returns the messages without the system messages that the template does not take."""
         made = messages
         if any(each["role"] == "system" for each in made[1:]) and not self._does_take("late system", has_tools):
             made = [made[0], *(_as_user(each) if each["role"] == "system" else each for each in made[1:])]
@@ -133,7 +113,7 @@ class Conversations:
         return [first, *made[1:]]
 
     def _without_neighbours(self, messages: list[Message], has_tools: bool) -> list[Message]:
-        """Returns the messages with neighbours joined that the template does not take."""
+        """Returns the messages; neighbours that the template does not take are joined."""
         forms: dict[tuple[str, str], Form] = {
             ("user", "user"): "users",
             ("assistant", "assistant"): "answers",
@@ -150,7 +130,7 @@ class Conversations:
 
 
 def _joined_beginning(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Returns the messages with those of the system at the beginning as one."""
+    """Returns the messages; the system messages at the beginning become one."""
     made: list[Message] = []
     for message in messages:
         if message["role"] == "system" and len(made) == 1 and made[0]["role"] == "system":
@@ -165,7 +145,7 @@ def _as_user(message: Message) -> Message:
 
 
 def _joined(first: Message, second: Mapping[str, Any]) -> Message:
-    """Returns two messages as one of the first one's role: texts in turn, calls in turn."""
+    """Returns two messages as one with the role of the first: texts in turn, calls in turn."""
     made = {**second, **first}
     for name in ("content", "reasoning_content"):
         texts = [text for text in (first.get(name), second.get(name)) if text]

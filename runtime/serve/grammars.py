@@ -1,30 +1,32 @@
-"""Grammars that an answer has to follow: JSON, JSON schemas, regular expressions, and the formats Lark and GBNF.
+"""Grammars that an answer has to follow: JSON schemas, regular expressions, and the formats Lark and GBNF.
 
-llguidance says which tokens may come next. It reads a model's own tokenizer, so it knows the bytes of every token. The
-end tokens may come where the answer so far is whole; where nothing else may follow, they alone may come.
+Rules about single tokens, as vLLM's `allowed_token_ids`, `min_tokens` and `bad_words`, act alone or upon another
+grammar. For the other grammars llguidance computes which tokens may come next, from the bytes of the model's own
+tokens. The end tokens may come where the answer is whole.
 
-A grammar comes from a client, and it may be hostile. What bounds its cost:
+A grammar comes from a client and may be hostile. These limits bound its cost:
 
-- the length of its text, and the number of its lines for Lark and GBNF: the time to compile some grammars grows with
-  the third power of their rules (1000 rules: 2 seconds)
+- the length of its text, and for Lark and GBNF the number of lines: the time to compile some grammars grows with the
+  third power of their rules (1000 rules: 2 seconds)
 - llguidance's own limits, for each token and for all; a grammar that passes one ends with an error
 - a helper process compiles it first, for tokens that are single bytes, with limits of CPU time and memory: a schema of
-  3 kB (60 patterns in `allOf`) takes llguidance six minutes in spite of its limits, and nothing can end a thread
+  3 kB (60 patterns in `allOf`) takes llguidance six minutes in spite of its limits, and a thread cannot be ended
 - one grammar is compiled at a time, in a thread with a large stack: llguidance follows references by recursion, and
   a chain of 400 references ends the process on a stack of 8 MiB
-- whitespace between the parts of JSON: a space, or one or two line breaks and an indentation of at most 20, because
+- whitespace between the parts of JSON is a space, or one or two line breaks and an indentation of at most 20, because
   some models write it without an end
 
-Sources: llguidance's documentation for the grammars, its limits and its converter from GBNF; llama.cpp's
-grammars/README.md for GBNF, and for a grammar in Lark's format, which begins with `%llguidance`; its converter from
-JSON schemas for the whitespace.
+Sources: llguidance's documentation; llama.cpp's grammars/README.md for GBNF, and for grammars in Lark's format, which
+begin with `%llguidance`; its converter from JSON schemas for the whitespace.
 """
 
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +36,7 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import Text, helper
+from moe_pack.runtime.sampling import Grammar
 from moe_pack.runtime.serve import requests, schemas
 
 if TYPE_CHECKING:
@@ -57,15 +60,93 @@ _WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
-class TokenGrammar:
-    """A `Grammar` of one answer, at the place that the answer has reached.
+# ---- rules about single tokens --------------------------------------------------------------------------------------
 
-    `fault`: why it cannot be followed further, which is the grammar's own fault; None while it can.
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Rules of one answer."""
+
+    allowed: frozenset[int] | None = None  # the only tokens that may come; None: all
+    banned: frozenset[int] = frozenset()  # tokens that may not come
+    min_tokens: int = 0  # so many tokens come before one that ends the answer
+    bad: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that may not come
+
+
+class RuledGrammar:
+    """A `Grammar` of one answer that follows rules, and another grammar if there is one.
+
+    Args:    end_ids: the tokens that end the answer.
     """
+
+    def __init__(self, rules: TokenRules, end_ids: Iterable[int], grammar: Grammar | None = None) -> None:
+        self._rules, self._grammar = rules, grammar
+        self._ends = _places(end_ids)
+        self._banned = _places(rules.banned)
+        self._allowed = None if rules.allowed is None else _places(rules.allowed)
+        self._count = 0
+        self._fault: str | None = None
+        self._before = deque[int](maxlen=max((len(each) for each in rules.bad), default=1) - 1 or 1)
+
+    @property
+    def fault(self) -> str | None:
+        """Why the answer cannot go on; None while it can."""
+        return self._fault or getattr(self._grammar, "fault", None)
+
+    def allow(self, logits: Tensor) -> Tensor:
+        """Returns new logits float32 [vocabulary] with minus infinity for every token that may not come.
+
+        Raises:  RunError if none may.
+        """
+        changed = logits.clone() if self._grammar is None else self._grammar.allow(logits).clone()
+        if self._allowed is not None:
+            kept = torch.full_like(changed, -torch.inf)
+            kept[self._allowed] = changed[self._allowed]
+            changed = kept
+        changed[self._banned] = -torch.inf
+        if self._count < self._rules.min_tokens:
+            changed[self._ends] = -torch.inf
+        before = tuple(self._before)
+        for *beginning, last in self._rules.bad:
+            if not beginning or before[-len(beginning) :] == tuple(beginning):
+                changed[last] = -torch.inf
+        if changed.max() == -torch.inf:
+            self._fault = "the fields that rule tokens, as min_tokens and bad_words, leave none to choose; relax one"
+            raise RunError(self._fault)
+        return changed
+
+    def accept(self, token: int) -> None:
+        """Goes on by a token of the answer."""
+        self._count += 1
+        self._before.append(token)
+        if self._grammar is not None:
+            self._grammar.accept(token)
+
+
+def ruled(rules: TokenRules, end_ids: Iterable[int], grammar: Grammar | None) -> Grammar | None:
+    """Returns a grammar that follows rules too; the grammar itself where there are none."""
+    return grammar if rules == TokenRules() else RuledGrammar(rules, end_ids, grammar)
+
+
+def _places(tokens: Iterable[int]) -> Tensor:
+    return torch.tensor(sorted(tokens), dtype=torch.int64)
+
+
+def sequences_of(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Returns the tokens of words, each as it begins a text and as it follows a space."""
+    made = {tuple(encode(before + word.lstrip())) for word in words for before in ("", " ")}
+    return tuple(sorted(each for each in made if each))
+
+
+# ---- llguidance -----------------------------------------------------------------------------------------------------
+
+
+class TokenGrammar:
+    """A `Grammar` of one answer, at the place that the answer has reached."""
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self._matcher = matcher
-        self.fault: str | None = None
+        self.fault: str | None = None  # set when the grammar turns out to be too large to be followed further
 
     def copy(self) -> "TokenGrammar":
         """Returns another grammar at this place."""
@@ -73,7 +154,7 @@ class TokenGrammar:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer so far is whole, so that it may end here."""
+        """Whether the answer may end here."""
         return self._matcher.is_accepting()
 
     def allow(self, logits: Tensor) -> Tensor:
@@ -89,10 +170,7 @@ class TokenGrammar:
         return mask.add_(logits.cpu())
 
     def accept(self, token: int) -> None:
-        """Goes on by a token of the answer.
-
-        Raises:  RunError if it may not come here.
-        """
+        """Goes on by a token of the answer. Raises: RunError if it may not come here."""
         if not self._matcher.consume_token(token):
             self._refuse_faults()
             raise RunError(f"token {token} does not follow the grammar")
@@ -107,10 +185,9 @@ class TokenGrammar:
 
 
 class GrammarCompiler:
-    """Makes grammars for a model's tokens; all methods may be called from any thread, and wait for one another.
+    """Makes grammars for a model's tokens. Any thread may call the methods, which wait for one another.
 
-    To read the tokenizer takes a second or two.
-
+    The tokenizer takes a second or two to read.
     Args:    text: the model's tokenizer.   end_ids: the tokens that end an answer.
     Raises:  RunError if llguidance is not installed, or the model's config.json does not say the vocabulary's size.
     """
@@ -131,17 +208,11 @@ class GrammarCompiler:
         except ValueError as fault:  # a server still answers requests without a grammar
             self._refusal = f"llguidance cannot read this model's tokenizer: {_fault_text(str(fault))}"
 
-    def json_object(self, param: str = "response_format") -> TokenGrammar:
-        """Returns a grammar of any JSON object.
-
-        Args:    param: the field of the request that asks for it, here and in the other methods.
-        """
-        return self.json_schema({"type": "object"}, param)
-
-    def json_schema(self, schema: Mapping[str, object], param: str = "response_format") -> TokenGrammar:
+    def json_schema(self, schema: Mapping[str, object], param: str) -> TokenGrammar:
         """Returns a grammar of the JSON texts that a schema describes; their objects have its order of properties.
 
-        Objects have no other properties than those that the schema names, unless it says otherwise (`schemas.closed`).
+        Objects have the named properties alone, unless the schema allows others (`schemas.closed`).
+        Args:    param: the field of the request that has it, here and in the other methods.
         Raises:  RequestError if the schema is wrong, too large, or uses a keyword that cannot be guaranteed.
         """
         try:
@@ -157,15 +228,15 @@ class GrammarCompiler:
             raise _wrong("JSON schema", str(fault), param) from fault
         return self._compiled("grammar", grammar, "JSON schema", param)
 
-    def regex(self, pattern: str, param: str = "regex") -> TokenGrammar:
-        """Returns a grammar of the texts that a regular expression matches whole; its syntax is that of Rust's regex.
+    def regex(self, pattern: str, param: str) -> TokenGrammar:
+        """Returns a grammar of the texts that a regular expression, in the syntax of Rust's regex, matches whole.
 
         Raises:  RequestError if the expression is wrong or too large.
         """
         _refuse_size(pattern, "regular expression", _MAX_TEXT_BYTES, param)
         return self._compiled("regex", pattern, "regular expression", param)
 
-    def choice(self, texts: Sequence[str], param: str = "guided_choice") -> TokenGrammar:
+    def choice(self, texts: Sequence[str], param: str) -> TokenGrammar:
         """Returns a grammar of some texts, of which the answer is one.
 
         Raises:  RequestError if there are none, or they are too long.
@@ -174,27 +245,19 @@ class GrammarCompiler:
             raise requests.RequestError(f"{param}: has no texts to choose from; add some", param)
         return self.regex("|".join(map(re.escape, texts)), param)
 
-    def lark(self, text: str, param: str = "grammar") -> TokenGrammar:
-        """Returns a grammar in llguidance's variant of Lark's format.
-
-        Raises:  RequestError if it is wrong or too large.
-        """
-        _refuse_size(text, "grammar", _MAX_TEXT_BYTES, param, _MAX_LINES)
-        return self._compiled("lark", text, "grammar", param)
-
-    def gbnf(self, text: str, param: str = "grammar") -> TokenGrammar:
+    def gbnf(self, text: str, param: str) -> TokenGrammar:
         """Returns a grammar in GBNF, the format of llama.cpp, or in Lark's if it begins with `%llguidance`.
 
         `.` stands for any character but a newline, unlike in llama.cpp.
         Raises:  RequestError if it is wrong or too large.
         """
-        if text.lstrip().startswith("%llguidance"):
-            return self.lark(text, param)
         _refuse_size(text, "grammar", _MAX_TEXT_BYTES, param, _MAX_LINES)
+        if text.lstrip().startswith("%llguidance"):
+            return self._compiled("lark", text, "grammar", param)
         return self._compiled("gbnf", _without_unicode_escapes(text), "grammar", param)
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes of a token in a text; none where llguidance cannot read the tokenizer."""
+        """Returns the bytes of a token in a text; none if llguidance cannot read the tokenizer."""
         return b"" if self._tokenizer is None else bytes(self._tokenizer.decode_bytes([token]))
 
     def _compiled(self, form: str, source: str, kind: str, param: str) -> TokenGrammar:
@@ -237,10 +300,7 @@ def _llguidance() -> ModuleType:
 
 
 def _read_tokenizer(library: ModuleType, text: Text, end_ids: list[int]) -> "LLTokenizer":
-    """Reads a tokenizer, with a token for each of the model's logits, or more.
-
-    Raises:  ValueError if llguidance does not know its kind.
-    """
+    """Reads a tokenizer. Raises ValueError if llguidance does not know its kind."""
     kind: type[LLTokenizer] = library.LLTokenizer
     raw = text.tokenizer_json()
     try:
@@ -250,7 +310,7 @@ def _read_tokenizer(library: ModuleType, text: Text, end_ids: list[int]) -> "LLT
 
 
 def _with_large_stack(work: Callable[[], T]) -> T:
-    """Runs a function in a thread with a large stack, and returns or raises what it does."""
+    """Returns or raises what a function does in a thread with a large stack."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -268,10 +328,7 @@ def _with_large_stack(work: Callable[[], T]) -> T:
 
 
 def _refuse_size(text: str, kind: str, max_bytes: int, param: str, max_lines: int | None = None) -> None:
-    """Refuses a text that is too long, or no Unicode.
-
-    Raises:  RequestError.
-    """
+    """Refuses a text that is too long, or no Unicode. Raises: RequestError."""
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as fault:
@@ -300,7 +357,7 @@ def _fault_text(fault: str) -> str:
 
 
 def _without_unicode_escapes(gbnf: str) -> str:
-    """Returns GBNF with characters in place of `\\u` and `\\U`, of which the converter loses zeros at the beginning."""
+    """Returns GBNF with characters in place of `\\u` and `\\U`; llguidance's converter loses their first zeros."""
 
     def character(match: re.Match[str]) -> str:
         digits = match[1] or match[2]

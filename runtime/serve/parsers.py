@@ -1,22 +1,21 @@
-"""Answers as they come: pieces of text become deltas of content, reasoning and tool calls.
+"""Parsers of answers: pieces of text become deltas of content, reasoning and tool calls.
 
-A mark may be cut anywhere between two pieces: what may be the beginning of a mark waits for the rest of it. Every
-decision depends on the text alone and not on where it was cut. Marks, and the spaces around them, are no part of any
-delta. Text between the marks of a call that is no call becomes content, with its marks.
+A mark may be cut anywhere between two pieces: a possible beginning of a mark waits for the rest of it. Every decision
+depends on the whole text alone and not on the pieces. Marks, and the spaces around them, are no part of any delta.
+Text between the marks of a call that is no call becomes content, with its marks.
 """
 
 import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, Protocol
 
 from moe_pack.runtime.serve import styles
 
-_ID_DIGITS = 24
-_SHORT_ID_DIGITS = 9
 _HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -36,12 +35,12 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of a call: `call_id` and `name` come in its first delta alone; `arguments` together are JSON text."""
+    """More of a call."""
 
     index: int
-    call_id: str | None
+    call_id: str | None  # in its first delta alone, as the name
     name: str | None
-    arguments: str
+    arguments: str  # of all deltas together, JSON text
 
 
 Delta = ContentDelta | ReasoningDelta | ToolCallDelta
@@ -62,39 +61,36 @@ class AnswerParser(Protocol):
 def parser_for(
     style: styles.AnswerStyle,
     prompt_end: str,
-    tools: bool,
-    *,
-    tool_list: Sequence[Mapping[str, object]] = (),
+    tools: Sequence[Mapping[str, object]] = (),
     new_id: Callable[[], str] | None = None,
 ) -> AnswerParser:
     """Returns the parser of one answer.
 
-    Args:    prompt_end: the end of the rendered prompt, perhaps all of it; it may have begun the reasoning.   tools:
-             whether to look for calls; else they are content.   tool_list: the request's tools, as OpenAI's API has
-             them; their schemas say which parameters are strings, where the format does not.   new_id: makes the ids
-             of calls; None makes random ones.
+    Args:    prompt_end: of the rendered prompt; the reasoning may begin there.   tools: of the request, in OpenAI's
+             form: their schemas give the types of parameters where the format does not. Without tools, calls are
+             content.   new_id: makes the ids of calls; None makes random ones.
     """
     if new_id is None:
         has_short_ids = isinstance(style.calls, styles.JsonCalls) and style.calls.has_short_ids
         new_id = _short_id if has_short_ids else _random_id
     if style.has_channels:
-        return _ChannelParser(prompt_end, tools, new_id)
-    return _MarkParser(style, prompt_end, style.calls if tools else None, _schemas(tool_list), new_id)
+        return _ChannelParser(prompt_end, bool(tools), new_id)
+    return _MarkParser(style, prompt_end, style.calls if tools else None, _schemas(tools), new_id)
 
 
 def _random_id() -> str:
-    return f"call_{secrets.token_hex(_ID_DIGITS // 2)}"
+    return f"call_{secrets.token_hex(12)}"
 
 
 def _short_id() -> str:
-    return secrets.token_hex(_SHORT_ID_DIGITS)[:_SHORT_ID_DIGITS]
+    return secrets.token_hex(5)[:9]
 
 
 Schemas = Mapping[str, Mapping[str, object]]
 
 
 def _schemas(tool_list: Sequence[Mapping[str, object]]) -> Schemas:
-    """Returns the schemas of each function's parameters, by the names of both."""
+    """Returns the schemas of parameters, by the function's name and the parameter's."""
     found: dict[str, Mapping[str, object]] = {}
     for tool in tool_list:
         function = tool.get("function", tool)
@@ -109,11 +105,12 @@ def _schemas(tool_list: Sequence[Mapping[str, object]]) -> Schemas:
 def json_value(text: str, schema: object) -> str:
     """Returns a parameter's text as JSON text, by the parameter's schema.
 
-    A string stays a string. Any other value is JSON if it can be read so and, where strings are allowed too, has one
-    of the other types; Python's words for true, false and null count as JSON's.
+    A string stays a string. Another value is JSON if the text is JSON and, where strings are allowed too, has one of
+    the other types. Python's words for true, false and null count as JSON's.
     """
     types = _types(schema)
-    if types == {"string"} or (isinstance(schema, Mapping) and text in _enum(schema)):
+    enum = schema.get("enum") if isinstance(schema, Mapping) else None
+    if types == {"string"} or (isinstance(enum, list) and text in enum):
         return _json_text(text)
     words = {"True": "true", "False": "false", "None": "null"}
     stripped = text.strip()
@@ -128,17 +125,12 @@ def json_value(text: str, schema: object) -> str:
 def _json_text(value: object) -> str:
     """Returns a value as JSON text that has a UTF-8 form; raises ValueError for numbers that JSON does not have."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # A model may escape half of a character, which only the escape can say.
+    # A model may escape half of a character, which has no other form.
     return text if text.isascii() or not _HALF.search(text) else json.dumps(value, allow_nan=False)
 
 
-def _enum(schema: Mapping[str, object]) -> list[object]:
-    values = schema.get("enum")
-    return values if isinstance(values, list) else []
-
-
 def _types(schema: object) -> set[str]:
-    """Returns the names of the types that a schema allows, `number` for integers too; none if it does not say."""
+    """Returns the names of the types that a schema allows, `number` for integers too; none if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
@@ -157,7 +149,7 @@ def _type_of(value: object) -> str:
 
 
 def _typed(value: object, schema: object) -> object:
-    """Returns a value in which all texts have the types that the schema says."""
+    """Returns a value whose texts have the types that the schema gives."""
     parts = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, str):
         return json.loads(json_value(value, schema))
@@ -173,8 +165,7 @@ def _typed(value: object, schema: object) -> object:
 class _JsonScan:
     """Finds the end of a JSON value that comes in pieces, by its brackets and strings.
 
-    Args:    depth: how many brackets are open before the text begins.   close: a mark that ends the value, too, where
-             it stands outside of strings.
+    Args:    close: a mark that ends the value, too, outside of strings.   depth: brackets that are open already.
     """
 
     def __init__(self, close: str, depth: int = 0) -> None:
@@ -205,26 +196,24 @@ class _JsonScan:
 
 @dataclass(frozen=True, slots=True)
 class _Began:
-    """A call begins. `own_id`: the id that the model gave it."""
+    """A call begins."""
 
     name: str
-    own_id: str | None = None
+    own_id: str | None = None  # from the model
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What a reader made of the text: `num_chars` are used up; events are calls that begin, and text of arguments.
+    """One step of a reader."""
 
-    `state`: `wait` for more text; `again` with the rest; `done`: the call ended; `wrong`: it is no call.
-    """
-
-    num_chars: int
+    num_chars: int  # that are used up
+    # `wait` for more text; `again` with the rest; `done`: the call ended; `wrong`: it is no call.
     state: Literal["wait", "again", "done", "wrong"]
-    events: tuple[_Began | str, ...] = ()
+    events: tuple[_Began | str, ...] = ()  # calls that begin, and text of arguments
 
 
 class _Reader(Protocol):
-    """Reads the calls between two marks. Until the first call begins, it uses up nothing."""
+    """Reads the calls between two marks; uses up nothing before the first call begins."""
 
     def read(self, text: str, is_last: bool) -> _Read: ...
 
@@ -251,7 +240,9 @@ class _JsonReader:
     def read(self, text: str, is_last: bool) -> _Read:
         if self._phase == "head":
             found = self._head(text)
-            return replace(found, state="done" if self._has_begun else "wrong") if _ends(found, is_last) else found
+            if found.state == "wrong" or (is_last and found.state == "wait"):  # no further call begins
+                return replace(found, state="done" if self._has_begun else "wrong")
+            return found
         if self._phase == "end":
             return self._end(text, is_last)
         num = self._scan.feed(text)
@@ -259,12 +250,10 @@ class _JsonReader:
         events = (text[:num],) if is_arguments and num else ()
         if not self._scan.is_done:
             return _Read(num, "done" if is_last else "wait", events)
-        self._phase = "object" if is_arguments and self._is_object and not self._is_at_close(text[num:]) else "end"
+        is_at_close = bool(self._close) and text.startswith(self._close, num)
+        self._phase = "object" if is_arguments and self._is_object and not is_at_close else "end"
         self._scan = _JsonScan(self._close, depth=1)
         return _Read(num, "again", events)
-
-    def _is_at_close(self, text: str) -> bool:
-        return bool(self._close) and text.startswith(self._close)
 
     def _head(self, text: str) -> _Read:
         if self._calls.head and (found := self._calls.head.match(text)):
@@ -274,7 +263,10 @@ class _JsonReader:
             is_over = bool(self._close) and self._close in text
             return _Read(0, "wrong" if is_over else "wait")
         begin = _OBJECT_HEAD.match(text)
-        if begin and (name := _unquoted(begin["quoted"])):
+        name = None
+        with suppress(ValueError):
+            name = str(json.loads(begin["quoted"])) if begin else None
+        if begin and name and name.isprintable():
             self._is_object = True
             self._is_list = self._is_list or "[" in text[: begin.start("quoted")]
             return self._began(begin.end(), _Began(name))
@@ -286,7 +278,7 @@ class _JsonReader:
         return _Read(num_chars, "again", (call,))
 
     def _whole(self, text: str) -> _Read:
-        """Reads a call whose object has another order of keys, when it is complete."""
+        """Reads a complete call whose object has another order of keys."""
         opening = re.match(r"[\s\[,;]*(\{)?", text)
         assert opening is not None  # it matches nothing, too
         if opening[1] is None:
@@ -299,17 +291,19 @@ class _JsonReader:
         self._scanned += self._scan.feed(text[self._scanned :])
         if not self._scan.is_done:
             return _Read(0, "wait")
-        call = _parsed(text[start : self._scanned])
+        try:
+            call = styles.call_of(json.loads(text[start : self._scanned]))
+            arguments = "" if call is None else _json_text(call.arguments)
+        except (ValueError, RecursionError):
+            call = None
         if call is None:
             return _Read(0, "wrong")
-        name, arguments = call
-        num = self._scanned
         self._is_list = self._is_list or "[" in text[:start]
         self._phase, self._has_begun, self._is_object = "end", True, True
-        return _Read(num, "again", (_Began(name), arguments))
+        return _Read(self._scanned, "again", (_Began(call.name), arguments))
 
     def _end(self, text: str, is_last: bool) -> _Read:
-        """Skips what stands after a call, and finds whether another one follows."""
+        """Skips the text after a call, and finds whether another one follows."""
         between = _BETWEEN.match(text.replace("`", " "))
         assert between is not None  # it matches nothing, too
         skipped, rest = between[0], text[between.end() :]
@@ -317,7 +311,7 @@ class _JsonReader:
             return _Read(0, "done")
         if not self._close and self._is_list and "]" in skipped:
             return _Read(skipped.index("]") + 1, "done")
-        if self._is_at_close(rest):
+        if self._close and rest.startswith(self._close):
             return _Read(between.end() + len(self._close), "done")
         if rest.startswith("{") and (self._close or "," in skipped or ";" in skipped):
             self._phase, self._scan, self._scanned = "head", _JsonScan(self._close), 0
@@ -327,30 +321,8 @@ class _JsonReader:
         return _Read(between.end() if self._close else 0, "done")
 
 
-def _ends(found: _Read, is_last: bool) -> bool:
-    """Whether no call begins any more: none did in this text, and it is wrong or the last one."""
-    return found.state == "wrong" or (is_last and found.state == "wait")
-
-
-def _unquoted(text: str) -> str | None:
-    try:
-        name = str(json.loads(text))
-    except ValueError:
-        return None
-    return name if name.isprintable() else None
-
-
-def _parsed(text: str) -> tuple[str, str] | None:
-    """Returns the name and the arguments, as JSON text, of a call that is a JSON object; None if it is no call."""
-    try:
-        call = styles.call_of(json.loads(text))
-        return None if call is None else (call.name, _json_text(call.arguments))
-    except (ValueError, RecursionError):
-        return None
-
-
 class _TagReader:
-    """Reads calls with a pair of tags for each parameter; a parameter goes on when it is complete."""
+    """Reads calls with a pair of tags for each parameter; each event is a whole parameter."""
 
     def __init__(self, calls: styles.TagCalls, schemas: Schemas) -> None:
         self._calls, self._schemas = calls, schemas
@@ -370,7 +342,7 @@ class _TagReader:
         return self._no_head(text, is_last)
 
     def _no_head(self, text: str, is_last: bool) -> _Read:
-        """Waits for the name, or finds that there is none: after a call that is its end, else it is wrong."""
+        """Waits for the name, or finds that there is none: the end after a call, else wrong."""
         stripped, close = text.lstrip(), self._calls.marks.close
         if self._num_calls and stripped.startswith(close):
             return _Read(len(text) - len(stripped) + len(close), "done")
@@ -395,7 +367,7 @@ class _TagReader:
         if stripped.startswith(self._calls.parameter_begin):
             at = stripped.find(self._calls.value_end, self._searched)
             if at < 0:
-                # What was searched is not searched again: a value may be long.
+                # The next search begins here: a value may be long.
                 self._searched = max(0, len(stripped) - len(self._calls.value_end))
                 return _Read(num_spaces, "done" if is_last else "wait")
             self._searched = 0
@@ -408,7 +380,7 @@ class _TagReader:
         return _Read(num_spaces + (junk if junk > 0 else len(stripped)), "again")
 
     def _pair(self, found: re.Match[str]) -> str:
-        """Returns a parameter as text of a JSON object: with what stands before it in the object."""
+        """Returns a parameter as text of a JSON object, with the brace or the comma before it."""
         key, value, is_string = found["key"].strip(), found["value"], found.groupdict().get("string")
         if self._calls.trims_lines:
             value = value.removeprefix("\n").removesuffix("\n")
@@ -449,7 +421,7 @@ class _WholeReader:
         return _Read(at + len(close), "done", tuple(events))
 
     def _typed(self, call: styles.Call) -> dict[str, object]:
-        """Returns the arguments; those that are still text get the types that their schemas say."""
+        """Returns the arguments; those that are still text get the types of their schemas."""
         read_value = self._calls.read_value
         if read_value is None:
             return call.arguments
@@ -462,7 +434,7 @@ class _WholeReader:
 
 
 class _Deltas:
-    """Collects deltas and counts calls; neighbours of a kind become one."""
+    """Collects deltas; neighbours of a kind become one."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
@@ -470,7 +442,6 @@ class _Deltas:
         self._found: list[Delta] = []
 
     def text(self, text: str, is_reasoning: bool) -> None:
-        """Adds content or reasoning; nothing if it is empty."""
         if not text:
             return
         kind = ReasoningDelta if is_reasoning else ContentDelta
@@ -481,7 +452,6 @@ class _Deltas:
             self._found.append(kind(text))
 
     def event(self, event: _Began | str) -> None:
-        """Adds the beginning of a call, or more of the arguments of the last one."""
         last = self._found[-1] if self._found else None
         if isinstance(event, _Began):
             self._found.append(ToolCallDelta(self._num_calls, event.own_id or self._new_id(), event.name, ""))
@@ -492,7 +462,6 @@ class _Deltas:
             self._found.append(ToolCallDelta(self._num_calls - 1, None, None, event))
 
     def take(self) -> list[Delta]:
-        """Returns what was collected, and forgets it."""
         found, self._found = self._found, []
         return found
 
@@ -636,8 +605,8 @@ _HEADER_BEGINS = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, " to=",
 class _ChannelParser:
     """Parses answers of messages with a header each, which names a channel and perhaps a function.
 
-    A header is what stands before `<|message|>`. The channel `analysis` is reasoning; a message to `functions.name` is
-    a call; a message to another recipient, which would be a tool of the model's own, is reasoning; all else is content.
+    A header is the text before `<|message|>`. The channel `analysis` is reasoning, a message to `functions.name` is a
+    call, a message to another recipient (a tool of the model's own) is reasoning too; all others are content.
     """
 
     def __init__(self, prompt_end: str, tools: bool, new_id: Callable[[], str]) -> None:

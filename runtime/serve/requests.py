@@ -1,13 +1,11 @@
-"""What a request asks of the engine, and what comes back: between the protocols of HTTP and the scheduler.
+"""Requests for the scheduler, and the events that it answers with.
 
-A protocol (`openai_api`, `anthropic_api`, …) makes a `Request` and submits it. The scheduler calls back with one event
-after the other, from its own thread: a `PromptEvent` if the request asks for it, `TokenEvent` for each new token, then
-one `EndEvent`.
+A protocol (`openai_api`, `anthropic_api`, …) makes a `Request` and submits it. The scheduler calls back from its own
+thread: with a `PromptEvent` if the request asks for it, a `TokenEvent` for each new token, then one `EndEvent`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
@@ -34,128 +32,76 @@ class RequestError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to continue. `max_tokens` 0 computes the prompt alone.
-
-    `end_ids`: the tokens that end the answer; none with `ignore_eos`.   `stop`: texts that end the answer, which do not
-    belong to it.   `grammar`: what the answer has to follow; it is this request's own.   `top_logprobs`: how many of
-    the likeliest tokens to report with each token; 0 reports the token alone, None nothing.   `keeps_special`: special
-    tokens are text too.   `stable_tokens`: with so many of the prompt's tokens the next turn of the conversation
-    probably begins; None: with all.   `prompt_logprobs`: how many of the likeliest tokens to report with each token of
-    the prompt, as `top_logprobs`; the whole prompt is computed for it, and with `top_logprobs` the token that ends the
-    answer is reported too.
-    """
+    """A prompt to continue."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingOptions
-    max_tokens: int
-    end_ids: frozenset[int]
-    stop: tuple[str, ...] = ()
-    grammar: Grammar | None = field(default=None, compare=False)
-    top_logprobs: int | None = None
-    keeps_special: bool = False
-    stable_tokens: int | None = None
+    max_tokens: int  # 0 computes the prompt alone
+    end_ids: frozenset[int]  # end the answer; none with `ignore_eos`
+    stop: tuple[str, ...] = ()  # texts that end the answer and are not part of it
+    grammar: Grammar | None = field(default=None, compare=False)  # of this request alone
+    top_logprobs: int | None = None  # so many likeliest tokens are reported with each token; None: not even its own
+    keeps_special: bool = False  # special tokens are text too
+    stable_tokens: int | None = None  # the conversation's next turn probably begins with so many; None: with all
+    # As `top_logprobs` for the tokens of the prompt, which is computed whole. With both, the token that ends the
+    # answer is reported too.
     prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEvent:
-    """The log-probabilities of the prompt's tokens, each after those before it; of the first there is none."""
+    """The log-probabilities of the prompt's tokens."""
 
     logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A new token.
-
-    `text`: the text that it completes: whole characters, without what may be the beginning of a stop text. It may be
-    empty; the pieces of all events together are the answer.   `logprob`: None unless the request asks for it.
-    """
+    """A new token."""
 
     token: int
-    text: str
-    logprob: TokenLogprob | None = None
+    text: str  # whole characters that it completes, without a possible beginning of a stop text; may be empty
+    logprob: TokenLogprob | None = None  # if the request asks for it
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """How long a request took, in seconds: `waited_s` in the queue, `prefill_s` until the first new token, `decode_s`
-    for the tokens after it.
-    """
+    """How long the parts of a request took, in seconds."""
 
-    waited_s: float
-    prefill_s: float
-    decode_s: float
+    prefill_s: float  # until the first new token
+    decode_s: float  # for the tokens after it
 
 
 @dataclass(frozen=True, slots=True)
 class EndEvent:
-    """The end of an answer.
-
-    `text`: what was held back until the end.   `stop`: the stop text that ended it; None if another thing did.
-    `cached_tokens`: of the prompt, those that were not computed again.   `message`: what went wrong, for `error`.
-    """
+    """The end of an answer."""
 
     reason: EndReason
-    text: str
-    stop: str | None
+    text: str  # was held back until the end
+    stop: str | None  # the stop text that ended the answer, if one did
     prompt_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # tokens of the prompt that were not computed again
     completion_tokens: int
     timings: Timings
-    message: str = ""
+    message: str = ""  # of an `error`
 
 
 Event = PromptEvent | TokenEvent | EndEvent
 
 
-class Ticket(Protocol):
-    """A submitted request."""
-
-    def cancel(self) -> None:
-        """Ends the request as soon as possible, with an `EndEvent` of reason `cancelled`; does nothing after its end.
-
-        May be called from any thread.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SchedulerCounts:
-    """Counts since the start, and what is going on now.
+    """Counts since the start, and the requests at this moment."""
 
-    `decode_s`, `prefill_s`: seconds of computation.   `drafted`: tokens that were verified behind another, of which
-    `accepted` were right.
-    """
-
-    running: int
-    waiting: int
     num_slots: int
-    num_requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    prefill_s: float
-    decode_s: float
-    decode_steps: int
-    drafted: int = 0
-    accepted: int = 0
-
-
-class Scheduler(Protocol):
-    """Runs requests, several at once. All methods may be called from any thread."""
-
-    context_tokens: int
-
-    def submit(self, request: Request, on_event: Callable[[Event], None], num_places: int = 1) -> Ticket:
-        """Queues a request. `on_event` is called from the scheduler's thread and must not wait.
-
-        Args:    num_places: that the queue needs to have: those of all requests that are submitted together for the
-                 first of them, and 0 for the others.
-        Raises:  RequestError if the prompt is empty, or too long for the context; QueueFullError.
-        """
-        ...
-
-    def counts(self) -> SchedulerCounts:
-        """Returns the counts so far."""
-        ...
+    running: int = 0
+    waiting: int = 0
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_s: float = 0.0  # seconds of computation
+    decode_s: float = 0.0
+    decode_steps: int = 0
+    drafted: int = 0  # tokens that were verified behind another one
+    accepted: int = 0  # those that were right

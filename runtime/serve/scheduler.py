@@ -3,10 +3,10 @@
 Each request gets a *slot*, which is one of the decoder's sequences. A turn of the loop runs one piece of one prompt, or
 appends a token to every sequence that is past its prompt. While some decode and others are in prefill, both get the
 same time. A prompt runs in passes of its own, whose boundaries do not depend on others, so that an answer depends on
-its own request alone (and, by rounding, on where its prompt was taken up from).
+its own request alone (and, by rounding, on how much of its prompt was computed before).
 
-What a slot computed stays after its request. The next request takes up the longest beginning that any slot, or a
-session on the disk, has in common with its prompt.
+A slot keeps its tokens after a request. The next request uses the longest beginning that any slot, or a session on the
+disk, has in common with its prompt.
 """
 
 import logging
@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -37,20 +38,17 @@ _KEPT_SHARE = 0.5  # a slot goes on in place if a prompt keeps at least this sha
 
 
 class PromptScores:
-    """Follows a prompt while it runs, and takes the log-probabilities of its tokens from the hidden states.
-
-    `found`: of the tokens so far; None for the first, which has none before it.
-    """
+    """Follows a prompt while it runs, and takes the log-probabilities of its tokens from the hidden states."""
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], top: int) -> None:
-        self.found: list[sampling.TokenLogprob | None] = [None]
+        self.found: list[sampling.TokenLogprob | None] = [None]  # the first token has nothing before it
         self._decoder, self._prompt_ids, self._top = decoder, prompt_ids, top
         self._num_rows = max(1, SCORED_BYTES // (20 * decoder.spec.vocab_size))
         self._other: kv_cache.Follower | None = None
 
     @contextmanager
     def following(self, sequence: kv_cache.CachedSequence) -> Iterator[None]:
-        """Follows a sequence in a block; another follower goes on as well."""
+        """Follows a sequence within a `with` block, together with its other follower."""
         self._other, sequence.follower = sequence.follower, self
         try:
             yield
@@ -58,7 +56,7 @@ class PromptScores:
             sequence.follower = self._other
 
     def follow(self, ids: Sequence[int], first: int, hidden: Tensor) -> None:
-        """Scores the tokens that come after some positions of the prompt; its last has nothing after it."""
+        """Scores the tokens after some positions of the prompt; nothing comes after the last position."""
         if self._other is not None:
             self._other.follow(ids, first, hidden)
         tokens = self._prompt_ids[first + 1 : first + 1 + len(hidden)]
@@ -70,14 +68,13 @@ class PromptScores:
 
 
 class Job:
-    """A request on its way: waiting, in prefill, or in decode. It is the request's `Ticket`."""
+    """A submitted request: waiting, in prefill, or in decode."""
 
     def __init__(
         self, request: requests.Request, on_event: Callable[[requests.Event], None], wake: Callable[[], None]
     ) -> None:
         self.request, self.is_cancelled = request, False
         self._on_event, self._wake = on_event, wake
-        self._submitted = time.perf_counter()
         self._started = self._first_token = 0.0
         self.cached_tokens = self.completion_tokens = 0
         self.left: list[int] = list(request.prompt_ids)  # of the prompt, what has not run
@@ -89,19 +86,18 @@ class Job:
         self._text: AnswerText | None = None
 
     def cancel(self) -> None:
-        """Ends the request as soon as possible."""
+        """Ends the request soon, with an `EndEvent` of reason `cancelled`; any thread may call it, at any time."""
         self.is_cancelled = True
         self._wake()
 
     def start(self, text: runtime.Text, kept: int) -> None:
-        """Begins to run, with the first `kept` tokens of the prompt computed already."""
+        """Begins to run; the first `kept` tokens of the prompt are computed already."""
         request = self.request
         self._started = time.perf_counter()
         self.left = list(request.prompt_ids[kept:])
         self.cached_tokens = kept
         self._sampler = runtime.Sampler(request.sampling, request.prompt_ids, request.grammar)
-        stream = text.stream(list(request.prompt_ids), request.keeps_special)
-        self._text = AnswerText(stream, request.stop)
+        self._text = AnswerText(text.stream(list(request.prompt_ids), request.keeps_special), request.stop)
 
     def take(self, logits: Tensor, is_full: bool) -> requests.EndReason | None:
         """Chooses a token from logits float32 [vocabulary] and reports it; returns why the answer ends, or None.
@@ -133,13 +129,11 @@ class Job:
         return "length" if self.completion_tokens >= request.max_tokens or is_full else None
 
     def end(self, reason: requests.EndReason, message: str = "") -> None:
-        """Reports the end."""
+        """Reports the end of the request."""
         now = time.perf_counter()
         started = self._started or now
         first = self._first_token or now
-        timings = requests.Timings(
-            started - self._submitted, first - started, now - first if self.completion_tokens else 0.0
-        )
+        timings = requests.Timings(first - started, now - first if self.completion_tokens else 0.0)
         rest = ""
         try:
             if self._text is not None and reason != "error":
@@ -147,10 +141,15 @@ class Job:
         except BaseException as fault:  # a tokenizer's panic too
             _LOG.error("a request failed", exc_info=fault)
             reason, message = "error", _UNWRITTEN
-        stop = None if self._text is None else self._text.stop
-        number = len(self.request.prompt_ids)
         end = requests.EndEvent(
-            reason, rest, stop, number, self.cached_tokens, self.completion_tokens, timings, message
+            reason=reason,
+            text=rest,
+            stop=None if self._text is None else self._text.stop,
+            prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            timings=timings,
+            message=message,
         )
         try:
             self._on_event(end)
@@ -159,27 +158,22 @@ class Job:
 
 
 class AnswerText:
-    """The text of an answer, which ends before the first of some stop texts.
-
-    `stop`: the stop text that was found; None until then.
-    """
+    """The text of an answer, which ends before the first of some stop texts."""
 
     def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
         self._stream, self._stops = stream, stops
         self._held = ""  # may be the beginning of a stop text
-        self.stop: str | None = None
+        self.stop: str | None = None  # the stop text that was found
 
     def push(self, token: int) -> str:
         """Returns the text that a token completes, without what may be the beginning of a stop text."""
         return self._take(self._stream.push(token))
 
     def finish(self) -> str:
-        """Returns what was held back until the end; nothing after a stop text."""
+        """Returns the text that was held back until the end; nothing after a stop text."""
         if self.stop is not None:
             return ""
-        text = self._take(self._stream.finish()) + self._held
-        self._held = ""
-        return text
+        return self._take(self._stream.finish()) + self._held
 
     def _take(self, piece: str) -> str:
         if not self._stops or self.stop is not None:
@@ -190,18 +184,14 @@ class AnswerText:
             place, self.stop = min(found)
             self._held = ""
             return text[:place]
-        held = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of a text with which a stop text begins."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+        longest = max(map(len, self._stops)) - 1
+        tails = (text[place:] for place in range(max(len(text) - longest, 0), len(text)))
+        self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stops)), "")
+        return text.removesuffix(self._held)
 
 
 class Slot:
-    """One of the decoder's sequences, and the job that has it; None if it is idle."""
+    """One of the decoder's sequences, and the job that runs on it; None if it is idle."""
 
     def __init__(self, sequence: kv_cache.CachedSequence) -> None:
         self.sequence = sequence
@@ -210,29 +200,17 @@ class Slot:
 
     @property
     def state(self) -> Literal["idle", "prefill", "decode"]:
-        """What the slot does; the tokens of an idle one may be taken up by a later request."""
+        """The kind of work; a later request may use the tokens of an idle slot."""
         job = self.job
         return "idle" if job is None else "prefill" if job.left else "decode"
 
-    @property
-    def tokens(self) -> int:
-        """The tokens in its caches."""
-        return self.sequence.num_tokens
-
-    @property
-    def context(self) -> int:
-        """The most tokens that it can have."""
-        return self.sequence.cache.context_tokens
-
 
 class BatchScheduler:
-    """Runs requests on a decoder, in a thread of its own; `close` it.
+    """Runs requests on a decoder, several at once, in a thread of its own; `close` it.
 
-    `failure`: what ended the thread, in words; None while it runs.
-
-    Args:    most_waiting: requests that may wait for a slot; more are refused.   sessions: where sequences go that
-             leave a slot, and from where they come back; None: nowhere.   drafts: while one request alone is past its
-             prompt, several of its tokens may come from one pass; the answer is the same.
+    Args:    most_waiting: requests that may wait for a slot; more are refused.   sessions: keeps sequences that leave a
+             slot, until they come back.   drafts: while one request alone is past its prompt, several of its tokens
+             may come from one pass; the answer is the same.
     """
 
     def __init__(
@@ -244,8 +222,8 @@ class BatchScheduler:
         drafts: Drafts | None = None,
     ) -> None:
         self.context_tokens = decoder.sequences[0].cache.context_tokens
-        self._slots = tuple(Slot(sequence) for sequence in decoder.sequences)
-        self.failure: str | None = None
+        self.slots = tuple(Slot(sequence) for sequence in decoder.sequences)
+        self.failure: str | None = None  # the fault that ended the thread
         self._decoder, self._text, self._most_waiting, self._sessions = decoder, text, most_waiting, sessions
         self._drafts = drafts
         self._waiting: deque[Job] = deque()
@@ -253,8 +231,7 @@ class BatchScheduler:
         self._is_closing = False
         self._clock = 0
         self._owed_s = 0.0  # to decode, since the last piece of a prompt
-        self._num_requests = self._prompt_tokens = self._cached_tokens = self._generated = self._steps = 0
-        self._prefill_s = self._decode_s = 0.0
+        self._totals = requests.SchedulerCounts(num_slots=len(self.slots))
         self._torch_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="moe-serve engine", daemon=True)
         self._thread.start()
@@ -262,7 +239,13 @@ class BatchScheduler:
     # ---- from any thread --------------------------------------------------------------------------------------------
 
     def submit(self, request: requests.Request, on_event: Callable[[requests.Event], None], num_places: int = 1) -> Job:
-        """Queues a request; see `Scheduler.submit`. Where nothing waits, there are places for any number."""
+        """Queues a request.
+
+        Args:    on_event: is called from the scheduler's thread and must not wait.   num_places: free places that the
+                 queue needs: for the first of several requests their number, for the others 0. An empty queue takes any
+                 number.
+        Raises:  RequestError if the prompt is empty, or too long for the context; QueueFullError.
+        """
         number = len(request.prompt_ids)
         if not number:
             raise requests.RequestError("the prompt has no tokens; give at least one character")
@@ -279,7 +262,7 @@ class BatchScheduler:
         with self._changed:
             if self._is_closing or self.failure is not None:
                 raise errors.RunError(self.failure or "the server is shutting down")
-            left = self._most_waiting + sum(slot.job is None for slot in self._slots) - len(self._waiting)
+            left = self._most_waiting + sum(slot.job is None for slot in self.slots) - len(self._waiting)
             if num_places > max(left, 0) and (self._waiting or left <= 0):
                 raise requests.QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
             self._waiting.append(job)
@@ -289,27 +272,16 @@ class BatchScheduler:
     def counts(self) -> requests.SchedulerCounts:
         """Returns the counts so far."""
         with self._changed:
-            return requests.SchedulerCounts(
-                running=sum(slot.job is not None for slot in self._slots),
+            return replace(
+                self._totals,
+                running=sum(slot.job is not None for slot in self.slots),
                 waiting=len(self._waiting),
-                num_slots=len(self._slots),
-                num_requests=self._num_requests,
-                prompt_tokens=self._prompt_tokens,
-                cached_tokens=self._cached_tokens,
-                generated_tokens=self._generated,
-                prefill_s=self._prefill_s,
-                decode_s=self._decode_s,
-                decode_steps=self._steps,
                 drafted=0 if self._drafts is None else self._drafts.counts.drafted,
                 accepted=0 if self._drafts is None else self._drafts.counts.accepted,
             )
 
-    def slots(self) -> tuple[Slot, ...]:
-        """Returns the slots, one for each sequence."""
-        return self._slots
-
     def close(self) -> None:
-        """Ends all requests and the thread; what the slots computed goes to the sessions."""
+        """Ends all requests and the thread, and saves the slots' sequences."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -328,30 +300,35 @@ class BatchScheduler:
         try:
             while self._take_turn():
                 pass
-            self._save_all()
+            for slot in self.slots:
+                self._save(slot, 0)
         except BaseException as fault:
             self.failure = f"the engine failed: {str(fault) or type(fault).__name__}"
             if not isinstance(fault, errors.MoePackError):
                 raise
         finally:
             with self._changed:
-                jobs = [slot.job for slot in self._slots if slot.job is not None] + list(self._waiting)
+                jobs = [slot.job for slot in self.slots if slot.job is not None] + list(self._waiting)
                 self._waiting.clear()
-                for slot in self._slots:
+                for slot in self.slots:
                     slot.job = None
             for job in jobs:
                 job.end("error" if self.failure else "cancelled", self.failure or "the server is shutting down")
 
     def _take_turn(self) -> bool:
         """Does one piece of work, or waits for some; returns whether the loop goes on."""
+
+        def has_work() -> bool:
+            return self._is_closing or bool(self._waiting) or any(slot.job is not None for slot in self.slots)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or bool(self._waiting) or self._has_work())
+            self._changed.wait_for(has_work)
             if self._is_closing:
                 return False
         self._drop_cancelled()
         self._admit()
-        filling = [slot for slot in self._slots if slot.job is not None and slot.job.left]
-        decoding = [slot for slot in self._slots if slot.state == "decode"]
+        filling = [slot for slot in self.slots if slot.state == "prefill"]
+        decoding = [slot for slot in self.slots if slot.state == "decode"]
         if filling and (not decoding or self._owed_s <= 0):
             self._fill(min(filling, key=lambda slot: slot.used), bool(decoding))
         elif len(decoding) == 1 and self._drafts is not None:
@@ -360,9 +337,6 @@ class BatchScheduler:
             self._decode(decoding)
         return True
 
-    def _has_work(self) -> bool:
-        return any(slot.job is not None for slot in self._slots)
-
     def _drop_cancelled(self) -> None:
         with self._changed:
             dropped = [job for job in self._waiting if job.is_cancelled]
@@ -370,7 +344,7 @@ class BatchScheduler:
                 self._waiting.remove(job)
         for job in dropped:
             job.end("cancelled")
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.job is not None and slot.job.is_cancelled:
                 self._end(slot, "cancelled")
 
@@ -384,10 +358,10 @@ class BatchScheduler:
     # ---- a request gets a slot --------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Gives waiting requests the idle slots."""
+        """Gives the idle slots to waiting requests."""
         while True:
             with self._changed:
-                idle = [slot for slot in self._slots if slot.job is None]
+                idle = [slot for slot in self.slots if slot.job is None]
                 if not idle or not self._waiting:
                     return
                 job = self._waiting.popleft()
@@ -403,20 +377,20 @@ class BatchScheduler:
                 continue
             with self._changed:
                 slot.job = job
-                self._num_requests += 1
-                self._prompt_tokens += len(job.request.prompt_ids)
-                self._cached_tokens += kept
+                self._totals.num_requests += 1
+                self._totals.prompt_tokens += len(job.request.prompt_ids)
+                self._totals.cached_tokens += kept
 
     def _begin(self, job: Job, idle: list[Slot]) -> tuple[Slot, int]:
-        """Begins a request in one of the idle slots; returns the slot, and how many tokens of the prompt it has."""
+        """Begins a request in an idle slot; returns the slot, and how many tokens of the prompt it has."""
         prompt, top = list(job.request.prompt_ids), job.request.prompt_logprobs
         stable = len(prompt) if job.request.stable_tokens is None else job.request.stable_tokens
         pauses = [stable]
         if top is None:
-            pauses.append(max(slot.sequence.num_common(prompt) for slot in self._slots))
+            pauses.append(max(slot.sequence.num_common(prompt) for slot in self.slots))
             slot, kept = self._place(prompt, idle)
         else:
-            # What was computed before has no logits any more; and nothing that others left changes the passes.
+            # Nothing is kept: logits of tokens that were computed before are gone.
             slot, kept = min(idle, key=lambda slot: (slot.sequence.num_tokens > 0, slot.used)), 0
             self._save(slot, 0)
             slot.sequence.reset()
@@ -429,12 +403,12 @@ class BatchScheduler:
         return slot, kept
 
     def _place(self, prompt: list[int], idle: list[Slot]) -> tuple[Slot, int]:
-        """Chooses a slot for a prompt and keeps what it can of it; returns both.
+        """Chooses a slot for a prompt; returns it, and how many tokens of the prompt it has.
 
-        A slot whose sequence goes on with the prompt is used in place. Else another slot, the one used least recently,
-        gets a copy of the beginning, so that the longer sequence is not lost.
+        A slot whose sequence goes on with the prompt is used in place. Else the slot that was used least recently gets
+        a copy of the beginning, so that the longer sequence is not lost.
         """
-        kept, best = max(((slot.sequence.num_kept(prompt), slot) for slot in self._slots), key=lambda each: each[0])
+        kept, best = max(((slot.sequence.num_kept(prompt), slot) for slot in self.slots), key=lambda each: each[0])
         goes_on = best in idle and kept >= _KEPT_SHARE * best.sequence.num_tokens
         others = [slot for slot in idle if slot is not best or not kept]
         if kept and (goes_on or (not others and best in idle)):
@@ -455,7 +429,6 @@ class BatchScheduler:
     # ---- work -------------------------------------------------------------------------------------------------------
 
     def _fill(self, slot: Slot, others_decode: bool) -> None:
-        """Runs a piece of a slot's prompt."""
         job, sequence, began = slot.job, slot.sequence, time.perf_counter()
         assert job is not None, "a slot in prefill"
         place = len(job.request.prompt_ids) - len(job.left)
@@ -478,10 +451,10 @@ class BatchScheduler:
         seconds = time.perf_counter() - began
         self._owed_s = seconds if others_decode else 0.0
         with self._changed:
-            self._prefill_s += seconds
+            self._totals.prefill_s += seconds
 
     def _decode(self, slots: list[Slot]) -> None:
-        """Appends the chosen token to each slot's sequence, and chooses the next."""
+        """Appends the chosen token to each slot's sequence, and chooses the next one."""
         began = time.perf_counter()
         jobs = [slot.job for slot in slots]
         tokens = [job.next_token for job in jobs if job is not None and job.next_token is not None]
@@ -517,8 +490,8 @@ class BatchScheduler:
         seconds = time.perf_counter() - began
         self._owed_s -= seconds
         with self._changed:
-            self._decode_s += seconds
-            self._steps += 1
+            self._totals.decode_s += seconds
+            self._totals.decode_steps += 1
 
     def _choose(self, slot: Slot, logits: Tensor, num_tokens: int) -> None:
         """Chooses the token after the first `num_tokens` of a slot's sequence, and ends the request if it is over."""
@@ -535,7 +508,7 @@ class BatchScheduler:
             self._end(slot, "error", _UNWRITTEN)
             return
         with self._changed:
-            self._generated += job.completion_tokens - before
+            self._totals.generated_tokens += job.completion_tokens - before
         if reason is not None:
             self._end(slot, reason)
 
@@ -563,7 +536,3 @@ class BatchScheduler:
             _LOG.error("a session was not loaded", exc_info=fault)
             slot.sequence.reset()
         return 0
-
-    def _save_all(self) -> None:
-        for slot in self._slots:
-            self._save(slot, 0)

@@ -1,36 +1,38 @@
-"""What the protocols need of the model: prompts, grammars, parsers of answers, and answers while they are made.
+"""The model as the protocols use it: prompts, grammars, parsers of answers, and answers while they are made.
 
-The service knows its parts by protocols alone: a tokenizer, a chat template, a compiler of grammars, a scheduler. Its
-methods belong in the event loop; prompts and grammars are computed in threads, each kind in its own.
+The methods belong in the event loop. Prompts, long prompts and grammars are computed in threads, each kind in its own,
+so that none waits for another kind.
 """
 
 import asyncio
 import json
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import SamplingOptions, templates
+from moe_pack.runtime import ChatTemplate, SamplingOptions, Text, templates
 from moe_pack.runtime.sampling import Grammar
 from moe_pack.runtime.serve import schemas
-from moe_pack.runtime.serve.conversations import Conversations, Message, Template
+from moe_pack.runtime.serve.conversations import Conversations, Message
+from moe_pack.runtime.serve.grammars import GrammarCompiler, TokenGrammar
 from moe_pack.runtime.serve.parsers import AnswerParser
-from moe_pack.runtime.serve.requests import Event, QueueFullError, Request, RequestError, Scheduler, Ticket
-from moe_pack.runtime.serve.workers import Workers
+from moe_pack.runtime.serve.requests import Event, QueueFullError, Request, RequestError
+
+if TYPE_CHECKING:
+    from moe_pack.runtime.serve.scheduler import BatchScheduler, Job
 
 T = TypeVar("T")
 
-PROMPT_END_CHARACTERS = 512  # what a parser sees of the prompt: templates end it with a role, or an open thought
+PROMPT_END_CHARACTERS = 512  # of a prompt, for a parser: templates end it with a role, or an open thought
 
 _LONG_CHARACTERS = 64 << 10  # of a prompt; a tokenizer takes up to some 400 bytes of memory for each
-_MOST_GRAMMARS = 16  # that are kept for requests to come; and the bytes of what they were made from
-_MOST_GRAMMAR_BYTES = 1 << 20
+_MOST_GRAMMARS = 16  # that are kept for later requests
+_MOST_GRAMMAR_BYTES = 1 << 20  # of their sources
 _TEMPLATE_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 
@@ -46,93 +48,32 @@ class NotReadyError(RunError):
     """The model is being loaded, or the engine has failed."""
 
 
-class Tokenizer(Protocol):
-    """Turns text into tokens."""
-
-    end_ids: frozenset[int]
-    answer_end_ids: frozenset[int]
-    most_bytes_per_token: int
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens that the model knows."""
-        ...
-
-    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Returns the tokens of a text; with `special_tokens` also those that the tokenizer puts around it."""
-        ...
-
-
-class CopiedGrammar(Grammar, Protocol):
-    """A grammar that several answers follow, each a copy of its own."""
-
-    def copy(self) -> Grammar:
-        """Returns another grammar at this place."""
-        ...
-
-
-class Grammars(Protocol):
-    """Compiles what an answer has to follow; every call returns a grammar at its beginning.
-
-    Raises:  RunError if the source has an error.
-    """
-
-    def json_object(self, param: str = ...) -> CopiedGrammar:
-        """Returns the grammar of any JSON object."""
-        ...
-
-    def json_schema(self, schema: Mapping[str, Any], param: str = ...) -> CopiedGrammar:
-        """Returns the grammar of the JSON values that a schema describes; `param` is the request's field, here too."""
-        ...
-
-    def regex(self, pattern: str, param: str = ...) -> CopiedGrammar:
-        """Returns the grammar of the texts that a regular expression matches whole."""
-        ...
-
-    def choice(self, texts: Sequence[str], param: str = ...) -> CopiedGrammar:
-        """Returns the grammar of some texts, of which the answer is one."""
-        ...
-
-    def gbnf(self, text: str, param: str = ...) -> CopiedGrammar:
-        """Returns a grammar written in the notation of llama.cpp."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a server says about its model.
+    """The facts about the model that a server tells its clients."""
 
-    `model_id`: its name in answers.   `folder_name`: of the pack; requests may use it too.   `created`: when the pack
-    was made, in seconds since 1970.   `sampling`: for requests that say nothing.   `aliases`: other names that requests
-    may use; without them every name is taken.   `chat_template`, `bos_token`, `eos_token`: as the pack's files have
-    them; nothing where they have none.
-    """
-
-    model_id: str
-    folder_name: str
-    created: int
-    sampling: SamplingOptions
-    aliases: tuple[str, ...] = ()
-    chat_template: str = ""
+    model_id: str  # its name in answers
+    folder_name: str  # of the pack; requests may use it too
+    created: int  # when the pack was made, in seconds since 1970
+    sampling: SamplingOptions  # for fields that a request does not have
+    aliases: tuple[str, ...] = ()  # other names that requests may use; without them every name is taken
+    chat_template: str = ""  # as the pack's files have it, and the tokens too; empty where they have none
     bos_token: str = ""
     eos_token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """A tool of which the answer may be a call.
-
-    `schema`: of its arguments.   `param`: the field of the request that has the schema.
-    """
+    """A tool that the answer may call."""
 
     name: str
-    schema: Mapping[str, Any]
-    param: str
+    schema: Mapping[str, Any]  # of its arguments
+    param: str  # the field of the request that has the schema
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Tools of which the answer is a call; `other`: or it has this form, of JSON."""
+    """The grammar's value of an answer that calls one of some tools, or has another form of JSON."""
 
     tools: Sequence[CalledTool]
     other: "GrammarSource | None" = None
@@ -140,29 +81,22 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """What an answer has to follow, as a request says it.
+    """The form of an answer, as a request gives it."""
 
-    `value`: nothing for `json_object`; a schema; a text; for `choice` texts; for `call` tools (`Calls`).
-    `param`: the field of the request.
-    """
-
-    kind: Literal["json_object", "json_schema", "regex", "choice", "gbnf", "call"]
-    value: Any
-    param: str
+    kind: Literal["json_schema", "regex", "choice", "gbnf", "call"]
+    value: Any  # a schema; a text; for `choice` texts; for `call` tools (`Calls`)
+    param: str  # the field of the request
 
 
 class _KnownGrammars:
-    """Grammars that were compiled, or the errors in place of them, those that were used last; for several threads."""
+    """The grammars, or the errors in place of them, that were used last; several threads may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: OrderedDict[str, CopiedGrammar | RequestError] = OrderedDict()
+        self._found: OrderedDict[str, TokenGrammar | RequestError] = OrderedDict()
 
-    def get(self, key: str) -> CopiedGrammar | None:
-        """Returns a grammar by its source; None if it is not there.
-
-        Raises:  RequestError as its compilation did.
-        """
+    def get(self, key: str) -> TokenGrammar | None:
+        """Returns the grammar of a source, or raises the error of its compilation; None if it is not there."""
         with self._lock:
             found = self._found.get(key)
             if found is None:
@@ -172,8 +106,8 @@ class _KnownGrammars:
             raise RequestError(str(found), found.param)  # an exception of its own, with its own traceback
         return found
 
-    def put(self, key: str, found: CopiedGrammar | RequestError) -> None:
-        """Keeps a grammar, or why there is none; what was not used for longest goes."""
+    def put(self, key: str, found: TokenGrammar | RequestError) -> None:
+        """Keeps a grammar or its error, and drops those used least recently."""
         if len(key) > _MOST_GRAMMAR_BYTES // 2:
             return
         with self._lock:
@@ -182,44 +116,30 @@ class _KnownGrammars:
                 self._found.popitem(last=False)
 
 
-@dataclass(frozen=True, slots=True)
-class NumberedEvent:
-    """An event of one of several requests that run at once."""
-
-    index: int
-    event: Event
-
-
 class Generation:
-    """Requests that run at once: an asynchronous iterator of their events, in the order in which they come.
+    """Requests that run at once: an asynchronous iterator of their events, each with the index of its request.
 
-    It is a context manager: at the end of its block it cancels what still runs.
-    Raises:  as `Scheduler.submit`; then none of the requests runs.
+    `close` cancels requests that still run.
+    Raises:  as `BatchScheduler.submit`; then none of the requests runs.
     """
 
-    def __init__(self, scheduler: Scheduler, requests: Sequence[Request]) -> None:
+    def __init__(self, scheduler: "BatchScheduler", requests: Sequence[Request]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[NumberedEvent] = asyncio.Queue()
-        self._tickets: list[Ticket] = []
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._jobs: list[Job] = []
         self._running = set(range(len(requests)))
         try:
             for index, request in enumerate(requests):
                 num_places = len(requests) if index == 0 else 0
-                self._tickets.append(scheduler.submit(request, partial(self._take, index), num_places))
+                self._jobs.append(scheduler.submit(request, partial(self._take, index), num_places))
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> "Generation":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def __aiter__(self) -> "Generation":
         return self
 
-    async def __anext__(self) -> NumberedEvent:
+    async def __anext__(self) -> tuple[int, Event]:
         if not self._running:
             raise StopAsyncIteration
         return await self._events.get()
@@ -230,78 +150,145 @@ class Generation:
 
     def cancel(self, index: int) -> None:
         """Ends one of the requests; its `EndEvent` still comes."""
-        self._tickets[index].cancel()
+        self._jobs[index].cancel()
 
     def close(self) -> None:
         """Cancels the requests that still run."""
-        for index, ticket in enumerate(self._tickets):
+        for index, job in enumerate(self._jobs):
             if index in self._running:
-                ticket.cancel()
+                job.cancel()
         self._running.clear()
 
     def _take(self, index: int, event: Event) -> None:
         """Brings an event from the scheduler's thread to the event loop."""
-        with suppress(RuntimeError):  # the loop has ended, and with it everyone who reads events
-            self._loop.call_soon_threadsafe(self._events.put_nowait, NumberedEvent(index, event))
+        with suppress(RuntimeError):  # the loop has ended, and with it every reader of events
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call, and the future in the event loop that gets what it returns or raises."""
+
+    call: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    answer: "asyncio.Future[Any]"
+
+    def finish(self, value: Any, fault: BaseException | None) -> None:
+        """Brings the result to the event loop; it is lost if the client has left."""
+
+        def give() -> None:
+            if self.answer.done():
+                return
+            if fault is None:
+                self.answer.set_result(value)
+            else:
+                self.answer.set_exception(fault)
+
+        with suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(give)
+
+
+class WorkPool:
+    """Runs calls in a few daemon threads, first come, first served.
+
+    Args:    name: the calls, in messages.   num_threads: calls that run at once.   most_waiting: calls that may wait;
+             more are refused.   deadline_s: how long a call may wait and run; then its client gets an answer, although
+             a call that runs cannot be ended.
+    """
+
+    def __init__(self, name: str, num_threads: int, most_waiting: int, deadline_s: float) -> None:
+        self.name, self.num_threads, self.most_waiting, self.deadline_s = name, num_threads, most_waiting, deadline_s
+        self._changed, self._waiting = threading.Condition(), deque[_Call]()
+        self._num_started = self._num_running = 0
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Returns or raises what a call does in one of the threads.
+
+        Cancelling it, as when the client leaves, drops a call that has not begun.
+        Raises:  QueueFullError if too many calls wait, or this one waited or ran for too long.
+        """
+        loop = asyncio.get_running_loop()
+        job = _Call(call, loop, loop.create_future())
+        with self._changed:
+            if self._num_running + len(self._waiting) >= self.num_threads + self.most_waiting:
+                raise QueueFullError(f"{self.most_waiting} {self.name} are waiting already; try again later")
+            self._waiting.append(job)
+            if self._num_running + len(self._waiting) > self._num_started < self.num_threads:
+                self._num_started += 1
+                threading.Thread(target=self._work, name=f"moe-serve {self.name}", daemon=True).start()
+            self._changed.notify()
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                value: T = await job.answer
+                return value
+        except TimeoutError as fault:
+            if job.answer.done() and not job.answer.cancelled():
+                raise  # the call's own
+            raise QueueFullError(
+                f"the server did not get to it within {self.deadline_s:g} seconds, because of other {self.name}; "
+                "try again later"
+            ) from fault
+        finally:
+            with self._changed, suppress(ValueError):  # it has begun
+                self._waiting.remove(job)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting))
+                job = self._waiting.popleft()
+                self._num_running += 1
+            value, fault = None, None
+            try:
+                value = job.call()
+            except BaseException as raised:  # the client's answer says it, whatever it is
+                fault = raised
+            with self._changed:
+                self._num_running -= 1
+            job.finish(value, fault)
+            del job, value, fault  # they may hold much memory
 
 
 class Service:
     """A model that answers requests.
 
-    Args:    template: None if the model has none; then it takes no conversations.   parsers: returns the parser of an
-             answer, from the end of the prompt and the tools.   token_bytes: returns the bytes of a token in a text.
-             failure: returns why the engine runs no more; None while it does.   keeps_special: whether special tokens
-             are marks that parsers read.
+    Args:    template: None if the model takes no conversations.   parsers: returns the parser of an answer, from the
+             end of the prompt and the tools.   keeps_special: whether special tokens are marks that parsers read.
     """
 
     def __init__(
         self,
         facts: ModelFacts,
-        scheduler: Scheduler,
-        tokenizer: Tokenizer,
-        template: Template | None,
+        scheduler: "BatchScheduler",
+        tokenizer: Text,
+        template: ChatTemplate | None,
         parsers: Callable[[str, list[dict[str, Any]]], AnswerParser],
-        grammars: Grammars,
-        token_bytes: Callable[[int], bytes],
-        failure: Callable[[], str | None] = lambda: None,
+        grammars: GrammarCompiler,
         keeps_special: bool = False,
     ) -> None:
         self.model_id, self.created, self.default_sampling = facts.model_id, facts.created, facts.sampling
         self.scheduler, self.context_tokens = scheduler, scheduler.context_tokens
-        self.token_bytes, self.failure, self.keeps_special = token_bytes, failure, keeps_special
-        self.facts = facts
+        self.token_bytes, self.keeps_special = grammars.token_bytes, keeps_special
+        self.facts, self.vocab_size, self.takes_chats = facts, tokenizer.vocab_size, template is not None
+        self.listed_names = tuple(dict.fromkeys((facts.model_id, *facts.aliases)))  # in lists of models
+        self.end_ids, self.answer_end_ids = tokenizer.end_ids, tokenizer.answer_end_ids
         self._names = {facts.model_id, facts.folder_name, *facts.aliases}
         self._tokenizer, self._template = tokenizer, template
         self._conversations = None if template is None else Conversations(template)
         self._parsers, self._grammars, self._known = parsers, grammars, _KnownGrammars()
-        self._workers = Workers()
         self._most_prompt_bytes = self.context_tokens * tokenizer.most_bytes_per_token
-
-    @property
-    def takes_chats(self) -> bool:
-        """Whether there is a chat template."""
-        return self._template is not None
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens that the model knows."""
-        return self._tokenizer.vocab_size
-
-    @property
-    def listed_names(self) -> tuple[str, ...]:
-        """The names under which lists of models have the served one: its own first, then the aliases."""
-        return tuple(dict.fromkeys((self.model_id, *self.facts.aliases)))
+        self._prompt_pool = WorkPool("prompts", num_threads=2, most_waiting=256, deadline_s=120)
+        # A long prompt takes much memory, and a grammar computes on one core for seconds.
+        self._long_pool = WorkPool("long prompts", num_threads=1, most_waiting=8, deadline_s=120)
+        self._grammar_pool = WorkPool("grammars", num_threads=1, most_waiting=16, deadline_s=60)
 
     def writes_tools(self) -> bool:
         """Whether the chat template writes tools; it is tried once, in `chat_prompt`."""
         return self._conversations is not None and self._conversations.writes_tools()
 
     def check_model(self, name: str | None) -> None:
-        """Accepts the names of the served model, and no name; every name if there are no aliases.
-
-        Many clients have names of models built in, and there is one model here: answers say its own name.
-        Raises:  ModelNotFoundError.
-        """
+        """Refuses a name that is not one of the model's, if it has aliases. Raises: ModelNotFoundError."""
+        # Without aliases every name is taken, since many clients have one built in; answers have the model's own.
         if self.facts.aliases and name is not None and name not in self._names:
             raise ModelNotFoundError(
                 f"this server has no model {name[:200]!r}; use {self.model_id!r}, or leave the model out", "model"
@@ -316,8 +303,8 @@ class Service:
     ) -> templates.ChatPrompt:
         """Returns the prompt of a conversation.
 
-        Args:    tools: objects as OpenAI writes them.   template_kwargs: the template's own variables.   continues:
-                 whether the answer continues the last message.
+        Args:    tools: objects in OpenAI's form.   template_kwargs: the template's own variables.   continues: whether
+                 the answer continues the last message.
         Raises:  RequestError if there is no template, or it fails, or the prompt is far longer than the context;
                  QueueFullError.
         """
@@ -352,14 +339,14 @@ class Service:
             except RunError as fault:
                 raise RequestError(str(fault), "messages") from fault
 
-        return await self._computed([messages, tools, template_kwargs], work)
+        return await self._pool([messages, tools, template_kwargs]).run(work)
 
     def text_ids(self, text: str) -> list[int]:
         """Returns the tokens of a text within another one."""
         return self._tokenizer.encode(text, special_tokens=False)
 
     async def completion_prompts(self, texts: Sequence[str], special_tokens: bool = True) -> list[tuple[int, ...]]:
-        """Returns the tokens of texts that the model continues; without `special_tokens`, nothing around the texts.
+        """Returns the tokens of texts to continue, with or without special tokens around them.
 
         Raises:  ContextLengthError if a text is far longer than the context; QueueFullError.
         """
@@ -369,15 +356,13 @@ class Service:
                 self._refuse_length(text)
             return [tuple(self._tokenizer.encode(text, special_tokens)) for text in texts]
 
-        return await self._computed(texts, work)
+        return await self._pool(texts).run(work)
 
-    async def _computed(self, source: object, work: Callable[[], T]) -> T:
-        """Returns what `work` makes of a source in a thread: of a long one, in the thread for long ones."""
-        pool = self._workers.long_prompts if _is_long(source) else self._workers.prompts
-        return await pool.run(work)
+    def _pool(self, source: object) -> WorkPool:
+        return self._long_pool if _is_long(source) else self._prompt_pool
 
     def _refuse_length(self, text: str) -> None:
-        """Refuses a text that has more tokens than the context has, whatever they are, before it is made tokens."""
+        """Refuses a text that surely has more tokens than the context, before it is made tokens."""
         num_bytes = len(text.encode("utf-8", "replace"))
         if num_bytes > self._most_prompt_bytes:
             raise ContextLengthError(
@@ -390,7 +375,7 @@ class Service:
         return self._parsers(prompt[-PROMPT_END_CHARACTERS:], tools)
 
     async def grammars(self, source: GrammarSource | None, count: int) -> tuple[Grammar | None, ...]:
-        """Returns grammars at their beginning, one for each of some answers; None if there is no source.
+        """Returns a grammar at its beginning for each of some answers; None if there is no source.
 
         Raises:  RequestError if the source has an error; QueueFullError.
         """
@@ -399,69 +384,51 @@ class Service:
         key = json.dumps(asdict(source))
         found = self._known.get(key)  # does not wait for others that are compiled
         if found is None:
-            found = await self._workers.grammars.run(lambda: self._compiled(source, key))
+            found = await self._grammar_pool.run(lambda: self._compiled(source, key))
         return tuple(found.copy() for _ in range(count))
 
-    def _compiled(self, source: GrammarSource, key: str) -> CopiedGrammar:
-        """Compiles a grammar, unless it was while this call waited. Raises: RequestError."""
+    def _compiled(self, source: GrammarSource, key: str) -> TokenGrammar:
+        """Compiles a grammar, unless that happened while this call waited. Raises: RequestError."""
         found = self._known.get(key)
         if found is not None:
             return found
         try:
-            found = self._compile(source)
+            found = self._made(source)
         except RequestError as fault:
             self._known.put(key, fault)
             raise
         self._known.put(key, found)
         return found
 
-    def _compile(self, source: GrammarSource) -> CopiedGrammar:
-        try:
-            return self._made(source)
-        except (RequestError, QueueFullError):
-            raise
-        except (RunError, RecursionError) as fault:
-            raise RequestError(f"{source.param}: the grammar has an error: {fault}", source.param) from fault
+    def _made(self, source: GrammarSource) -> TokenGrammar:
+        if source.kind == "call":
+            return self._call_grammar(source.value, source.param)
+        compiler = self._grammars
+        make: dict[str, Callable[[Any, str], TokenGrammar]] = {
+            "json_schema": compiler.json_schema,
+            "regex": compiler.regex,
+            "choice": compiler.choice,
+            "gbnf": compiler.gbnf,
+        }
+        return make[source.kind](source.value, source.param)
 
-    def _made(self, source: GrammarSource) -> CopiedGrammar:
-        make, param = self._grammars, source.param
-        match source.kind:
-            case "json_object":
-                return make.json_object(param)
-            case "json_schema":
-                return make.json_schema(source.value, param)
-            case "regex":
-                return make.regex(source.value, param)
-            case "choice":
-                return make.choice(source.value, param)
-            case "gbnf":
-                return make.gbnf(source.value, param)
-            case "call":
-                return self._call_grammar(source.value, param)
-
-    def _call_grammar(self, calls: Calls, param: str) -> CopiedGrammar:
-        """Returns the grammar of the arguments of one tool; with several, of objects with a name and arguments."""
+    def _call_grammar(self, calls: Calls, param: str) -> TokenGrammar:
+        """Returns the grammar of one tool's arguments; for several tools, of objects with a name and arguments."""
         tools, other = calls.tools, calls.other
         if len(tools) == 1 and other is None:
             return self._grammars.json_schema(tools[0].schema, tools[0].param)
-        form = None if other is None else other.value or {"type": "object"}
+        named = [(tool.name, tool.schema) for tool in tools]
         try:
-            return self._grammars.json_schema(
-                schemas.of_calls([(each.name, each.schema) for each in tools], form), param
-            )
+            return self._grammars.json_schema(schemas.of_calls(named, None if other is None else other.value), param)
         except RunError:
-            for tool in tools:  # the fault is that of the first schema that is wrong alone
+            for tool in tools:  # the first schema that is wrong alone has a better message
                 self._grammars.json_schema(tool.schema, tool.param)
             if other is not None:
                 self._made(other)
             raise
 
-    def end_ids(self, chat: bool) -> frozenset[int]:
-        """Returns the tokens that end an answer in a chat, or a text."""
-        return self._tokenizer.answer_end_ids if chat else self._tokenizer.end_ids
-
     def max_tokens(self, prompt_tokens: int, asked: int | None) -> int:
-        """Returns how long an answer may be: what the request asks, at most the rest of the context.
+        """Returns how long an answer may be: the number that the request has, at most the rest of the context.
 
         Raises:  ContextLengthError if there is no rest.
         """
@@ -472,13 +439,6 @@ class Service:
                 f"shorten the prompt to at most {self.context_tokens - 1} tokens"
             )
         return rest if asked is None else min(asked, rest)
-
-    def generate(self, requests: Sequence[Request]) -> Generation:
-        """Submits requests that run at once, and returns their events; use it in a `with` block.
-
-        Raises:  RequestError, QueueFullError as `Scheduler.submit`.
-        """
-        return Generation(self.scheduler, requests)
 
 
 def _is_long(source: object) -> bool:

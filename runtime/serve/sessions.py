@@ -1,13 +1,12 @@
-"""Sessions: sequences on the disk, so that they survive a restart of the server and the lack of a slot.
+"""Sessions: sequences in files, which survive a restart of the server and a lack of slots.
 
-A session is one safetensors file. It has the tokens of a sequence, the keys and values of layers that keep the whole
-context, the checkpoints (a copy of states and of windows), and as its last tensor a JSON object of facts, which ends
-with its own SHA-256: the pack's root digest, how keys and values are stored, the positions of the checkpoints, and a
-CRC-32 of each tensor. It is written to another name, synced and renamed. It belongs to one pack and one `--kv-dtype`:
-another one's is left alone and never loaded.
+A session is one safetensors file: the tokens of a sequence, the keys and values of layers that keep the whole context,
+the checkpoints (copies of states and windows), and as its last tensor a JSON object of facts. The facts are the pack's
+root digest, the `--kv-dtype`, the positions of the checkpoints, a CRC-32 of each tensor and the object's own SHA-256.
+The file is written under another name, synced and renamed. A session of another pack or `--kv-dtype` is left alone.
 
-A session has conversations in it: its file and a new folder are for the server's user alone. It only saves time, so
-that no file and no disk, whatever is wrong with it, costs more than a warning.
+A session contains conversations: its file and a new folder are for the server's user alone. It only saves time, so a
+damaged file or disk costs no more than a warning.
 """
 
 import errno
@@ -21,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,14 +50,10 @@ class SessionError(formats.RunError):
 
 @dataclass(frozen=True, slots=True)
 class SessionOwner:
-    """What a session has to fit: a pack, and how the server runs it.
-
-    `root_digest`: of the pack.   `context_tokens`: the longest sequence.   `vocab_size`: of the model.   `kv_dtype`: of
-    the caches.
-    """
+    """The pack of a session, and how the server runs it."""
 
     root_digest: str
-    context_tokens: int
+    context_tokens: int  # of the longest sequence
     vocab_size: int
     kv_dtype: caches.KvDtype = "f32"
 
@@ -76,15 +71,15 @@ class _Facts:
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """A session's file. `checkpoints`: positions, rising; None if the sequence can be cut back anywhere."""
+    """A session's file."""
 
     path: Path
     ids: Ids
-    checkpoints: tuple[int, ...] | None
+    checkpoints: tuple[int, ...] | None  # positions, rising; None if the sequence can be cut back anywhere
     num_bytes: int
 
     def num_common(self, prompt: Ids) -> int:
-        """Returns how many tokens of a prompt, at most all but the last, it could give."""
+        """Returns how many tokens of a prompt the session has, at most all but the last."""
         most = min(len(self.ids), len(prompt) - 1)
         differs = np.flatnonzero(self.ids[:most] != prompt[:most])
         same = int(differs[0]) if len(differs) else most
@@ -95,7 +90,7 @@ class _Session:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """The tensors of an open session, by name: where they are, and the CRC-32 of each."""
+    """The places of the tensors in an open session, and the CRC-32 of each, by name."""
 
     reader: formats.RangeReader
     entries: dict[str, safetensors.TensorEntry]
@@ -103,17 +98,16 @@ class _Tensors:
 
 
 class SessionStore:
-    """The sessions of a folder, at most so many bytes: those that were not used for longest are deleted.
+    """The sessions of a folder; those used least recently are deleted when they take more than `most_bytes`.
 
-    Args:    folder: is made, for this user alone, if it is missing.   owner: what the sessions have to fit.
-             most_bytes: of all sessions together.
+    Args:    folder: is made, for this user alone, if it is missing.   owner: the sessions have to fit it.
     Raises:  RunError if the folder cannot be made or read.
     """
 
     def __init__(self, folder: Path, owner: SessionOwner, most_bytes: int) -> None:
         self._folder, self._owner, self._most_bytes = folder, owner, most_bytes
         self._sessions: list[_Session] = []  # the one used last comes last
-        self.num_saved = self.num_loaded = self.num_failed = 0
+        self.num_failed = 0
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             names = sorted(os.listdir(folder))
@@ -130,7 +124,8 @@ class SessionStore:
         found: list[tuple[int, _Session]] = []
         for path in (folder / name for name in names if name.endswith(_SUFFIX)):
             try:
-                found.append((path.stat().st_mtime_ns, self._open(path)))
+                with formats.RangeReader(path, SessionError) as reader:
+                    found.append((path.stat().st_mtime_ns, self._content(path, reader)[0]))
             except Exception as fault:  # whatever a file is or has, the server starts
                 _leave_alone(path, fault)
         self._sessions += [session for _, session in sorted(found, key=lambda each: each[0])]
@@ -141,9 +136,9 @@ class SessionStore:
         return sum(session.num_bytes for session in self._sessions)
 
     def save(self, sequence: kv_cache.CachedSequence) -> bool:
-        """Saves a sequence, in place of the sessions that it goes on from; returns whether it is on the disk.
+        """Saves a sequence in place of the sessions that it continues; returns whether it is on the disk.
 
-        A disk that is full, or fails, is no error: the sequence will be computed again.
+        A full or broken disk is no error: the sequence will be computed again.
         """
         if sequence.num_tokens < LEAST_TOKENS:
             return False
@@ -158,14 +153,13 @@ class SessionStore:
             what = "the disk is full" if isinstance(fault, OSError) and fault.errno == errno.ENOSPC else _words(fault)
             _LOG.warning("a session of %d tokens was not saved: %s", len(ids), what)
             return False
-        self.num_saved += 1
         return True
 
     def load(self, prompt_ids: list[int], sequence: kv_cache.CachedSequence, kept: int) -> bool:
         """Loads the session that has most in common with a prompt, if that is well above `kept` tokens.
 
-        A session that is damaged is left alone, and the next best is taken.
-        Args:    sequence: is replaced; it is empty if a session was damaged and no other was loaded.
+        A damaged session is left alone, and the next best one is loaded.
+        Args:    sequence: is replaced; it is empty if all such sessions were damaged.
         """
         prompt = np.array(prompt_ids, np.int64)
         while True:
@@ -182,7 +176,6 @@ class SessionStore:
             self._sessions.append(best)
             with suppress(OSError):  # its time says only which session was used last
                 os.utime(best.path)
-            self.num_loaded += 1
             return True
 
     def _forget(self, session: _Session) -> None:
@@ -208,7 +201,8 @@ class SessionStore:
         self._make_room(layout.num_bytes)
         entries, crcs = layout.by_name(), dict[str, int]()
         try:
-            with _created(temporary) as file:
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write(layout.header)
                 for each, part in tensors.items():
                     file.write(bytes(entries[each].offset - file.tell()))
@@ -251,12 +245,8 @@ class SessionStore:
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
-    def _open(self, path: Path) -> _Session:
-        with formats.RangeReader(path, SessionError) as reader:
-            return self._content(path, reader)[0]
-
     def _content(self, path: Path, reader: formats.RangeReader) -> tuple[_Session, _Tensors]:
-        """Reads all of a session but its keys, values and states; nothing is allocated for more than the context has.
+        """Reads a session without its keys, values and states; allocates at most the tokens of the context.
 
         Raises:  SessionError if it is damaged or does not fit.
         """
@@ -289,7 +279,6 @@ class SessionStore:
         return _Session(path, ids, positions, file_bytes), tensors
 
     def _checked_facts(self, raw: bytes) -> tuple[_Facts, dict[str, str]]:
-        """Returns the facts of a session of this server, and the checksums of its tensors."""
         values: Any = formats.parse(raw, "facts", SessionError)
         if not isinstance(values, dict) or values.get("version") != _VERSION:
             raise SessionError("it was written by another version")
@@ -308,7 +297,7 @@ class SessionStore:
         return facts, crcs
 
     def _read(self, session: _Session, sequence: kv_cache.CachedSequence) -> None:
-        """Fills a sequence with a session, straight from the disk.
+        """Fills a sequence from a session's file.
 
         Raises:  SessionError if it is damaged, or its caches are not those of this server.
         """
@@ -340,12 +329,6 @@ class SessionStore:
             cache.return_to_checkpoint(rooms[-1])
 
 
-def _created(path: Path) -> IO[bytes]:
-    """Opens a new file that this user alone can read."""
-    path.unlink(missing_ok=True)
-    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
-
-
 def _delete(path: Path) -> bool:
     """Deletes a file; returns whether it is gone."""
     try:
@@ -363,7 +346,7 @@ def _leave_alone(path: Path, fault: Exception) -> None:
 
 
 def _words(fault: Exception) -> str:
-    """Returns what a fault says, without a path."""
+    """Returns the message of a fault, without a path."""
     return (fault.strerror if isinstance(fault, OSError) else None) or str(fault) or type(fault).__name__
 
 
@@ -376,7 +359,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torc
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor in the order of its values, without a copy of the whole."""
+    """Yields the bytes of a tensor in the order of its values, without a copy of all of them."""
     if tensor.is_contiguous():
         yield tensor.view(-1).view(torch.uint8).numpy().data
         return
@@ -385,10 +368,7 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _fill(tensors: _Tensors, name: str, tensor: Tensor) -> None:
-    """Reads a tensor of a session into memory that is there.
-
-    Raises:  SessionError if it has another shape, or another CRC-32.
-    """
+    """Reads the values of a tensor from a session. Raises: SessionError if it has another shape, or another CRC-32."""
     entry = tensors.entries[name]
     if entry.shape != tuple(tensor.shape) or entry.dtype != _DTYPES[tensor.dtype]:
         raise SessionError("its caches have another shape than this server's")

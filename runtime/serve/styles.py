@@ -1,6 +1,4 @@
-"""How answers write reasoning and tool calls: the marks of each style, found in a model's chat template.
-
-A style is what many families have in common, so it is found by the marks in the template and not by the family's name.
+"""The styles in which answers write reasoning and tool calls, found by the marks in a model's chat template.
 
     style             calls                                                        families
     json              <tool_call>{"name": …, "arguments": {…}}</tool_call>         Hermes, Qwen 2.5 and 3, Granite 4,
@@ -41,18 +39,8 @@ _NAME = r"[\w.:/@$-]+"
 _BAR = "\uff5c"  # the full-width bar of DeepSeek's marks
 # Texts of tokens that end a turn. They are dropped if a tokenizer does not call them the end of an answer.
 _TURN_ENDS = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|eot|>",
-    "<|end_of_text|>",
-    "<|END_OF_TURN_TOKEN|>",
-    f"<{_BAR}end▁of▁sentence{_BAR}>",
-    "<|user|>",
-    "<|observation|>",
-    "<turn|>",
-    "[e~[",
+    *["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>"],
+    *f"<{_BAR}end▁of▁sentence{_BAR}> <|user|> <|observation|> <turn|> [e~[".split(),
 )
 
 
@@ -66,63 +54,46 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """Where calls are: `opens` begin one, `close` ends it; an empty `close` means that a call ends with its JSON.
+    """The marks around calls."""
 
-    `sections`: the pairs of marks around all calls, without which `opens` are text; none if there is no such pair.
-    """
-
-    opens: tuple[str, ...]
-    close: str
-    sections: tuple[tuple[str, str], ...] = ()
+    opens: tuple[str, ...]  # each begins a call
+    close: str  # ends it; an empty one: a call ends with its JSON
+    sections: tuple[tuple[str, str], ...] = ()  # around all calls: outside of such a pair, `opens` are text
 
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Calls whose arguments are JSON.
-
-    `head`: what stands before the arguments, with the group `name`, and perhaps `id`, in formats that have the name
-    outside of the JSON.   `has_objects`: calls may be objects with name and arguments, or a list of them.   `is_bare`:
-    an answer that is such an object is a call, without any mark.   `has_short_ids`: ids have nine characters.
-    """
+    """Calls whose arguments are JSON."""
 
     marks: CallMarks
-    head: re.Pattern[str] | None = None
-    has_objects: bool = False
-    is_bare: bool = False
-    has_short_ids: bool = False
+    head: re.Pattern[str] | None = None  # with the group `name`, perhaps `id`, if the name is outside of the JSON
+    has_objects: bool = False  # calls may be objects with name and arguments, or a list of them
+    is_bare: bool = False  # an answer that is such an object is a call, without any mark
+    has_short_ids: bool = False  # ids have nine characters
 
 
 @dataclass(frozen=True, slots=True)
 class TagCalls:
-    """Calls with a pair of tags for each parameter.
-
-    `lead`: the text before the name.   `unfinished`: what may follow `lead` until `head`, which matches from the lead
-    on and has the group `name`, is complete.   `parameter`: the groups `key`, `value` and perhaps `string`; it begins
-    with the text `parameter_begin`.   `value_end`: the tag behind a value.   `ends`: what ends a call.
-    `trims_lines`: one line break on both sides of a value does not belong to it.
-    """
+    """Calls with a pair of tags for each parameter."""
 
     marks: CallMarks
-    lead: str
-    head: re.Pattern[str]
-    unfinished: re.Pattern[str]
-    parameter: re.Pattern[str]
-    parameter_begin: str
-    value_end: str
-    ends: tuple[str, ...]
-    trims_lines: bool = False
+    lead: str  # the text before the name
+    head: re.Pattern[str]  # the lead and the group `name`
+    unfinished: re.Pattern[str]  # the text after the lead while `head` is not complete
+    parameter: re.Pattern[str]  # with the groups `key`, `value` and perhaps `string`
+    parameter_begin: str  # its first text
+    value_end: str  # the tag behind a value
+    ends: tuple[str, ...]  # of a call
+    trims_lines: bool = False  # one line break on both sides of a value does not belong to it
 
 
 @dataclass(frozen=True, slots=True)
 class WholeCalls:
-    """Calls that are read when they are complete.
-
-    `read`: returns None for text that is no call.   `read_value`: reads a value that `read` left as text, unless the
-    schema says that it is a string; None if `read` returns values of the right types.
-    """
+    """Calls that are read when they are complete."""
 
     marks: CallMarks
-    read: Callable[[str], list[Call] | None]
+    read: Callable[[str], list[Call] | None]  # returns None for text that is no call
+    # Reads a value that `read` left as text, unless its schema says that it is a string; None if `read` leaves none.
     read_value: Callable[[str], object] | None = None
 
 
@@ -131,27 +102,22 @@ Calls = JsonCalls | TagCalls | WholeCalls
 
 @dataclass(frozen=True, slots=True)
 class AnswerStyle:
-    """How a model's answers write reasoning and tool calls.
-
-    `reasoning`: the marks around reasoning; none if the model does not reason.   `calls`: None if the template has no
-    calls that we know.   `dropped`: marks that are not part of any text.   `has_channels`: the answer consists of
-    messages with a channel each, and the other fields are empty.
-    """
+    """The form of a model's answers: how they write reasoning and tool calls."""
 
     name: str
-    reasoning: tuple[str, str] | None = None
-    calls: Calls | None = None
-    dropped: tuple[str, ...] = ()
-    has_channels: bool = False
+    reasoning: tuple[str, str] | None = None  # the marks around reasoning, if the model reasons
+    calls: Calls | None = None  # None if the template has no calls that we know
+    dropped: tuple[str, ...] = ()  # marks that are not part of any text
+    has_channels: bool = False  # the answer is messages with a channel each, and the other fields are empty
 
     @property
     def keeps_special(self) -> bool:
-        """Whether the text must have the special tokens in it, because marks are special tokens in some tokenizers."""
+        """Whether the text needs the special tokens, which are marks in some tokenizers."""
         return self.has_channels or self.reasoning is not None or self.calls is not None
 
 
 def style_of(template_source: str) -> AnswerStyle:
-    """Returns the style of the answers to prompts of this chat template; of a template without marks, plain text."""
+    """Returns the style of the answers to prompts of a chat template; without marks in it, plain text."""
     if "<|channel|>" in template_source and "<|message|>" in template_source:
         return AnswerStyle("channels", has_channels=True)
     name, calls = next(_known_calls(template_source), ("text", None))
@@ -187,7 +153,7 @@ def _reasoning(source: str) -> tuple[str, str] | None:
 
 
 def _known_calls(source: str) -> Iterator[tuple[str, Calls]]:
-    """Yields the kinds of calls that the template has, the surest first."""
+    """Yields the kinds of calls that the template has, the most certain first."""
     yield from _special_calls(source)
     if namespace := re.search(r"\]<\](\w+)\[>\[", source):
         mark = namespace[0]
@@ -250,10 +216,7 @@ def _section(call: str, begin: str, end: str, section: str, head: str) -> JsonCa
 
 
 def _key_calls(name: str, prefix: str, suffix: str) -> TagCalls:
-    """Returns calls `<name>function<arg_key>…</arg_key><arg_value>…</arg_value></name>`.
-
-    `prefix` and `suffix` stand before and after `arg_key` in the tags.
-    """
+    """Returns calls `<name>function<arg_key>…`, with a prefix and a suffix of `arg_key` in the tags."""
     key, value, separator = (f"{prefix}{word}{suffix}" for word in ("arg_key", "arg_value", "tool_sep"))
     following = rf"(?=\s*<(?:{key}|/{name})>|\n)"
     return TagCalls(
@@ -302,7 +265,7 @@ def _invoke_calls(prefix: str, sections: tuple[tuple[str, str], ...]) -> TagCall
 
 
 def _read_python(body: str) -> list[Call] | None:
-    """Reads `[name(key=value, …), …]`, where values are literals of Python or JSON; or a JSON list of calls."""
+    """Reads `[name(key=value, …), …]` with literals of Python or JSON; or a JSON list of calls."""
     try:
         with warnings.catch_warnings():  # about backslashes in texts that a model wrote
             warnings.simplefilter("ignore")
@@ -313,7 +276,7 @@ def _read_python(body: str) -> list[Call] | None:
 
 
 class _Words(ast.NodeTransformer):
-    """Takes JSON's words for true, false and null as Python's."""
+    """Replaces JSON's words for true, false and null by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         words = {"true": True, "false": False, "null": None}
@@ -321,7 +284,7 @@ class _Words(ast.NodeTransformer):
 
 
 def _python_call(node: ast.expr) -> Call:
-    """Raises ValueError if the expression is neither a call with named literals nor a literal object of a call."""
+    """Returns a call with named literals, or a literal object of a call; raises ValueError for anything else."""
     call = None
     if isinstance(node, ast.Dict):
         call = call_of(ast.literal_eval(node))
@@ -335,7 +298,7 @@ def _python_call(node: ast.expr) -> Call:
 
 
 def _read_quoted(body: str) -> list[Call] | None:
-    """Reads `call:name{key:value, …}`, where strings stand between `<|"|>` and keys have no quotes."""
+    """Reads `call:name{key:value, …}`; strings stand between `<|"|>`, and keys have no quotes."""
     found = re.fullmatch(rf"\s*call:(?P<name>{_NAME})(?P<object>\{{.*\}})\s*", body, re.DOTALL)
     if found is None:
         return None
@@ -357,7 +320,7 @@ _JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
 def _read_elements(body: str) -> list[Call] | None:
-    """Reads `<invoke name="name"><key>value</key>…</invoke>…`; the values are still text."""
+    """Reads `<invoke name="name"><key>value</key>…</invoke>…`; the values stay text."""
     calls = []
     for found in re.finditer(r'<invoke\s+name="(?P<name>[^"]+)"\s*>(?P<inside>.*?)</invoke>', body, re.DOTALL):
         elements = _ELEMENT.finditer(found["inside"])
@@ -369,7 +332,7 @@ _ELEMENT = re.compile(r"\s*<(?P<key>[^<>/\s]+)>(?P<value>.*?)</(?P=key)>\s*", re
 
 
 def _elements(text: str) -> object:
-    """Returns the values of elements by name; a list of those named `item`; without elements the text itself."""
+    """Returns the values of elements by name, or a list if all are named `item`; a text without elements as it is."""
     found = list(_ELEMENT.finditer(text))
     if not found or sum(len(element[0]) for element in found) != len(text):
         return text
@@ -379,7 +342,7 @@ def _elements(text: str) -> object:
 
 
 def call_of(value: object) -> Call | None:
-    """Returns the call that a JSON object describes; None if it describes none."""
+    """Returns the call that a JSON object describes, if it describes one."""
     if not isinstance(value, dict):
         return None
     name = value.get("name", value.get("tool_name"))

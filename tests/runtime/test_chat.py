@@ -128,7 +128,7 @@ def test_a_folder_without_template_has_none(tmp_path: Path) -> None:
 
 
 def test_an_answer_also_ends_at_the_tokenizers_end_of_sequence(tmp_path: Path) -> None:
-    """Where a model was trained further to chat, its configuration may still say the first model's end alone."""
+    """The configuration of a model that was trained further to chat may have the first model's end alone."""
     for name in ("tokenizer.json", "config.json"):
         (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
     whole = Text(FolderFiles(tmp_path))

@@ -114,7 +114,6 @@ def from_the_beginning(folder: Path, messages: list[dict[str, str]]) -> str:
     """The greedy answer of an engine that has computed nothing yet."""
     with Pack(folder) as files, Engine(files, EngineOptions(), 512) as engine:
         text = Text(files)
-        assert text.chat_template is not None
         ids = text.encode(text.chat_template.render(messages, add_generation_prompt=True), special_tokens=False)
         stream = text.stream(ids, keeps_special=True)  # as the marks of reasoning need it
         tokens = generate(engine.decoder, ids, Sampler(GREEDY), 80, text.answer_end_ids)
@@ -146,7 +145,7 @@ def test_without_a_seed_every_answer_draws_a_new_one(packed: Path) -> None:
 
 
 def test_a_turn_goes_on_from_the_one_before(tmp_path: Path) -> None:
-    """Where caches cannot be cut back anywhere too, and where the template begins an answer as no history has it."""
+    """Also with caches that cannot be cut back, and a template that begins an answer as no history has it."""
     template = TEMPLATE.replace("[assistant]\n", "[assistant and more]\n")
     for name, window in (("whole", None), ("window", 64)):
         with case(name):
@@ -560,7 +559,7 @@ def test_lines_become_entries() -> None:
 
 @pytest.mark.slow
 def test_a_paste_is_one_message_where_there_is_no_line_editor(packed: Path, tmp_path: Path) -> None:
-    """Where answers go to a file, the terminal is asked to mark what is pasted."""
+    """Answers go to a file: the terminal is asked to mark a paste."""
     saved, answers = tmp_path / "chat.json", tmp_path / "answers.txt"
     with answers.open("wb") as file, Person(packed, "--max-tokens", "2", stdout=file) as person:
         person.sees(r"\n> ")

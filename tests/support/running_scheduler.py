@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions, SamplingOptions, Text
@@ -15,7 +16,7 @@ from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.caches import KvDtype
 from moe_pack.runtime.offload import Sequences, least_budget
 from moe_pack.runtime.sampling import TokenLogprob
-from moe_pack.runtime.serve.requests import EndEvent, Event, PromptEvent, PromptLogprobs, Request, TokenEvent
+from moe_pack.runtime.serve.requests import Event, PromptEvent, PromptLogprobs, Request, TokenEvent
 from moe_pack.runtime.serve.scheduler import BatchScheduler, Job
 from moe_pack.runtime.serve.sessions import SessionOwner, SessionStore
 from support.waiting import HANG_S
@@ -33,7 +34,7 @@ class Answer:
     steps: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    end: EndEvent | None = None
+    end: Any = None  # its `EndEvent`, after `wait`
     prompt: PromptLogprobs | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -84,7 +85,9 @@ def served(
     context: int = CONTEXT,
     drafts: Drafts | None = None,
     kv_dtype: KvDtype = "f32",
+    text: Any = None,
 ) -> Iterator[Served]:
+    """Serves a pack; `text` takes the place of its tokenizer."""
     with Pack(folder) as opened:
         sequences = Sequences(number, checkpoints=2, kv_dtype=kv_dtype)
         extra = None if budget is None else least_budget(opened.layout, context, 0, sequences) + budget
@@ -92,7 +95,7 @@ def served(
         options = EngineOptions(budget_bytes=extra, read=reads, chunk_tokens=16, kv_dtype=kv_dtype)
         with Engine(opened, options, context, sequences=sequences) as engine:
             assert isinstance(engine.decoder, Decoder)
-            text = Text(opened)
+            text = text or Text(opened)
             with closing(BatchScheduler(engine.decoder, text, most_waiting, sessions, drafts)) as scheduler:
                 yield Served(scheduler, text, engine)
 
@@ -103,7 +106,7 @@ def request(ids: Sequence[int], max_tokens: int = 12, sampling: SamplingOptions 
 
 def keep_nothing(server: Served) -> None:
     """Makes every prompt run whole: what is kept changes rounding."""
-    for slot in server.scheduler.slots():
+    for slot in server.scheduler.slots:
         slot.sequence.num_kept = lambda prompt_ids: 0  # type: ignore[method-assign]  # of this server alone
 
 

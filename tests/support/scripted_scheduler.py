@@ -15,8 +15,7 @@ from torch import Tensor
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import TokenLogprob
-from moe_pack.runtime.serve.conversations import Template
-from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
+from moe_pack.runtime.serve.parsers import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from moe_pack.runtime.serve.requests import (
     EndEvent,
     EndReason,
@@ -64,6 +63,7 @@ class ScriptedScheduler:
     """
 
     context_tokens = CONTEXT_TOKENS
+    failure: str | None = None
 
     def __init__(self, *scripts: Script, delay_s: float = 0.0, most: int = 64) -> None:
         self.scripts = list(scripts) or [Script()]
@@ -92,7 +92,7 @@ class ScriptedScheduler:
     def counts(self) -> SchedulerCounts:
         running = sum(not ticket.ended.is_set() for ticket in self.tickets)
         tokens = sum(len(request.prompt_ids) for request in self.requests)
-        return SchedulerCounts(running, 0, self.most, len(self.requests), tokens, 0, self.generated, 0.5, 1.5, 7, 5, 4)
+        return SchedulerCounts(self.most, running, 0, len(self.requests), tokens, 0, self.generated, 0.5, 1.5, 7, 5, 4)
 
     def close(self) -> None:
         """Ends all that still runs."""
@@ -125,7 +125,7 @@ class ScriptedScheduler:
         with self._lock:
             self.generated += count
         ticket.ended.set()
-        timings = Timings(0.0, 0.25, 0.5)
+        timings = Timings(0.25, 0.5)
         on_event(EndEvent(reason, "", stop, len(request.prompt_ids), cached, count, timings, message=script.error))
 
 
@@ -248,21 +248,21 @@ class NamedGrammar:
 class NamedGrammars:
     """Compiles nothing; refuses what says `wrong`."""
 
-    def json_object(self, param: str = "") -> NamedGrammar:
-        return NamedGrammar("json_object")
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token % VOCABULARY])
 
-    def json_schema(self, schema: Mapping[str, Any], param: str = "") -> NamedGrammar:
+    def json_schema(self, schema: Mapping[str, Any], param: str) -> NamedGrammar:
         if "'type': 'wrong'" in str(schema):
             raise RequestError(f"{param}: there is no type 'wrong'", param)
         return NamedGrammar(schema)
 
-    def regex(self, pattern: str, param: str = "") -> NamedGrammar:
+    def regex(self, pattern: str, param: str) -> NamedGrammar:
         return NamedGrammar(f"/{pattern}/")
 
-    def choice(self, texts: Sequence[str], param: str = "") -> NamedGrammar:
+    def choice(self, texts: Sequence[str], param: str) -> NamedGrammar:
         return NamedGrammar(list(texts))
 
-    def gbnf(self, text: str, param: str = "") -> NamedGrammar:
+    def gbnf(self, text: str, param: str) -> NamedGrammar:
         if "::=" not in text:
             raise RequestError(f"{param}: line 1 has no ::=", param)
         return NamedGrammar(text)
@@ -272,19 +272,11 @@ FACTS = ModelFacts("demo-moe", "packed", 1_700_000_000, SamplingOptions(temperat
 
 
 def scripted_service(
-    scheduler: ScriptedScheduler, has_template: bool = True, template: Template | None = None, **facts: Any
+    scheduler: ScriptedScheduler, has_template: bool = True, template: Any = None, grammars: Any = None, **facts: Any
 ) -> Service:
     """Returns a service of a model that says what the scheduler's scripts say."""
-
-    def parser(prompt_end: str, tools: list[dict[str, Any]]) -> AnswerParser:
-        return BracketParser()
-
-    return Service(
-        replace(FACTS, **facts),
-        scheduler,
-        Characters(),
-        (template or LinesTemplate()) if has_template else None,
-        parser,
-        NamedGrammars(),
-        lambda token: bytes([token % VOCABULARY]),
-    )
+    played: Any = scheduler
+    characters: Any = Characters()
+    written = (template or LinesTemplate()) if has_template else None
+    grammars = grammars or NamedGrammars()
+    return Service(replace(FACTS, **facts), played, characters, written, lambda *_: BracketParser(), grammars)

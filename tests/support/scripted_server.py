@@ -3,12 +3,10 @@
 import asyncio
 import json
 import math
-import socket
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,8 @@ from numpy.typing import NDArray
 from sse_starlette import EventSourceResponse
 
 from moe_pack.runtime.serve.http.live import bitmap, page_router, saturated
-from moe_pack.runtime.serve.requests import Event, SchedulerCounts, Ticket
-from moe_pack.runtime.serve.requests import Request as EngineRequest
-from support.waiting import HANG_S
+from moe_pack.runtime.serve.requests import SchedulerCounts
+from support.served import running
 
 Values = dict[str, Any]
 
@@ -208,21 +205,18 @@ def random_states(num_layers: int, num_experts: int, k: int, number: int, share:
     return states
 
 
-COUNTS = SchedulerCounts(
-    running=1, waiting=0, num_slots=2, num_requests=1, prompt_tokens=0, cached_tokens=0, generated_tokens=0,
-    prefill_s=0, decode_s=0, decode_steps=0,
-)  # fmt: skip
+COUNTS = SchedulerCounts(num_slots=2, running=1, num_requests=1)
 
 
-@dataclass
 class FixedScheduler:
     """A scheduler that runs nothing, and whose counts a test sets."""
 
-    now: SchedulerCounts = COUNTS
-    context_tokens: int = 48
-
-    def submit(self, request: EngineRequest, on_event: Callable[[Event], None], num_places: int = 1) -> Ticket:
-        raise NotImplementedError
+    now = COUNTS
+    context_tokens = 48
+    slots = tuple(
+        SimpleNamespace(state=state, sequence=SimpleNamespace(num_tokens=number))
+        for state, number in (("prefill", 17), ("idle", 4))
+    )
 
     def counts(self) -> SchedulerCounts:
         return self.now
@@ -231,16 +225,6 @@ class FixedScheduler:
 @contextmanager
 def served(app: FastAPI) -> Iterator[str]:
     """Serves an app from a thread, and yields its address."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="off")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-            thread.join(HANG_S)
+    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="off")
+    with running(uvicorn.Server(config)) as port:
+        yield f"http://127.0.0.1:{port}/"

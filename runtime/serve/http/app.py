@@ -1,7 +1,7 @@
-"""The HTTP application: who may ask, how much, and what every answer has in common.
+"""The HTTP application around the protocols.
 
-From the outside in: headers, counts, the log and unexpected exceptions; CORS; names, origins and keys; bodies; then the
-protocols. Everything but `/health` and the page needs a key if there are keys, also paths that do not exist.
+Its layers, from the outside in: headers, counts, the log and unexpected exceptions; CORS; names, origins and keys;
+bodies; the protocols. With keys, every path but `/health` and the page needs one, also a path that does not exist.
 """
 
 import hashlib
@@ -35,37 +35,28 @@ from moe_pack.runtime.serve.service import Service
 
 OPEN_PATHS = frozenset({"/", "/health"})  # need no key: the page asks its user for one
 
-_HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-}
+_HEADERS = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer"}
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What a server allows.
+    """The limits of a server's use."""
 
-    `api_keys`: a request needs one of them; none: every request may.   `host_names`: names by which requests may call
-    the server; none: any name. A server for this machine alone, without a key, needs them: else a page whose name is
-    made to point to this machine can use it from a browser.   `cors_origins`: pages of these origins may use
-    the server from a browser; `*`: all.   `max_body_bytes`, `body_timeout_s`: how large a request's body may be, and
-    how long it may take to arrive.   `drain_s`: how long answers may take to end when the server stops.
-    """
-
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # a request needs one of them, if there are any
+    # The names by which requests may call the server; none: any name. A server for this machine alone without a key
+    # needs them: else a page whose name is made to point to this machine can use it from a browser.
     host_names: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()  # pages of these origins may use the server from a browser; `*`: all
     max_body_bytes: int = 8 << 20
-    body_timeout_s: float = 60.0
-    drain_s: int = 5
+    body_timeout_s: float = 60.0  # for a body to arrive
+    drain_s: int = 5  # for answers to end when the server stops
 
 
 def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
     """Returns the application of a model.
 
-    Args:    service: None while the model is being loaded; set `app.state.service` when it is there. Until then the
-             protocols answer with 503.
+    Args:    service: None while the model is being loaded; set `app.state.service` later. Until then the protocols
+             answer with 503.
     """
     app = FastAPI(title="moe-serve", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
@@ -75,8 +66,9 @@ def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
     requests = _add_own_routes(app)
     for kind in (RequestValidationError, HTTPException, RunError):
         app.add_exception_handler(kind, _refuse)
-    limits = bodies.BodyLimits(options.max_body_bytes, options.body_timeout_s)
-    app.add_middleware(bodies.Bodies, limits=limits, refusal=refusal)
+    app.add_middleware(
+        bodies.Bodies, max_bytes=options.max_body_bytes, timeout_s=options.body_timeout_s, refusal=refusal
+    )
     app.add_middleware(_Gate, options=options)
     if options.cors_origins:
         app.add_middleware(
@@ -91,7 +83,7 @@ def create_app(service: Service | None, options: ServeOptions) -> FastAPI:
 
 
 def server_of(app: FastAPI, host: str, port: int, options: ServeOptions) -> uvicorn.Server:
-    """Returns a server that has not started; it does not say what it runs, and logs no requests."""
+    """Returns a server that has not started; it does not name its software, and logs no requests."""
     config = uvicorn.Config(
         app,
         host=host,
@@ -124,7 +116,8 @@ def _add_own_routes(app: FastAPI) -> Counter:
         service: Service | None = app.state.service
         if service is None:
             return JSONResponse({"status": "loading"}, 503, headers={"Retry-After": str(answers.LOADING_RETRY_SECONDS)})
-        return JSONResponse({"status": "ok"}) if service.failure() is None else JSONResponse({"status": "failed"}, 503)
+        has_failed = service.scheduler.failure is not None
+        return JSONResponse({"status": "failed"}, 503) if has_failed else JSONResponse({"status": "ok"})
 
     @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
@@ -135,7 +128,7 @@ def _add_own_routes(app: FastAPI) -> Counter:
 
 
 class _Counts(Collector):
-    """The scheduler's counts, read when somebody asks for metrics."""
+    """The scheduler's counts at the time of a request for metrics."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -163,26 +156,23 @@ class _Counts(Collector):
 
 async def _refuse(http: HttpRequest, fault: Exception) -> Response:
     """Returns the answer to a request that was refused."""
-    return refusal(http.scope, _problem(http.scope, fault))
-
-
-def _problem(scope: Scope, fault: Exception) -> answers.Problem:
     if isinstance(fault, RequestValidationError):
-        return _wrong_field(fault)
-    if isinstance(fault, HTTPException):
-        where = f"{scope['method']} {scope['path']}"
-        if fault.status_code == 404:
-            return answers.Problem(404, f"{where}: there is no such endpoint", code="not_found")
-        if fault.status_code == 405:
-            return answers.Problem(
-                405, f"{where}: this endpoint does not take {scope['method']}", code="method_not_allowed"
-            )
-        return answers.Problem(fault.status_code, str(fault.detail))
-    return answers.problem_of(fault)
+        problem = _wrong_field(fault)
+    elif isinstance(fault, HTTPException):
+        where, method = f"{http.scope['method']} {http.scope['path']}", http.scope["method"]
+        messages = {
+            404: (f"{where}: there is no such endpoint", "not_found"),
+            405: (f"{where}: this endpoint does not take {method}", "method_not_allowed"),
+        }
+        message, code = messages.get(fault.status_code, (str(fault.detail), None))
+        problem = answers.Problem(fault.status_code, message, code=code)
+    else:
+        problem = answers.problem_of(fault)
+    return refusal(http.scope, problem)
 
 
 def _wrong_field(fault: RequestValidationError) -> answers.Problem:
-    """Returns what is wrong with a body: of a value that may be of several types, what fits best."""
+    """Returns the problem of a body with a wrong value; of a value of several types, the type that fits best."""
     first: dict[str, Any] = max(fault.errors(), key=lambda error: len(error["loc"]))
     if first["type"] == "json_invalid":
         return answers.Problem(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
@@ -201,7 +191,7 @@ def _wrong_field(fault: RequestValidationError) -> answers.Problem:
 
 
 def _is_field(part: str) -> bool:
-    """Whether a part of an error's place is a field; others are types that a value was tried as."""
+    """Whether a part of an error's place is a field; the other parts are types."""
     return not (part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper())
 
 
@@ -216,9 +206,9 @@ def refusal(scope: Scope, problem: answers.Problem) -> JSONResponse:
 
 
 class _Frame:
-    """Adds headers to every answer, counts it, writes its line, and answers for exceptions that nobody expects.
+    """Adds headers to every answer, counts it, logs it, and answers in place of unexpected exceptions.
 
-    A request of HEAD runs as one of GET, whose body is not sent.
+    A HEAD request runs as a GET request, whose body is not sent.
     """
 
     def __init__(self, app: ASGIApp, requests: Counter) -> None:
@@ -263,7 +253,7 @@ class _Frame:
 
 
 class _Gate:
-    """Refuses what comes without a key, to another name, or from a page of another site, before its body is read."""
+    """Refuses a request without a key, to another name, or from a page of another site, before its body is read."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._names = app, frozenset(options.host_names)
@@ -278,8 +268,9 @@ class _Gate:
             await refusal(scope, problem)(scope, receive, send)
 
     def _problem(self, path: str, headers: Headers) -> answers.Problem | None:
-        """Returns why a request may not pass; None if it may."""
-        if self._names and _host_name(headers.get("host", "")) not in self._names:
+        """Returns the reason to refuse a request; None if it may pass."""
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()  # without the port
+        if self._names and host not in self._names:
             allowed = ", ".join(sorted(self._names))
             return answers.Problem(403, f"this server is not called so; its names are {allowed}", code="wrong_host")
         if not self._digests and path != "/health" and self._is_foreign(headers):
@@ -298,7 +289,7 @@ class _Gate:
         )
 
     def _is_foreign(self, headers: Headers) -> bool:
-        """Whether a browser sends the request for a page of another site. Other clients name no origin."""
+        """Whether a browser sends the request for a page of another site; other clients name no origin."""
         origin = headers.get("origin")
         if origin is None or origin in self._origins or "*" in self._origins:
             return False
@@ -315,8 +306,3 @@ class _Gate:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _host_name(host: str) -> str:
-    """Returns a Host header without its port; an IPv6 address keeps its brackets."""
-    return re.sub(r":\d*$", "", host).lower()

@@ -1,10 +1,9 @@
-"""Connections of HTTP: how many there may be, and when one is closed whose client does nothing.
+"""Connections of HTTP with deadlines, and a limit to their number.
 
 uvicorn's protocol class waits for ever for a request's head, and for a client that does not read its answer. Then some
-hundred connections that say nothing take all descriptors of the process, and nobody else is answered. Here a
-connection has a deadline for each head, also for one that comes byte by byte, and a deadline for a client that reads
-nothing. Where there are more connections than the process can have, the one that waits for its head for the longest
-time is closed for a new one.
+hundred silent connections take all descriptors of the process, and nobody else is answered. Here a connection has a
+deadline for each head, also for one that comes byte by byte, and a deadline for a client that reads nothing. If there
+are too many connections, the one that has waited longest for its head is closed for a new one.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ _BUSY = (
 
 
 def most_connections() -> int:
-    """Returns how many connections there may be: half of the descriptors that the process may have, at most 1,000.
+    """Returns the limit of connections: half of the process's descriptors, at most 1,000.
 
     The other half is for the pack's files, sessions, helper processes, and connections that come together.
     """
@@ -52,7 +51,8 @@ class Connection(H11Protocol):
         """Begins to wait for a head, and closes a connection if there are too many."""
         super().connection_made(transport)
         self._wait_for_head()
-        open_ones = [each for each in self.connections if isinstance(each, Connection) and not each.is_closing]
+        others = (each for each in self.connections if isinstance(each, Connection))
+        open_ones = [each for each in others if not each.transport.is_closing()]
         if len(open_ones) > most_connections():
             waiting = [each for each in open_ones if each is not self and each.waits_since is not None]
             if waiting:
@@ -63,7 +63,9 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops the timers."""
-        self._stop_timers()
+        self._stop_deadline()
+        if self._unread is not None:
+            self._unread.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -85,34 +87,24 @@ class Connection(H11Protocol):
         self._unread = self.loop.call_later(READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Ends it."""
+        """Ends that time."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
 
     @property
-    def is_closing(self) -> bool:
-        """Whether it ends already."""
-        return self.transport.is_closing()
-
-    @property
     def _answers(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait_for_head(self) -> None:
-        """Begins the time for a request's head, or, of a connection that is being closed, for its last bytes."""
+        """Begins the time for a request's head, or for the last bytes of a connection that is being closed."""
         self._stop_deadline()
         self.waits_since = self.loop.time()
-        seconds = READ_SECONDS if self.is_closing else HEAD_SECONDS
+        seconds = READ_SECONDS if self.transport.is_closing() else HEAD_SECONDS
         self._deadline = self.loop.call_later(seconds, self.transport.abort)
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _stop_timers(self) -> None:
-        self._stop_deadline()
-        if self._unread is not None:
-            self._unread.cancel()

@@ -1,7 +1,7 @@
-"""The live picture of the engine: which experts run, which come from the disk, and what each slot does.
+"""The live picture of the engine: the experts that run and that are read from the disk, and the slots.
 
 `LiveCounts` observes the engine and counts; the thread that computes calls it. Each watcher of `GET /engine` keeps its
-last copy of the counts, and gets what came since. The server-sent events are
+last copy of the counts, and gets the difference. The server-sent events are
 
     engine   once: model, layers (numbers of those with experts: L of them), num_experts (E), experts_per_token,
              num_slots, context_tokens, mode (mapped, offloaded or gpu), budget_bytes, pages_total; pack: its bytes,
@@ -22,11 +22,11 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from importlib.resources import files
 from threading import Lock
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter
@@ -38,12 +38,13 @@ from moe_pack import formats
 from moe_pack.runtime import Engine
 from moe_pack.runtime.quality import bits_per_weight, read_quality
 from moe_pack.runtime.serve import requests
+from moe_pack.runtime.serve.scheduler import BatchScheduler
 
 Counts = NDArray[np.uint32]
 
 _LOG = logging.getLogger(__name__)
 _EVENT_S = 0.25
-_QUIET_S = 5.0  # an event after so long says that the server is there
+_QUIET_S = 5.0  # an event after so long shows that the server is there
 RATE_S = 2.0  # rates are those of the last seconds; shorter ones jump with every token of a large model
 
 # ---- counts ---------------------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ RATE_S = 2.0  # rates are those of the last seconds; shorter ones jump with ever
 class LiveCounts:
     """Counts how often each expert was chosen and read: an `ExpertObserver` for one thread, watched by others.
 
-    Counts run on and wrap at 2^32; a watcher subtracts its last copy, so that watchers do not disturb one another.
+    Counts wrap at 2^32; a watcher subtracts its last copy, so that watchers do not disturb one another.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -78,12 +79,12 @@ class LiveCounts:
             return self._chosen.copy(), self._read.copy()
 
     def watch(self) -> "Watcher":
-        """Returns a new watcher, which sees what comes from now on."""
+        """Returns a new watcher, which counts from now on."""
         return Watcher(self)
 
 
 class Watcher:
-    """Somebody who looks at the counts from time to time, from one thread."""
+    """A reader of the counts, for one thread."""
 
     def __init__(self, live: LiveCounts) -> None:
         self._live = live
@@ -97,81 +98,34 @@ class Watcher:
         return since
 
 
-def observe(engine: Engine, live: LiveCounts) -> None:
-    """Lets `live` count what an engine does. On a GPU it sees only the experts that the CPU reads from the disk."""
+def live_counts(engine: Engine) -> LiveCounts:
+    """Returns counts that observe an engine from now on; on a GPU only the experts that the CPU reads from the disk."""
+    spec = engine.weights.spec
+    live = LiveCounts(len(spec.moe_layers), spec.router.num_experts)
     weights = engine.weights if engine.facts.gpu is None else engine.offloaded
     if weights is not None:
         weights.observer = live
-
-
-def live_counts(engine: Engine) -> LiveCounts:
-    """Returns counts of an engine's experts, which observe it from now on."""
-    spec = engine.weights.spec
-    live = LiveCounts(len(spec.moe_layers), spec.router.num_experts)
-    observe(engine, live)
     return live
 
 
-# ---- slots ----------------------------------------------------------------------------------------------------------
-
-
-class Slot(Protocol):
-    """A place for a sequence in the running batch: what it does, and how many tokens of its context it has."""
-
-    @property
-    def state(self) -> Literal["idle", "prefill", "decode"]:
-        """What the slot does; an idle one may have tokens that a later request can use again."""
-        ...
-
-    @property
-    def tokens(self) -> int:
-        """The tokens in the slot's key-value cache."""
-        ...
-
-    @property
-    def context(self) -> int:
-        """The most tokens that the slot can have."""
-        ...
-
-
-@runtime_checkable
-class HasSlots(Protocol):
-    """A scheduler that says what each slot does."""
-
-    def slots(self) -> Sequence[Slot]:
-        """Returns the slots, always in the same order. May be called from any thread."""
-        ...
-
-
-def _slots(scheduler: requests.Scheduler, counts: requests.SchedulerCounts) -> list[dict[str, Any]]:
-    context = scheduler.context_tokens
-    if isinstance(scheduler, HasSlots):
-        return [{"state": s.state, "tokens": s.tokens, "context": s.context} for s in scheduler.slots()]
-    states = ["decode" if slot < counts.running else "idle" for slot in range(counts.num_slots)]
-    return [{"state": state, "tokens": 0, "context": context} for state in states]
-
-
-# ---- what the engine has done, and rates ----------------------------------------------------------------------------
+# ---- readings and rates ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Counts at a time. `expert_bytes`: bytes read from the disk; of a mapped pack, bytes of the experts that ran.
-
-    `needed`, `hits`: as in `PhaseCounts`; 0 unless experts are offloaded.
-    """
+    """The counts at a time."""
 
     at_s: float
     counts: requests.SchedulerCounts
-    expert_bytes: int
-    needed: int
-    hits: int
+    expert_bytes: int  # read from the disk; of a mapped pack, those of the experts that ran
+    needed: int = 0  # as in `PhaseCounts`, and the hits too; 0 unless experts are offloaded
+    hits: int = 0
 
 
-def _read_gauges(engine: Engine, scheduler: requests.Scheduler) -> _Reading:
+def _read_gauges(engine: Engine, scheduler: BatchScheduler) -> _Reading:
     weights, counts = engine.offloaded, scheduler.counts()
     if weights is None:
-        return _Reading(time.monotonic(), counts, engine.weights.bytes_read, 0, 0)
+        return _Reading(time.monotonic(), counts, engine.weights.bytes_read)
     stats = weights.store.reads.stats()
     return _Reading(
         at_s=time.monotonic(),
@@ -183,29 +137,29 @@ def _read_gauges(engine: Engine, scheduler: requests.Scheduler) -> _Reading:
 
 
 def _rates(first: _Reading, last: _Reading) -> dict[str, float | None]:
-    """Returns the rates between two readings. Tokens are counted by seconds of computation, as in a benchmark."""
+    """Returns the rates between two readings; those of tokens are per second of computation, as in a benchmark."""
+
+    def ratio(number: float, whole: float) -> float:
+        return round(number / whole, 3) if whole > 0 and number > 0 else 0.0
+
     before, after = first.counts, last.counts
     generated = after.generated_tokens - before.generated_tokens
     computed = (after.prompt_tokens - after.cached_tokens) - (before.prompt_tokens - before.cached_tokens)
     num_bytes, needed = last.expert_bytes - first.expert_bytes, last.needed - first.needed
     return {
-        "tokens_per_s": _ratio(generated, after.decode_s - before.decode_s),
-        "prefill_tokens_per_s": _ratio(computed, after.prefill_s - before.prefill_s),
-        "bytes_per_token": _ratio(num_bytes, generated + max(computed, 0)),
-        "read_bytes_per_s": _ratio(num_bytes, last.at_s - first.at_s),
+        "tokens_per_s": ratio(generated, after.decode_s - before.decode_s),
+        "prefill_tokens_per_s": ratio(computed, after.prefill_s - before.prefill_s),
+        "bytes_per_token": ratio(num_bytes, generated + max(computed, 0)),
+        "read_bytes_per_s": ratio(num_bytes, last.at_s - first.at_s),
         "hit_rate": (last.hits - first.hits) / needed if needed > 0 else None,
     }
-
-
-def _ratio(number: float, whole: float) -> float:
-    return round(number / whole, 3) if whole > 0 and number > 0 else 0.0
 
 
 # ---- events ---------------------------------------------------------------------------------------------------------
 
 
-def engine_facts(engine: Engine, scheduler: requests.Scheduler, model: str) -> dict[str, Any]:
-    """Returns what does not change while the server runs: the `engine` event."""
+def engine_facts(engine: Engine, scheduler: BatchScheduler, model: str) -> dict[str, Any]:
+    """Returns the values of the `engine` event, which do not change while the server runs."""
     spec, plan, facts = engine.weights.spec, engine.plan, engine.facts
     return {
         "model": model,
@@ -253,13 +207,13 @@ def _measured_loss(pack: formats.Pack) -> dict[str, Any] | None:
 class _Picture:
     """The states of the engine as one watcher sees them."""
 
-    def __init__(self, live: LiveCounts, engine: Engine, scheduler: requests.Scheduler) -> None:
+    def __init__(self, live: LiveCounts, engine: Engine, scheduler: BatchScheduler) -> None:
         self._engine, self._scheduler, self._watcher = engine, scheduler, live.watch()
         self._readings = deque([_read_gauges(engine, scheduler)])
         self._decoded: dict[str, float | None] = {}  # the rates of the last decode that had a token
 
     def state(self) -> dict[str, Any]:
-        """Returns the `state` event for what came since the last one."""
+        """Returns the `state` event for the time since the last one."""
         last = _read_gauges(self._engine, self._scheduler)
         self._readings.append(last)
         while len(self._readings) > 2 and last.at_s - self._readings[1].at_s > RATE_S:
@@ -279,12 +233,15 @@ class _Picture:
             "resident": None if offloaded is None else bitmap(offloaded.resident_experts()),
             "chosen": saturated(chosen),
             "read": saturated(read),
-            "slots": _slots(self._scheduler, last.counts),
+            "slots": [
+                {"state": slot.state, "tokens": slot.sequence.num_tokens, "context": self._scheduler.context_tokens}
+                for slot in self._scheduler.slots
+            ],
         }
 
 
 def bitmap(flags: NDArray[np.bool_]) -> str:
-    """Returns flags bool [L, E] as base64 of bits: expert e of layer l is bit (l E + e), the lowest of a byte first."""
+    """Returns flags bool [L, E] as base64 of bits: expert e of layer l is bit l E + e, the lowest of a byte first."""
     return base64.b64encode(np.packbits(flags, bitorder="little").tobytes()).decode("ascii")
 
 
@@ -294,28 +251,28 @@ def saturated(counts: Counts) -> str:
 
 
 async def engine_events(
-    live: LiveCounts, engine: Engine, scheduler: requests.Scheduler, facts: dict[str, Any]
+    live: LiveCounts, engine: Engine, scheduler: BatchScheduler, facts: dict[str, Any]
 ) -> AsyncIterator[dict[str, str]]:
-    """Yields server-sent events, without end: `engine` with the facts, then a `state` whenever something has changed.
+    """Yields server-sent events without end: `engine` with the facts, then a `state` after each change.
 
     Each has the names `event` and `data`, as `EventSourceResponse` takes them.
     """
-    yield _event("engine", facts)
+
+    def event(name: str, values: dict[str, Any]) -> dict[str, str]:
+        return {"event": name, "data": json.dumps(values, separators=(",", ":"))}
+
+    yield event("engine", facts)
     picture = _Picture(live, engine, scheduler)
     sent, sent_at = None, 0.0
     while True:
         state = picture.state()
         if state != sent or time.monotonic() - sent_at >= _QUIET_S:
-            yield _event("state", state)
+            yield event("state", state)
             sent, sent_at = state, time.monotonic()
         await asyncio.sleep(_EVENT_S)
 
 
-def _event(name: str, values: dict[str, Any]) -> dict[str, str]:
-    return {"event": name, "data": json.dumps(values, separators=(",", ":"))}
-
-
-def engine_router(live: LiveCounts, engine: Engine, scheduler: requests.Scheduler, model: str) -> APIRouter:
+def engine_router(live: LiveCounts, engine: Engine, scheduler: BatchScheduler, model: str) -> APIRouter:
     """Returns the routes of `GET /engine`; `model` is the name under which the server offers the pack."""
     router, facts = APIRouter(), engine_facts(engine, scheduler, model)
 
@@ -331,7 +288,7 @@ def engine_router(live: LiveCounts, engine: Engine, scheduler: requests.Schedule
 
 
 def page_router() -> APIRouter:
-    """Returns the routes of the page, `GET /`. It says nothing about the model, so it needs no key."""
+    """Returns the routes of the page, `GET /`. It has no facts about the model, so it needs no key."""
     page = files("moe_pack.runtime.serve.http").joinpath("page.html").read_text("utf-8")
     headers = {
         "Content-Security-Policy": content_policy(page),

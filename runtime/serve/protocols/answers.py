@@ -1,14 +1,14 @@
-"""Answers, from a protocol's question to what a protocol writes: shared by all protocols.
+"""Answers to the questions of all protocols.
 
-`prepare_chat` turns a question into requests. `steps` follows their events and says what each one adds to which answer.
-An `Answer` keeps what was added as blocks: reasoning, content, tool calls. `respond` and `stream` give an answer to the
-client, and end it when the client leaves.
+`prepare_chat` turns a question into requests. `steps` follows their events: each step adds something to one answer. An
+`Answer` is a list of blocks: reasoning, content, tool calls. `respond` and `stream` give an answer to the client, and
+end it when the client leaves.
 """
 
 import asyncio
-import itertools
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, assert_never
 
@@ -19,20 +19,10 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from moe_pack.formats import RunError
 from moe_pack.runtime import SamplingOptions
 from moe_pack.runtime.sampling import Grammar, TokenLogprob
-from moe_pack.runtime.serve import access_log
-from moe_pack.runtime.serve.grammars import TokenGrammar
-from moe_pack.runtime.serve.parsers import AnswerParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from moe_pack.runtime.serve.protocols import formed
-from moe_pack.runtime.serve.protocols.constraints import AnswerLimits
-from moe_pack.runtime.serve.requests import (
-    EndEvent,
-    PromptEvent,
-    PromptLogprobs,
-    QueueFullError,
-    Request,
-    RequestError,
-)
-from moe_pack.runtime.serve.rules import RuledGrammar, TokenRules, ruled
+from moe_pack.runtime.serve import access_log, parsers
+from moe_pack.runtime.serve.grammars import TokenRules, ruled
+from moe_pack.runtime.serve.protocols import constraints, formed
+from moe_pack.runtime.serve.requests import EndEvent, PromptEvent, PromptLogprobs, QueueFullError, Request, RequestError
 from moe_pack.runtime.serve.service import (
     CalledTool,
     Calls,
@@ -49,7 +39,7 @@ RETRY_SECONDS = 1
 LOADING_RETRY_SECONDS = 5  # clients try two or three times
 LEFT = 499  # nginx's status for a client that left; nobody reads it
 
-# How the API's description writes a stream: this is one of its events.
+# One event of a stream, for the description of the API.
 EVENT_STREAM: dict[str, Any] = {
     "text/event-stream": {
         "schema": {
@@ -69,9 +59,9 @@ class AnswerError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What went wrong with a request, for a protocol to write in its own shape. `status` is that of HTTP."""
+    """A fault of a request, which each protocol writes in its own shape."""
 
-    status: int
+    status: int  # of HTTP
     message: str
     param: str | None = None
     code: str | None = None
@@ -79,14 +69,14 @@ class Problem:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of HTTP that belong to it."""
+        """The headers of HTTP for this status."""
         if self.status in (429, 503):
             return {"Retry-After": str(self.retry_s)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
 
 def problem_of(fault: Exception) -> Problem:
-    """Returns what a client is told about an exception; one that nobody expects is logged, and not told."""
+    """Returns the problem that a client is told of an exception; an unexpected one is logged instead."""
     if isinstance(fault, ModelNotFoundError):
         return Problem(404, str(fault), fault.param, "model_not_found")
     if isinstance(fault, ContextLengthError):
@@ -105,22 +95,29 @@ def problem_of(fault: Exception) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model may call tools, or has to, and which one; `name` is None unless the request names one."""
+    """Whether the model may call tools, or has to."""
 
     kind: Literal["none", "auto", "required"] = "auto"
-    name: str | None = None
+    name: str | None = None  # of the tool, if the request names one
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A function that the model may call.
+    """A function that the model may call."""
 
-    `definition`: as templates read it, which is OpenAI's form.   `schema_param`: the field of the request that has the
-    schema of its arguments.
-    """
+    definition: dict[str, Any]  # in OpenAI's form, which templates read
+    schema_param: str  # the field of the request that has the schema of its arguments
 
-    definition: dict[str, Any]
-    schema_param: str
+    @classmethod
+    def of(
+        cls, name: str, description: str | None, parameters: dict[str, Any] | None, schema_param: str
+    ) -> "OfferedTool":
+        """Returns a function with a JSON schema of its parameters."""
+        function: dict[str, Any] = {"name": name}
+        if description is not None:
+            function["description"] = description
+        function["parameters"] = parameters or {"type": "object", "properties": {}}
+        return cls({"type": "function", "function": function}, schema_param)
 
     @property
     def name(self) -> str:
@@ -128,67 +125,59 @@ class OfferedTool:
         return str(self.definition["function"]["name"])
 
     def called(self) -> CalledTool:
-        """Returns what a grammar of its calls needs."""
+        """Returns the tool for a grammar of its calls."""
         schema = self.definition["function"].get("parameters") or {"type": "object"}
         return CalledTool(self.name, schema, self.schema_param)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatQuestion:
-    """A conversation and what the answer may be, whatever protocol it comes by.
+    """A conversation and the form of its answer, from any protocol."""
 
-    `messages`: as templates read them, which is OpenAI's form.   `continues`: whether the answer continues the last
-    message.   `num_answers`: how many answers to make at once.   `warnings`: what the answer says about the request.
-    """
-
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]]  # in OpenAI's form, which templates read
     sampling: SamplingOptions
-    limits: AnswerLimits
-    tools: list[OfferedTool] = field(default_factory=list)
-    choice: ToolChoice = ToolChoice()
-    several_calls: bool = True
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    continues: bool = False
+    limits: constraints.AnswerLimits
+    tools: list[OfferedTool]
+    choice: ToolChoice
+    several_calls: bool
+    template_kwargs: dict[str, Any]
+    continues: bool = False  # the answer continues the last message
     grammar: GrammarSource | None = None
     top_logprobs: int | None = None
-    num_answers: int = 1
-    warnings: tuple[str, ...] = ()
+    num_answers: int = 1  # at once
+    warnings: tuple[str, ...] = ()  # about the request; they come with the answer
     prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Requests for the scheduler, a parser for each one's answer, and what the answers say about the request."""
+    """Requests for the scheduler, a parser for each one's answer, and warnings for the answers."""
 
     requests: tuple[Request, ...]
-    parsers: tuple[AnswerParser, ...]
+    answer_parsers: tuple[parsers.AnswerParser, ...]
     several_calls: bool = True
     warnings: tuple[str, ...] = ()
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt that all requests share."""
-        return len(self.requests[0].prompt_ids)
-
-    def begins_prompt(self, index: int) -> bool:
-        """Whether a request is the first of those that share its prompt."""
-        return index == 0 or self.requests[index].prompt_ids is not self.requests[index - 1].prompt_ids
+    def warned(self) -> dict[str, list[str]]:
+        """The field of an answer with the warnings; none without any."""
+        return {"warnings": list(self.warnings)} if self.warnings else {}
 
 
 async def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
     """Returns the requests that answer a question.
 
     An answer of a given form, or a call that the request demands, begins with the first token: the model is asked not
-    to think, if the request does not say otherwise, and its family's marks for thoughts and calls are not looked for.
+    to think, unless the request asks for it, and the answer has none of its family's marks for thoughts and calls.
     Raises:  RequestError if the question cannot be answered; QueueFullError.
     """
     is_forced = question.choice.kind == "required"
     tools = [] if question.choice.kind == "none" else question.tools
     called = _called_tools(question) if is_forced else []
     source = question.grammar
-    if is_forced:  # whatever form the request gives to text: there is none
+    if is_forced:  # there is no text whose form the request could give
         source = GrammarSource("call", Calls([tool.called() for tool in called]), "tools")
-    elif tools and source is not None and source.kind in ("json_object", "json_schema"):
+    elif tools and source is not None and source.kind == "json_schema":
         source = GrammarSource("call", Calls([tool.called() for tool in tools], source), "tools")
     is_formed = source is not None and source.kind != "gbnf"
     kwargs = {"enable_thinking": False, **question.template_kwargs} if is_formed else question.template_kwargs
@@ -199,7 +188,7 @@ async def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
         prompt_ids=prompt.ids,
         sampling=question.sampling,
         max_tokens=service.max_tokens(len(prompt.ids), limits.max_tokens),
-        end_ids=limits.ends(service.end_ids(chat=True)),
+        end_ids=limits.ends(service.answer_end_ids),
         stop=limits.stop,
         top_logprobs=question.top_logprobs,
         keeps_special=service.keeps_special and not is_formed,
@@ -207,7 +196,7 @@ async def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
         prompt_logprobs=question.prompt_logprobs,
     )
 
-    def parser() -> AnswerParser:
+    def parser() -> parsers.AnswerParser:
         if source is not None and source.kind == "call":
             return formed.FormedCallParser([tool.name for tool in called or tools], can_be_content=not is_forced)
         return formed.PlainParser() if is_formed else service.parser(prompt.text, definitions)
@@ -220,7 +209,7 @@ async def prepare_chat(service: Service, question: ChatQuestion) -> Prepared:
 
 
 def several(request: Request, grammars: Sequence[Grammar | None], rules: TokenRules) -> tuple[Request, ...]:
-    """Returns requests of a kind: each with a grammar and, if there is one, a seed of its own."""
+    """Returns copies of a request, each with its own grammar and, if the request has a seed, its own seed."""
     seed = request.sampling.seed
     return tuple(
         replace(
@@ -233,7 +222,7 @@ def several(request: Request, grammars: Sequence[Grammar | None], rules: TokenRu
 
 
 def _called_tools(question: ChatQuestion) -> list[OfferedTool]:
-    """Returns the tools of which the answer has to call one."""
+    """Returns the tools, one of which the answer has to call."""
     name = question.choice.name
     called = [tool for tool in question.tools if name is None or tool.name == name]
     if not called:
@@ -244,10 +233,10 @@ def _called_tools(question: ChatQuestion) -> list[OfferedTool]:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A part of an answer: reasoning, content, or one tool call. `index` counts the blocks of the answer."""
+    """A part of an answer: reasoning, content, or one tool call."""
 
     kind: BlockKind
-    index: int
+    index: int  # among the answer's blocks
     call_id: str = ""
     name: str = ""
     item_id: str = ""
@@ -269,7 +258,7 @@ class BlockEvent:
 
 
 class Answer:
-    """What the model has answered so far, as blocks one after the other, with counts and log-probabilities."""
+    """The answer so far, as blocks in their order, with counts and log-probabilities."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -280,7 +269,7 @@ class Answer:
         self._call_index = -1
 
     def take(self, step: "Step") -> list[BlockEvent]:
-        """Adds a step, and returns how the blocks change by it."""
+        """Adds a step, and returns the changes of the blocks."""
         if step.prompt_logprobs is not None:
             self.prompt_logprobs = step.prompt_logprobs
             return []
@@ -309,23 +298,23 @@ class Answer:
         """Returns the text of all blocks of a kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
-    def _add(self, delta: Delta) -> Iterator[BlockEvent]:
+    def _add(self, delta: parsers.Delta) -> Iterator[BlockEvent]:
         match delta:
-            case ContentDelta(text):
+            case parsers.ContentDelta(text):
                 kind: BlockKind = "content"
-            case ReasoningDelta(text):
+            case parsers.ReasoningDelta(text):
                 kind = "reasoning"
-            case ToolCallDelta(arguments=text):
+            case parsers.ToolCallDelta(arguments=text):
                 kind = "call"
             case _:
                 assert_never(delta)
-        call_index = delta.index if isinstance(delta, ToolCallDelta) else -1
+        call_index = delta.index if isinstance(delta, parsers.ToolCallDelta) else -1
         if kind != "call" and not text:
             return
         if not self.blocks or self.blocks[-1].kind != kind or self._call_index != call_index:
             yield from self._close()
             block = Block(kind, len(self.blocks))
-            if isinstance(delta, ToolCallDelta):
+            if isinstance(delta, parsers.ToolCallDelta):
                 block.call_id, block.name = delta.call_id or formed.new_id("call_"), delta.name or ""
             self.blocks.append(block)
             self._call_index = call_index
@@ -335,7 +324,7 @@ class Answer:
             yield BlockEvent("add", self.blocks[-1], text)
 
     def _close(self) -> list[BlockEvent]:
-        """Closes the block that is open: the last one. A call without arguments gets an empty object of them."""
+        """Closes the last block, which is open; a call without arguments gets an empty object."""
         if not self.blocks:
             return []
         last = self.blocks[-1]
@@ -348,61 +337,53 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an event adds to one of several answers; the last step of an answer has its `end`."""
+    """An addition to one of several answers."""
 
-    index: int
-    deltas: tuple[Delta, ...]
-    logprob: TokenLogprob | None
-    end: EndEvent | None
-    prompt_logprobs: PromptLogprobs | None = None  # a step of their own, before all others
+    index: int  # of the answer
+    deltas: tuple[parsers.Delta, ...] = ()
+    logprob: TokenLogprob | None = None
+    end: EndEvent | None = None  # in the answer's last step
+    prompt_logprobs: PromptLogprobs | None = None  # in a step of their own, before all others
 
 
 async def steps(run: Generation, prepared: Prepared) -> AsyncIterator[Step]:
-    """Yields what each event adds, until all answers have ended.
+    """Yields the additions of events to answers, until all answers have ended.
 
     Raises:  AnswerError if the engine could not finish one; RequestError if its grammar cannot be followed.
     """
     record = access_log.RECORD.get()
     whole: set[int] = set()  # answers that need no more: one call was asked for, and a second one began
-    async for numbered in run:
-        index, event = numbered.index, numbered.event
+    async for index, event in run:
+        request = prepared.requests[index]
         if isinstance(event, PromptEvent):
-            yield Step(index, (), None, None, event.logprobs)
+            yield Step(index, prompt_logprobs=event.logprobs)
             continue
         if record is not None:
-            record.note_event(event, prepared.begins_prompt(index))
+            is_first = index == 0 or request.prompt_ids is not prepared.requests[index - 1].prompt_ids
+            record.note_event(event, is_first)
         end = event if isinstance(event, EndEvent) else None
-        parser = prepared.parsers[index]
+        parser = prepared.answer_parsers[index]
         deltas = list(parser.push(event.text))
         if end is not None:
             run.end(index)
             deltas += parser.finish()
-            _refuse_grammar(end, prepared.requests[index].grammar)
-            end = _checked_end(end, index in whole)
+            end = _checked_end(end, request.grammar, index in whole)
+        second = next((i for i, d in enumerate(deltas) if isinstance(d, parsers.ToolCallDelta) and d.index > 0), None)
         if index in whole:
             deltas = []
-        elif not prepared.several_calls and len(first := _first_call(deltas)) < len(deltas):
-            deltas = first
+        elif not prepared.several_calls and second is not None:
+            deltas = deltas[:second]
             whole.add(index)
             if end is None:
                 run.cancel(index)
-        logprob = None if isinstance(event, EndEvent) else event.logprob
-        yield Step(index, tuple(deltas), logprob, end)
+        yield Step(index, tuple(deltas), None if isinstance(event, EndEvent) else event.logprob, end)
 
 
-def _refuse_grammar(end: EndEvent, grammar: Grammar | None) -> None:
-    """Refuses a request whose grammar turned out to be too large while it was followed. Raises: RequestError."""
-    if end.reason == "error" and isinstance(grammar, TokenGrammar | RuledGrammar) and grammar.fault is not None:
-        raise RequestError(grammar.fault, "grammar")
-
-
-def _first_call(deltas: list[Delta]) -> list[Delta]:
-    """Returns the deltas before a second tool call."""
-    return list(itertools.takewhile(lambda d: not (isinstance(d, ToolCallDelta) and d.index > 0), deltas))
-
-
-def _checked_end(end: EndEvent, is_whole: bool) -> EndEvent:
-    """Returns the end of an answer; that of one which was cancelled because it is whole is a stop."""
+def _checked_end(end: EndEvent, grammar: Grammar | None, is_whole: bool) -> EndEvent:
+    """Returns the end of an answer, a stop if it is whole. Raises: RequestError for a grammar's fault; AnswerError."""
+    fault: str | None = getattr(grammar, "fault", None)
+    if end.reason == "error" and fault is not None:
+        raise RequestError(fault, "grammar")
     if is_whole and end.reason in ("cancelled", "length"):
         return replace(end, reason="stop")
     if end.reason == "error":
@@ -415,7 +396,7 @@ def _checked_end(end: EndEvent, is_whole: bool) -> EndEvent:
 async def whole_answers(service: Service, prepared: Prepared) -> list[Answer]:
     """Returns the answers to requests when all have ended."""
     answers = [Answer() for _ in prepared.requests]
-    with service.generate(prepared.requests) as run:
+    with closing(Generation(service.scheduler, prepared.requests)) as run:
         async for step in steps(run, prepared):
             answers[step.index].take(step)
     return answers
@@ -423,16 +404,16 @@ async def whole_answers(service: Service, prepared: Prepared) -> list[Answer]:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The tokens of a request. `cached`: of the prompt, those that were not computed again."""
+    """The tokens of a request."""
 
     prompt: int
-    cached: int
+    cached: int  # tokens of the prompt that were not computed again
     completion: int
     reasoning: int
 
     @classmethod
     def of(cls, answers: Sequence[Answer], answers_each: int = 1) -> "Usage":
-        """Returns the sums over answers, `answers_each` of which share a prompt, which counts once."""
+        """Returns the sums over answers; each `answers_each` of them share a prompt, which counts once."""
         firsts = [answer.ended for answer in answers[::answers_each]]
         return cls(
             prompt=sum(end.prompt_tokens for end in firsts),
@@ -450,17 +431,14 @@ def service_of(http: HttpRequest) -> Service:
     service: Service | None = http.app.state.service
     if service is None:
         raise NotReadyError("the model is being loaded; try again soon")
-    failure = service.failure()
+    failure = service.scheduler.failure
     if failure is not None:
         raise NotReadyError(f"the engine has failed ({failure}); start the server again")
     return service
 
 
 async def respond(http: HttpRequest, answering: Coroutine[Any, Any, Response]) -> Response:
-    """Returns a response when it is there; ends the work on it when the client leaves.
-
-    Args:    http: a request whose body was read.
-    """
+    """Returns a response; ends the work on it if the client leaves. The request's body was read."""
     work = asyncio.ensure_future(answering)
     leaving = asyncio.ensure_future(_left(http))
     try:
@@ -473,16 +451,12 @@ async def respond(http: HttpRequest, answering: Coroutine[Any, Any, Response]) -
 
 
 async def _left(http: HttpRequest) -> None:
-    """Returns when the client has left."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
 class _Started:
-    """The events of a stream whose first one is there; an exception becomes the last event.
-
-    A generator that has begun is closed when nobody needs it any more, so its `with` blocks end.
-    """
+    """The events of a stream that has begun; an exception becomes the last event, `aclose` ends its `with` blocks."""
 
     def __init__(
         self,
@@ -521,9 +495,9 @@ async def stream(
 ) -> Response:
     """Returns a response that sends events as they come.
 
-    The first event is awaited here: what a request is refused for then has a status of its own.
-    Args:    failed: returns the event that says what went wrong later.   ping: returns the event that keeps a silent
-             connection open; None for a comment.
+    The first event is awaited here, so that a request can be refused with a status of its own.
+    Args:    failed: returns the event of a later fault.   ping: returns the event that keeps a silent connection open;
+             None for a comment.
     """
     first = await anext(events)
     return EventSourceResponse(_Started(first, events, failed), ping=PING_SECONDS, sep="\n", ping_message_factory=ping)

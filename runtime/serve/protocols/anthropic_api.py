@@ -1,12 +1,13 @@
 """Anthropic's protocol: messages, and counting their tokens.
 
-A last message of the assistant is continued. Without `thinking` the chat template decides whether the model thinks; its
-thoughts come as thinking blocks with an empty signature. Thoughts that a client sends back need none. Source:
-Anthropic's API reference.
+A last message of the assistant is continued. Without `thinking` the chat template decides whether the model thinks.
+Thinking blocks have an empty signature; those of a request need none. Source: Anthropic's API reference.
 """
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import closing
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -15,11 +16,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
 
-from moe_pack.runtime.serve.protocols import answers, constraints, fields, openai_api
-from moe_pack.runtime.serve.protocols.answers import stream
-from moe_pack.runtime.serve.protocols.formed import new_id
+from moe_pack.runtime.serve.protocols import answers, constraints, fields, formed, openai_api
 from moe_pack.runtime.serve.requests import RequestError
-from moe_pack.runtime.serve.service import GrammarSource, Service
+from moe_pack.runtime.serve.service import Generation, GrammarSource, Service
 
 router = APIRouter()
 
@@ -107,7 +106,7 @@ class MessagesRequest(constraints.AnswerFields, CountRequest):
 
 
 class AnthropicErrorFields(BaseModel):
-    """What was wrong. `details` has a code that clients know."""
+    """The message and the kind of an error; `details` has a code that clients know."""
 
     type: str
     message: str
@@ -164,12 +163,8 @@ def anthropic_error(problem: answers.Problem) -> dict[str, Any]:
     return {"type": "error", "error": error}
 
 
-def _failed_event(problem: answers.Problem) -> ServerSentEvent:
-    return answers.event_of(anthropic_error(problem), "error")
-
-
-def _ping() -> ServerSentEvent:
-    return answers.event_of({"type": "ping"}, "ping")
+def _event(name: str, **values: object) -> ServerSentEvent:
+    return answers.event_of({"type": name, **values}, name)
 
 
 @router.post("/v1/messages", response_model=MessageAnswer, responses=STREAMED)
@@ -181,8 +176,14 @@ async def create_message(http: HttpRequest, body: MessagesRequest) -> Response:
 async def _answered(service: Service, body: MessagesRequest) -> Response:
     prepared = await answers.prepare_chat(service, _question(service, body))
     if body.stream:
-        return await stream(_streamed(service, prepared), _failed_event, _ping)
-    return await _written(service, prepared)
+        events = _streamed(service, prepared)
+        return await answers.stream(
+            events, lambda problem: answers.event_of(anthropic_error(problem), "error"), lambda: _event("ping")
+        )
+    (answer,) = await answers.whole_answers(service, prepared)
+    content = [_whole_block(block) for block in answer.blocks]
+    ended = {**_stop(answer), "usage": _usage(answer)}
+    return JSONResponse({**_head(service), "content": content, **ended, **prepared.warned})
 
 
 @router.post("/v1/messages/count_tokens", response_model=TokenCountAnswer, responses=ANTHROPIC_ERRORS)
@@ -195,17 +196,20 @@ async def _counted(service: Service, body: CountRequest) -> Response:
     _check_request(service, body)
     is_without = body.tool_choice is not None and body.tool_choice.type == "none"
     tools = [] if is_without else [tool.definition for tool in _offered_tools(body)[0]]
-    prompt = await service.chat_prompt(_messages(body), tools, _template_kwargs(body), _continues(body))
+    prompt = await service.chat_prompt(
+        _messages(body), tools, _template_kwargs(body), body.messages[-1].role == "assistant"
+    )
     return JSONResponse({"input_tokens": len(prompt.ids)})
 
 
 def _question(service: Service, body: MessagesRequest) -> answers.ChatQuestion:
-    """Returns the question of a request.
-
-    Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
-    """
+    """Returns the question of a request. Raises: RequestError if this server cannot do it; ModelNotFoundError."""
     _check_request(service, body)
     warnings = constraints.warnings_of(body)
+    if body.thinking is not None and body.thinking.budget_tokens is not None:
+        budget = ["thinking.budget_tokens changes nothing here; max_tokens bounds thoughts and answer together"]
+    else:
+        budget = []
     choice = body.tool_choice or InputChoice(type="auto")
     found = _tool_choice(choice)
     tools, unknown = _offered_tools(body)
@@ -217,23 +221,20 @@ def _question(service: Service, body: MessagesRequest) -> answers.ChatQuestion:
         messages=_messages(body),
         sampling=body.over(service.default_sampling, service.vocab_size),
         limits=constraints.limits(
-            service, body, body.max_tokens, fields.stop_texts(body.stop_sequences, "stop_sequences")
+            service, body, body.max_tokens, fields.stop_texts(body.stop_sequences or (), "stop_sequences")
         ),
         tools=tools,
         choice=found,
         several_calls=choice.disable_parallel_tool_use is not True,
         template_kwargs=kwargs,
-        continues=_continues(body),
+        continues=body.messages[-1].role == "assistant",
         grammar=constraints.grammar_source(body, _output_form(body)),
-        warnings=(*warnings, *unknown, *_thinking_warning(body), *strict),
+        warnings=(*warnings, *unknown, *budget, *strict),
     )
 
 
 def _output_form(body: MessagesRequest) -> GrammarSource | None:
-    """Returns the form that Anthropic's own fields ask for.
-
-    Raises:  RequestError if two of them do.
-    """
+    """Returns the form in Anthropic's own fields. Raises: RequestError if two of them have one."""
     configured = None if body.output_config is None else body.output_config.format
     if configured is not None and body.output_format is not None:
         raise RequestError("output_config.format and output_format exclude each other; remove one", "output_format")
@@ -244,12 +245,6 @@ def _output_form(body: MessagesRequest) -> GrammarSource | None:
     return None
 
 
-def _thinking_warning(body: MessagesRequest) -> list[str]:
-    if body.thinking is None or body.thinking.budget_tokens is None:
-        return []
-    return ["thinking.budget_tokens changes nothing here; max_tokens bounds thoughts and answer together"]
-
-
 def _check_request(service: Service, body: CountRequest) -> None:
     """Refuses another model, and a conversation that the server would have to keep."""
     service.check_model(body.model)
@@ -257,10 +252,6 @@ def _check_request(service: Service, body: CountRequest) -> None:
         raise RequestError(
             "thread: this server stores no conversations; send the whole conversation without thread", "thread"
         )
-
-
-def _continues(body: CountRequest) -> bool:
-    return body.messages[-1].role == "assistant"
 
 
 def _template_kwargs(body: CountRequest) -> dict[str, Any]:
@@ -280,7 +271,7 @@ def _tool_choice(choice: InputChoice) -> answers.ToolChoice:
 
 
 def _offered_tools(body: CountRequest) -> tuple[list[answers.OfferedTool], list[str]]:
-    """Returns the tools that the client runs, and what to say about those that Anthropic's servers run."""
+    """Returns the tools that the client runs, and warnings about those that Anthropic's servers run."""
     offered: list[answers.OfferedTool] = []
     unknown: list[str] = []
     for i, tool in enumerate(body.tools or []):
@@ -289,10 +280,8 @@ def _offered_tools(body: CountRequest) -> tuple[list[answers.OfferedTool], list[
         elif tool.input_schema is None:
             raise RequestError(f"tools[{i}]: has no input_schema; add it")
         else:
-            function = openai_api.FunctionTool(
-                name=tool.name, description=tool.description, parameters=tool.input_schema
-            )
-            offered.append(answers.OfferedTool(openai_api.function_tool(function), f"tools[{i}].input_schema"))
+            param = f"tools[{i}].input_schema"
+            offered.append(answers.OfferedTool.of(tool.name, tool.description, tool.input_schema, param))
     return openai_api.some_tools(offered, unknown)
 
 
@@ -359,7 +348,7 @@ def _user_messages(content: str | list[InputBlock], place: str, names: dict[str,
 
 
 def _result_text(block: InputBlock, place: str) -> str:
-    """Returns the text of a tool's result; templates have no field for errors, so that of an error says it is one."""
+    """Returns the text of a tool's result; an error's begins with a word, since templates have no field for it."""
     text = _text(block.content or "", place)
     return f"Error: {text}" if block.is_error and "error" not in text[:100].lower() else text
 
@@ -378,22 +367,8 @@ def _block_text(block: InputBlock, place: str) -> str:
     return block.text
 
 
-async def _written(service: Service, prepared: answers.Prepared) -> Response:
-    """Returns the response with a whole answer."""
-    (answer,) = await answers.whole_answers(service, prepared)
-    return JSONResponse(
-        {
-            **_head(service),
-            "content": [_whole_block(block) for block in answer.blocks],
-            **_stop(answer),
-            "usage": _usage(answer),
-            **openai_api.warned(prepared),
-        }
-    )
-
-
 def _head(service: Service) -> dict[str, Any]:
-    return {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": service.model_id}
+    return {"id": formed.new_id("msg_"), "type": "message", "role": "assistant", "model": service.model_id}
 
 
 def _whole_block(block: answers.Block) -> dict[str, Any]:
@@ -405,7 +380,7 @@ def _whole_block(block: answers.Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Returns a call's arguments; those of a call that was cut off are none."""
+    """Returns a call's arguments; none if it was cut off."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -414,7 +389,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _stop(answer: answers.Answer) -> dict[str, Any]:
-    """Returns why an answer ended, in Anthropic's words."""
+    """Returns the reason of an answer's end in Anthropic's words."""
     end = answer.ended
     if end.reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -424,7 +399,7 @@ def _stop(answer: answers.Answer) -> dict[str, Any]:
 
 
 def _usage(answer: answers.Answer) -> dict[str, int]:
-    """Returns the tokens that an answer took; `input_tokens` are those that no cache had."""
+    """Returns the tokens of an answer; `input_tokens` are those that no cache had."""
     found = answers.Usage.of([answer])
     return {
         "input_tokens": found.prompt - found.cached,
@@ -435,45 +410,35 @@ def _usage(answer: answers.Answer) -> dict[str, int]:
 
 
 async def _streamed(service: Service, prepared: answers.Prepared) -> AsyncGenerator[ServerSentEvent, None]:
-    """Yields the events of a stream."""
     answer = answers.Answer()
-    with service.generate(prepared.requests) as run:
+    with closing(Generation(service.scheduler, prepared.requests)) as run:
         usage = {
-            "input_tokens": prepared.prompt_tokens,
+            "input_tokens": len(prepared.requests[0].prompt_ids),
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": 0,
         }
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        message = {**_head(service), **begun, **openai_api.warned(prepared)}
-        yield answers.event_of({"type": "message_start", "message": message}, "message_start")
-        yield _ping()
+        yield _event("message_start", message={**_head(service), **begun, **prepared.warned})
+        yield _event("ping")
         async for step in answers.steps(run, prepared):
             for change in answer.take(step):
                 yield _block_event(change)
-    ended = {"type": "message_delta", "delta": _stop(answer), "usage": _usage(answer)}
-    yield answers.event_of(ended, "message_delta")
-    yield answers.event_of({"type": "message_stop"}, "message_stop")
+    yield _event("message_delta", delta=_stop(answer), usage=_usage(answer))
+    yield _event("message_stop")
 
 
 def _block_event(change: answers.BlockEvent) -> ServerSentEvent:
-    """Returns the event for a change of a block."""
     index, kind = change.block.index, change.block.kind
     if change.change == "close":
-        return answers.event_of({"type": "content_block_stop", "index": index}, "content_block_stop")
+        return _event("content_block_stop", index=index)
     if change.change == "open":
-        empty = {"type": "text", "text": ""}
-        if kind == "reasoning":
-            empty = {"type": "thinking", "thinking": "", "signature": ""}
-        begun: dict[str, Any] = dict(empty)
-        if kind == "call":
-            begun = {"type": "tool_use", "id": change.block.call_id, "name": change.block.name, "input": {}}
-        event = {"type": "content_block_start", "index": index, "content_block": begun}
-        return answers.event_of(event, "content_block_start")
+        empty = replace(change.block, pieces=[])
+        return _event("content_block_start", index=index, content_block=_whole_block(empty))
     if kind == "call":
         delta = {"type": "input_json_delta", "partial_json": change.text}
     elif kind == "reasoning":
         delta = {"type": "thinking_delta", "thinking": change.text}
     else:
         delta = {"type": "text_delta", "text": change.text}
-    return answers.event_of({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
+    return _event("content_block_delta", index=index, delta=delta)

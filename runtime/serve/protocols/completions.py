@@ -1,35 +1,39 @@
-"""Answers as chat and text completions write them, with their log-probabilities and those of prompts.
+"""Answers as chat and text completions, with log-probabilities of their tokens and of prompts.
 
 OpenAI's form of text completions is four lists, one entry a token: the token's text, its log-probability, the likeliest
-tokens by their text, and where in the choice's text it begins. With `echo` the prompt's tokens come first, of which the
-first has no log-probability: nothing stands before it. Sources: OpenAI's API reference; vLLM's `prompt_logprobs`, a
-list of objects from a token's number to `logprob`, `rank` and `decoded_token`.
+tokens by their text, and its offset in the choice's text. With `echo` the prompt's tokens come first; the first of them
+has no log-probability. Sources: OpenAI's API reference; vLLM's `prompt_logprobs`, a list of objects from a token's
+number to `logprob`, `rank` and `decoded_token`.
 """
 
 import codecs
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import closing
 from typing import Any
+
+from fastapi.responses import JSONResponse, Response
+from sse_starlette import ServerSentEvent
+from starlette.concurrency import run_in_threadpool
 
 from moe_pack.formats.base.version import VERSION
 from moe_pack.runtime.sampling import TokenLogprob
-from moe_pack.runtime.serve.protocols.answers import Answer, Block, BlockEvent
-from moe_pack.runtime.serve.protocols.formed import new_id
+from moe_pack.runtime.serve.protocols import answers, formed
+from moe_pack.runtime.serve.protocols.answers import Answer, BlockEvent
 from moe_pack.runtime.serve.requests import PromptLogprobs, Request, RequestError
-from moe_pack.runtime.serve.service import Service
+from moe_pack.runtime.serve.service import Generation, Service
 
 FINGERPRINT = f"moe-pack-{VERSION}"
-LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
+LEAST_LOGPROB = -9999.0  # OpenAI's number for minus infinity, which JSON does not have
 MAX_SCORED = 1 << 19  # log-probabilities of prompts in an answer: 43 MB of JSON, with 260 MiB while it is written
+
+DONE = ServerSentEvent("[DONE]", sep="\n")
 
 TokenBytes = Callable[[int], bytes]  # the bytes of a token in a text
 
 
 def check_scored(requests: Sequence[Request]) -> None:
-    """Refuses requests that ask for more log-probabilities of prompts than a server should write.
-
-    Raises:  RequestError.
-    """
+    """Refuses requests for too many log-probabilities of prompts. Raises: RequestError."""
     asked = [(len(each.prompt_ids), each.prompt_logprobs) for each in requests]
     number = sum(tokens * (top + 1) for tokens, top in asked if top is not None)
     if number > MAX_SCORED:
@@ -41,7 +45,7 @@ def check_scored(requests: Sequence[Request]) -> None:
 
 
 def token_text(token_bytes: TokenBytes, token: int) -> str:
-    """Returns a token's text; bytes that are a part of a character are its replacement."""
+    """Returns a token's text, with U+FFFD for parts of characters."""
     return token_bytes(token).decode("utf-8", "replace")
 
 
@@ -50,17 +54,11 @@ def chat_logprobs(token_bytes: TokenBytes, entries: Sequence[TokenLogprob]) -> d
 
     def written(token: int, logprob: float) -> dict[str, Any]:
         raw = token_bytes(token)
-        return {
-            "token": raw.decode("utf-8", "replace"),
-            "logprob": max(logprob, LEAST_LOGPROB),
-            "bytes": list(raw),
-        }
+        text, probability = raw.decode("utf-8", "replace"), max(logprob, LEAST_LOGPROB)
+        return {"token": text, "logprob": probability, "bytes": list(raw)}
 
     content = [
-        {
-            **written(entry.token, entry.logprob),
-            "top_logprobs": [written(token, logprob) for token, logprob in entry.top],
-        }
+        {**written(entry.token, entry.logprob), "top_logprobs": [written(*each) for each in entry.top]}
         for entry in entries
     ]
     return {"content": content, "refusal": None}
@@ -71,8 +69,8 @@ def text_logprobs(
 ) -> dict[str, Any]:
     """Returns OpenAI's form of text completions.
 
-    Args:    tokens: those of `entries`, in which None stands for a token that has nothing before it.   offsets: where
-             the tokens begin.   top: the likeliest tokens to write, at most.
+    Args:    tokens: those of `entries`; the entry of a token with nothing before it is None.   offsets: of the tokens
+             in the text.   top: the number of likeliest tokens to write, at most.
     """
     return {
         "tokens": [token_text(token_bytes, token) for token in tokens],
@@ -91,10 +89,9 @@ def _by_text(token_bytes: TokenBytes, entry: TokenLogprob, top: int) -> dict[str
 
 
 def prompt_offsets(token_bytes: TokenBytes, tokens: Sequence[int], text: str) -> list[int]:
-    """Returns where each token of a prompt begins in the prompt's text, in characters.
+    """Returns the offset of each token of a prompt in the prompt's text, in characters.
 
-    A token that the tokenizer added, as one that begins a text, has no place of its own: the next one begins where it
-    does. Neither have blanks that the tokenizer puts before a text.
+    A token that the tokenizer added has the offset of the next one; a blank that it added counts for nothing.
     """
     raw, place, characters = b"".join(map(token_bytes, tokens)), 0, 0
     if raw.decode("utf-8", "replace") != text:
@@ -115,7 +112,7 @@ def prompt_offsets(token_bytes: TokenBytes, tokens: Sequence[int], text: str) ->
 def vllm_prompt_logprobs(
     token_bytes: TokenBytes, logprobs: PromptLogprobs, top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Returns vLLM's form of a prompt: for each token itself first, then the `top` likeliest, by their numbers."""
+    """Returns vLLM's form of a prompt: for each token itself, then the `top` likeliest ones, by their numbers."""
 
     def written(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
         text = token_text(token_bytes, token)
@@ -133,20 +130,20 @@ def vllm_prompt_logprobs(
     return found
 
 
+def _frame(service: Service, prefix: str) -> dict[str, Any]:
+    frame = {"id": formed.new_id(prefix), "created": int(time.time()), "model": service.model_id}
+    return {**frame, "system_fingerprint": FINGERPRINT}
+
+
 class ChatWriter:
     """Writes answers as chat completions."""
 
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
-    begins_with_prompt = False  # whether an answer's first chunk has what is known when its prompt has run
+    begins_with_prompt = False  # whether an answer's first chunk needs the log-probabilities of its prompt
 
     def __init__(self, service: Service, logprobs: bool, prompt_logprobs: int | None = None) -> None:
         self.service, self._logprobs, self._prompt_logprobs = service, logprobs, prompt_logprobs
-        self.frame = {
-            "id": new_id("chatcmpl-"),
-            "created": int(time.time()),
-            "model": service.model_id,
-            "system_fingerprint": FINGERPRINT,
-        }
+        self.frame = _frame(service, "chatcmpl-")
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """Returns a whole answer."""
@@ -168,48 +165,40 @@ class ChatWriter:
         }
 
     def about_prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Returns what a request asks about the prompt, which all answers share."""
+        """Returns the log-probabilities of the prompt, which all answers share, if they are asked for."""
         top, found = self._prompt_logprobs, answers[0].prompt_logprobs
         if top is None or found is None:
             return {}
         return {"prompt_logprobs": vllm_prompt_logprobs(self.service.token_bytes, found, top)}
 
-    def first(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns the choice of a stream's chunk that begins an answer."""
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that adds to an answer."""
-        block = change.block
-        delta: dict[str, Any] = {"content": change.text}
-        if block.kind == "reasoning":
+    def piece(
+        self, index: int, answer: Answer, logprobs: list[TokenLogprob], change: BlockEvent | None = None
+    ) -> dict[str, Any]:
+        """Returns the choice of a stream's chunk: it begins or ends an answer, or adds a `change` to it."""
+        reason = finish_reason(answer) if change is None and answer.end is not None else None
+        if change is None:
+            delta: dict[str, Any] = {"role": "assistant", "content": ""} if reason is None else {}
+        elif change.block.kind == "content":
+            delta = {"content": change.text}
+        elif change.block.kind == "reasoning":
             delta = {"reasoning_content": change.text}
-        elif block.kind == "call":
-            delta = {"tool_calls": [_call_delta(answer.calls.index(block), change, block)]}
+        else:
+            block = change.block
+            call: dict[str, Any] = {"function": {"arguments": change.text}}
+            if change.change == "open":
+                call = {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": ""}}
+            delta = {"tool_calls": [{"index": answer.calls.index(block), **call}]}
         written = self._written_logprobs(logprobs) if logprobs else None
-        return {"index": index, "delta": delta, "logprobs": written, "finish_reason": None}
-
-    def last(self, index: int, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that ends an answer."""
-        written = self._written_logprobs(logprobs) if logprobs else None
-        return {"index": index, "delta": {}, "logprobs": written, "finish_reason": finish_reason(answer)}
+        return {"index": index, "delta": delta, "logprobs": written, "finish_reason": reason}
 
     def _written_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
         return chat_logprobs(self.service.token_bytes, logprobs) if self._logprobs else None
 
 
-def _call_delta(index: int, change: BlockEvent, block: Block) -> dict[str, Any]:
-    if change.change == "open":
-        function = {"name": block.name, "arguments": ""}
-        return {"index": index, "id": block.call_id, "type": "function", "function": function}
-    return {"index": index, "function": {"arguments": change.text}}
-
-
 class TextWriter:
-    """Writes answers as text completions, after what is echoed of the prompt.
+    """Writes answers as text completions.
 
-    Args:    echoes: the texts before the answers.   top: how many likeliest tokens are written with each token; None:
+    Args:    echoes: the texts before the answers.   top: the number of likeliest tokens to write with each token; None:
              no log-probabilities.   has_echo: whether prompts are echoed.   prompt_top: as `top`, for the prompt in
              vLLM's form.
     """
@@ -229,12 +218,7 @@ class TextWriter:
         self._top, self._prompt_top = top, prompt_top
         self.begins_with_prompt = has_echo and top is not None
         self._offsets = [len(echo) for echo in echoes]
-        self.frame = {
-            "id": new_id("cmpl-"),
-            "created": int(time.time()),
-            "model": service.model_id,
-            "system_fingerprint": FINGERPRINT,
-        }
+        self.frame = _frame(service, "cmpl-")
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """Returns a whole answer."""
@@ -246,20 +230,18 @@ class TextWriter:
         return choice
 
     def about_prompt(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Returns nothing: prompts differ, and each choice says what is asked about its own."""
+        """Returns nothing: prompts differ, and each choice has the log-probabilities of its own."""
         return {}
 
-    def first(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns the choice of a stream's chunk that begins an answer."""
+    def piece(
+        self, index: int, answer: Answer, logprobs: list[TokenLogprob], change: BlockEvent | None = None
+    ) -> dict[str, Any]:
+        """Returns the choice of a stream's chunk: it begins or ends an answer, or adds a `change` to it."""
+        if change is not None:
+            return self._choice(index, change.text, logprobs, None)
+        if answer.end is not None:
+            return self._choice(index, "", logprobs, finish_reason(answer))
         return self._choice(index, self._echoes[index], [], None, answer.prompt_logprobs)
-
-    def added(self, index: int, change: BlockEvent, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that adds to an answer."""
-        return self._choice(index, change.text, logprobs, None)
-
-    def last(self, index: int, answer: Answer, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        """Returns the choice of a chunk that ends an answer."""
-        return self._choice(index, "", logprobs, finish_reason(answer))
 
     def _choice(
         self,
@@ -290,7 +272,88 @@ class TextWriter:
 
 
 def finish_reason(answer: Answer) -> str:
-    """Returns why an answer ended, in OpenAI's words."""
+    """Returns the reason of an answer's end in OpenAI's words."""
     if answer.ended.reason == "length":
         return "length"
     return "tool_calls" if answer.calls else "stop"
+
+
+async def written(writer: ChatWriter | TextWriter, prepared: answers.Prepared, answers_each: int) -> Response:
+    """Returns the response with whole answers; each `answers_each` of them share a prompt."""
+    whole = await answers.whole_answers(writer.service, prepared)
+
+    def response() -> Response:
+        choices = [writer.choice(index, answer) for index, answer in enumerate(whole)]
+        head = {"object": writer.object_name, **writer.frame, "choices": choices, **writer.about_prompt(whole)}
+        took = {"usage": usage(whole, answers_each), "timings": timings(whole, answers_each)}
+        return JSONResponse({**head, **took, **prepared.warned})
+
+    # The log-probabilities of long prompts take seconds to write; others are served meanwhile.
+    return response() if whole[0].prompt_logprobs is None else await run_in_threadpool(response)
+
+
+async def streamed(
+    writer: ChatWriter | TextWriter, prepared: answers.Prepared, with_usage: bool, answers_each: int
+) -> AsyncGenerator[ServerSentEvent, None]:
+    """Yields the chunks of a stream; the last one has `timings`, `warnings`, and `usage` where the request asks."""
+
+    def chunk(choices: list[dict[str, Any]], **more: object) -> ServerSentEvent:
+        nothing = {"usage": None} if with_usage else {}
+        return answers.event_of({"object": writer.chunk_name, **writer.frame, "choices": choices, **nothing, **more})
+
+    def first(index: int, answer: Answer) -> ServerSentEvent:
+        return chunk([writer.piece(index, answer, [])])
+
+    begun = [Answer() for _ in prepared.requests]
+    waiting: list[list[TokenLogprob]] = [[] for _ in begun]  # of tokens whose text has not come yet
+    with closing(Generation(writer.service.scheduler, prepared.requests)) as run:
+        for index, answer in enumerate(begun):
+            if not writer.begins_with_prompt:
+                yield first(index, answer)
+        async for step in answers.steps(run, prepared):
+            index, answer = step.index, begun[step.index]
+            if step.logprob is not None:
+                waiting[index].append(step.logprob)
+            for change in answer.take(step):
+                if change.text or (change.change == "open" and change.block.kind == "call"):
+                    yield chunk([writer.piece(index, answer, waiting[index], change)])
+                    waiting[index] = []
+            if step.prompt_logprobs is not None and writer.begins_with_prompt:
+                yield await run_in_threadpool(first, index, answer)  # it may take long to write, as in `written`
+            if step.end is not None:
+                is_last = not with_usage and all(one.end is not None for one in begun)
+                more = {"timings": timings(begun, answers_each), **prepared.warned} if is_last else {}
+                yield chunk([writer.piece(index, answer, waiting[index])], **more)
+    if with_usage:
+        took = {"usage": usage(begun, answers_each), "timings": timings(begun, answers_each)}
+        yield chunk([], **took, **prepared.warned)
+    yield DONE
+
+
+def usage(ended: Sequence[Answer], answers_each: int) -> dict[str, Any]:
+    """Returns the tokens of answers in OpenAI's words."""
+    found = answers.Usage.of(ended, answers_each)
+    return {
+        "prompt_tokens": found.prompt,
+        "completion_tokens": found.completion,
+        "total_tokens": found.prompt + found.completion,
+        "prompt_tokens_details": {"cached_tokens": found.cached},
+        "completion_tokens_details": {"reasoning_tokens": found.reasoning},
+    }
+
+
+def timings(ended: Sequence[Answer], answers_each: int) -> dict[str, float]:
+    """Returns the times of answers in llama.cpp's words; the longest times of several answers at once."""
+    found = answers.Usage.of(ended, answers_each)
+    prefill_s = max(answer.ended.timings.prefill_s for answer in ended)
+    decode_s = max(answer.ended.timings.decode_s for answer in ended)
+    computed = found.prompt - found.cached
+    return {
+        "cache_n": found.cached,
+        "prompt_n": computed,
+        "prompt_ms": 1000 * prefill_s,
+        "prompt_per_second": computed / prefill_s if prefill_s else 0.0,
+        "predicted_n": found.completion,
+        "predicted_ms": 1000 * decode_s,
+        "predicted_per_second": found.completion / decode_s if decode_s else 0.0,
+    }

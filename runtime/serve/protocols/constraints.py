@@ -1,110 +1,93 @@
 """Fields that constrain an answer, in the dialects of several servers: taken, refused by name, or warned about.
 
 A request may spell a constraint as OpenAI, Anthropic, llama.cpp, vLLM, SGLang or Ollama do, in each of the protocols.
-Every field that decides *what may be answered* is taken or refused. A field that decides taste alone (how the next
-token is drawn) and is not taken is named in the answer's `warnings`, and so is one that nobody knows, because it may
-be a constraint. Fields that change nothing of an answer pass without a word. Sources: the API references of OpenAI,
-Anthropic and Ollama; the documentation of the servers of llama.cpp, vLLM and SGLang.
+Every field that decides *the possible answers* is taken or refused. A field of taste alone (how the next token is
+drawn) that is not taken gets a warning in the answer, and so does an unknown one, which may be a constraint. Fields
+that change nothing of an answer are ignored. Sources: the API references of OpenAI, Anthropic and Ollama; the
+documentation of the servers of llama.cpp, vLLM and SGLang.
 """
 
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
+from moe_pack.runtime.serve import grammars
 from moe_pack.runtime.serve.protocols import fields
 from moe_pack.runtime.serve.requests import RequestError
-from moe_pack.runtime.serve.rules import TokenRules, sequences_of
 from moe_pack.runtime.serve.service import GrammarSource, Service
 
 MAX_WORDS = 256
+ANY_OBJECT = {"type": "object"}
 
 _LOG = logging.getLogger("moe_pack.serve")
 _logged: set[str] = set()  # names of TASTE alone: the log has no text of a client
 
 _NOTHING: tuple[object, ...] = (None, False, 0, "", [], {}, "none", "off", "disabled", "auto")
 
-# Fields that would change what may be answered, and why each is refused.
+# Fields that would change the possible answers, by the advice with which each is refused.
 REFUSED: dict[str, str] = {
-    "functions": "send the functions as tools",
-    "function_call": "send tool_choice",
-    "audio": "this server writes text alone",
-    "web_search_options": "this server cannot search the web",
-    "search_parameters": "this server cannot search the web",
-    "enable_search": "this server cannot search the web",
-    "plugins": "this server has no plugins",
-    "mcp_servers": "this server calls no MCP servers; give their tools as tools",
-    "container": "this server has no containers",
-    "conversation": "this server stores no conversations; send the whole conversation as input",
-    "prompt": "this server stores no prompts; send the text itself",
-    "system": "send it as a system message",
-    "documents": "put them into the messages",
-    "guardrails": "this server has no guardrails",
-    "safe_prompt": "send the text as a system message",
-    "translation_options": "this server has no mode for translation",
-    "deferred": "this server stores no answers",
-    "suffix": "this server continues texts; it does not fill in",
-    "use_beam_search": "this server draws one token after the other",
-    "num_beams": "this server draws one token after the other",
-    "penalty_alpha": "this server has no contrastive search",
-    "guidance_scale": "this server has no guidance by a negative prompt",
-    "cfg_scale": "this server has no guidance by a negative prompt",
-    "negative_prompt": "this server has no guidance by a negative prompt",
-    "structural_tag": "use a grammar, or tools",
-    "guided_whitespace_pattern": "white space is bounded here; use a grammar for another form",
-    "logits_processors": "this server runs no code of a request; use logit_bias or bad_words",
-    "logits_processor": "this server runs no code of a request; use logit_bias or bad_words",
-    "custom_logit_processor": "this server runs no code of a request; use logit_bias or bad_words",
-    "custom_params": "this server runs no code of a request",
-    "vllm_xargs": "this server runs no code of a request",
-    "chat_template": "the pack's own chat template writes the prompt; use chat_template_kwargs, or /v1/completions",
-    "template": "the pack's own chat template writes the prompt; use chat_template_kwargs, or /v1/completions",
-    "raw": "use /v1/completions",
-    "system_prompt": "send it as a system message",
-    "images": "this server reads text alone",
-    "image_data": "this server reads text alone",
-    "multimodal_data": "this server reads text alone",
-    "mm_processor_kwargs": "this server reads text alone",
-    "input_extra": "this server continues texts; it does not fill in",
-    "input_prefix": "this server continues texts; it does not fill in",
-    "input_suffix": "this server continues texts; it does not fill in",
-    "truncate": "shorten the prompt",
-    "truncate_prompt_tokens": "shorten the prompt",
-    "prompt_truncate_len": "shorten the prompt",
-    "lora": "this server has no adapters",
-    "lora_path": "this server has no adapters",
-    "lora_request": "this server has no adapters",
-    "adapter_id": "this server has no adapters",
-    "n_indent": "use a grammar",
-    "t_max_predict_ms": "use max_tokens, or end the connection",
-    "t_max_prompt_ms": "end the connection",
-    "thinking_forced_open": "the pack's chat template decides where thoughts begin; use chat_template_kwargs",
-    "grammar_triggers": "a grammar rules the whole answer; use tools",
-    "grammar_lazy": "a grammar rules the whole answer; use tools",
-    "stop_regex": "use stop, or regex",
-    "regex_pattern": "send it as regex",
-    "grammar_string": "send it as grammar",
-    "ebnf_grammar": "send it as grammar, in GBNF",
-    "json_mode": "send response_format",
-    "banned_strings": "send them as bad_words",
-    "banned_tokens": "send them as logit_bias of false: [[token, false]]",
-    "allowed_tokens": "send them as allowed_token_ids",
-    "custom_token_bans": "send them as logit_bias of false: [[token, false]]",
-    "ban_eos_token": "send ignore_eos",
-    "stop_conditions": "send texts as stop, and tokens as stop_token_ids",
-    "max_context_length": "start the server with --context",
-    "bad_words_ids": "send words as bad_words",
-    "force_words_ids": "use a grammar",
-    "forced_bos_token_id": "put the token into the prompt",
-    "forced_eos_token_id": "use max_tokens",
-    "suppress_tokens": "send them as logit_bias of false: [[token, false]]",
-    "begin_suppress_tokens": "use a grammar",
-    "no_repeat_ngram_size": "use repetition_penalty",
-    "token_healing": "end the prompt before the token",
-    "speculative_sampling": "drafts never change an answer here; remove it",
+    name: advice
+    for advice, names in {
+        "send the functions as tools": "functions",
+        "send tool_choice": "function_call",
+        "this server writes text alone": "audio",
+        "this server cannot search the web": "web_search_options search_parameters enable_search",
+        "this server has no plugins": "plugins",
+        "this server calls no MCP servers; give their tools as tools": "mcp_servers",
+        "this server has no containers": "container",
+        "this server stores no conversations; send the whole conversation as input": "conversation",
+        "this server stores no prompts; send the text itself": "prompt",
+        "send it as a system message": "system system_prompt",
+        "put them into the messages": "documents",
+        "this server has no guardrails": "guardrails",
+        "send the text as a system message": "safe_prompt",
+        "this server has no mode for translation": "translation_options",
+        "this server stores no answers": "deferred",
+        "this server continues texts; it does not fill in": "suffix input_extra input_prefix input_suffix",
+        "this server draws one token after the other": "use_beam_search num_beams",
+        "this server has no contrastive search": "penalty_alpha",
+        "this server has no guidance by a negative prompt": "guidance_scale cfg_scale negative_prompt",
+        "use a grammar, or tools": "structural_tag",
+        "white space is bounded here; use a grammar for another form": "guided_whitespace_pattern",
+        "this server runs no code of a request; use logit_bias or bad_words": (
+            "logits_processors logits_processor custom_logit_processor"
+        ),
+        "this server runs no code of a request": "custom_params vllm_xargs",
+        "the pack's own chat template writes the prompt; use chat_template_kwargs, or /v1/completions": (
+            "chat_template template"
+        ),
+        "use /v1/completions": "raw",
+        "this server reads text alone": "images image_data multimodal_data mm_processor_kwargs",
+        "shorten the prompt": "truncate truncate_prompt_tokens prompt_truncate_len",
+        "this server has no adapters": "lora lora_path lora_request adapter_id",
+        "use a grammar": "n_indent force_words_ids begin_suppress_tokens",
+        "use max_tokens, or end the connection": "t_max_predict_ms",
+        "end the connection": "t_max_prompt_ms",
+        "the pack's chat template decides where thoughts begin; use chat_template_kwargs": "thinking_forced_open",
+        "a grammar rules the whole answer; use tools": "grammar_triggers grammar_lazy",
+        "use stop, or regex": "stop_regex",
+        "send it as regex": "regex_pattern",
+        "send it as grammar": "grammar_string",
+        "send it as grammar, in GBNF": "ebnf_grammar",
+        "send response_format": "json_mode",
+        "send them as bad_words": "banned_strings",
+        "send them as logit_bias of false: [[token, false]]": "banned_tokens custom_token_bans suppress_tokens",
+        "send them as allowed_token_ids": "allowed_tokens",
+        "send ignore_eos": "ban_eos_token",
+        "send texts as stop, and tokens as stop_token_ids": "stop_conditions",
+        "start the server with --context": "max_context_length",
+        "send words as bad_words": "bad_words_ids",
+        "put the token into the prompt": "forced_bos_token_id",
+        "use max_tokens": "forced_eos_token_id",
+        "use repetition_penalty": "no_repeat_ngram_size",
+        "end the prompt before the token": "token_healing",
+        "drafts never change an answer here; remove it": "speculative_sampling",
+    }.items()
+    for name in names.split()
 }
 # Fields of which some values change nothing, and the others would change what may be answered.
 REFUSED_UNLESS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -128,37 +111,13 @@ REFUSED_UNLESS: dict[str, tuple[tuple[object, ...], str]] = {
 # Fields of taste that this server does not have, with the values that change nothing.
 TASTE: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(
-        (
-            "dry_multiplier",
-            "xtc_probability",
-            "mirostat",
-            "dynatemp_range",
-            "adaptive_target",
-            "top_a",
-            "epsilon_cutoff",
-            "eta_cutoff",
-            "smoothing_factor",
-            "n_probs",
-            "min_keep",
-            "encoder_repetition_penalty",
-            "verbosity",
-            "post_sampling_probs",
-            "return_tokens_as_token_ids",
-            "return_token_ids",
-            "return_tokens",
-            "return_hidden_states",
-            "return_progress",
-            "response_fields",
-            "context_management",
-            "repetition_detection",
-            "watermark",
-            "citation_options",
-            "include_domains",
-            "exclude_domains",
-            "max_tool_calls",
-            "logprobs",
-            "top_logprobs",
-        ),
+        """
+        dry_multiplier xtc_probability mirostat dynatemp_range adaptive_target top_a epsilon_cutoff eta_cutoff
+        smoothing_factor n_probs min_keep encoder_repetition_penalty verbosity post_sampling_probs
+        return_tokens_as_token_ids return_token_ids return_tokens return_hidden_states return_progress response_fields
+        context_management repetition_detection watermark citation_options include_domains exclude_domains
+        max_tool_calls logprobs top_logprobs skew samplers sampler_order
+        """.split(),  # noqa: SIM905  # a table of words
         _NOTHING,
     ),
     "top_n_sigma": (*_NOTHING, -1),
@@ -166,12 +125,9 @@ TASTE: dict[str, tuple[object, ...]] = {
     "typical": (*_NOTHING, 1),
     "tfs_z": (*_NOTHING, 1),
     "tfs": (*_NOTHING, 1),
-    "skew": _NOTHING,
     "repeat_last_n": (*_NOTHING, -1),
     "penalty_range": (*_NOTHING, -1),
     "penalize_nl": (*_NOTHING, True),
-    "samplers": _NOTHING,
-    "sampler_order": _NOTHING,
     "temperature_last": (*_NOTHING, True),
     # 0 asks for no thoughts.
     "thinking_token_budget": (None, -1),
@@ -232,7 +188,7 @@ class StructuredOutputs(fields.Body):
 
 
 class AnswerFields(fields.SamplingFields):
-    """What an answer may be, in all dialects; each protocol adds its own fields."""
+    """The fields that constrain an answer, in all dialects; each protocol adds its own."""
 
     stop: str | fields.Many[str] | None = None
     ignore_eos: bool | None = None
@@ -267,23 +223,20 @@ class AnswerFields(fields.SamplingFields):
 def warnings_of(body: AnswerFields) -> tuple[str, ...]:
     """Returns a warning for each field of a request that is not taken, and may matter.
 
-    Raises:  RequestError if one would change what may be answered.
+    Raises:  RequestError if one would change the possible answers.
     """
     return tuple(warning for name, value in (body.model_extra or {}).items() if (warning := _warning(name, value)))
 
 
 def strict_warning(stricts: Iterable[bool | None], is_forced: bool) -> list[str]:
-    """Returns what to say about tools that ask for arguments as their schemas say, by `strict` of each."""
+    """Returns the warning about tools that are `strict`, if there is one and no call is forced."""
     if is_forced or not any(stricts):
         return []
     return ["strict: a call follows its tool's schema for certain only where tool_choice demands a call"]
 
 
 def _warning(name: str, value: object) -> str | None:
-    """Returns what to say about a field that no protocol takes; None if it changes nothing.
-
-    Raises:  RequestError.
-    """
+    """Returns the warning about a field that no protocol takes; None if it changes nothing. Raises: RequestError."""
     if name in REFUSED:
         if value in _NOTHING:
             return None
@@ -309,9 +262,9 @@ def _warning(name: str, value: object) -> str | None:
 
 
 def grammar_source(body: AnswerFields, form: GrammarSource | None = None) -> GrammarSource | None:
-    """Returns what an answer has to follow; None if it is free.
+    """Returns the form that an answer has to follow; None if it is free.
 
-    Args:    form: what the protocol's own field asks for.
+    Args:    form: of the protocol's own field.
     Raises:  RequestError if two fields ask for a form, or one of them is wrong.
     """
     found = [] if form is None else [form]
@@ -352,7 +305,7 @@ def _sources(body: AnswerFields) -> Iterator[GrammarSource | None]:
     if body.guided_choice is not None:
         yield GrammarSource("choice", body.guided_choice, "guided_choice")
     if body.format == "json":
-        yield GrammarSource("json_object", None, "format")
+        yield GrammarSource("json_schema", ANY_OBJECT, "format")
     elif isinstance(body.format, dict):
         yield schema_source(body.format, "format")
 
@@ -362,7 +315,7 @@ def _response_format(wanted: ResponseFormat | None) -> GrammarSource | None:
         return None
     if wanted.type == "json_object":
         if wanted.schema_ is None:
-            return GrammarSource("json_object", None, "response_format")
+            return GrammarSource("json_schema", ANY_OBJECT, "response_format")
         return GrammarSource("json_schema", wanted.schema_, "response_format.schema")
     if wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
         return GrammarSource("json_schema", wanted.json_schema.schema_, "response_format.json_schema.schema")
@@ -390,7 +343,7 @@ def _structured(wanted: StructuredOutputs | None) -> Iterator[GrammarSource]:
     if wanted.grammar is not None:
         yield GrammarSource("gbnf", wanted.grammar, "structured_outputs.grammar")
     if wanted.json_object:
-        yield GrammarSource("json_object", None, "structured_outputs.json_object")
+        yield GrammarSource("json_schema", ANY_OBJECT, "structured_outputs.json_object")
 
 
 # ---- length, end and tokens -----------------------------------------------------------------------------------------
@@ -398,25 +351,21 @@ def _structured(wanted: StructuredOutputs | None) -> Iterator[GrammarSource]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLimits:
-    """Where an answer ends, and which tokens it may have.
+    """The length and the ends of an answer, and the rules about its tokens."""
 
-    `max_tokens`: None: as many as the context takes.   `stop`: texts that end it.   `end_ids`: tokens that end it,
-    besides the model's own, which `ignores_ends` takes away.
-    """
-
-    max_tokens: int | None
-    stop: tuple[str, ...] = ()
-    end_ids: frozenset[int] = frozenset()
-    ignores_ends: bool = False
-    rules: TokenRules = field(default_factory=TokenRules)
+    max_tokens: int | None  # None: the rest of the context
+    stop: tuple[str, ...]  # texts that end it
+    end_ids: frozenset[int]  # tokens that end it, as the model's own ones do
+    ignores_ends: bool  # the model's own ones do not end it
+    rules: grammars.TokenRules
 
     def ends(self, own: frozenset[int]) -> frozenset[int]:
-        """Returns the tokens that end the answer of a model with end tokens of its `own`."""
+        """Returns the tokens that end the answer of a model with its `own` end tokens."""
         return self.end_ids if self.ignores_ends else self.end_ids | own
 
 
 def limits(service: Service, body: AnswerFields, max_tokens: int | None, stops: Sequence[str] = ()) -> AnswerLimits:
-    """Returns where an answer ends; of several lengths the least counts.
+    """Returns the limits of an answer; the least of several lengths counts.
 
     Args:    stops: the texts of the protocol's own field.
     Raises:  RequestError if a length is 0, or tokens are named that the model does not have.
@@ -431,12 +380,10 @@ def limits(service: Service, body: AnswerFields, max_tokens: int | None, stops: 
     return AnswerLimits(
         max_tokens=min(most, default=None),
         stop=fields.stop_texts([*stops, *texts]),
-        end_ids=_tokens(service, body.stop_token_ids, "stop_token_ids"),
+        end_ids=_tokens(service, body.stop_token_ids, "stop_token_ids") or frozenset(),
         ignores_ends=body.ignore_eos is True,
-        rules=TokenRules(
-            allowed=None
-            if body.allowed_token_ids is None
-            else _tokens(service, body.allowed_token_ids, "allowed_token_ids"),
+        rules=grammars.TokenRules(
+            allowed=_tokens(service, body.allowed_token_ids, "allowed_token_ids"),
             banned=body.banned(service.vocab_size),
             min_tokens=max(counts, default=0),
             bad=_bad_words(service, body.bad_words or ()),
@@ -444,14 +391,14 @@ def limits(service: Service, body: AnswerFields, max_tokens: int | None, stops: 
     )
 
 
-def _tokens(service: Service, tokens: Sequence[int] | None, param: str) -> frozenset[int]:
+def _tokens(service: Service, tokens: Sequence[int] | None, param: str) -> frozenset[int] | None:
     wrong = next((token for token in tokens or () if token >= service.vocab_size), None)
     if wrong is not None:
         raise RequestError(f"{param}: the model has {service.vocab_size} tokens, and none is {wrong}", param)
-    return frozenset(tokens or ())
+    return None if tokens is None else frozenset(tokens)
 
 
 def _bad_words(service: Service, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     if any(not word.strip() or len(word) > 256 for word in words):
         raise RequestError("bad_words: a word is empty, or has more than 256 characters; change it", "bad_words")
-    return sequences_of(words, service.text_ids) if words else ()
+    return grammars.sequences_of(words, service.text_ids) if words else ()

@@ -1,11 +1,12 @@
 """The fields that requests of several protocols share, and their limits.
 
-A field of a wrong type is refused. Fields of a whole request that are not declared are kept in `model_extra`, for
-`constraints` to judge; those of the objects inside it are ignored. Sources: OpenAI's and Anthropic's API references;
-llama.cpp's server for `top_k`, `min_p`, `repeat_penalty` and the lists of `logit_bias`; Ollama's for `options`.
+A field of a wrong type is refused. Unknown fields of a whole request are kept in `model_extra`, where `constraints`
+reads them; those of objects inside it are ignored. Sources: OpenAI's and Anthropic's API references; llama.cpp's server
+for `top_k`, `min_p`, `repeat_penalty` and the lists of `logit_bias`; Ollama's for `options`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -47,7 +48,7 @@ def plain_json(value: Any) -> Any:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8."""
+    """Whether a text has a UTF-8 form."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -68,7 +69,7 @@ def biases(value: Any) -> Any:
 
 
 def with_options(value: Any) -> Any:
-    """Returns a request with Ollama's `options` among its own fields, which count more."""
+    """Returns a request with Ollama's `options` among its own fields, which take precedence."""
     if not isinstance(value, dict) or not isinstance(value.get("options"), dict):
         return value
     own = {name: each for name, each in value.items() if name != "options"}
@@ -134,24 +135,15 @@ class SamplingFields(RequestBody):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "seed": None if self.seed is None or self.seed == -1 else self.seed % MAX_SEED,
-            "logit_bias": self._biases(vocab_size),
+            "logit_bias": tuple(pair for pair in self._biases(vocab_size) if pair[1] is not False) or None,
         }
         return replace(default, **{name: value for name, value in asked.items() if value is not None})
 
     def banned(self, vocab_size: int) -> frozenset[int]:
-        """Returns the tokens whose bias is false: they may never come.
+        """Returns the tokens whose bias is false: they may never come. Raises: RequestError as `over`."""
+        return frozenset(token for token, bias in self._biases(vocab_size) if bias is False)
 
-        Raises:  RequestError as `over`.
-        """
-        self._check_biases(vocab_size)
-        return frozenset(int(key) for key, bias in (self.logit_bias or {}).items() if bias is False)
-
-    def _biases(self, vocab_size: int) -> tuple[tuple[int, float], ...] | None:
-        self._check_biases(vocab_size)
-        found = tuple((int(key), bias) for key, bias in (self.logit_bias or {}).items() if bias is not False)
-        return found or None
-
-    def _check_biases(self, vocab_size: int) -> None:
+    def _biases(self, vocab_size: int) -> list[tuple[int, float]]:
         keys = list(self.logit_bias or ())
         wrong = [key for key in keys if not (key.isascii() and key.isdigit() and len(key) <= 10)]
         wrong = wrong or [key for key in keys if int(key) >= vocab_size]
@@ -160,14 +152,14 @@ class SamplingFields(RequestBody):
                 f"logit_bias: {wrong[0][:40]!r} is no token of this model; use numbers from 0 to {vocab_size - 1}",
                 "logit_bias",
             )
+        return [(int(key), bias) for key, bias in (self.logit_bias or {}).items()]
 
 
-def stop_texts(stop: str | list[str] | None, param: str = "stop") -> tuple[str, ...]:
+def stop_texts(texts: Sequence[str], param: str = "stop") -> tuple[str, ...]:
     """Returns the texts that end an answer, without empty ones.
 
     Raises:  RequestError if there are too many, or one is too long.
     """
-    texts = [stop] if isinstance(stop, str) else stop or []
     if len(texts) > MAX_STOP_TEXTS:
         raise RequestError(f"{param}: found {len(texts)} texts, at most {MAX_STOP_TEXTS}", param)
     if any(len(text) > MAX_STOP_CHARACTERS for text in texts):
@@ -176,7 +168,7 @@ def stop_texts(stop: str | list[str] | None, param: str = "stop") -> tuple[str, 
 
 
 def asked_tokens(count: int | None, param: str) -> int | None:
-    """Returns how many tokens a request asks for; None for -1, which means as many as the context takes.
+    """Returns the number of tokens that a request asks for; None for -1: the rest of the context.
 
     Raises:  RequestError if it is 0.
     """

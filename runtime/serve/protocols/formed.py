@@ -1,7 +1,4 @@
-"""Parsers of answers whose form a grammar made: content as it is, and tool calls as objects of JSON.
-
-A model's own marks for thoughts and calls are not looked for in such an answer.
-"""
+"""Parsers of answers whose form a grammar made: content as it is, and tool calls as objects of JSON."""
 
 import json
 import re
@@ -22,24 +19,22 @@ def new_id(prefix: str) -> str:
 
 
 class PlainParser:
-    """Takes an answer as content, as it is."""
+    """A parser of answers that are content alone."""
 
     def push(self, text: str) -> list[parsers.Delta]:
-        """Returns what a piece of text adds."""
+        """Returns the piece as content."""
         return [parsers.ContentDelta(text)] if text else []
 
     def finish(self) -> list[parsers.Delta]:
-        """Returns nothing: there is no rest."""
+        """Returns nothing: no text waits."""
         return []
 
 
 class FormedCallParser:
-    """Reads an answer that a grammar made a tool call: the arguments of the one tool, or a name and arguments.
+    """Reads a tool call that a grammar made: the arguments of the one tool, or an object of name and arguments.
 
-    A call with a name is complete at the end alone; one that was cut off before it is content.
-
-    Args:    names: of the tools.   can_be_content: the answer may also be JSON that is no call; then even the one
-             tool's call has its name.
+    Such an object is complete at the end alone; one that was cut off is content.
+    Args:    names: of the tools.   can_be_content: the answer may be other JSON; then one tool's call has a name too.
     """
 
     def __init__(self, names: list[str], can_be_content: bool = False) -> None:
@@ -50,7 +45,7 @@ class FormedCallParser:
         self._is_content = False
 
     def push(self, text: str) -> list[parsers.Delta]:
-        """Returns what a piece of text adds."""
+        """Returns the deltas of a piece of text."""
         if not text:
             return []
         if self._is_content:
@@ -65,7 +60,7 @@ class FormedCallParser:
         return []
 
     def finish(self) -> list[parsers.Delta]:
-        """Returns the rest after the last piece."""
+        """Returns the deltas of the rest."""
         if self._is_content or not self._has_name:
             return []
         try:

@@ -1,8 +1,8 @@
-"""What clients ask about the model besides answers: its tokens, its properties, its version, its name in lists.
+"""Endpoints about the model: its tokens, its properties, its version, its name in lists.
 
 The endpoints are those of llama.cpp's server (`/tokenize`, `/detokenize`, `/props`), of vLLM (the first two with other
 fields, `/tokenizer_info`, `/version`), and those by which clients of Ollama find models (`/api/...`). Other endpoints
-of these servers answer that they are not supported, and what to use. Sources: tools/server/README.md of llama.cpp;
+of these servers answer that they are not supported, with advice. Sources: tools/server/README.md of llama.cpp;
 entrypoints/serve/tokenize of vLLM; docs/api.md of Ollama.
 """
 
@@ -31,20 +31,14 @@ _NO_OLLAMA = (
     "this server does not take Ollama's requests; use OpenAI's at /v1 (in Open WebUI: add an OpenAI connection)"
 )
 _ABSENT = {
-    "/v1/embeddings": _NO_EMBEDDINGS,
-    "/embeddings": _NO_EMBEDDINGS,
-    "/embedding": _NO_EMBEDDINGS,
-    "/v1/rerank": _NO_RERANKING,
-    "/v2/rerank": _NO_RERANKING,
-    "/v1/reranking": _NO_RERANKING,
-    "/rerank": _NO_RERANKING,
-    "/reranking": _NO_RERANKING,
-    "/completion": _NO_NATIVE,
-    "/infill": _NO_NATIVE,
-    "/api/chat": _NO_OLLAMA,
-    "/api/generate": _NO_OLLAMA,
-    "/api/embed": _NO_EMBEDDINGS,
-    "/api/embeddings": _NO_EMBEDDINGS,
+    path: advice
+    for advice, paths in {
+        _NO_EMBEDDINGS: "/v1/embeddings /embeddings /embedding /api/embed /api/embeddings",
+        _NO_RERANKING: "/v1/rerank /v2/rerank /v1/reranking /rerank /reranking",
+        _NO_NATIVE: "/completion /infill",
+        _NO_OLLAMA: "/api/chat /api/generate",
+    }.items()
+    for path in paths.split()
 }
 _NO_SLOTS = "this server does not show what each slot does; use /metrics for counts"
 
@@ -97,7 +91,7 @@ class DetokenizeAnswer(BaseModel):
 
 
 class PropsAnswer(BaseModel):
-    """What llama.cpp's clients ask of a server; `model_path` is a name, since paths are nobody's business."""
+    """The properties of a server for llama.cpp's clients; `model_path` is a name, since paths are private."""
 
     default_generation_settings: dict[str, Any]
     total_slots: int
@@ -125,10 +119,7 @@ async def tokenize(http: HttpRequest, body: TokenizeRequest) -> Response:
 
 
 async def _tokens(service: Service, body: TokenizeRequest) -> tuple[int, ...]:
-    """Returns the tokens that a request asks for.
-
-    Raises:  RequestError if it has no text or several, or asks for what this tokenizer cannot do.
-    """
+    """Returns the tokens of a request's text. Raises: RequestError if it has no text, or several."""
     service.check_model(body.model)
     given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
@@ -165,7 +156,7 @@ async def _conversation_tokens(service: Service, body: TokenizeRequest) -> tuple
 
 
 def _piece(raw: bytes) -> str | list[int]:
-    """Returns the text of a token, or its bytes where they are no text of their own."""
+    """Returns the text of a token, or its bytes if they are no text."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -264,7 +255,7 @@ async def show(http: HttpRequest, body: ShowRequest) -> Response:
 
 
 def _details() -> dict[str, Any]:
-    """Returns what Ollama says of a model's file; clients read the keys, and none of it applies to packs."""
+    """Returns Ollama's facts about a model's file, of which none applies to packs; clients read the keys."""
     texts = dict.fromkeys(("parent_model", "family", "parameter_size", "quantization_level"), "")
     return {**texts, "format": "moe-pack", "families": []}
 

@@ -1,12 +1,12 @@
-"""The tools and input items of OpenAI's protocol of responses: brought to the form that templates read, and back.
+"""The tools and input items of OpenAI's protocol of responses, in the form that templates read, and back.
 
-A custom tool takes a text; to the model it is a function whose one argument is that text. The tools of a namespace are
-functions with the namespace before their names. What the service runs itself is left out, with a warning, and so are
-items that report it. Sources: OpenAI's API reference, and the public requests of Codex for namespaces.
+A custom tool takes a text; the model knows it as a function of that argument. The tools of a namespace are functions
+with the namespace before their names. Tools that the service runs itself are left out, with a warning, and so are the
+items that report their work. Sources: OpenAI's API reference, and the public requests of Codex for namespaces.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -96,15 +96,15 @@ class InputItem(fields.Body):
 
 @dataclass(frozen=True, slots=True)
 class ToolName:
-    """How a client knows a tool. `kind`: function or custom."""
+    """A tool as a client knows it."""
 
-    kind: str
+    kind: str  # function or custom
     name: str
     namespace: str | None = None
 
     @property
     def offered(self) -> str:
-        """The name by which the model knows it."""
+        """The tool's name for the model."""
         if self.namespace is None:
             return self.name
         return f"{self.namespace}{'' if self.namespace.endswith('_') else '__'}{self.name}"
@@ -112,23 +112,18 @@ class ToolName:
 
 @dataclass(slots=True)
 class Tools:
-    """The tools of a request.
+    """The tools of a request. Names are those for the model, except where it says otherwise."""
 
-    `offered`: what the model knows.   `names`: of each, by the name that the model knows.   `meant`: by each type and
-    name that a client may write, the names that the model knows.   `left_out`: types and names of the others.
-    `stricts`: what each says of its schema.   `written`: those that the model knows, as the request has them.
-    """
-
-    offered: list[answers.OfferedTool] = field(default_factory=list)
+    offered: list[answers.OfferedTool] = field(default_factory=list)  # to the model
     names: dict[str, ToolName] = field(default_factory=dict)
-    meant: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    left_out: set[str] = field(default_factory=set)
+    meant: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # names by a client's types and names
+    left_out: set[str] = field(default_factory=set)  # a client's types and names of tools that are not offered
     warnings: list[str] = field(default_factory=list)
-    stricts: list[bool | None] = field(default_factory=list)
-    written: list[dict[str, Any]] = field(default_factory=list)
+    stricts: list[bool | None] = field(default_factory=list)  # `strict` of each offered tool
+    written: list[dict[str, Any]] = field(default_factory=list)  # the offered tools in the request's form
 
     def item(self, block: answers.Block, status: str, text: str) -> dict[str, Any]:
-        """Returns a call as an output item; `text`: its arguments so far."""
+        """Returns a call as an output item with the `text` of its arguments so far."""
         tool = self.names.get(block.name, ToolName("function", block.name))
         head = {"id": block.item_id, "status": status, "call_id": block.call_id, "name": tool.name}
         if tool.namespace is not None:
@@ -143,7 +138,7 @@ class Tools:
 
 
 def custom_input(arguments: str) -> str:
-    """Returns the text that a call gives to a custom tool: what the model wrote, if it is no object with a text."""
+    """Returns the text of a custom tool's call: its argument, or all arguments if they are no object with a text."""
     try:
         found = json.loads(arguments) if arguments else {INPUT: ""}
     except (ValueError, RecursionError):
@@ -194,34 +189,27 @@ def _add_tools(made: Tools, tools: Iterable[ResponseTool], where: str, namespace
         for meant in {(tool.type, name.offered), (tool.type, name.name), ("namespace", namespace or "")}:
             made.meant.setdefault(meant, []).append(name.offered)
         made.stricts.append(tool.strict)
-        if tool.type == "function":
-            made.offered.append(answers.OfferedTool(_function(tool, name.offered), f"{place}.parameters"))
+        is_function = tool.type == "function"
+        parameters = tool.parameters if is_function else _custom_parameters(tool.format)
+        param = f"{place}.{'parameters' if is_function else 'format'}"
+        made.offered.append(answers.OfferedTool.of(name.offered, tool.description, parameters, param))
+        if is_function:
             continue
-        made.offered.append(answers.OfferedTool(_custom(tool, name.offered), f"{place}.format"))
         if tool.format is not None and tool.format.type != "text":
             made.warnings.append(f"{place}.format: the model is told of this format, and may not keep to it")
 
 
-def _function(tool: ResponseTool, name: str) -> dict[str, Any]:
-    return openai_api.function_tool(
-        openai_api.FunctionTool(name=name, description=tool.description, parameters=tool.parameters)
-    )
-
-
-def _custom(tool: ResponseTool, name: str) -> dict[str, Any]:
-    """Returns a custom tool as the function of one text."""
+def _custom_parameters(form: CustomFormat | None) -> dict[str, Any]:
+    """Returns the schema of a custom tool's one argument, its text."""
     told = "The whole text that the tool takes."
-    if tool.format is not None and tool.format.definition:
-        told = f"{told} It follows this grammar ({tool.format.syntax or tool.format.type}):\n{tool.format.definition}"
-    parameters = {
+    if form is not None and form.definition:
+        told = f"{told} It follows this grammar ({form.syntax or form.type}):\n{form.definition}"
+    return {
         "type": "object",
         "properties": {INPUT: {"type": "string", "description": told}},
         "required": [INPUT],
         "additionalProperties": False,
     }
-    return openai_api.function_tool(
-        openai_api.FunctionTool(name=name, description=tool.description, parameters=parameters)
-    )
 
 
 def chosen(choice: str | ResponseChoice | None, tools: Tools) -> tuple[answers.ToolChoice, list[answers.OfferedTool]]:
@@ -252,7 +240,7 @@ def chosen(choice: str | ResponseChoice | None, tools: Tools) -> tuple[answers.T
 
 
 def _allowed(tool: fields.JsonObject, tools: Tools) -> list[str]:
-    """Returns the offered tools that an entry of `allowed_tools` means; none for one that was left out."""
+    """Returns the names of an entry of `allowed_tools`; none for a tool that was left out."""
     kind = str(tool.get("type"))
     name = str(tool.get("name") or kind)
     found = tools.meant.get((kind, name), [])
@@ -265,9 +253,9 @@ def _allowed(tool: fields.JsonObject, tools: Tools) -> list[str]:
 
 
 def conversation(instructions: str | None, items: str | list[InputItem]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the conversation as templates read it, and what to say about items that are left out.
+    """Returns the conversation as templates read it, and warnings about items that are left out.
 
-    Reasoning, content and calls of one answer are items of their own; to templates they are one message.
+    Reasoning, content and calls of one answer are items of their own; templates read them as one message.
     Raises:  RequestError if an item has what this server cannot read, or there is none.
     """
     made: list[dict[str, Any]] = []
@@ -325,7 +313,7 @@ def _result_message(item: InputItem, place: str, names: dict[str, str]) -> dict[
 
 
 def _output(item: InputItem, place: str) -> str:
-    """Returns the result of a call as text; that of a shell, which has no parts, as JSON."""
+    """Returns the result of a call as text; a shell's, which has no parts, as JSON."""
     if isinstance(item.output, str):
         return item.output
     if isinstance(item.output, dict):
@@ -342,7 +330,7 @@ def _output(item: InputItem, place: str) -> str:
 
 
 def _add_to_answer(made: list[dict[str, Any]], item: InputItem, place: str, names: dict[str, str]) -> None:
-    """Adds an item to the assistant's last message, or to a new one after another's; its texts are lists of pieces."""
+    """Adds an item to the assistant's message, or begins one; its texts are lists of pieces."""
     thought = _text(item.content or item.summary or "", f"{place}.content") if item.type == "reasoning" else ""
     if item.type == "reasoning" and not thought:
         return  # its text is encrypted, or was never sent
@@ -360,7 +348,6 @@ def _add_to_answer(made: list[dict[str, Any]], item: InputItem, place: str, name
 
 
 def _call(item: InputItem, place: str) -> tuple[str, str, object]:
-    """Returns the identifier, the name and the arguments of a call."""
     action = _ACTIONS.get(item.type)
     name = item.name if action is None else action[0]
     call_id = item.call_id or (item.id if item.type == "local_shell_call" else None)
@@ -376,13 +363,11 @@ def _call(item: InputItem, place: str) -> tuple[str, str, object]:
 def _text(content: str | list[InputPart], place: str) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(_part_texts(content, place))
-
-
-def _part_texts(parts: list[InputPart], place: str) -> Iterator[str]:
-    for i, part in enumerate(parts):
+    texts = []
+    for i, part in enumerate(content):
         if part.type not in _TEXT_PARTS or part.text is None:
             raise RequestError(
                 f"{place}[{i}]: type {part.type[:40]!r} is not supported; this server reads text alone", "input"
             )
-        yield part.text
+        texts.append(part.text)
+    return "\n".join(texts)

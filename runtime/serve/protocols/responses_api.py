@@ -1,11 +1,12 @@
-"""OpenAI's protocol of responses: input items go in, output items come out.
+"""OpenAI's protocol of responses: from input items to output items.
 
-Nothing is stored: a client sends the whole conversation each time. Reasoning comes as items of type reasoning, whose
-text is the model's own. Source: OpenAI's API reference.
+Nothing is stored: a client sends the whole conversation each time. Items of type reasoning have the model's own text.
+Source: OpenAI's API reference.
 """
 
 import time
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import closing
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -14,11 +15,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 from sse_starlette import ServerSentEvent
 
-from moe_pack.runtime.serve.protocols import answers, constraints, fields, openai_api, response_items
-from moe_pack.runtime.serve.protocols.answers import stream
-from moe_pack.runtime.serve.protocols.formed import new_id
+from moe_pack.runtime.serve.protocols import answers, constraints, fields, formed, openai_api, response_items
 from moe_pack.runtime.serve.requests import RequestError
-from moe_pack.runtime.serve.service import GrammarSource, Service
+from moe_pack.runtime.serve.service import Generation, GrammarSource, Service
 
 router = APIRouter()
 
@@ -93,15 +92,12 @@ async def _answered(service: Service, body: ResponsesRequest) -> Response:
     prepared = await answers.prepare_chat(service, _question(service, body, tools))
     writer = _Writer(service, body, tools)
     if body.stream:
-        return await stream(writer.streamed(prepared), writer.broken)
+        return await answers.stream(writer.streamed(prepared), writer.broken)
     return await writer.written(prepared)
 
 
 def _question(service: Service, body: ResponsesRequest, tools: response_items.Tools) -> answers.ChatQuestion:
-    """Returns the question of a request.
-
-    Raises:  RequestError if it asks for what this server cannot do; ModelNotFoundError.
-    """
+    """Returns the question of a request. Raises: RequestError if this server cannot do it; ModelNotFoundError."""
     service.check_model(body.model)
     warnings = constraints.warnings_of(body)
     if body.previous_response_id is not None:
@@ -139,7 +135,7 @@ def _text_format(body: ResponsesRequest) -> GrammarSource | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return GrammarSource("json_object", None, "text.format")
+        return GrammarSource("json_schema", constraints.ANY_OBJECT, "text.format")
     if wanted.schema_ is None:
         raise RequestError("text.format has type json_schema and no schema; add it", "text.format.schema")
     return GrammarSource("json_schema", wanted.schema_, "text.format.schema")
@@ -157,7 +153,7 @@ class _Writer:
         choice = body.tool_choice or "auto"
         wanted = body.text.format if body.text is not None else None
         self._frame: dict[str, Any] = {
-            "id": new_id("resp_"),
+            "id": formed.new_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "error": None,
@@ -180,17 +176,15 @@ class _Writer:
         self._number = 0
 
     async def written(self, prepared: answers.Prepared) -> Response:
-        """Returns the response with a whole answer."""
         (answer,) = await answers.whole_answers(self._service, prepared)
         for block in answer.blocks:
             block.item_id = self._new_item_id(block)
-        return JSONResponse({**self._ended(answer), **openai_api.warned(prepared)})
+        return JSONResponse({**self._ended(answer), **prepared.warned})
 
     async def streamed(self, prepared: answers.Prepared) -> AsyncGenerator[ServerSentEvent, None]:
-        """Yields the events of a stream."""
         answer = answers.Answer()
         begun = {**self._frame, "status": "in_progress", "output": []}
-        with self._service.generate(prepared.requests) as run:
+        with closing(Generation(self._service.scheduler, prepared.requests)) as run:
             yield self._event("response.created", response=begun)
             yield self._event("response.in_progress", response=begun)
             try:
@@ -204,16 +198,14 @@ class _Writer:
                 failed = {**self._frame, "status": "failed", "error": error, "output": output}
                 yield self._event("response.failed", response=failed)
                 return
-        ended = {**self._ended(answer), **openai_api.warned(prepared)}
+        ended = {**self._ended(answer), **prepared.warned}
         yield self._event(f"response.{ended['status']}", response=ended)
 
     def broken(self, problem: answers.Problem) -> ServerSentEvent:
-        """Returns the event that says that the server failed."""
         error = openai_api.openai_error(problem)["error"]
         return self._event("error", code=error["code"], message=error["message"], param=error["param"])
 
     def _ended(self, answer: answers.Answer) -> dict[str, Any]:
-        """Returns the response after its end."""
         found = answers.Usage.of([answer])
         is_whole = answer.ended.reason != "length"
         status = "completed" if is_whole else "incomplete"
@@ -240,7 +232,6 @@ class _Writer:
         return event
 
     def _block_events(self, change: answers.BlockEvent) -> Iterator[ServerSentEvent]:
-        """Yields the events for a change of a block: an item is opened, added to, or closed."""
         block = change.block
         if change.change == "open":
             block.item_id = self._new_item_id(block)
@@ -249,11 +240,14 @@ class _Writer:
             if block.kind != "call":
                 yield self._part_event("response.content_part.added", block, part=_part(block.kind, ""))
         elif change.change == "add":
-            if not self._tools.is_custom(block):  # whose text is known at the end of its arguments alone
+            if not self._tools.is_custom(block):  # its text is known at the end of its arguments
                 yield self._text_event("delta", block, delta=change.text)
         else:
             if self._tools.is_custom(block):
-                yield from self._input_events(block)
+                text = response_items.custom_input(block.text)
+                place = {"item_id": block.item_id, "output_index": block.index}
+                yield self._event("response.custom_tool_call_input.delta", **place, delta=text)
+                yield self._event("response.custom_tool_call_input.done", **place, input=text)
             elif block.kind == "call":
                 yield self._text_event("done", block, arguments=block.text, name=block.name)
             else:
@@ -261,12 +255,6 @@ class _Writer:
                 yield self._part_event("response.content_part.done", block, part=_part(block.kind, block.text))
             item = self._item(block, "completed")
             yield self._event("response.output_item.done", output_index=block.index, item=item)
-
-    def _input_events(self, block: answers.Block) -> Iterator[ServerSentEvent]:
-        """Yields the events of the text of a custom tool's call."""
-        text, place = response_items.custom_input(block.text), {"item_id": block.item_id, "output_index": block.index}
-        yield self._event("response.custom_tool_call_input.delta", **place, delta=text)
-        yield self._event("response.custom_tool_call_input.done", **place, input=text)
 
     def _part_event(self, name: str, block: answers.Block, /, **values: object) -> ServerSentEvent:
         return self._event(name, item_id=block.item_id, output_index=block.index, content_index=0, **values)
@@ -280,7 +268,7 @@ class _Writer:
         return self._part_event(f"response.output_text.{what}", block, logprobs=[], **values)
 
     def _new_item_id(self, block: answers.Block) -> str:
-        return new_id("ctc_" if self._tools.is_custom(block) else _ITEM_PREFIXES[block.kind])
+        return formed.new_id("ctc_" if self._tools.is_custom(block) else _ITEM_PREFIXES[block.kind])
 
     def _item(self, block: answers.Block, status: str, is_empty: bool = False) -> dict[str, Any]:
         """Returns a block as an output item; `is_empty`: without its text, as it begins."""

@@ -6,8 +6,9 @@ All else is what moe-serve runs: the application, the scheduler, the engine.
 """
 
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import click
 
@@ -17,7 +18,7 @@ from moe_pack.runtime import Engine, EngineOptions, SamplingOptions
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import Approximations, Sequences
 from moe_pack.runtime.serve.http.app import ServeOptions, create_app, server_of
-from moe_pack.runtime.serve.parsers import AnswerParser, parser_for
+from moe_pack.runtime.serve.parsers import parser_for
 from moe_pack.runtime.serve.scheduler import BatchScheduler
 from moe_pack.runtime.serve.service import ModelFacts, Service
 from moe_pack.runtime.serve.styles import style_of
@@ -48,33 +49,9 @@ class Numbers:
         """Returns nothing: no text waits."""
         return ""
 
-
-class NoGrammars:
-    """Refuses every grammar."""
-
-    def json_object(self, param: str = "") -> NoReturn:
-        """Refuses it."""
-        raise NotImplementedError
-
-    def json_schema(self, schema: object, param: str = "") -> NoReturn:
-        """Refuses it."""
-        raise NotImplementedError
-
-    def regex(self, pattern: str, param: str = "") -> NoReturn:
-        """Refuses it."""
-        raise NotImplementedError
-
-    def choice(self, texts: object, param: str = "") -> NoReturn:
-        """Refuses it."""
-        raise NotImplementedError
-
-    def gbnf(self, text: str, param: str = "") -> NoReturn:
-        """Refuses it."""
-        raise NotImplementedError
-
-
-def _parser(prompt_end: str, tools: list[dict[str, object]]) -> AnswerParser:
-    return parser_for(style_of(""), prompt_end, bool(tools))
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the token's number, as a compiler of grammars returns the token's bytes."""
+        return str(token).encode()
 
 
 @click.command()
@@ -106,17 +83,16 @@ def main(
         opened = stack.enter_context(Pack(pack))
         engine = stack.enter_context(Engine(opened, options, context, sequences=Sequences(parallel)))
         assert isinstance(engine.decoder, Decoder)
-        text = Numbers(opened.spec.vocab_size)
-        scheduler = BatchScheduler(engine.decoder, text)  # type: ignore[arg-type]  # all that it asks of a text
+        text: Any = Numbers(opened.spec.vocab_size)
+        scheduler = BatchScheduler(engine.decoder, text)
         stack.enter_context(closing(scheduler))
         service = Service(
             ModelFacts("synthetic", "synthetic", 0, SamplingOptions(temperature=0)),
             scheduler,
             text,
             None,
-            _parser,
-            NoGrammars(),
-            lambda token: str(token).encode(),
+            partial(parser_for, style_of("")),
+            text,
         )
         allowed = ServeOptions()
         server_of(create_app(service, allowed), "127.0.0.1", port, allowed).run()

@@ -1,4 +1,4 @@
-"""What a server writes about requests: a line for each, with what it took, and nothing that a client can choose."""
+"""The log of a server about requests: a line for each, with what it took, and nothing that a client can choose."""
 
 import json
 import logging
@@ -9,8 +9,8 @@ from io import StringIO
 from typing import Any
 
 from support.cases import case
-from support.scripted_scheduler import Script, scripted_service
-from support.served import Served, served
+from support.scripted_scheduler import Script
+from support.served import served
 from support.waiting import wait_until
 
 from moe_pack.runtime.serve.access_log import LOG, LogFormat, RequestRecord, printable, write_log
@@ -122,16 +122,10 @@ def test_text_is_one_line_a_record_and_quiet_is_warnings_alone() -> None:
         assert written.getvalue().splitlines()[-1] == r"moe-serve: a\nmoe-serve: forged\x1b[0m"
     with logged("text", quiet=True) as written, served() as server:
         server.http.get("/health")
-        server.app.state.service = broken(server)
+        server.scheduler.submit = lambda *_: 1 // 0  # type: ignore[assignment,method-assign,return-value]
         assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 500
         wait_until(lambda: "status=500" in written.getvalue())
         assert "/health" not in written.getvalue()
-
-
-def broken(server: Served) -> Any:
-    service = scripted_service(server.scheduler)
-    service.generate = lambda requests: 1 // 0  # type: ignore[method-assign,assignment,return-value]
-    return service
 
 
 def test_a_request_without_an_answer_is_one_of_a_client_that_left() -> None:

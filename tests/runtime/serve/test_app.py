@@ -1,10 +1,8 @@
 """The application around the protocols: keys, limits, origins, clients that leave, counts, health."""
 
 import asyncio
-import json
 import socket
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 from support.cases import case
 from support.scripted_scheduler import PlayedTicket, Script, ScriptedScheduler, scripted_service
-from support.served import Served, served
+from support.served import Served, posted, raw, served
 from support.waiting import HANG_S, wait_until
 
 from moe_pack.runtime.serve.http.app import OPEN_PATHS, ServeOptions, create_app
@@ -78,7 +76,7 @@ def test_everything_is_refused_without_a_key() -> None:
                         assert server.http.request(method, path, headers=headers).status_code != 401
         # As they are: a client's library would tidy them up.
         for target in ("//", "/health/../metrics", "/health/..%2fmetrics", "//health", "/health;/metrics", "/.", "*"):
-            with case(target), raw(server, f"GET {target} HTTP/1.1\nHost: a\n\n") as connection:
+            with case(target), raw(server.port, f"GET {target} HTTP/1.1\nHost: a\n\n") as connection:
                 assert status_of(connection) == 401
         assert server.scheduler.requests == []
 
@@ -110,14 +108,6 @@ def test_a_key_may_have_any_characters() -> None:
                 assert server.http.get("/v1/models", headers=headers).status_code == status
 
 
-@contextmanager
-def raw(server: Served, head: str, body: bytes = b"") -> Iterator[socket.socket]:
-    """Sends bytes, and leaves the connection open for the block."""
-    with socket.create_connection(("127.0.0.1", server.port), HANG_S) as connection:
-        connection.sendall(head.replace("\n", "\r\n").encode() + body)
-        yield connection
-
-
 def status_of(connection: socket.socket) -> int:
     return int(connection.recv(4096).split()[1])
 
@@ -129,18 +119,18 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_there() -> None:
         for path in (*BODIES, "/v1/models", "/nowhere"):
             head = start.format(path)
             with case(path):
-                with raw(server, f"{head}Content-Length: 1001\n\n") as connection:
+                with raw(server.port, f"{head}Content-Length: 1001\n\n") as connection:
                     assert status_of(connection) == 413
                 chunk = b"3e9\r\n" + b"a" * 1001 + b"\r\n"  # and no end
-                with raw(server, f"{head}Transfer-Encoding: chunked\n\n", chunk) as connection:
+                with raw(server.port, f"{head}Transfer-Encoding: chunked\n\n", chunk) as connection:
                     assert status_of(connection) == 413
-                with raw(server, f"{head}Content-Length: 1000\n\n", b"a" * 1000) as connection:
+                with raw(server.port, f"{head}Content-Length: 1000\n\n", b"a" * 1000) as connection:
                     assert status_of(connection) in (400, 404, 405)
         body = {"messages": [{"role": "user", "content": "a" * 2000}], "max_tokens": 5}
         assert server.http.post("/v1/messages", json=body).json()["error"]["type"] == "request_too_large"
         assert server.http.post("/v1/chat/completions", json=body).json()["error"]["code"] == "body_too_large"
     late = ServeOptions(body_timeout_s=0.3, drain_s=1)
-    with served(options=late) as server, raw(server, f"{head}Content-Length: 10\n\n", b"a") as connection:
+    with served(options=late) as server, raw(server.port, f"{head}Content-Length: 10\n\n", b"a") as connection:
         assert status_of(connection) == 408
 
 
@@ -191,9 +181,7 @@ def test_a_client_that_leaves_ends_its_request() -> None:
 def leave(server: Served, path: str, body: dict[str, Any], is_streamed: bool) -> None:
     """Asks, leaves, and waits until the request is cancelled."""
     before = len(server.scheduler.tickets)
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\nHost: a\nContent-Type: application/json\nContent-Length: {len(content)}\n\n"
-    with raw(server, head, content) as connection:
+    with posted(server.port, path, body) as connection:
         wait_until(lambda: len(server.scheduler.tickets) > before)
         if is_streamed:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -263,13 +251,15 @@ def test_a_server_for_this_machine_answers_to_its_own_names_alone() -> None:
             ("evil.example", 403),
             ("127.0.0.1.evil.example:80", 403),
             ("notlocalhost", 403),
+            ("localhost.evil.example", 403),
+            ("localhos", 403),
             ("evil.localhost", 403),
             (f"1127.0.0.1:{server.port}", 403),
             ("a[::1]", 403),
             ("", 403),
         ):
             for path in ("/health", "/v1/models"):
-                with case(host, path), raw(server, f"GET {path} HTTP/1.1\nHost: {host}\n\n") as connection:
+                with case(host, path), raw(server.port, f"GET {path} HTTP/1.1\nHost: {host}\n\n") as connection:
                     assert status_of(connection) == status
 
 
@@ -289,7 +279,7 @@ def test_health_of_a_model_that_comes_and_goes() -> None:
         server.app.state.service = service
         assert (server.http.get("/health").status_code, server.http.get("/health").json()) == (200, {"status": "ok"})
         assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
-        service.failure = lambda: "the disk is gone"
+        server.scheduler.failure = "the disk is gone"
         assert server.http.get("/health").json() == {"status": "failed"}
         assert server.http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
 

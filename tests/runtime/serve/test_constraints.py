@@ -10,11 +10,11 @@ from support.served import Served, served
 
 from moe_pack.runtime import Sampler, SamplingOptions
 from moe_pack.runtime.sampling import Grammar
+from moe_pack.runtime.serve.grammars import RuledGrammar, TokenRules, ruled, sequences_of
 from moe_pack.runtime.serve.parsers import ContentDelta, ToolCallDelta
-from moe_pack.runtime.serve.protocols.constraints import REFUSED, TASTE
+from moe_pack.runtime.serve.protocols.constraints import ANY_OBJECT, REFUSED, TASTE
 from moe_pack.runtime.serve.protocols.formed import FormedCallParser
 from moe_pack.runtime.serve.requests import Request
-from moe_pack.runtime.serve.rules import RuledGrammar, TokenRules, ruled, sequences_of
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
@@ -44,7 +44,7 @@ def test_every_spelling_of_a_form_is_taken_in_every_protocol(plain: Served) -> N
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, SCHEMA),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, SCHEMA),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, SCHEMA),
-        ({"response_format": {"type": "json_object"}}, "json_object"),
+        ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
         ({"response_format": {"type": "text"}}, None),
         ({"json_schema": SCHEMA}, SCHEMA),
         ({"json_schema": text}, SCHEMA),
@@ -61,8 +61,8 @@ def test_every_spelling_of_a_form_is_taken_in_every_protocol(plain: Served) -> N
         ({"structured_outputs": {"regex": "a"}}, "/a/"),
         ({"structured_outputs": {"choice": ["a"]}}, ["a"]),
         ({"structured_outputs": {"grammar": "a ::= b"}}, "a ::= b"),
-        ({"structured_outputs": {"json_object": True}}, "json_object"),
-        ({"format": "json"}, "json_object"),
+        ({"structured_outputs": {"json_object": True}}, ANY_OBJECT),
+        ({"format": "json"}, ANY_OBJECT),
         ({"format": SCHEMA}, SCHEMA),
         ({"format": ""}, None),
     ):

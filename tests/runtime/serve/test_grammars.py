@@ -27,6 +27,7 @@ from moe_pack.runtime.serve.requests import QueueFullError, RequestError
 
 END = 1
 MAX_TOKENS = 2000
+LARK = "%llguidance {}\n"  # begins a grammar in Lark's format
 LIMITS: dict[str, object] = {"max_lexer_states": 50_000, "initial_lexer_fuel": 500_000}  # as the server's
 PIECES = [TEXT.stream([5]).push(token) for token in range(TEXT.vocab_size)]
 
@@ -86,7 +87,7 @@ def compiler() -> GrammarCompiler:
 
 
 def closing(tokens: int) -> torch.Tensor:
-    """What makes texts end: tokens that close something become likelier the longer the answer is."""
+    """Returns additions to logits that make texts end: tokens that close something, more for a longer answer."""
     closes = torch.tensor(
         [bool(re.fullmatch(r"[\"\]}]+", piece)) for piece in PIECES] + [False] * (PADDED - len(PIECES))
     )
@@ -127,36 +128,36 @@ def test_whatever_is_drawn_is_json_that_the_schema_describes(compiler: GrammarCo
         validator = jsonschema_rs.validator_for(schema)
         for seed in range(first, first + 4):
             with case(schema, seed):
-                text = drawn(compiler.json_schema(schema), seed)
+                text = drawn(compiler.json_schema(schema, "field"), seed)
                 validator.validate(json.loads(text, parse_float=finite))
 
 
 def test_json_mode_gives_an_object(compiler: GrammarCompiler) -> None:
     for seed in range(3):
-        assert isinstance(json.loads(drawn(compiler.json_object(), seed)), dict)
-    assert follow(compiler.json_object(), '{\n  "a": [1, 2, {"b": null}],\n  "c": "é€"\n}')
-    assert not follow(compiler.json_object(), "[1]")
+        assert isinstance(json.loads(drawn(compiler.json_schema({"type": "object"}, "field"), seed)), dict)
+    assert follow(compiler.json_schema({"type": "object"}, "field"), '{\n  "a": [1, 2, {"b": null}],\n  "c": "é€"\n}')
+    assert not follow(compiler.json_schema({"type": "object"}, "field"), "[1]")
 
 
 def test_whitespace_has_an_end(compiler: GrammarCompiler) -> None:
     for space in ("", " ", "\n\n" + 20 * " ", "\n\t"):
         with case(space):
-            assert follow(compiler.json_object(), "{" + space + "}")
+            assert follow(compiler.json_schema({"type": "object"}, "field"), "{" + space + "}")
     for space in ("  ", "\n\n\n", "\n" + 21 * " ", "\t", "\n \n"):
         with case(space):
-            assert not follow(compiler.json_object(), "{" + space + "}")
+            assert not follow(compiler.json_schema({"type": "object"}, "field"), "{" + space + "}")
 
 
 def test_one_of_some_texts(compiler: GrammarCompiler) -> None:
     texts = ["yes", "no (really)", "a|b", 'é\n"x"']
     for text in texts:
         with case(text):
-            assert follow(compiler.choice(texts), text)
+            assert follow(compiler.choice(texts, "field"), text)
     for text in ("ye", "yes!", "a", "b", "no xreallyx"):
         with case(text):
-            assert not follow(compiler.choice(texts), text)
+            assert not follow(compiler.choice(texts, "field"), text)
     with pytest.raises(RequestError, match="guided_choice: has no texts"):
-        compiler.choice([])
+        compiler.choice([], "guided_choice")
 
 
 def test_whatever_is_drawn_matches_the_regular_expression(compiler: GrammarCompiler) -> None:
@@ -169,17 +170,21 @@ def test_whatever_is_drawn_matches_the_regular_expression(compiler: GrammarCompi
     ):
         for seed in range(5):
             with case(pattern, seed):
-                text = drawn(compiler.regex(pattern), seed)
+                text = drawn(compiler.regex(pattern, "field"), seed)
                 assert re.fullmatch(pattern.replace(r"\p{Lu}", r"[^\W\d_a-z]"), text), text
 
 
 def test_gbnf_and_lark_are_followed(compiler: GrammarCompiler) -> None:
     for seed in range(4):
         with case(seed):
-            assert isinstance(json.loads(drawn(compiler.gbnf(JSON_GBNF), seed)), dict)
-            moves = drawn(compiler.gbnf('root ::= ([1-9] "." " "? move "\\n"){2,3}\nmove ::= [KQ]? [a-h] [1-8]'), seed)
+            assert isinstance(json.loads(drawn(compiler.gbnf(JSON_GBNF, "field"), seed)), dict)
+            moves = drawn(
+                compiler.gbnf('root ::= ([1-9] "." " "? move "\\n"){2,3}\nmove ::= [KQ]? [a-h] [1-8]', "field"), seed
+            )
             assert re.fullmatch(r"([1-9]\. ?[KQ]?[a-h][1-8]\n){2,3}", moves)
-            named = drawn(compiler.lark('start: "<" NAME ">" (" " NAME){0,5}\nNAME: /[a-z]{1,4}/'), seed)
+            named = drawn(
+                compiler.gbnf(LARK + 'start: "<" NAME ">" (" " NAME){0,5}\nNAME: /[a-z]{1,4}/', "field"), seed
+            )
             assert re.fullmatch(r"<[a-z]{1,4}>( [a-z]{1,4}){0,5}", named)
     for text, answer in [
         ('root ::= "\\u0041\\u00e9\\x42" [\\u4e00-\\u9fff]', "AéB中"),
@@ -187,13 +192,13 @@ def test_gbnf_and_lark_are_followed(compiler: GrammarCompiler) -> None:
         ('%llguidance {}\nstart: "lark"', "lark"),
     ]:
         with case(text):
-            assert follow(compiler.gbnf(text), answer)
+            assert follow(compiler.gbnf(text, "field"), answer)
 
 
 def test_the_end_may_come_where_the_answer_is_whole_and_nothing_else_where_it_cannot_go_on(
     compiler: GrammarCompiler,
 ) -> None:
-    grammar = compiler.regex("ab?")
+    grammar = compiler.regex("ab?", "field")
     allowed = [math.isfinite(x) for x in grammar.allow(torch.zeros(PADDED)).tolist()]
     assert {PIECES[token] for token in range(len(PIECES)) if allowed[token]} == {"a", "ab"}
     assert not grammar.is_complete
@@ -212,7 +217,7 @@ def test_the_end_may_come_where_the_answer_is_whole_and_nothing_else_where_it_ca
 
 
 def test_any_end_token_ends_and_logits_may_be_as_many_as_the_model_has() -> None:
-    grammar = GrammarCompiler(TEXT, {END, 0}).regex("a?")
+    grammar = GrammarCompiler(TEXT, {END, 0}).regex("a?", "field")
     for num_logits in (TEXT.vocab_size, TEXT.vocab_size - 100, PADDED):
         logits = torch.randn(num_logits)
         before, found = logits.clone(), grammar.allow(logits)
@@ -224,7 +229,7 @@ def test_any_end_token_ends_and_logits_may_be_as_many_as_the_model_has() -> None
 
 
 def test_each_answer_has_its_own_place(compiler: GrammarCompiler) -> None:
-    first, second = compiler.regex("ab?"), compiler.regex("ab?")
+    first, second = compiler.regex("ab?", "field"), compiler.regex("ab?", "field")
     first.accept(PIECES.index("a"))
     assert math.isfinite(float(second.allow(torch.zeros(PADDED))[PIECES.index("a")]))
 
@@ -232,7 +237,7 @@ def test_each_answer_has_its_own_place(compiler: GrammarCompiler) -> None:
 def test_a_token_that_may_not_come_is_refused(compiler: GrammarCompiler) -> None:
     for token in (PIECES.index("b"), END, PADDED + 5):
         with case(token), pytest.raises(RunError, match="grammar"):
-            compiler.regex("a").accept(token)
+            compiler.regex("a", "field").accept(token)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -260,10 +265,10 @@ def test_what_is_wrong_is_refused_with_the_name_of_its_field(compiler: GrammarCo
         (compiler.regex, "(" * 1000 + "a" + ")" * 1000, "cannot be used"),
         (compiler.regex, "a" * 70_000, "70000 bytes; shorten it to at most 65536"),
         (compiler.regex, "\ud800", "half a surrogate pair"),
-        (compiler.lark, "start: missing", "unknown name"),
-        (compiler.lark, "", "Empty grammar"),
-        (compiler.lark, "start: a\na: a", "cannot be used"),
-        (compiler.lark, "\n" * 1001, "1001 lines; shorten it to at most 1000"),
+        (compiler.gbnf, LARK + "start: missing", "unknown name"),
+        (compiler.gbnf, LARK, "no start"),
+        (compiler.gbnf, LARK + "start: a\na: a", "cannot be used"),
+        (compiler.gbnf, LARK + "\n" * 1000, "1001 lines; shorten it to at most 1000"),
         (compiler.gbnf, "root ::= missing", "not found"),
         (compiler.gbnf, "rule ::= [a", "cannot be used"),
         (compiler.gbnf, 'other ::= "a"', "root"),
@@ -274,7 +279,7 @@ def test_what_is_wrong_is_refused_with_the_name_of_its_field(compiler: GrammarCo
     for make, value, said in wrong:
         with case(make.__name__, value):
             with pytest.raises(RequestError) as caught:
-                make(value, param="text.format")
+                make(value, "text.format")
             message = str(caught.value)
             assert caught.value.param == "text.format" and message.startswith("text.format: ")
             assert said in message and "\n" not in message and len(message) < 400
@@ -328,14 +333,14 @@ def test_a_busy_machine_is_no_error_of_a_grammar(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Helper, "try_grammar", busy)
     with pytest.raises(QueueFullError, match="try again"):
-        GrammarCompiler(TEXT, {END}).regex("a")
+        GrammarCompiler(TEXT, {END}).regex("a", "field")
 
 
 def test_schemas_at_their_limits_pass(compiler: GrammarCompiler) -> None:
     schema = {"title": "x" * ((256 << 10) - 30), "type": "null"}
     assert len(json.dumps(schema)) <= 256 << 10
-    assert follow(compiler.json_schema(schema), "null")
-    assert follow(compiler.lark("\n" * 999 + 'start: "a"'), "a")
+    assert follow(compiler.json_schema(schema, "field"), "null")
+    assert follow(compiler.gbnf(LARK + "\n" * 998 + 'start: "a"', "field"), "a")
 
 
 HOSTILE = """
@@ -347,6 +352,7 @@ from moe_pack.runtime import Text
 from moe_pack.runtime.serve.grammars import GrammarCompiler
 
 compiler = GrammarCompiler(Text(FolderFiles(Path(sys.argv[1]))), {1})
+LARK = "%llguidance {}\\n"
 
 def chain(link, number):
     return {**{f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(number)}, f"a{number}": {"type": "null"}}
@@ -358,15 +364,15 @@ for make, value in [
     (compiler.json_schema, {"$defs": chain(lambda ref: ref, 3500), "$ref": "#/$defs/a0"}),
     (compiler.json_schema, {"$defs": chain(lambda ref: {"properties": {"x": ref}}, 1700), "$ref": "#/$defs/a0"}),
     (compiler.json_schema, {"$defs": chain(lambda ref: {"anyOf": [{"allOf": [ref]}]}, 1500), "$ref": "#/$defs/a0"}),
-    (compiler.lark, "start: A0\\n" + rules('A{}: A{} "x"\\n', 500, 'A{}: "y"')),
+    (compiler.gbnf, LARK + "start: A0\\n" + rules('A{}: A{} "x"\\n', 500, 'A{}: "y"')),
     (compiler.gbnf, "root ::= a0\\n" + rules('a{} ::= (a{} "x")? "z"\\n', 400, 'a{} ::= "y"')),
-    (compiler.lark, "start: " + "(" * 30000 + '"a"' + ")" * 30000),
-    (compiler.lark, 'start: (("a"{1000}){1000}){1000}'),
+    (compiler.gbnf, LARK + "start: " + "(" * 30000 + '"a"' + ")" * 30000),
+    (compiler.gbnf, LARK + 'start: (("a"{1000}){1000}){1000}'),
     (compiler.regex, "((a{1000}){1000}){1000}"),
     (compiler.regex, "(a|b)*a(a|b){30}"),
 ]:
     try:
-        grammar = make(value)
+        grammar = make(value, "field")
         for _ in range(30):
             logits = grammar.allow(torch.rand(4096))
             grammar.accept(int(logits.argmax()))
@@ -387,20 +393,20 @@ def test_hostile_grammars_neither_end_the_process_nor_hold_it_up() -> None:
 
 
 def test_a_model_whose_answers_cannot_follow_grammars_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"response_format: .* names no token that ends an answer"):
-        GrammarCompiler(TEXT, ()).json_object()
+    with pytest.raises(RequestError, match=r"field: .* names no token that ends an answer"):
+        GrammarCompiler(TEXT, ()).json_schema({"type": "object"}, "field")
     (tmp_path / "config.json").write_text('{"vocab_size": 2}')
     words = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
     compiler = GrammarCompiler(Text(FolderFiles(tmp_path)), {1})
-    with pytest.raises(RequestError, match=r"regex: .* llguidance cannot read this model's tokenizer"):
-        compiler.regex("a")
+    with pytest.raises(RequestError, match=r"field: .* llguidance cannot read this model's tokenizer"):
+        compiler.regex("a", "field")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_logits_works(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 4000}')
     (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
-    grammar = GrammarCompiler(Text(FolderFiles(tmp_path)), {END}).regex("a")
+    grammar = GrammarCompiler(Text(FolderFiles(tmp_path)), {END}).regex("a", "field")
     assert len(grammar.allow(torch.zeros(4000))) == 4000
 
 

@@ -1,4 +1,4 @@
-"""What `GET /engine` shows: counts of experts for several watchers, and the states of a running engine."""
+"""The events of `GET /engine`: counts of experts for several watchers, and the states of a running engine."""
 
 import asyncio
 import base64
@@ -9,7 +9,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,6 @@ L, E, CONTEXT = 3, 8, 48
 IDS = torch.randint(0, 90, (30,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-@dataclass
-class SlotFacts:
-    state: str
-    tokens: int
-    context: int
-
-
-class WithSlots(FixedScheduler):
-    def slots(self) -> list[SlotFacts]:
-        return [SlotFacts("prefill", 17, CONTEXT), SlotFacts("idle", 4, CONTEXT)]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack of 3 layers of 8 experts, 2 a token; not to be changed."""
@@ -84,6 +72,10 @@ def run_all(engine: Engine) -> None:
     engine.decoder.next_logits(IDS[:20])
     for token in IDS[20:]:
         engine.decoder.next_logits([token])
+
+
+def events_of(engine: Engine, scheduler: FixedScheduler) -> Any:
+    return engine_events(live_counts(engine), engine, scheduler, engine_facts(engine, scheduler, "tiny"))
 
 
 def random_routes(rng: np.random.Generator) -> Iterator[tuple[int, Routes]]:
@@ -153,7 +145,6 @@ def test_the_observer_sees_the_routes_that_a_recording_has(folder: Path, tmp_pat
         live = live_counts(engine)
         run_all(engine)
         weights = engine.offloaded
-        assert weights is not None
         is_resident = weights.resident_experts()
         num_missed = sum(counts.needed - counts.hits for counts in (weights.prefill, weights.decode))
     routes = read_recording(record).passes.routes  # [N, L, k]
@@ -192,8 +183,7 @@ def test_bits_and_bytes_are_as_the_page_reads_them() -> None:
 
 
 def test_the_facts_of_an_engine(folder: Path) -> None:
-    modes: dict[str, dict[str, Any]] = {"mapped": {"read": "map"}, "offloaded": {"offloads": True}}
-    for mode, options in modes.items():
+    for mode, options in (("mapped", {"read": "map"}), ("offloaded", {"offloads": True})):
         with case(mode), running(folder, **options) as engine:
             facts = engine_facts(engine, FixedScheduler(), "tiny")
             assert facts["mode"] == mode and facts["model"] == "tiny" and facts["layers"] == [0, 1, 2]
@@ -235,10 +225,7 @@ def test_the_facts_of_a_pack_are_those_that_inspect_prints(folder: Path, tmp_pat
 
 def test_a_slow_decode_keeps_its_speed_between_tokens_and_loses_it_at_the_end(folder: Path) -> None:
     async def watch(engine: Engine, scheduler: FixedScheduler) -> list[float]:
-        events, found = (
-            engine_events(live_counts(engine), engine, scheduler, engine_facts(engine, scheduler, "tiny")),
-            [],
-        )
+        events, found = events_of(engine, scheduler), []
         await anext(events), await anext(events)
         for counts in (
             replace(COUNTS, generated_tokens=1, decode_s=4.0),
@@ -257,10 +244,7 @@ def test_a_slow_decode_keeps_its_speed_between_tokens_and_loses_it_at_the_end(fo
 
 def test_states_tell_what_an_engine_did_and_stop_when_nothing_changes(folder: Path) -> None:
     async def watch(engine: Engine, scheduler: FixedScheduler) -> tuple[list[dict[str, str]], bool]:
-        events, found = (
-            engine_events(live_counts(engine), engine, scheduler, engine_facts(engine, scheduler, "tiny")),
-            [],
-        )
+        events, found = events_of(engine, scheduler), []
         found += [await anext(events), await anext(events)]
         run_all(engine)
         scheduler.now = replace(COUNTS, prompt_tokens=20, generated_tokens=10, prefill_s=0.5, decode_s=2.0)
@@ -272,10 +256,9 @@ def test_states_tell_what_an_engine_did_and_stop_when_nothing_changes(folder: Pa
         later.cancel()
         return found, is_quiet
 
-    each: tuple[dict[str, Any], ...] = ({"offloads": True}, {"read": "map"})
-    for options in each:
+    for options in ({"offloads": True}, {"read": "map"}):
         with case(options), running(folder, **options) as engine:
-            found, is_quiet = asyncio.run(watch(engine, WithSlots() if "read" in options else FixedScheduler()))
+            found, is_quiet = asyncio.run(watch(engine, FixedScheduler()))
             names, states = [event["event"] for event in found], [json.loads(event["data"]) for event in found]
             assert names == ["engine", "state", "state", "state"]
             assert not any(base64.b64decode(states[1]["chosen"])) and any(base64.b64decode(states[2]["chosen"]))
@@ -284,10 +267,9 @@ def test_states_tell_what_an_engine_did_and_stop_when_nothing_changes(folder: Pa
             assert states[2]["bytes_per_token"] > 0 and states[2]["running"] == 1
             if "read" in options:
                 assert states[2]["resident"] is None and states[2]["hit_rate"] is None
-                assert states[2]["slots"][0] == {"state": "prefill", "tokens": 17, "context": CONTEXT}
             else:
                 assert 0 <= states[2]["hit_rate"] < 1 and len(base64.b64decode(states[2]["resident"])) == 3
-                assert [slot["state"] for slot in states[2]["slots"]] == ["decode", "idle"]
+            assert states[2]["slots"][0] == {"state": "prefill", "tokens": 17, "context": CONTEXT}
             assert is_quiet or states[3]["read_bytes_per_s"] > 0, "rates of bytes change as time passes"
 
 

@@ -88,7 +88,7 @@ def test_clients_of_ollama_find_the_model() -> None:
         assert server.http.post("/api/show", json={"name": "qwen3"}).status_code == 404
 
 
-def test_what_the_server_has_nothing_for_says_what_to_use(plain: Served) -> None:
+def test_what_the_server_has_nothing_for_says_what_to_use(plain: Served, client: openai.OpenAI) -> None:
     for method, path, message in (
         ("POST", "/v1/embeddings", "embedding model"),
         ("POST", "/v1/rerank", "reranking model"),
@@ -102,8 +102,5 @@ def test_what_the_server_has_nothing_for_says_what_to_use(plain: Served) -> None
     for path in ("/api/chat", "/api/generate"):
         answer = plain.http.post(path, json={"model": "demo-moe"})
         assert (answer.status_code, "use OpenAI's at /v1" in answer.json()["error"]) == (501, True)
-    with (
-        openai.OpenAI(base_url=f"{plain.url}/v1", api_key="none", max_retries=0) as client,
-        pytest.raises(openai.APIStatusError, match="makes no embeddings"),
-    ):
+    with pytest.raises(openai.APIStatusError, match="makes no embeddings"):
         client.embeddings.create(model="demo-moe", input="a")

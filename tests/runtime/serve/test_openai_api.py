@@ -2,15 +2,14 @@
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 from support.cases import case
-from support.scripted_scheduler import CONTEXT_TOKENS, NamedGrammar, Script, scripted_service
-from support.served import Served, served
+from support.scripted_scheduler import CONTEXT_TOKENS, Script, scripted_service
+from support.served import Served, openai_client, served
 
 from moe_pack.runtime.serve.http.app import ServeOptions
 
@@ -27,16 +26,6 @@ CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 THOUGHT_AND_CALLS = '[think]Two towns.[/think]Let me see.[call weather]{"city": "Rome"}[/call][call clock]{}[/call]'
 
 
-def client_of(server: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def client(plain: Served) -> Iterator[openai.OpenAI]:
-    with client_of(plain) as made:
-        yield made
-
-
 def test_an_answer_has_text_usage_and_timings(plain: Served, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="demo-moe", messages=HELLO)
     assert answer.choices[0].message.content == "Hello there!"
@@ -44,10 +33,8 @@ def test_an_answer_has_text_usage_and_timings(plain: Served, client: openai.Open
     assert (answer.object, answer.model) == ("chat.completion", "demo-moe")
     assert answer.system_fingerprint and answer.system_fingerprint.startswith("moe-pack-")
     prompt = len("user: Hi\nassistant: ")
-    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, 12)
     assert (answer.usage.total_tokens, answer.usage.prompt_tokens_details.cached_tokens) == (prompt + 12, 3)
-    assert answer.model_extra is not None
     assert answer.model_extra["timings"] == {
         "cache_n": 3,
         "prompt_n": prompt - 3,
@@ -72,7 +59,7 @@ def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI) -> None:
     ends = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
     assert ends == ["stop", "stop"]
     last = chunks[-1]
-    assert last.choices == [] and last.usage is not None and last.model_extra is not None
+    assert last.choices == []
     assert last.usage.completion_tokens == last.model_extra["timings"]["predicted_n"] == 24
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -88,14 +75,13 @@ def test_a_stream_without_usage_has_timings_in_its_last_chunk(plain: Served) -> 
 
 
 def test_reasoning_and_tool_calls_whole_and_streamed() -> None:
-    with served(Script(THOUGHT_AND_CALLS)) as server, client_of(server) as client:
+    with served(Script(THOUGHT_AND_CALLS)) as server, openai_client(server) as client:
         answer = client.chat.completions.create(model="demo-moe", messages=HELLO, tools=[WEATHER, CLOCK])
         choice = answer.choices[0]
         assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
         assert choice.message.model_extra == {"reasoning_content": "Two towns."}
         called = [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]  # type: ignore[union-attr]  # functions
         assert called == [("call_1", "weather", '{"city": "Rome"}'), ("call_2", "clock", "{}")]
-        assert answer.usage is not None and answer.usage.completion_tokens_details is not None
         assert 10 <= (answer.usage.completion_tokens_details.reasoning_tokens or 0) < 30
 
         with client.chat.completions.stream(model="demo-moe", messages=HELLO, tools=[WEATHER, CLOCK]) as stream:
@@ -107,7 +93,7 @@ def test_reasoning_and_tool_calls_whole_and_streamed() -> None:
 
 def test_answers_that_run_at_once_stay_apart() -> None:
     texts = ["aaaa", "bbbbbbbb", "[call clock][/call]", "c"]
-    with served(*map(Script, texts), delay_s=0.002) as server, client_of(server) as client:
+    with served(*map(Script, texts), delay_s=0.002) as server, openai_client(server) as client:
         for is_streamed in (False, True):
             with case(is_streamed):
                 server.scheduler.requests.clear()
@@ -125,7 +111,7 @@ def test_answers_that_run_at_once_stay_apart() -> None:
 
 
 def test_one_call_alone_where_parallel_calls_are_refused() -> None:
-    with served(Script(THOUGHT_AND_CALLS + "x" * 500), delay_s=0.001) as server, client_of(server) as client:
+    with served(Script(THOUGHT_AND_CALLS + "x" * 500), delay_s=0.001) as server, openai_client(server) as client:
         answer = client.chat.completions.create(
             model="demo-moe", messages=HELLO, tools=[WEATHER, CLOCK], parallel_tool_calls=False
         )
@@ -138,7 +124,7 @@ def test_one_call_alone_where_parallel_calls_are_refused() -> None:
 def test_tool_choice_decides_what_the_model_sees_and_what_it_may_say() -> None:
     one, several = '{"city": "Rome"}', '{"name": "clock", "arguments": {"zone": "Ä"}}'
     scripts = Script("No tools."), Script(one), Script(one), Script(several), Script(several[:9])
-    with served(*scripts) as server, client_of(server) as client:
+    with served(*scripts) as server, openai_client(server) as client:
         ask = client.chat.completions.create
         answer = ask(model="demo-moe", messages=HELLO, tools=[WEATHER], tool_choice="none")
         assert answer.choices[0].message.tool_calls is None
@@ -231,7 +217,6 @@ def test_an_answer_ends_by_a_stop_text_or_its_length(client: openai.OpenAI) -> N
 def test_logprobs_whole_and_streamed(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": "demo-moe", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**ask).choices[0].logprobs
-    assert whole is not None and whole.content is not None
     assert [entry.token for entry in whole.content] == list("Hello there!")
     first = whole.content[0]
     assert (first.logprob, first.bytes, [top.token for top in first.top_logprobs]) == (-0.5, [72], ["H", "I"])
@@ -240,23 +225,8 @@ def test_logprobs_whole_and_streamed(client: openai.OpenAI) -> None:
     assert [entry for part in parts if part for entry in part.content or ()] == whole.content
 
 
-def test_formats_become_grammars(plain: Served, client: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    wanted: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    for fields, source in (
-        ({"response_format": {"type": "json_object"}}, "json_object"),
-        ({"response_format": wanted}, schema),
-        ({"response_format": {"type": "text"}}, None),
-        ({"extra_body": {"grammar": 'root ::= "a"'}}, 'root ::= "a"'),
-    ):
-        with case(fields):
-            client.chat.completions.create(model="demo-moe", messages=HELLO, **fields)  # type: ignore[call-overload]  # fields by name
-            grammar = plain.scheduler.requests[-1].grammar
-            assert (grammar.source if isinstance(grammar, NamedGrammar) else None) == source
-
-
 def test_an_answer_of_json_is_content_whatever_it_looks_like() -> None:
-    with served(Script('["[think]", 1]')) as server, client_of(server) as client:
+    with served(Script('["[think]", 1]')) as server, openai_client(server) as client:
         for fields, prompt in (
             ({}, "user: Hi\nenable_thinking=False\nassistant: "),
             (
@@ -289,7 +259,6 @@ def test_text_completions(plain: Served, client: openai.OpenAI) -> None:
     assert plain.scheduler.requests[-1].prompt_ids == (72, 105)
     answer = client.completions.create(model="demo-moe", prompt="Once", logprobs=1, max_tokens=2)
     found = answer.choices[0].logprobs
-    assert found is not None
     assert (found.tokens, found.token_logprobs, found.text_offset) == (["H", "e"], [-0.5, -0.5], [0, 1])
     assert found.top_logprobs == [{"H": -0.5}, {"e": -0.5}]
     pieces = client.completions.create(model="demo-moe", prompt=["a", "b"], echo=True, stream=True)
@@ -309,7 +278,7 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_with_aliases_other_names_are_refused() -> None:
-    with served(aliases=("gpt-4o", "a/b")) as server, client_of(server) as client:
+    with served(aliases=("gpt-4o", "a/b")) as server, openai_client(server) as client:
         assert [model.id for model in client.models.list()] == ["demo-moe", "gpt-4o", "a/b"]
         assert [client.models.retrieve(name).id for name in ("a/b", "packed")] == ["a/b", "demo-moe"]
         for name in ("demo-moe", "packed", "gpt-4o"):
@@ -439,7 +408,7 @@ def test_a_prompt_that_fills_the_context(client: openai.OpenAI) -> None:
 
 
 def test_an_engine_that_fails() -> None:
-    with served(Script("Hel", error="the disk is gone")) as server, client_of(server) as client:
+    with served(Script("Hel", error="the disk is gone")) as server, openai_client(server) as client:
         with pytest.raises(openai.InternalServerError, match="the disk is gone") as caught:
             client.chat.completions.create(model="demo-moe", messages=HELLO)
         assert caught.value.type == "server_error"
@@ -449,7 +418,7 @@ def test_an_engine_that_fails() -> None:
 
 
 def test_a_queue_that_is_full() -> None:
-    with served(delay_s=0.05, most=2) as server, client_of(server) as client:
+    with served(delay_s=0.05, most=2) as server, openai_client(server) as client:
         with client.chat.completions.create(model="demo-moe", messages=HELLO, stream=True, n=2) as stream:
             next(iter(stream))
             for is_streamed in (False, True):

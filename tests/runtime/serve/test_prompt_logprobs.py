@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,18 @@ import torch
 from support.cases import case
 from support.families import NUM_POSITIONS, Tiny, oracle, token_ids, write
 from support.models import PackMaker, pack
-from support.running_scheduler import VOCAB, WORDS, Answer, NoText, Served, request, served
+from support.running_scheduler import VOCAB, WORDS, Answer, NoText, request, served
 from support.scripted_scheduler import Script
 from support.served import Served as ServedHttp
 from support.served import served as served_http
 from support.waiting import HANG_S
 from torch import Tensor
 
-from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.drafts import Drafts, NgramDrafter
 from moe_pack.runtime.model import Decoder
-from moe_pack.runtime.offload import Sequences
 from moe_pack.runtime.sampling import Sampler, logprobs_of_rows
 from moe_pack.runtime.serve.protocols.completions import prompt_offsets
 from moe_pack.runtime.serve.requests import PromptEvent, PromptLogprobs
-from moe_pack.runtime.serve.scheduler import BatchScheduler
 
 
 def check(found: PromptLogprobs | None, ids: list[int], logits: Tensor, top: int, tolerance: float = 1e-4) -> None:
@@ -64,13 +59,13 @@ def test_prompts_have_the_log_probabilities_of_a_plain_pass(demo_pack: PackMaker
                 with case(top, drafts is None):
                     length = len(ids) - 5 * (top == 20)
                     check(answer.wait().prompt, ids[:length], logits[:length], top)
-                    assert answer.end is not None and answer.end.reason == "length" and not answer.end.cached_tokens
+                    assert answer.end.reason == "length" and not answer.end.cached_tokens
                     assert answer.tokens == ([] if top == 20 else plain.tokens)
             counts = server.scheduler.counts()
             assert counts.generated_tokens == 60 and counts.num_requests == 4 and counts.cached_tokens == 0
             assert counts.prompt_tokens == 4 * len(ids) - 5
             again = server.run(request(ids, 2))
-            assert again.end is not None and again.end.cached_tokens == len(ids) - 1, "it left what others may use"
+            assert again.end.cached_tokens == len(ids) - 1, "it left what others may use"
             assert server.run(replace(request(ids, 1), prompt_logprobs=3)).prompt == runs[1].prompt, "to the bit"
 
 
@@ -103,17 +98,12 @@ def test_hybrid_models_and_long_contexts_have_those_of_transformers(tmp_path: Pa
         folder = tmp_path / family
         source = write(Tiny(family, "as it comes"), folder / "source")
         pack(source, folder / "packed", width=16)
-        with case(family), Pack(folder / "packed") as opened:
-            options, sequences = EngineOptions(read="map", chunk_tokens=16), Sequences(2, checkpoints=2)
-            with Engine(opened, options, NUM_POSITIONS, sequences=sequences) as engine:
-                assert isinstance(engine.decoder, Decoder)
-                with closing(BatchScheduler(engine.decoder, NoText())) as scheduler:  # type: ignore[arg-type]  # all it asks
-                    server = Served(scheduler, NoText(), engine)  # type: ignore[arg-type]  # the same
-                    scored = replace(request(ids, 1), prompt_logprobs=2, stable_tokens=37)
-                    first = server.run(scored).prompt
-                    check(first, ids, oracle(source)(ids), 2, tolerance=2e-3)
-                    server.run(request([*ids[:20], *ids[50:70]], 3))  # another beginning pauses no later prompt
-                    assert server.run(scored).prompt == first
+        with case(family), served(folder / "packed", 2, context=NUM_POSITIONS, text=NoText()) as server:
+            scored = replace(request(ids, 1), prompt_logprobs=2, stable_tokens=37)
+            first = server.run(scored).prompt
+            check(first, ids, oracle(source)(ids), 2, tolerance=2e-3)
+            server.run(request([*ids[:20], *ids[50:70]], 3))  # another beginning pauses no later prompt
+            assert server.run(scored).prompt == first
 
 
 def test_the_token_that_ends_an_answer_is_reported_with_its_prompt(demo_pack: PackMaker) -> None:
@@ -123,10 +113,10 @@ def test_the_token_that_ends_an_answer_is_reported_with_its_prompt(demo_pack: Pa
         first = server.run(request(ids, 1)).tokens[0]
         ending = replace(request(ids, 5), end_ids=frozenset([first]), top_logprobs=1)
         plain = server.run(ending)
-        assert (plain.tokens, plain.logprobs) == ([], []) and plain.end is not None and plain.end.reason == "stop"
+        assert (plain.tokens, plain.logprobs) == ([], []) and plain.end.reason == "stop"
         scored = server.run(replace(ending, prompt_logprobs=1))
         assert (scored.tokens, scored.text) == ([first], "") and scored.logprobs[0].token == first
-        assert scored.end is not None and scored.end.reason == "stop" and scored.end.completion_tokens == 1
+        assert scored.end.reason == "stop" and scored.end.completion_tokens == 1
 
 
 def test_a_cancelled_request_reports_no_prompt(demo_pack: PackMaker) -> None:
@@ -139,7 +129,7 @@ def test_a_cancelled_request_reports_no_prompt(demo_pack: PackMaker) -> None:
         waiting.cancel()
         job.cancel()
         blocker.steps.release(100)
-        assert (end := answer.wait().end) is not None and end.reason == "cancelled" and answer.prompt is None
+        assert answer.wait().end.reason == "cancelled" and answer.prompt is None
         found = Answer()
         cancelled: list[Any] = []
 
@@ -151,7 +141,7 @@ def test_a_cancelled_request_reports_no_prompt(demo_pack: PackMaker) -> None:
         cancelled.append(
             server.scheduler.submit(replace(request(ids, 100), prompt_logprobs=1), lambda event: take(event))
         )
-        assert (end := found.wait().end) is not None and end.reason == "cancelled" and found.prompt is not None
+        assert found.wait().end.reason == "cancelled" and found.prompt is not None
         assert server.scheduler.failure is None
 
 
@@ -187,7 +177,7 @@ def posted(server: ServedHttp, path: str, **body: object) -> dict[str, Any]:
 
 
 def expected_echo(prompt: str, answer: str, top: int) -> dict[str, Any]:
-    """What is written of a prompt and an answer, by the rules of the scripted scheduler."""
+    """Returns the log-probabilities of a prompt and an answer, by the rules of the scripted scheduler."""
     likeliest = [{chr(ord(c) + 2 - i): -0.25 - i for i in range(top)} for c in prompt[1:]]
     likeliest += [{chr(ord(c) + i): -0.5 - i for i in range(top)} for c in answer]
     return {

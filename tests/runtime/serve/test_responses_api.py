@@ -1,13 +1,12 @@
 """Responses, with OpenAI's own client as the judge."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from support.cases import case
 from support.scripted_scheduler import NamedGrammar, Script
-from support.served import Served, served
+from support.served import Served, openai_client, served
 
 WEATHER: Any = {
     "type": "function",
@@ -19,22 +18,11 @@ WEATHER: Any = {
 THOUGHT_AND_CALL = '[think]A town.[/think]Let me see.[call weather]{"city": "Rome"}[/call]'
 
 
-def client_of(server: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def client(plain: Served) -> Iterator[openai.OpenAI]:
-    with client_of(plain) as made:
-        yield made
-
-
 def test_a_response_has_text_and_usage(client: openai.OpenAI) -> None:
     response = client.responses.create(model="demo-moe", input="Hi", temperature=0.5)
     assert (response.output_text, response.status, response.model) == ("Hello there!", "completed", "demo-moe")
     assert (response.temperature, response.top_p, response.error) == (0.5, 1.0, None)
     usage = response.usage
-    assert usage is not None
     prompt = len("user: Hi\nassistant: ")
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (prompt, 12, prompt + 12)
     assert usage.input_tokens_details.cached_tokens == 3
@@ -44,33 +32,21 @@ def test_a_response_has_text_and_usage(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_has_the_documented_events_in_order() -> None:
-    with served(Script(THOUGHT_AND_CALL)) as server, client_of(server) as client:
+    with served(Script(THOUGHT_AND_CALL)) as server, openai_client(server) as client:
         events = list(client.responses.create(model="demo-moe", input="Hi", tools=[WEATHER], stream=True))
         whole = client.responses.create(model="demo-moe", input="Hi", tools=[WEATHER])
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     once = [kind for place, kind in enumerate(kinds) if kinds[place - 1 : place] != [kind]]
-    assert once == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        "response.reasoning_text.delta",
-        "response.reasoning_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.output_item.added",
-        "response.content_part.added",
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.output_item.added",
-        "response.function_call_arguments.delta",
-        "response.function_call_arguments.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
+    expected = """
+        response.created response.in_progress response.output_item.added response.content_part.added
+        response.reasoning_text.delta response.reasoning_text.done response.content_part.done
+        response.output_item.done response.output_item.added response.content_part.added
+        response.output_text.delta response.output_text.done response.content_part.done response.output_item.done
+        response.output_item.added response.function_call_arguments.delta response.function_call_arguments.done
+        response.output_item.done response.completed
+    """.split()  # noqa: SIM905  # a table of words
+    assert once == expected
     last = events[-1]
     assert last.type == "response.completed"
     for response in (last.response, whole):
@@ -137,7 +113,6 @@ def test_formats_and_forced_calls(plain: Served, client: openai.OpenAI) -> None:
     response = client.responses.create(model="demo-moe", input="Hi", text=wanted)
     grammar = plain.scheduler.requests[-1].grammar
     assert isinstance(grammar, NamedGrammar) and grammar.source == schema
-    assert response.text is not None and response.text.format is not None
     assert response.text.format.type == "json_schema" and response.text.format.schema_ == schema
     forced = client.responses.create(
         model="demo-moe", input="Hi", tools=[WEATHER], tool_choice={"type": "function", "name": "weather"}
@@ -170,7 +145,7 @@ def test_what_is_refused_names_the_field(plain: Served) -> None:
 
 
 def test_an_engine_that_fails() -> None:
-    with served(Script("Hel", error="the disk is gone")) as server, client_of(server) as client:
+    with served(Script("Hel", error="the disk is gone")) as server, openai_client(server) as client:
         with pytest.raises(openai.InternalServerError, match="the disk is gone"):
             client.responses.create(model="demo-moe", input="Hi")
         last = list(client.responses.create(model="demo-moe", input="Hi", stream=True))[-1]
@@ -190,7 +165,7 @@ PATCH_CALL = '[call apply_patch]{"input": "*** \\u0042egin\\n"}[/call]'
 
 
 def test_a_custom_tool_is_called_with_a_text() -> None:
-    with served(Script(f"Now.{PATCH_CALL}")) as server, client_of(server) as client:
+    with served(Script(f"Now.{PATCH_CALL}")) as server, openai_client(server) as client:
         whole = client.responses.create(model="demo-moe", input="Hi", tools=[WEATHER, PATCH])
         with client.responses.stream(model="demo-moe", input="Hi", tools=[WEATHER, PATCH]) as stream:
             events = list(stream)
@@ -202,13 +177,11 @@ def test_a_custom_tool_is_called_with_a_text() -> None:
         assert (call.name, call.input, call.call_id) == ("apply_patch", "*** Begin\n", "call_1")
         assert [tool.type for tool in response.tools] == ["function", "custom"]
     kinds = [event.type for event in events][-5:]
-    assert kinds == [
-        "response.output_item.added",
-        "response.custom_tool_call_input.delta",
-        "response.custom_tool_call_input.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
+    expected = """
+        response.output_item.added response.custom_tool_call_input.delta response.custom_tool_call_input.done
+        response.output_item.done response.completed
+    """.split()  # noqa: SIM905  # a table of words
+    assert kinds == expected
     added, delta, done, item = events[-5:-1]
     assert added.type == "response.output_item.added" and added.item.type == "custom_tool_call"
     assert (added.item.input, added.item.id) == ("", item.item.id if item.type == "response.output_item.done" else "")
@@ -228,7 +201,7 @@ def test_what_a_model_writes_instead_of_a_text_is_the_text() -> None:
 
 
 def test_a_custom_tool_can_be_demanded() -> None:
-    with served(Script('{"input": "a"}')) as server, client_of(server) as client:
+    with served(Script('{"input": "a"}')) as server, openai_client(server) as client:
         choice: Any = {"type": "custom", "name": "apply_patch"}
         response = client.responses.create(model="demo-moe", input="Hi", tools=[WEATHER, PATCH], tool_choice=choice)
         grammar = server.scheduler.requests[-1].grammar
@@ -243,7 +216,7 @@ def test_a_custom_tool_can_be_demanded() -> None:
 def test_the_tools_of_a_namespace_come_back_with_it(plain: Served) -> None:
     script = Script("[call mcp__files__weather]{}[/call][call mcp__files__apply_patch][/call][call weather]{}[/call]")
     tools = [FILES, {**FILES, "name": "git"}, WEATHER]
-    with served(script) as server, client_of(server) as client:
+    with served(script) as server, openai_client(server) as client:
         called = client.responses.create(model="demo-moe", input="Hi", tools=tools).output
         items: list[Any] = [{"role": "user", "content": "Hi"}, *(item.model_dump(exclude_none=True) for item in called)]
         items += [{"type": "function_call_output", "call_id": "call_1", "output": "warm"}]

@@ -61,7 +61,7 @@ def test_objects_have_what_their_schema_names(compiler: GrammarCompiler) -> None
     ):
         for text, expected in [*((text, True) for text in valid), *((text, False) for text in invalid)]:
             with case(schema, text):
-                assert follow(compiler.json_schema(schema), text) == expected
+                assert follow(compiler.json_schema(schema, "field"), text) == expected
 
 
 def test_what_only_looks_like_a_schema_stays_as_it_is() -> None:
@@ -93,16 +93,16 @@ def test_alternatives_that_exclude_each_other(compiler: GrammarCompiler) -> None
     ):
         with case(schemas):
             if is_taken:
-                compiler.json_schema({"oneOf": schemas})
+                compiler.json_schema({"oneOf": schemas}, "field")
                 continue
             with pytest.raises(RequestError, match="two of its schemas; use anyOf"):
-                compiler.json_schema({"oneOf": schemas})
+                compiler.json_schema({"oneOf": schemas}, "field")
 
 
 def test_formats_that_are_notes_are_left_out(compiler: GrammarCompiler) -> None:
     for kind, name, text in (("integer", "int32", "1"), ("string", "password", '"x"'), ("number", "double", "0.5")):
-        assert follow(compiler.json_schema({"type": kind, "format": name}), text)
-    assert not follow(compiler.json_schema({"type": "string", "format": "date"}), '"x"')
+        assert follow(compiler.json_schema({"type": kind, "format": name}, "field"), text)
+    assert not follow(compiler.json_schema({"type": "string", "format": "date"}, "field"), '"x"')
 
 
 def test_schemas_of_several_tools_keep_their_references(compiler: GrammarCompiler) -> None:
@@ -127,7 +127,7 @@ def test_schemas_of_several_tools_keep_their_references(compiler: GrammarCompile
         ('{"p":{"x":true}}', False),
     ):
         with case(text):
-            assert follow(compiler.json_schema(source), text) == expected
+            assert follow(compiler.json_schema(source, "field"), text) == expected
     other = of_calls(tools, refers("boolean"))
     for text, expected in (
         ('{"p":{"x":true}}', True),
@@ -135,4 +135,4 @@ def test_schemas_of_several_tools_keep_their_references(compiler: GrammarCompile
         ('{"name":"b","arguments":{"p":{"x":3}}}', True),
     ):
         with case("or another form", text):
-            assert follow(compiler.json_schema(other), text) == expected
+            assert follow(compiler.json_schema(other, "field"), text) == expected
