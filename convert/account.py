@@ -1,12 +1,8 @@
-"""Everything that decides the bytes of a pack, and what the pack says about itself.
+"""The record of a pack: what decides its bytes, and what it says about itself.
 
-A `Recipe` is a checkpoint with the plan for it. A `PackRecord` has what follows from it and is not in the large files:
-the digest that identifies the conversion, the small tables, the manifest.
-
-What rounding cost each expert is measured while it is quantized, on tokens that do not calibrate it
-(`calib.quantize.guard`). The figures wait as notes in the conversion's journal, so that a killed conversion does not
-lose them, and become the sidecar `rounding.json` when the pack is complete. Thresholds do not change them: all neurons
-run.
+`Recipe`: a checkpoint with the plan for it. `PackRecord`: what follows from it and is not in the large files.
+Each expert's rounding loss is measured while it is quantized (`calib.quantize.guard`). Losses wait as notes in the
+conversion's journal, so that they survive a kill, and become the sidecar `rounding.json` when the pack is complete.
 """
 
 import hashlib
@@ -30,7 +26,7 @@ from moe_pack.formats.pack.writer import PackWriter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preparation:
-    """How experts are prepared for the formats of their plan: sorted, rotated, calibrated."""
+    """How experts are prepared for the formats of their plan."""
 
     order: NDArray[np.uint32] | None = None  # [L, E, f], the source's neuron in each row; None: the source's order
     # The profile with whose inputs a calibrated plan is quantized; other plans need none.
@@ -65,8 +61,7 @@ def check_calibration(
 ) -> None:
     """Checks that a calibrated plan has a profile of the checkpoint, with inputs or made from an importance file.
 
-    Raises:  PlanError without a profile, for a profile without inputs or of another checkpoint, or if layers are
-             rotated with the moments of an importance file, which belong to the source's coordinates.
+    Raises:  PlanError if not, or if layers are rotated and the profile is of an importance file.
     """
     if plan.quantizer != "calibrated":
         return
@@ -88,10 +83,7 @@ def check_calibration(
 
 
 def check_order(order: NDArray[np.uint32], spec: formats.ModelSpec) -> None:
-    """Checks that a neuron order fits this model.
-
-    Raises:  PlanError for another shape, or if the order of an expert is not a permutation.
-    """
+    """Raises PlanError for a neuron order of another shape than the model's, or that is no permutation."""
     assert order.dtype == np.uint32, order.dtype
     shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
     if order.shape != shape:
@@ -105,7 +97,7 @@ def check_order(order: NDArray[np.uint32], spec: formats.ModelSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackOrigin:
-    """Where a pack comes from: its `source.json`, the files that it copies, the packages that decide its bytes."""
+    """The source of a pack and everything else that decides its bytes."""
 
     source: bytes
     copied: tuple[tuple[str, bytes], ...]
@@ -114,7 +106,7 @@ class PackOrigin:
 
 
 def recipe_account(recipe: Recipe) -> "PackRecord":
-    """Returns the record of the pack that a recipe makes. Its thresholds are zero: all neurons run.
+    """Returns the record of the pack that a recipe makes; its thresholds are zero, so that all neurons run.
 
     Raises:  PlanError if the quantizer's package is not installed; CheckpointError if a file to copy cannot be read.
     """
@@ -142,8 +134,7 @@ def recipe_account(recipe: Recipe) -> "PackRecord":
 class PackRecord:
     """The facts of one pack, without its large files. `conversion`: a digest of everything that decides its bytes.
 
-    Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; None: the source's order.   rotation: None if no
-             layer is rotated.
+    Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; None: the source's.   rotation: None: no layer's.
     """
 
     def __init__(
@@ -183,7 +174,7 @@ class PackRecord:
         ]
 
     def _stored_order(self, notes: Mapping[tuple[int, int], "ExpertNote"]) -> NDArray[np.uint32]:
-        """Returns the order of all rows, u32 [L, E, f]: neurons that are repeated stand twice, one behind the other."""
+        """Returns the order of all rows, u32 [L, E, f]; the second row of a neuron is behind its first."""
         repeats = self._layout.spec.expert.repeats
         if not repeats:
             return self._order
@@ -195,10 +186,7 @@ class PackRecord:
         return rows
 
     def sidecars(self, manifest: bytes, writer: PackWriter) -> list[tuple[str, bytes]]:
-        """Returns names and bytes of the sidecars that are measured while experts are made.
-
-        Args:    manifest: its bytes.
-        """
+        """Returns names and bytes of the sidecars that are measured while experts are made."""
         notes = read_notes(writer.expert_notes())
         if all(note.loss is None for note in notes.values()):
             return []
@@ -208,10 +196,7 @@ class PackRecord:
         return [(ROUNDING_FILE, sidecar.sidecar_bytes(ROUNDING_FILE, rounding, root))]
 
     def manifest(self, files: tuple[manifests.ContentFile, ...]) -> bytes:
-        """Returns the manifest's bytes.
-
-        Args:    files: all files with content, without the experts'.
-        """
+        """Returns the manifest's bytes; `files` are all files with content, without the experts'."""
         layout = self._layout
         layers = list(zip(layout.spec.moe_layers, layout.expert_files, strict=True))
         expert_files = tuple(
@@ -248,7 +233,6 @@ class PackRecord:
 
 
 def _source_order(layout: formats.PackLayout) -> NDArray[np.uint32]:
-    """Returns the order of the source's neurons: u32 [L, E, f]."""
     spec = layout.spec
     rows = np.arange(spec.expert.source_size, dtype=np.uint32)
     return np.broadcast_to(rows, (len(spec.moe_layers), spec.router.num_experts, len(rows)))
@@ -284,7 +268,6 @@ def totals(layout: formats.PackLayout, files: tuple[manifests.ContentFile, ...])
 
 
 def _features(layout: formats.PackLayout, is_rotated: bool) -> tuple[str, ...]:
-    """Returns the features that a reader must support to read this pack."""
     features: set[str] = set()
     experts = [expert for layer in layout.experts for expert in layer]
     rows = [r for expert in experts for r in (expert.selector, expert.records) if r is not None]
@@ -334,7 +317,7 @@ _JOURNAL = "conversion.journal"
 
 @dataclass(frozen=True, slots=True)
 class ExpertNote:
-    """What the journal keeps of an expert next to its bytes: what it loses, and the neurons with two rows, rising."""
+    """The journal's note of an expert."""
 
     loss: quantize.ExpertLoss | None
     repeated: tuple[int, ...]
@@ -346,10 +329,7 @@ def note_of(loss: quantize.ExpertLoss | None, repeated: tuple[int, ...] = ()) ->
 
 
 def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], ExpertNote]:
-    """Reads the notes of experts by MoE layer and expert.
-
-    Raises:  formats.ConversionError for a note that is none.
-    """
+    """Reads notes by MoE layer and expert; raises ConversionError for a damaged one."""
     return {
         place: formats.load(
             ExpertNote, formats.parse(note, _JOURNAL, formats.ConversionError), _JOURNAL, formats.ConversionError
@@ -360,22 +340,19 @@ def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What rounding cost the experts of a pack, `[layer][expert]`; None where it was not measured."""
+    """The rounding losses of a pack's experts."""
 
     experts: tuple[tuple[quantize.ExpertLoss | None, ...], ...]
 
     @classmethod
     def of_notes(cls, notes: Mapping[tuple[int, int], ExpertNote], shape: tuple[int, int]) -> "Rounding":
-        """Returns the record of a pack with `shape` layers and experts from the notes of some of them."""
+        """Returns the losses of `shape` layers and experts from the notes of some of them."""
         found = {place: note.loss for place, note in notes.items()}
         return cls(tuple(tuple(found.get((layer, e)) for e in range(shape[1])) for layer in range(shape[0])))
 
 
 def read_rounding(pack: formats.Pack) -> Rounding | None:
-    """Reads the sidecar of a pack; None if nothing was measured.
-
-    Raises:  PackError if it is damaged, or of other layers and experts.
-    """
+    """Reads the sidecar of a pack; None if nothing was measured. PackError if it is damaged or of another shape."""
     found = sidecar.read_sidecar(pack.folder, ROUNDING_FILE, Rounding, manifests.root_without_thresholds(pack.manifest))
     if found is not None:
         shape = [len(layer) for layer in found.experts]
@@ -423,7 +400,7 @@ def heavy_losses(pack: formats.Pack, rounding: Rounding) -> list[HeavyLoss]:
 
 
 def warning_lines(pack: formats.Pack, rounding: Rounding) -> list[str]:
-    """Returns lines about the experts that lose much; none if there is no such expert."""
+    """Returns lines about the experts that lose much."""
     found = heavy_losses(pack, rounding)
     if not found:
         return []
@@ -443,7 +420,6 @@ def warning_lines(pack: formats.Pack, rounding: Rounding) -> list[str]:
 
 
 def _plain_line(rounding: Rounding) -> str | None:
-    """Returns a line on what was rounded plainly, because calibration lost more; None if nothing was."""
     losses = [loss for layer in rounding.experts for loss in layer if loss is not None]
     counts = [
         (sum(loss.plain_gate for loss in losses), "row", "gate"),
@@ -459,7 +435,7 @@ def _plain_line(rounding: Rounding) -> str | None:
 
 
 def rounding_lines(pack: formats.Pack, rounding: Rounding | None) -> list[str]:
-    """Returns what `inspect` shows: the squared error of experts' outputs by layer, and those that lose much."""
+    """Returns the lines of `inspect`: squared errors of experts' outputs by layer, and the experts that lose much."""
     if rounding is None:
         return ["rounding: not measured"]
     lines = ["rounding, as the squared error of experts' outputs on tokens that did not calibrate them:"]

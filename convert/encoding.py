@@ -1,11 +1,8 @@
-"""The bytes of a pack's items: an expert, rows of a dense matrix or of an n-gram table, tensors that are only stored.
+"""The bytes of a pack's items: `made_item` reads an item from the checkpoint, quantizes it and lays it out.
 
-`made_item` reads an item from the checkpoint, quantizes it and lays it out. `EncodedRows` quantizes a matrix by its
-weights alone, or copies its codes (`CopiedRows`). Copied codes are never decoded to weights: `fp8` and `mxfp4` stay as
-they are, and each row gets the scales of its blocks. MXFP4 blocks that lie across the neurons become `e5m2`.
-
-A calibrated expert is quantized with the inputs that a profile has of it. All three matrices of a block of neurons are
-in memory at once, because the inputs of down depend on gate and up.
+Copied codes are never decoded: `fp8` and `mxfp4` stay as they are, and each row gets the scales of its blocks. MXFP4
+blocks that lie across the neurons become `e5m2`. A calibrated expert is quantized with its inputs in a profile; all
+three matrices of a block of neurons are in memory at once, because the inputs of down depend on gate and up.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +45,7 @@ class MadeItem:
     repeated: tuple[int, ...] = ()  # an expert's neurons with two rows, rising
 
     def note(self) -> bytes:
-        """Returns what the journal notes of the item, which is not in its bytes."""
+        """Returns the journal's note of the item."""
         return b"" if self.loss is None and not self.repeated else account.note_of(self.loss, self.repeated)
 
 
@@ -67,10 +64,7 @@ def made_item(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: T
 
 
 def job_bytes(checkpoint: families.Checkpoint, plan: plans.Plan, item: layouts.Item) -> int:
-    """Returns the peak memory of `made_item`: the item, transposed matrices, and the data that calibrate an expert.
-
-    Blocks of rows are not counted.
-    """
+    """Returns the peak memory of `made_item` without blocks of rows: item, transposed matrices, calibration data."""
     if item.kind != "expert":
         return item.num_bytes
     formats, spec, total = plan.experts[item.layer][item.expert], checkpoint.spec, item.num_bytes
@@ -124,7 +118,6 @@ def _dense_bytes(recipe: account.Recipe, item: layouts.Item, stop: Event) -> NDA
 
 
 def _table_bytes(recipe: account.Recipe, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
-    """Returns rows of an n-gram table with their CRCs; some are read at a time."""
     checkpoint, table = recipe.checkpoint, recipe.layout.ngrams[item.layer]
     row_bytes, value_bytes = table.rows.row_bytes, table.rows.crc_offset
     out = np.zeros((item.num_bytes // row_bytes, row_bytes), np.uint8)
@@ -180,7 +173,6 @@ def _expert(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: Ten
 def _halves(
     expert: layouts.ExpertLayout, extent: NDArray[np.uint8]
 ) -> list[tuple[layouts.RowLayout, NDArray[np.uint8]]]:
-    """Returns records and, if there is one, selector: the layout and the rows in the extent, u8 [f, row_bytes]."""
     records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
     halves = [(expert.records, records.reshape(expert.num_rows, -1))]
     if expert.selector is not None:
@@ -260,10 +252,7 @@ def _plain_rows(
 def _calibrated_quantizer(
     recipe: account.Recipe, item: layouts.Item, rotation: quantize.LayerRotation, stored: Tensor | None
 ) -> quantize.GuardedQuantizer | None:
-    """Returns the quantizer of an expert whose codes depend on its inputs, else None.
-
-    It has the expert's tokens in the profile, or its moments from an importance file.
-    """
+    """Returns the quantizer of an expert whose codes depend on its inputs, else None."""
     formats = recipe.plan.experts[item.layer][item.expert]
     if not is_calibrated(recipe.plan, formats):
         return None
@@ -450,7 +439,6 @@ def _numbered(source: families.SourceMatrix, first: int) -> Callable[[int, int],
 
 
 def _read_checked(checkpoint: families.Checkpoint, source: families.SourceMatrix, start: int, stop: int) -> Tensor:
-    """Returns rows of the source's tensor; a CheckpointError has the place of the first weight that is not finite."""
     weights = model.read_rows(checkpoint, source, start, stop)
     quantize.check_finite(
         weights, checkpoint.place(source), errors.CheckpointError, lambda row, col: source.number(start + row, col)
@@ -473,7 +461,6 @@ def _transposed(
 
 
 def _encoded(part: plans.PartFormat, num_cols: int, codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns a part's bytes of codes, u8 [n, num_cols], and scales as the source has them."""
     if part.codec == "fp8":
         return codecs.Fp8(part, num_cols).encode(codes, scales)
     if part.codec == "mxfp4":

@@ -1,9 +1,8 @@
-"""Measures the time that a decoded token takes in addition to its bytes: Python, small kernels, bookkeeping.
+"""The time that a decoded token takes in addition to its bytes: Python, small kernels, bookkeeping.
 
-`doctor` decodes with synthetic packs in a temporary folder, within a budget, so that their experts are offloaded. What
-the weights take at the measured rates is subtracted. The packs of tokens, layers and experts have more weights than the
-processor's caches hold, as a real model has: with tiny weights a layer takes a third of the time. A family with more
-operations in a layer (shared experts, latent attention) takes a little more than these figures say.
+`doctor` decodes with synthetic packs whose experts are offloaded, and subtracts the time of the weights at the
+measured rates. The packs have more weights than the processor's caches hold, as real models do: with tiny weights
+a layer takes a third of the time. Shared experts or latent attention take a little more.
 """
 
 import tempfile
@@ -36,9 +35,9 @@ def measure_fixed_costs(facts: runtime.MachineFacts, seconds: float) -> runtime.
     """Measures the fixed costs of this machine's CPU.
 
     Meaning: token(L, k) = token_s + L * (layer_s + k * expert_s) + weights, solved from three packs of L layers and k
-             experts a token that are fully in memory; miss_s from a pack of tiny experts with memory for half of them,
-             whose files are in the system's cache, and with memory for all; rows_s in the same way from a pack of which
-             single rows are read. The runs take turns, so that other work on the machine slows all of them.
+             experts a token that are fully in memory. miss_s: a pack of tiny experts with memory for half of them,
+             against one with memory for all. rows_s: likewise, from a pack of which single rows are read. The runs
+             take turns, so that other work on the machine slows all of them.
     Args:    facts: with the rates of the CPU; without them, weights count as free.   seconds: the least time that all
              runs together decode.
     """
@@ -84,10 +83,7 @@ def _each(seconds: float, number: float) -> float:
 
 
 class _Run:
-    """A small pack that decodes tokens on demand, with memory for a share of its experts.
-
-    `times`: of tokens, in seconds.
-    """
+    """A small pack that decodes tokens on demand, with memory for a share of its experts."""
 
     def __init__(self, folder: Path, share: float = 1.0, cutover: float = 0.0) -> None:
         self.times: list[float] = []
@@ -114,21 +110,17 @@ class _Run:
 
     @property
     def token_s(self) -> float:
-        """The median time of a token."""
         return float(np.median(self.times))
 
     @property
     def in_part(self) -> float:
-        """The mean number of experts of which rows were missing when a token needed them."""
         return self._counts.in_part / self._counts.tokens
 
     @property
     def misses(self) -> float:
-        """The mean number of experts that are read for a token, the first tokens included."""
         return (self._counts.needed - self._counts.hits) / self._counts.tokens
 
     def decode(self) -> None:
-        """Decodes a few tokens and times them; a new sequence begins when the context is full."""
         for _ in range(_TOKENS_AT_ONCE):
             if self._num_tokens % _CONTEXT == 0:
                 self._decoder.reset()
@@ -138,7 +130,6 @@ class _Run:
             self._num_tokens += 1
 
     def close(self) -> None:
-        """Closes engine and pack."""
         self._stack.close()
 
 
@@ -153,7 +144,6 @@ def _budget_for(pack: formats.Pack, share: float) -> int:
 def _small_spec(
     num_layers: int, num_active: int, num_experts: int, hidden_size: int, num_neurons: int
 ) -> formats.ModelSpec:
-    """Returns a model with the attention and the experts that most families have."""
     return formats.ModelSpec(
         family="tiny",
         hidden_size=hidden_size,

@@ -1,7 +1,7 @@
-"""Finds a checkpoint, a folder, a GGUF file, or on the hub by name, downloaded or streamed; the card of packs there.
+"""Checkpoints by name: a folder, a GGUF file, or on the hub, downloaded or streamed; and the model card of packs there.
 
-A model card that exists is kept: metadata that it has stays, and only the pack's own section, between two marks, is
-replaced. The card says nothing that is not known: without `quality.json` the loss is "not measured".
+A model card that exists is kept: only the pack's own section, between two marks, is replaced. The card says nothing
+that is not known: without `quality.json` the loss is "not measured".
 """
 
 import re
@@ -31,9 +31,9 @@ def find_checkpoint(
 ) -> Path | checkpoint_files.CheckpointFiles:
     """Returns the folder of the checkpoint that `source` names; of GGUF, the open files, which `Checkpoint` closes.
 
-    A folder is returned as it is, unless its weights are GGUF files. A hub id (`owner/name`, with a folder and a
-    revision of it as `owner/name:folder@v1`, or with a quantization of GGUF files as `owner/name:Q4_K_M`) or a short
-    name (`mixtral`) is looked up in the hub's local cache, and downloaded to it if it is missing or incomplete there.
+    A hub id (`owner/name`, with a folder and a revision of it as `owner/name:folder@v1`, or with a quantization of GGUF
+    files as `owner/name:Q4_K_M`) or a short name (`mixtral`) is looked up in the hub's local cache, and downloaded to
+    it if it is missing or incomplete there.
     Raises:  CheckpointError with what was searched, and where.
     """
     path = Path(source)
@@ -79,7 +79,6 @@ def _said(searched: str) -> Iterator[None]:
 
 
 def _shards(name: hub.HubName, repository: hub.HubRepository, searched: str) -> tuple[str, ...]:
-    """Returns the names of the files with the weights of a checkpoint on the hub."""
 
     def read_index() -> object:
         path = name.path(weight_files.INDEX)
@@ -98,7 +97,6 @@ def _gguf_paths(name: hub.HubName, paths: Iterable[str]) -> list[str]:
 
 
 def _cached_gguf(name: hub.HubName, snapshot: Path) -> Path | None:
-    """Returns the GGUF file of a variant in a snapshot of the cache; None if it is not there with all its parts."""
     for path in _gguf_paths(name, (str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf"))):
         with suppress(formats.CheckpointError):
             return part_paths(snapshot / path)[0]
@@ -220,7 +218,6 @@ def card_text(old: str | None, pack: formats.Pack, name: hub.HubName, facts: Car
 
 
 def _metadata(known: dict[str, Any], facts: CardFacts) -> dict[str, Any]:
-    """Returns the card's metadata: what is known stays, what is missing is added."""
     added: dict[str, Any] = {"library_name": "moe-pack", "pipeline_tag": "text-generation"}
     if facts.base_model is not None:
         added |= {"base_model": facts.base_model, "base_model_relation": "quantized"}
@@ -251,7 +248,6 @@ def _section(pack: formats.Pack, name: hub.HubName, facts: CardFacts) -> str:
 
 
 def _quality_rows(quality: Quality | None) -> list[tuple[str, str]]:
-    """Returns the measured loss as rows of the table."""
     if quality is None:
         return [("loss", "not measured")]
     text = f"{quality.num_tokens:,} tokens of {quality.text}"

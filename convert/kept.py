@@ -1,8 +1,4 @@
-"""The checkpoint's own codes in a pack: which formats keep them, and which matrices of a plan do.
-
-`keep_source` changes a plan so that codes of the checkpoint are copied if they are not wider than the planned format;
-`lossless_formats` and `with_kept` offer them to a planner. `encoding` copies them.
-"""
+"""The checkpoint's own codes in a pack: which formats keep them, and which matrices of a plan do."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -58,9 +54,8 @@ def keep_source(
 ) -> plans.Plan:
     """Returns the plan with the source's own codes in place of formats that are not narrower.
 
-    Meaning: `source` keeps the format of the source, whatever it is; None keeps it if it is FP8 or MXFP4; a width keeps
-             it if it is FP8 or MXFP4 with no more bits. Everything else stays as planned.
-    Args:    selector, record, dense: the bits that the options say.
+    Args:    selector, record, dense: the bits that the options say. `source` keeps the format of the source, whatever
+             it is; None keeps it if it is FP8 or MXFP4; a width keeps it if it is FP8 or MXFP4 with no more bits.
     Raises:  PlanError for `source`, if no format keeps the source without loss.
     """
     spec = checkpoint.spec
@@ -120,10 +115,7 @@ def with_kept(losses: Losses, kept: Mapping[specs.Matrix, plans.PartFormat]) -> 
 
 
 def check_kept(checkpoint: families.Checkpoint, plan: plans.Plan) -> None:
-    """Checks that the checkpoint has the codes that a plan keeps.
-
-    Raises:  PlanError with the place of the first matrix that is in other codes.
-    """
+    """Raises PlanError with the place of the first matrix whose codes a plan keeps and the checkpoint does not have."""
     for layer_idx, layer in enumerate(plan.experts):
         for e, expert in enumerate(layer):
             for matrix in checkpoint.spec.expert.matrices:
@@ -159,7 +151,6 @@ def _expert(layer_idx: int, e: int, expert: plans.ExpertFormat, kept: _Kept) -> 
 
 
 def _codes_format(source: families.SourceMatrix) -> plans.PartFormat | None:
-    """Returns the format that keeps a matrix's codes; None if it is not in codes."""
     if source.codec == "mxfp4":
         return plans.MXFP4 if source.neurons == "rows" else plans.E5M2
     return plans.FP8 if source.codec == "fp8" else None
@@ -168,7 +159,6 @@ def _codes_format(source: families.SourceMatrix) -> plans.PartFormat | None:
 def _kept_dense(
     checkpoint: families.Checkpoint, planned: tuple[plans.PartFormat | None, ...], bits: options.Bits
 ) -> tuple[plans.PartFormat | None, ...]:
-    """Returns the formats of dense tensors; None keeps the source's bytes."""
     if not isinstance(bits, float | int):
         return (None,) * len(planned)
     sources = [checkpoint.dense_source(role.name) for role in specs.dense_roles(checkpoint.spec)]

@@ -1,7 +1,7 @@
 """The use cases of this folder as functions: they make a profile, plans, a pack, or a pack for a memory.
 
-Each takes an order (`options`), tells a progress what it does, lines for people included, and returns a result. The
-command line makes orders of its options and prints results; `convert` is for those who write Python.
+Each takes an order (`options`), tells a progress what it does, and returns a result. The command line makes orders of
+its options and prints results; `convert` is for those who write Python.
 """
 
 import math
@@ -84,7 +84,7 @@ class MadePlans:
 
     @property
     def origin(self) -> str:
-        """Where losses and routes come from, in words."""
+        """Returns the source of losses and routes, in words."""
         losses = self.model.losses
         if self.is_measured:
             return f"losses and routes: {losses.origin}"
@@ -226,7 +226,6 @@ def make_pack(order: options.PackOrder, progress: formats.Progress = formats.NO_
 def _decision(
     order: options.PackOrder, checkpoint: families.Checkpoint, found: profile.Profile | None
 ) -> plan.Decision:
-    """Returns the plan and the sparsity of each expert; PlanError if the plan does not fit the model."""
     spec = checkpoint.spec
     if order.plan_file is not None:
         return plan.read_plan(order.plan_file, spec)
@@ -242,7 +241,6 @@ def _decision(
 def _prepared(
     order: options.PackOrder, checkpoint: families.Checkpoint, decision: plan.Decision, found: profile.Profile | None
 ) -> account.Preparation:
-    """Returns the order of neurons, the rotation and the calibration of a pack, which fit its plan."""
     rotate = PlanRotation.choice(order.rotate, decision.is_plain)
     rotation = PlanRotation.chosen(rotate, checkpoint, found).of(decision.plan)
     prepared = account.Preparation(None, found, rotation, order.sequential)
@@ -260,7 +258,6 @@ def _converted(
     prepared: account.Preparation,
     progress: formats.Progress,
 ) -> pipeline.ConversionResult:
-    """Makes a pack in this process, or on a Ray cluster."""
     if order.many.ray is not None:
         job = ray_launcher.PackJob(ray_launcher.absolute(order), chosen, prepared)
         layout = pipeline.layout_for(checkpoint, chosen, prepared.rotation)
@@ -336,7 +333,6 @@ def _rotated_note(order: options.PackOrder, is_plain: bool) -> list[str]:
 
 
 def _sample(checkpoint: families.Checkpoint, text: Text) -> forward.Tokens:
-    """Reads the start of our sample, which calibrates by default."""
     return forward.read_tokens(None, None, text, options.CALIBRATION_TOKENS, _sequence_length(checkpoint))
 
 
@@ -407,10 +403,7 @@ def _profile_for_target(
     rotate: quantize.RotateChoice,
     progress: formats.Progress,
 ) -> profile.Profile:
-    """Returns the profile of the order, or makes one of our sample next to the output.
-
-    Args:    rotate: `--rotate`, as it is meant for the pack.
-    """
+    """Returns the profile of the order, or makes one of our sample next to the output."""
     if order.profile is not None:
         found = profile.Profile(order.profile)
         if found.facts.imatrix is not None:
@@ -433,7 +426,6 @@ def _planner(
     target: plan.Target,
     progress: formats.Progress,
 ) -> plan.Planner | None:
-    """Returns the planner for a target, after its defaults are said; None for a paper's pack without a memory."""
     for line in plan.defaults_text(target, model.spec, order.machine):
         progress.say(f"by default {line}")
     if (stored := plan.kv_text(target)) is not None:

@@ -1,7 +1,4 @@
-"""The options of what this folder makes, from which the command line is derived, and names that others compute with.
-
-`PackOrder`, `PlanOrder` and `ProfileOrder` say everything that `making` needs for a pack, a plan or a profile.
-"""
+"""The options of this folder's results, from which the command line is derived, and names that others compute with."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -295,7 +292,6 @@ class PlanOptions:
         )
 
     def _part(self, flag: str, bits: float, quantizer: formats.Quantizer) -> formats.PartFormat:
-        """Returns the format of experts' matrices with `bits` bits a weight."""
         fits = bits in _TRELLIS_BITS
         if self.codec == "trellis" and not fits and bits != 16:
             raise formats.PlanError(f"{flag} {bits:g}: a trellis has 2 to 4 bits a weight; use --codec affine")
@@ -531,7 +527,6 @@ def chosen_device(name: str) -> "torch.device":
 
 
 def _percentage(text: str) -> float:
-    """Returns the share that `1%` stands for; raises ValueError if it is not a percentage of 0 or more."""
     try:
         share = float(text.removesuffix("%")) / 100
     except ValueError:
@@ -568,5 +563,5 @@ class CheckLimits:
 
     @property
     def of_loss(self) -> bool:
-        """Whether one of the limits is of loss."""
+        """Returns whether one of the limits is of loss."""
         return self.max_kl is not None or self.max_ppl_increase is not None

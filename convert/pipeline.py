@@ -1,11 +1,9 @@
 """The conversion: a checkpoint and a plan become a pack, item by item, several at once, in bounded memory.
 
 An item (an expert, or a piece of the dense part) gets its bytes in a worker thread: `encoding` makes them from the
-source, or `EarlierPack` copies them from a pack of the same checkpoint if both plans store the item in the same way.
-`write_pack` writes items in one order, whatever the number of workers.
-
-Workers are threads: reading, torch and digests release the interpreter, and a process that is killed at any moment
-leaves no other process that could still write.
+source, or `EarlierPack` copies them from a pack of the same checkpoint. `write_pack` writes items in one order,
+whatever the number of workers. Workers are threads: reading, torch and digests release the interpreter, and a killed
+process leaves no other process that could still write.
 """
 
 import hashlib
@@ -42,9 +40,9 @@ class EarlierPack:
     """An earlier pack of the same checkpoint, and the items of a recipe that it contains. Owns the open pack.
 
     It contains an expert if selector kind, quantizer, all formats, the neuron order and the layer's rotation are the
-    same, and a dense tensor if format and quantizer are the same. Of a sequential recipe, the layers before must be the
-    same too, and all dense tensors. It contains nothing if the account of the source or a package version differs. It
-    does not check that the source's weights are the same, nor that it was calibrated likewise: the caller made it.
+    same, and a dense tensor if format and quantizer are the same. If the recipe is sequential, the layers before and
+    all dense tensors must be the same too. It contains nothing if the account of the source or a package version
+    differs. The caller knows that the source's weights and the calibration are the same: this is not checked.
     Raises:  PackError if the folder is not a valid pack.
     """
 
@@ -152,7 +150,6 @@ class EarlierPack:
         return rows.reshape(-1)
 
     def _check(self, file: str) -> None:
-        """Checks the digest of a whole file, the first time."""
         if file not in self._checked:
             self._pack.check_file(file)
             self._checked.add(file)
@@ -244,7 +241,7 @@ def large_bytes(layout: layouts.PackLayout) -> int:
 
 
 def check_prepared(checkpoint: Checkpoint, plan: plans.Plan, prepared: account.Preparation) -> None:
-    """Checks that a plan and its preparation fit the checkpoint; raises PlanError."""
+    """Raises PlanError if a plan or its preparation does not fit the checkpoint."""
     if prepared.order is not None:
         account.check_order(prepared.order, checkpoint.spec)
     kept.check_kept(checkpoint, plan)
@@ -268,11 +265,9 @@ def convert(
     """Writes the pack that `plan` makes of `checkpoint` into `folder`; continues where a killed run stopped.
 
     Args:    workers: threads, each with one torch thread (torch's own are set to one for the whole process).
-             on_step: called before each change of the disk.   earlier: a pack of the same checkpoint and, if it is
-             calibrated, of the same profile and as sequentially; items that both plans store in the same way are copied
-             from it.   memory_bytes: an approximate limit for all items that are worked on at once; one item is always
-             allowed, however large.   part: of several processes that call this function for the same folder. It makes
-             its own items, then those that others have not made.
+             on_step: called before each change of the disk.   earlier: as for `EarlierPack`.   memory_bytes: an
+             approximate limit for all items that are worked on at once; one item is always allowed.   part: of several
+             processes with this folder. It makes its own items, then those that others have not made.
     Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged. The folder then keeps the
              finished items.
     """
@@ -304,10 +299,7 @@ def convert(
 def memory_line(
     checkpoint: Checkpoint, plan: plans.Plan, layout: layouts.PackLayout, workers: int, memory_bytes: int
 ) -> str | None:
-    """Returns a line that says that workers will wait for memory, and how much is enough; None if none will wait.
-
-    It considers experts only, because dense tensors are few.
-    """
+    """Returns a line that says that workers will wait for memory, and how much is enough; None if none will wait."""
     largest = max(encoding.job_bytes(checkpoint, plan, item) for item in layout.items() if item.kind == "expert")
     at_once = max(memory_bytes // largest, 1)
     if at_once >= workers:
@@ -331,7 +323,7 @@ def write_pack(
     """Writes a whole pack, continues where a killed run stopped, and closes the writer.
 
     Args:    workers, progress, memory_bytes: as for `convert`.
-    Raises:  ConversionError, and what `work` raises.
+    Raises:  ConversionError, and the errors of `work`.
     """
     torch.set_num_threads(1)
     give_back_large_at_once()
@@ -360,7 +352,7 @@ def write_pack(
 
 
 class _PackingReports:
-    """Reports what is on the disk, whichever part has made it, by kinds of work; `work` also reports entered layers."""
+    """Reports by kinds of work what is on the disk, whichever part has made it; `work` also reports entered layers."""
 
     _LAYERS = "inputs of a layer"
     _LAYER_COST = 1e9  # bytes that are copied in the time that a layer takes
@@ -458,7 +450,6 @@ _SEALING_PATIENCE_S, _HASHED_BYTES_A_S = 10.0, 100e6  # sealing reads all but th
 
 
 def _comes_from_another(writer: PackWriter, item: layouts.Item, patience_s: float) -> bool:
-    """Waits until another part has written an item; returns whether it did."""
 
     def is_there() -> bool:
         writer.refresh()
@@ -468,7 +459,6 @@ def _comes_from_another(writer: PackWriter, item: layouts.Item, patience_s: floa
 
 
 def _sealed_by_another(writer: PackWriter, layout: layouts.PackLayout) -> bool:
-    """Waits until the part that has begun to seal the pack is done; returns whether it was."""
     hashed = sum(item.num_bytes for item in layout.items() if item.kind != "expert")
     return _awaited(writer.is_sealed, _SEALING_PATIENCE_S + hashed / _HASHED_BYTES_A_S)
 

@@ -1,11 +1,9 @@
 """Ray as the launcher of parts: the machines of a Ray cluster make one profile or one pack together.
 
-Each part is a Ray task. It calls what `--part I/N` calls in its process, over a folder that all machines see. Ray
-starts a task again if its process or its machine dies; the new process continues from the folder. Parts make what
-others have left, so the result is complete as soon as one part returns.
-
-The driver is the process of the command. It reads the checkpoint and the text, so that all parts get the same plan and
-the same tokens. It makes no part itself, and learns the progress from the folder.
+Each part is a Ray task that does the work of `--part I/N` over a folder that all machines see. Ray starts a task again
+if its process or its machine dies; the new process continues from the folder. Parts make what others have left, so the
+result is complete as soon as one part returns. The driver is the process of the command: it reads the checkpoint and
+the text, so that all parts get the same plan and tokens, and learns the progress from the folder.
 """
 
 import platform
@@ -151,10 +149,7 @@ def _run_on_cluster(
     stage: commands.Stage,
     done: Callable[[], tuple[int, str]],
 ) -> None:
-    """Connects to the cluster that the options name, and makes all parts of a job there.
-
-    Args:    each: what a part uses.   progress, stage, done: as for `Cluster.run`.
-    """
+    """Connects to the cluster that the options name, and makes all parts of a job there."""
     assert many.ray is not None, "the options name a cluster"
     with closing(Cluster(many.ray)) as cluster:
         room = cluster.num_parts(each)
@@ -168,7 +163,7 @@ def _run_on_cluster(
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a part uses, by which Ray places it."""
+    """The CPUs and the memory of a part, by which Ray places it."""
 
     num_cpus: int
     memory_bytes: int
@@ -190,13 +185,12 @@ class _Node:
     memory_bytes: int
 
     def num_parts(self, each: Resources) -> int:
-        """Returns how many parts the machine has room for."""
         return min(self.num_cpus // each.num_cpus, self.memory_bytes // each.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """What a part would find on a machine."""
+    """The facts of a machine on which its parts depend."""
 
     sees_folder: bool
     made_with: str
@@ -234,10 +228,7 @@ class Cluster:
         self._ray.shutdown()
 
     def num_parts(self, each: Resources) -> int:
-        """Returns the number of parts for which the cluster has room.
-
-        Raises:  RunError if no machine has room for one.
-        """
+        """Returns the number of parts for which the cluster has room; RunError if no machine has room for one."""
         nodes = self._nodes()
         total = sum(node.num_parts(each) for node in nodes)
         if not total:
@@ -249,10 +240,7 @@ class Cluster:
         return total
 
     def check(self, job: Job) -> None:
-        """Checks that every machine sees the folder of a job, and would make the same bytes.
-
-        Raises:  RunError if one does not.
-        """
+        """Raises RunError if a machine does not see the folder of a job, or would make other bytes."""
         try:
             job.output.mkdir(parents=True, exist_ok=True)
             for old in job.output.glob(f"{_MARKER}*.tmp"):  # of a driver that was killed
@@ -297,7 +285,7 @@ class Cluster:
         "Tried to complete task that was not pending").
 
         Args:    stage, done: what the progress shows, how much of it is there now, and what was made last.
-        Raises:  what a part raises; RunError if all parts have died too often.
+        Raises:  the error of a part; RunError if all parts have died too often.
         """
         errors = self._ray.exceptions
         task = self._ray.remote(_run_part).options(
@@ -347,7 +335,6 @@ class Cluster:
         return nodes
 
     def _ask(self, node: _Node, marker: Path) -> Any:
-        """Starts a probe on a machine, and returns its reference."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         place = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
@@ -355,7 +342,6 @@ class Cluster:
         return task.remote(marker)
 
     def _answer(self, name: str, ref: Any) -> _Probe:
-        """Waits for the probe of a machine."""
         try:
             return self._ray.get(ref, timeout=_PROBE_S)  # type: ignore[no-any-return]  # ray.get has no types here
         except self._ray.exceptions.GetTimeoutError as fault:
@@ -371,7 +357,6 @@ class Cluster:
 
 
 def _run_part(job: Job, part: commands.Part) -> None:
-    """Makes a part in a process of the cluster."""
     if not job.output.is_dir():
         raise formats.RunError(
             f"{job.output}: {platform.node()} does not see this folder; mount the same folder on every machine, under "
@@ -388,7 +373,6 @@ def _run_part(job: Job, part: commands.Part) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Checks that something listens at HOST:PORT; raises RunError if nothing does."""
     host, colon, port = address.rpartition(":")
     if not colon:
         return
@@ -415,7 +399,6 @@ def _wait_until_unused(folder: Path) -> None:
 
 
 def _probed(marker: Path) -> _Probe:
-    """Returns what a part would find here; `marker` is a file that the driver has made."""
     instructions = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return _Probe(
         marker.exists(), f"moe-pack {VERSION}, torch {torch.__version__}, numpy {np.__version__}", instructions

@@ -1,24 +1,21 @@
 """Synthetic packs: a real model's dimensions with random weights, to measure its speed before a download.
 
-Everything that decides speed is as in a pack of the real model: bytes, layout, widths, how many neurons run, how
-popular experts are. The text of a synthetic pack is noise, and its empty source account says so (docs/pack.md,
-section 10).
-
-Weights are drawn as the bytes of a pack: codes from a fast generator, with scales that keep a model's activations sane.
+Bytes, layout, widths, popularity of experts and the share of neurons that run are as in a pack of the real model. The
+text is noise, and the empty source account says so (docs/pack.md, section 10). Weights are drawn as the bytes of a
+pack: codes from a fast generator, with scales that keep a model's activations sane.
 
     x: hidden states of rms 1 after each norm.   gate, up, queries, ...: rows that give activations of deviation 1
     down, attention's output: so small that all layers together turn the hidden state by a few degrees
 
-The hidden state therefore keeps what the embedding gave it: a constant direction, the same for every token, and a part
-of the token's own. The routers read both:
+So the hidden state keeps two parts of the embedding, which the routers read: a constant direction, the same for every
+token, and a part of the token's own.
 
     logit_e = popular_e + own_e . z        z: the token's own part of its normed hidden state, deviation 1 in each row
     own rows of the next layer = C * those of this layer + sqrt(1 - C^2) * new ones, experts renamed
 
-The constant direction has the same value in every dimension, and `popular_e` is read from it. Layer norms without bias
-would take it away: there its sign turns every 128 dimensions, and the weights of the norm before a router turn too. All
-rows are orthogonal, to each other and to the constant, so that logits are independent. The `popular_e` for a popularity
-is found by drawing logits and letting the router choose.
+The constant direction has the same value in every dimension. A layer norm without bias would take it away: there its
+sign turns every 128 dimensions, as the weights of the norm before a router do. All rows are orthogonal to each other
+and to the constant, so that logits are independent. `popular_logits` finds the `popular_e` for a popularity.
 """
 
 import hashlib
@@ -74,7 +71,7 @@ _RUN = 128  # columns; the scales of a row are of fewer
 
 @dataclass(frozen=True, slots=True)
 class WeightDistribution:
-    """A uniform distribution of random weights, by its mean and its standard deviation."""
+    """A uniform distribution of random weights."""
 
     mean: float
     deviation: float
@@ -154,7 +151,7 @@ def _hidden_rms(spec: formats.ModelSpec) -> float:
 
 
 def _mixer_vector(name: str, num_values: int, stream: np.random.BitGenerator, is_bounded: bool) -> NDArray[np.float32]:
-    """Returns the values of a convolution's kernel, or of what decays follow from: states remember some time.
+    """Returns the values of a convolution's kernel, or those that decays follow from: states remember some time.
 
     Args:    is_bounded: whether a bound times a sigmoid is the logarithm of a decay.
     """
@@ -244,7 +241,6 @@ def even_values(spread: WeightDistribution) -> NDArray[np.uint16]:
 
 
 def _even(spread: WeightDistribution, count: int) -> NDArray[np.float64]:
-    """Returns `count` values of the distribution, at equal distances."""
     steps = (np.arange(count) - (count - 1) / 2) / math.sqrt((count**2 - 1) / 12)
     return np.asarray(spread.mean + spread.deviation * steps)
 
@@ -318,10 +314,7 @@ def skewed_popularity(spec: formats.ModelSpec, skew: float, seed: int) -> Floats
 
 
 def profiled_popularity(spec: formats.ModelSpec, profile: Profile) -> Floats:
-    """Returns the share of the profile's tokens that chose each expert, [L, E].
-
-    Raises:  PlanError if the profile has other layers or experts.
-    """
+    """Returns the share of the profile's tokens for each expert, [L, E]; PlanError for other layers or experts."""
     profiled = (len(profile.spec.moe_layers), profile.spec.router.num_experts)
     L, E = len(spec.moe_layers), spec.router.num_experts
     if profiled != (L, E):
@@ -348,7 +341,7 @@ def _shares(weights: Floats, k: int) -> Floats:
 
 
 def popular_logits(shares: Floats, router: formats.RouterSpec, seed: int) -> Floats:
-    """Returns what to add to the random logits of each expert, [E], so that these shares of tokens choose it.
+    """Returns the constant logits of experts, [E], with which these shares of tokens choose them.
 
     Args:    shares: [E]; they add up to the number of experts a token.
     """
@@ -422,7 +415,6 @@ _PLACES = ("/dev/shm", "/run/shm", "/tmp")
 def link_memory_folder(output: Path, needed_bytes: int) -> Path:
     """Makes `output` a link to a folder in a file system in memory, and returns that folder; both may exist already.
 
-    Args:    needed_bytes: that will be written.
     Raises:  ConversionError if `output` is something else, or there is too little memory or no such file system.
     """
     place = _memory_place()
@@ -465,12 +457,10 @@ def _memory_place() -> Path:
 
 
 def _written_bytes(folder: Path) -> int:
-    """Returns the bytes that an earlier run has written."""
     return sum(512 * path.stat().st_blocks for path in folder.iterdir()) if folder.exists() else 0
 
 
 def _check_free(place: Path, needed_bytes: int) -> None:
-    """Checks that the file system and the memory of the machine have so many free bytes."""
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < needed_bytes:
         raise formats.ConversionError(
@@ -527,8 +517,7 @@ def synthesize(
 ) -> pipeline.ConversionResult:
     """Writes a synthetic pack into `folder`; continues where a killed run stopped. Same arguments, same bytes.
 
-    Args:    workers: threads, each with one torch thread (torch's own are set to one for the whole process).
-             on_step: called before each change of the disk.   rotation: of the layers; random rows are as random in any
+    Args:    workers, on_step: as for `pipeline.convert`.   rotation: of the layers; random rows are as random in any
              coordinates, so it decides only what the runtime computes.
     Raises:  PlanError if the plan does not fit the model; ConversionError as `convert`.
     """
@@ -591,7 +580,7 @@ class _SyntheticModel:
         }
 
     def item_bytes(self, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
-        """Returns the bytes of a dense tensor, rows of a table or an extent: u8 [item.num_bytes]; needs no `stop`."""
+        """Returns the bytes of a dense tensor, rows of a table or an extent: u8 [item.num_bytes]."""
         if item.kind == "dense":
             number, dense = self._dense[item.role]
             key = (number, item.first_row) if item.first_row else (number,)
@@ -627,7 +616,6 @@ def _random_experts(spec: formats.ModelSpec, num_tokens: int, stream: np.random.
 
 
 def _random_table(table: layouts.NgramLayout, item: layouts.Item, stream: np.random.BitGenerator) -> NDArray[np.uint8]:
-    """Returns rows of an n-gram table, whose values have a deviation of 1: u8 [item.num_bytes]."""
     rows = np.zeros((item.num_bytes // table.rows.row_bytes, table.rows.row_bytes), np.uint8)
     values = random_matrix(len(rows), table.rows.num_cols, WeightDistribution(0.0, 1.0), stream)
     rows[:, : table.rows.crc_offset] = values
@@ -636,7 +624,6 @@ def _random_table(table: layouts.NgramLayout, item: layouts.Item, stream: np.ran
 
 
 def _random_extent(spec: formats.ModelSpec, expert: formats.ExpertLayout, key: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Returns an expert's selector, records and extra values, which are zero: u8 [num_bytes]."""
     spreads, stream = expert_spreads(spec), random_stream(*key)
     halves = [random_rows(rows, expert.num_rows, spreads, stream) for rows in (expert.selector, expert.records) if rows]
     if expert.extra is not None:
@@ -671,7 +658,6 @@ def _quantile(
     sparsity: float,
     seed: int,
 ) -> float:
-    """Returns the quantile of `abs(a)` over random tokens and experts of one format."""
     tokens = _random_tokens(spec, seed)
     layout = layouts.expert_layout(expert, plan.selector, spec.expert, spec.hidden_size)
     samples, number = list[Tensor](), 0

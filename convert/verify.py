@@ -1,8 +1,4 @@
-"""Compares a finished pack with its checkpoint, and describes it.
-
-- comparison, for `verify`: every weight of a pack with the checkpoint's, and the logits of both on some text;
-- description, for `inspect`: the model, bytes by part, formats by layer and expert, as facts for a table or for JSON.
-"""
+"""Compares a finished pack with its checkpoint, for `verify`, and describes it, for `inspect`."""
 
 import math
 from dataclasses import dataclass
@@ -53,10 +49,7 @@ class LogitsError:
 
 
 def same_tensors(pack: Pack, checkpoint: Checkpoint) -> None:
-    """Checks that the checkpoint has the tensors that the pack's `source.json` names.
-
-    Raises:  PackError with the name of the first tensor that differs.
-    """
+    """Raises PackError with the first tensor of the pack's `source.json` that the checkpoint does not have so."""
     _, tensors = checkpoint.account()
     account = manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes())
     packed = {tensor.name: (tensor.dtype, tensor.shape) for tensor in account.tensors}
@@ -101,7 +94,6 @@ class _Sums:
         return _cosine(source, stored) > (min(_RELATED, chance) if part.bits == 1 else _RELATED)
 
     def result(self, matrix: str, stored_as: str) -> MatrixError:
-        """Returns the errors over all weights that were added."""
         relative = self.error / self.weight if self.weight else 0.0
         return MatrixError(matrix, stored_as, self.num_weights, self.error / self.num_weights, relative, self.largest)
 
@@ -268,10 +260,7 @@ def logits_error(source: Tensor, packed: Tensor) -> LogitsError:
 def compare_logits(
     pack: Pack, checkpoint: Checkpoint, ids: list[int], operations: model.Operations = model.TORCH
 ) -> LogitsError:
-    """Returns the difference of both models' predictions of each next token of `ids`.
-
-    An encoder reads `ids`; the decoder then predicts the same tokens as the answer.
-    """
+    """Returns the difference of both models' predictions of each next token of `ids`, as `text_logits` has them."""
     source = text_logits(model.CheckpointWeights(checkpoint), ids)
     return logits_error(source, text_logits(model.PackWeights(pack, torch.device("cpu"), operations), ids))
 
@@ -297,7 +286,7 @@ class LeftOutPart:
 
 
 def left_out(pack: Pack) -> list[LeftOutPart]:
-    """Returns what of the source's tensors is not run, by reason, in the order of `source.json`."""
+    """Returns the source's tensors that are not run, by reason, in the order of `source.json`."""
     found: dict[tuple[Literal["unused", "dropped"], str], list[int]] = {}
     for tensor in manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes()).tensors:
         if tensor.fate == "unused" or tensor.fate == "dropped":
@@ -307,7 +296,7 @@ def left_out(pack: Pack) -> list[LeftOutPart]:
 
 
 def describe(pack: Pack) -> dict[str, Any]:
-    """Returns what `inspect --json` prints: facts of the manifest, and each expert's formats, `[layer][expert]`."""
+    """Returns the JSON of `inspect --json`: facts of the manifest, and each expert's formats, `[layer][expert]`."""
     manifest = pack.manifest
     quality, rounding = read_quality(pack), read_rounding(pack)
     return {

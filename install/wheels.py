@@ -31,7 +31,7 @@ class Target:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What setuptools reads to build for this system."""
+        """The variables with which setuptools builds for this system."""
         zig = f"{sys.executable} -m ziglang"
         compiler = f"c++ -target {self.machine}-linux-gnu.{GLIBC}"
         return {
@@ -91,10 +91,7 @@ def build(target: Target, folder: Path) -> Path:
 
 
 def check(wheel: Path, target: Target) -> None:
-    """Checks the extension in a wheel: it is there, for this machine, and needs no library but glibc's.
-
-    Raises:  ValueError if one of these is wrong.
-    """
+    """Raises ValueError unless the extension in a wheel is for this machine and needs no library but glibc's."""
     with ZipFile(wheel) as files:
         name = next((name for name in files.namelist() if name.endswith("/_native.abi3.so")), None)
         if name is None or "-abi3-" not in wheel.name:

@@ -178,7 +178,6 @@ def _quality(pack: formats.Pack, options: CheckOptions, is_intact: bool) -> tupl
 
 
 def _check_lines(checks: list[CheckResult]) -> list[str]:
-    """Returns the checks as a table for people."""
     width = max(len(check.allowed) for check in checks)
     lines = [f"{'check':10} {'':7} {'allowed':{width}} found"]
     return lines + [f"{c.name:10} {c.status:7} {c.allowed:{width}} {c.found}".rstrip() for c in checks]

@@ -62,7 +62,6 @@ def convert_command(path: str, options: PackOrder) -> None:
 
 
 def _pack_lines(made: MadePack, order: PackOrder) -> list[str]:
-    """Returns what was converted, measured and attached, as lines for people."""
     from moe_pack.convert.cli.measure import attached_line, threshold_lines
     from moe_pack.runtime.quality import bits_per_weight
 
@@ -87,7 +86,6 @@ def _pack_lines(made: MadePack, order: PackOrder) -> list[str]:
 
 
 def _rounding_lines(output: Path) -> list[str]:
-    """Returns which experts lose much, if that was measured, as lines for people; `inspect` says more."""
     from moe_pack.convert.account import read_rounding, warning_lines
 
     with formats.Pack(output) as pack:
@@ -96,7 +94,6 @@ def _rounding_lines(output: Path) -> list[str]:
 
 
 def _result_lines(made: PackForTarget) -> list[str]:
-    """Returns the loss of the pack and how to run it, as lines for people."""
     from moe_pack.convert import loss_text
 
     result, output, target = made.result, made.output, made.target

@@ -58,10 +58,6 @@ def doctor_command(options: DoctorOptions) -> None:
 
 
 def _disk_lines(disk: runtime.DiskFacts, path: Path, from_pack: bool) -> list[str]:
-    """Returns the figures of a disk as lines for people.
-
-    Args:    from_pack: whether the files of a pack were read.
-    """
     files = "of this pack" if from_pack else "in a file of its own"
     rates = {(rate.mode, rate.size): rate for rate in disk.best}
     lines = [
@@ -111,10 +107,6 @@ def _rate_cell(rate: runtime.ReadRate | None) -> str:
 
 
 def _by_width(rates: tuple[runtime.WidthRate, ...], num_weights: int = 1) -> str:
-    """Returns rates by the bits of a weight.
-
-    Args:    num_weights: that a width counts.
-    """
     return ", ".join(f"{rate.width / num_weights:g}: {rate.rate / 1e9:.1f}" for rate in rates)
 
 

@@ -70,7 +70,6 @@ def _tasks(pack: Pack, file: Path) -> evaluate.TaskTokens:
 
 
 def _scores(pack: Pack, tasks: evaluate.TaskTokens, options: EvalOptions) -> dict[str, evaluate.TaskScore]:
-    """Returns how the pack answers tasks and, if a checkpoint is given, how the source does."""
     from moe_pack.calib.evaluate import task_score
     from moe_pack.runtime.model import operations_for
 
@@ -88,7 +87,7 @@ def _scores(pack: Pack, tasks: evaluate.TaskTokens, options: EvalOptions) -> dic
 
 
 def quality_lines(quality: Quality) -> list[str]:
-    """Returns what was measured as lines for people."""
+    """Returns a pack's quality as lines for people."""
     sparsity = "-" if quality.sparsity is None else f"{quality.sparsity:.1%} of neurons do not run"
     rows = [
         ("text", f"{quality.text}; {quality.num_tokens:,} tokens predicted, in sequences of {quality.sequence_length}"),
@@ -154,7 +153,7 @@ def _price_rows(prices: Prices) -> list[tuple[str, str]]:
 
 
 def score_lines(scores: dict[str, evaluate.TaskScore]) -> list[str]:
-    """Returns how tasks were answered as lines for people."""
+    """Returns the scores of tasks as lines for people."""
     from moe_pack.convert.cli.measure import percent
 
     return [

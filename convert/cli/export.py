@@ -167,7 +167,7 @@ def export_command(pack: Path, options: ExportOptions) -> None:
 
 
 def _written(folder: Path) -> Path:
-    """Returns what other programs are given: the folder, or of GGUF the file, or the first of several."""
+    """Returns the path for other programs: the folder, or of GGUF the file, or the first of several."""
     from moe_pack.formats.gguf import find_gguf
 
     return find_gguf(folder) or folder
@@ -201,7 +201,6 @@ def _lines(
 
 
 def _code_lines(result: export.ExportResult) -> Iterator[str]:
-    """Yields what became of the experts' codes."""
     assert result.formats is not None and result.codes is not None, "the result of an export with codes"
     by_format: dict[export.CodeFormat, list[int]] = {}
     for layer, each in result.formats.items():

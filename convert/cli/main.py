@@ -175,7 +175,7 @@ def _print_formats(pack: Pack) -> None:
 
 
 def _rotated_text(pack: Pack) -> str:
-    """Returns which layers store their experts in rotated coordinates, numbered as in the table of formats."""
+    """Returns the layers that store their experts in rotated coordinates, numbered as in the table of formats."""
     import numpy as np
 
     rotated = [pack.rotation is not None and pack.rotation.is_rotated(l) for l in range(len(pack.index.experts))]
@@ -241,7 +241,6 @@ def verify_command(pack: Path, options: VerifyOptions) -> None:
 
 
 def _compare(pack: Pack, against: str, options: VerifyOptions) -> None:
-    """Compares a pack with its checkpoint and prints the result."""
     import torch
 
     from moe_pack.convert import compare_logits, compare_weights, same_tensors
@@ -258,7 +257,6 @@ def _compare(pack: Pack, against: str, options: VerifyOptions) -> None:
 
 
 def _intact_json(pack: Pack) -> dict[str, Any]:
-    """Returns what `verify --json` prints of a pack without damage."""
     manifest = pack.manifest
     facts = {"whole": True, "synthetic": pack.is_synthetic, "content_bytes": manifest.totals.content}
     return {**facts, "root": manifest.root}

@@ -83,7 +83,6 @@ def measure_loss(pack: formats.Pack, options: EvalOptions) -> Quality:
 def _compared(
     pack: formats.Pack, options: EvalOptions, progress: formats.Progress, device: torch.device, stack: ExitStack
 ) -> tuple[evaluate.Reference | Checkpoint | None, forward.Tokens]:
-    """Returns what a pack is compared with, and the text."""
     if options.reference_file is not None:
         reference = evaluate.read_reference(options.reference_file)
         tokens = reference.tokens()
@@ -145,10 +144,7 @@ def measure_thresholds_of(
 
 
 def threshold_lines(folder: Path, layers: Sequence[int], measured: thresholds.MeasuredThresholds) -> list[str]:
-    """Returns measured thresholds as lines for people.
-
-    Args:    layers: the decoder layers that have experts.
-    """
+    """Returns measured thresholds as lines for people; `layers` are the decoder layers with experts."""
     rule = measured.rule
     target = "the plan's sparsities" if rule.planned is not None else f"sparsity {rule.sparsity}"
     if rule.theta is not None:
@@ -207,8 +203,7 @@ def compared_ids(
 ) -> list[int]:
     """Returns at most `num_tokens` tokens on which logits are compared: of a text, else of a passage of ours.
 
-    Args:    advice: what to do if the text has no token.
-    Raises:  RunError if the text has no token.
+    Raises:  RunError with `advice` if the text has no token.
     """
     num_tokens = min(num_tokens, pack.spec.max_position_embeddings)
     if not pack.has("tokenizer.json"):

@@ -103,10 +103,7 @@ class EvalOptions:
 
 
 def checkpoint_at(source: str) -> Checkpoint:
-    """Opens a checkpoint by its folder or its name on the hub, from where it may be downloaded, with progress.
-
-    Raises:  CheckpointError.
-    """
+    """Opens a checkpoint by its folder or its name on the hub, with progress; raises CheckpointError."""
     from moe_pack.convert import find_checkpoint
     from moe_pack.formats.families import Checkpoint
 

@@ -1,7 +1,4 @@
-"""The commands of `moe-pack` that use calibration text and profiles.
-
-They are `profile`, `merge`, `report`, `thresholds` and `attach`.
-"""
+"""The commands of `moe-pack` that use calibration text and profiles."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ def profile_command(path: str, options: ProfileOrder) -> None:
 
 
 def _imatrix_lines(profile: Profile) -> list[str]:
-    """Returns what a profile has that was made from an importance file, as lines for people."""
     imatrix, text = profile.facts.imatrix, profile.facts.text
     assert imatrix is not None, "the profile was made from an importance file"
     counts = [profile.moments(layer_idx).tokens for layer_idx in range(len(profile.spec.moe_layers))]
@@ -76,7 +72,6 @@ def _imatrix_lines(profile: Profile) -> list[str]:
 
 
 def _profile_lines(profile: Profile) -> list[str]:
-    """Returns the main results of a profile as lines for people."""
     import numpy as np
 
     from moe_pack.convert.cli.measure import expert_names
@@ -111,7 +106,6 @@ def _capacity_lines(profile: Profile, tokens: list[NDArray[np.uint32]]) -> list[
 
 
 def _recall_lines(profile: Profile) -> list[str]:
-    """Returns a line on the recall of the predictors; none if the profile has no predictors."""
     from moe_pack.convert.cli.measure import recall_text
     from moe_pack.runtime.offload import PREDICTORS
 

@@ -129,7 +129,6 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
 
 
 def _replay_input(path: Path, pack: Pack) -> ReplayInput:
-    """Returns the routes of a recording, or of a profile's held-out text."""
     from moe_pack.calib.profile import Profile
     from moe_pack.convert.plan import held_out_passes
     from moe_pack.runtime.offload import Routing, read_recording

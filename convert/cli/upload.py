@@ -92,7 +92,6 @@ def upload_command(pack: Path, name: str, options: UploadOptions) -> None:
 
 
 def _upload(client: Any, target: hub.HubName, files: list[Path], card: str, private: bool) -> None:
-    """Creates the repository if it is new, and commits the files and the card together."""
     from moe_pack.convert.hub import CARD_FILE
     from moe_pack.formats.hub import patiently
 
@@ -117,7 +116,6 @@ def _upload(client: Any, target: hub.HubName, files: list[Path], card: str, priv
 
 
 def _files(pack: Pack) -> list[Path]:
-    """Returns the pack's files and sidecars, sorted."""
     from moe_pack.formats.pack.manifests import MANIFEST_FILE
 
     listed = {MANIFEST_FILE, *(f.name for f in pack.manifest.files), *(f.name for f in pack.manifest.expert_files)}
@@ -126,7 +124,6 @@ def _files(pack: Pack) -> list[Path]:
 
 
 def _license(base_model: str | None) -> str | None:
-    """Returns the license that a checkpoint's card names."""
     from moe_pack.formats.hub import HubRepository
 
     if base_model is None:
@@ -138,7 +135,6 @@ def _license(base_model: str | None) -> str | None:
 
 
 def _old_card(target: hub.HubName) -> str | None:
-    """Returns the card that the repository has; None if there is none."""
     from moe_pack.convert.hub import CARD_FILE
     from moe_pack.formats.hub import HubRepository, has_repository
 

@@ -1,7 +1,6 @@
 """Exports of packs as checkpoints of their family: plain, or with experts in compressed-tensors; and their comparison.
 
-An export has the family's tensors and config, so that transformers and vLLM load it. All neurons run in it: a
-checkpoint has no thresholds.
+An export has the family's tensors and config, so that transformers and vLLM load it. All neurons run in it.
 """
 
 import json
@@ -31,7 +30,7 @@ from moe_pack.runtime import model
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportResult:
-    """What an export has written; `resumed_bytes` of it in an earlier run, whose matrices `codes` does not count."""
+    """The result of an export."""
 
     num_bytes: int
     resumed_bytes: int
@@ -124,7 +123,6 @@ def _write(
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns a config that names this dtype wherever it named one."""
     changed: dict[str, Any] = {}
     for key, value in config.items():
         is_dtype = key in ("dtype", "torch_dtype")
@@ -139,8 +137,6 @@ def num_zeros(tensors: claiming.Tensors, claims: claiming.Claims) -> int:
 
 
 class _AllNeurons(model.PackWeights):
-    """The weights of a pack, of which all neurons run, as in a checkpoint."""
-
     def threshold(self, layer_idx: int, expert: int) -> float:
         return 0.0
 
@@ -150,7 +146,7 @@ def compare_export(
 ) -> verify.LogitsError:
     """Returns the difference of an export's predictions of each next token of `ids` from the pack's with all neurons.
 
-    The export is read back by what reads checkpoints.
+    The export is read back as a checkpoint.
     """
     weights = _AllNeurons(pack, torch.device("cpu"), operations)
     try:

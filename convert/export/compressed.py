@@ -4,9 +4,8 @@ A matrix `[out, in]` is three tensors: `weight_packed` has its codes in words of
 bits; `weight_scale` has a scale for each group of columns; `weight_shape` its rows and columns. Codes are symmetric:
 `w = (code - middle) * scale`, with 4 or 8 bits. All matrices of a layer's experts have the same width and group.
 
-A pack's own codes are carried over where they have this meaning: gate and up of affine formats with whole zeros. Other
-matrices are quantized again from the weights that the pack stands for: down always, because its groups run along the
-hidden size in a pack and along the neurons here.
+A pack's own codes are kept where they have this meaning: gate and up of affine formats with whole zeros. Other matrices
+are quantized again: down always, because its groups run along the hidden size in a pack and along the neurons here.
 
 Source: compressed-tensors 0.20, compressors/pack_quantized; vLLM 0.33, compressed_tensors_moe_wna16.py.
 """
@@ -113,7 +112,6 @@ def quantization_config(formats: Mapping[int, CodeFormat]) -> dict[str, Any]:
 
 
 def _target(layers: list[int] | None) -> str:
-    """Returns the pattern of the names of the experts' modules, of some layers or of all."""
     of_layer = "" if layers is None else rf"\.layers\.({'|'.join(map(str, layers))})\..*"
     return rf"re:.*{of_layer}\.experts\.\d+\..*"
 
@@ -184,7 +182,7 @@ def carried_scales(plain: PlainExpert, matrix: specs.Matrix, code: CodeFormat, n
 
 @dataclass(slots=True)
 class MatrixCodes:
-    """What became of one of the experts' matrices: how many were carried over, and the error of all."""
+    """The codes of gate, up or down of all experts of this run."""
 
     carried: int = 0
     quantized: int = 0
@@ -200,13 +198,12 @@ class MatrixCodes:
 
 @dataclass(frozen=True, slots=True)
 class CodesReport:
-    """What became of the experts' matrices in this run; experts that an earlier run has written are not counted."""
+    """The codes of this run; experts that an earlier run has written are not counted."""
 
     matrices: dict[specs.Matrix, MatrixCodes] = field(default_factory=dict)
 
 
 def _put_coded(source: PackSource, group: ExpertTensors, code: CodeFormat, report: CodesReport, put: Put) -> None:
-    """Puts experts of a layer whose matrices are coded."""
     dtypes = {name: TORCH_DTYPES[dtype] for name, dtype, _ in group.tensors}  # without codes
     for expert, pieces in group.pieces.items():
         plain = source.expert(group.layer, expert, torch.float32)

@@ -1,9 +1,8 @@
 """The folder of an export: shards of a bounded size, and small files. A kill costs at most a shard.
 
-A shard is written under another name, flushed, and renamed when it is complete. The file without which no program takes
-the folder for a checkpoint comes last. A file of the export's decisions lies in the folder until then, so that the same
-command continues where it stopped, and another one is refused. `ShardFormat` is the format of shards: `SAFETENSORS`
-here, GGUF in gguf.py.
+A shard is written under another name, flushed, and renamed when it is complete. `config.json`, without which no program
+takes the folder for a checkpoint, comes last. Until then a file has the export's decisions, so that the same command
+continues where it stopped, and another one is refused.
 """
 
 import json
@@ -186,7 +185,6 @@ def _write_shard(disk: writer.SteppedFolder, shard: Shard, progress: formats.Pro
 
 
 def _index(shards: Sequence[Shard]) -> bytes:
-    """Returns the bytes of the index: the shard of each tensor."""
     weight_map = {name: shard.name for shard in shards for name, _, _ in shard.tensors()}
     total = sum(weights.tensor_bytes(unit.tensors) for shard in shards for unit in shard.units)
     values = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

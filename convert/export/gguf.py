@@ -1,4 +1,4 @@
-"""Exports of packs as GGUF files, which llama.cpp and what is built on it run.
+"""Exports of packs as GGUF files, for llama.cpp and programs built on it.
 
 Matrices get the GGML type that is asked for, quantized row by row by the `gguf` package; vectors, routers and all other
 tensors that packs do not quantize are float32, as llama.cpp's converter has them.
@@ -72,7 +72,6 @@ def usual_type(pack: Pack) -> GgufType:
 
 
 def _name(config: Mapping[str, Any], pack: Pack) -> str:
-    """Returns the model's name: that of the source if its config has it, else the pack's."""
     name = config.get("_name_or_path")
     return Path(name).name if isinstance(name, str) and Path(name).name else pack.folder.resolve().name
 
@@ -150,7 +149,6 @@ def _put_experts(
     stored: tuple[StoredTensor, ...],
     put: weights.Put,
 ) -> None:
-    """Puts all experts of a layer."""
     for expert in range(source.model.spec.router.num_experts):
         plain = source.expert(layer, expert, torch.float32)
         for place, (name, kind, _) in zip(places, stored, strict=True):
@@ -164,7 +162,7 @@ def _put_experts(
 
 
 def _rows_of(source: weights.PackSource, place: gguf.Placement) -> weights.Rows:
-    """Returns what gives rows of the roles as matrices with the tensor's columns."""
+    """Returns rows of the roles as matrices with the tensor's columns."""
     dense = {each.role.name: each for each in source.pack.layout.dense}
     parts = [(role, weights.dense_rows(source.pack, dense[role.name], source.operations)) for role in place.roles]
     if len(parts) == 1 and len(parts[0][0].shape) == 2:
@@ -178,7 +176,7 @@ def _whole(role: DenseRole, rows: weights.Rows) -> Tensor:
 
 
 def _reordered(rows: weights.Rows, place: gguf.Placement) -> weights.Rows:
-    """Returns what gives the rows of the tensor, from what gives those of its roles."""
+    """Returns the rows of the tensor, given those of its roles."""
     (role, *others) = place.roles
     if place.keys is not None or place.values is not None:
         return _of_heads(_whole(role, rows), place)
@@ -194,7 +192,7 @@ def _reordered(rows: weights.Rows, place: gguf.Placement) -> weights.Rows:
 
 
 def _of_heads(whole: Tensor, place: gguf.Placement) -> weights.Rows:
-    """Returns what gives rows of the keys, transposed, or of the values of latent attention."""
+    """Returns rows of the keys, transposed, or of the values of latent attention."""
     heads = whole.view(place.shape[0], -1, whole.shape[1])
     part = heads[:, : place.keys].transpose(1, 2) if place.keys is not None else heads[:, -(place.values or 0) :]
     flat = part.reshape(-1, place.shape[-1])

@@ -1,8 +1,7 @@
-"""The checkpoint that a pack came from, and the tensors that an export gives it back.
+"""The checkpoint that a pack came from, and the tensors of an export.
 
-A pack's `config.json` and `source.json` say what its checkpoint was, and the family says where each weight lay in it.
-`SourceModel` reads both. `exported_tensors` lists the tensors of a checkpoint in 16 or 32 bit in their place: a source
-that was quantized gets the names and shapes that the family has for plain weights.
+`SourceModel` reads the pack's `config.json` and `source.json`. `exported_tensors` lists the tensors of a checkpoint in
+16 or 32 bit: a source that was quantized gets the names and shapes that the family has for plain weights.
 """
 
 import json
@@ -38,7 +37,7 @@ class SourceModel:
 
     @classmethod
     def of(cls, pack: formats.Pack) -> "SourceModel":
-        """Reads the checkpoint of a pack from what the pack has of it.
+        """Reads the checkpoint of a pack.
 
         Raises:  RunError for a synthetic pack; PackError if config and account do not describe the pack's model.
         """
@@ -75,8 +74,7 @@ class SourceModel:
     def plain_config(self) -> dict[str, Any]:
         """Returns the config without the encoding of quantized tensors, in the objects of all its models.
 
-        If it says that the embedding is the head, and the model has another one, it says so no longer, where that
-        changes nothing else.
+        The embedding is no longer the head if the model has another one and this changes nothing else.
         """
         plain = _without(self.config, "quantization_config")
         if read_spec(Config(plain, CONFIG_FILE))[1].tied_head == self.spec.tied_head:
@@ -159,7 +157,6 @@ def _plain_shape(source: claiming.SourceMatrix, shape: tuple[int, ...]) -> tuple
 
 
 def _expert_tensors(model: SourceModel, dtype: Dtype | None, by_expert: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns dtype and shape of the tensors with experts and their biases."""
     tensors = dict[str, tuple[str, tuple[int, ...]]]()
     for layer in model.spec.moe_layers:
         spelling = _plain_spelling(model, layer, by_expert)
@@ -203,7 +200,7 @@ def _is_by_expert(names: ExpertNames) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose values a place in a tensor has: a dense role's, or those of a matrix or a bias of an expert of a layer."""
+    """The role of a place in a tensor: a dense role, or a matrix or a bias of an expert of a layer."""
 
     kind: Literal["dense", "matrix", "bias"]
     name: str

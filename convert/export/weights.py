@@ -1,8 +1,8 @@
 """A pack's weights as its checkpoint had them, written piece by piece into the tensors of an export.
 
-`PlainExpert` is an expert in the source's coordinates and its order of neurons, each neuron once. `ExportUnit` is what
-an export writes at once: a dense tensor, an expert, or, where a tensor has all experts of a layer, that layer. A unit
-computes the bytes of its tensors a few rows at a time, and never has more than one expert in memory.
+`PlainExpert`: an expert in the source's coordinates and its order of neurons, each neuron once. `ExportUnit`: a dense
+tensor, an expert, or, where a tensor has all experts of a layer, that layer. A unit computes the bytes of its tensors
+a few rows at a time, and never has more than one expert in memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -78,7 +78,7 @@ class PlainExpert:
     def scales(self, matrix: formats.Matrix) -> tuple[Tensor, Tensor] | None:
         """Returns scales and zeros of the rows of a matrix, float32 [f, groups] each, in the source's order.
 
-        Returns: None if the stored rows are not affine codes in the source's coordinates.
+        None if the stored rows are not affine codes in the source's coordinates.
         """
         place = self._layout.find(matrix)
         assert place is not None, f"{matrix} is one of the family's matrices"
@@ -94,7 +94,7 @@ class PlainExpert:
         return scale, zero
 
     def rows(self, owner: Owner, source: claiming.SourceMatrix) -> Rows:
-        """Returns what gives the rows of a matrix or a bias as a checkpoint has them."""
+        """Returns the rows of a matrix or a bias as a checkpoint has them."""
         if owner.kind == "bias":
             values = self.biases[owner.name][:, None]  # type: ignore[index]  # an owner's name is a matrix
         else:
@@ -104,7 +104,7 @@ class PlainExpert:
 
 
 def dense_rows(pack: formats.Pack, dense: DenseLayout, operations: Operations) -> Rows:
-    """Returns what gives rows of a dense tensor: the values of its stored bytes, float32 if it is quantized."""
+    """Returns rows of a dense tensor: the values of its stored bytes, float32 if it is quantized."""
 
     def rows(start: int, stop: int) -> Tensor:
         raw = torch.from_numpy(pack.read_dense(dense.entry, start, stop))
@@ -199,7 +199,7 @@ def put_rows(put: Put, tensor: str, first_row: int, values: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackSource:
-    """What the units of an export read: an open pack with its order of neurons, and how to compute with it."""
+    """An open pack with its order of neurons and its checkpoint, from which the units of an export are computed."""
 
     pack: formats.Pack
     model: SourceModel
@@ -208,10 +208,7 @@ class PackSource:
 
     @classmethod
     def of(cls, pack: formats.Pack, operations: Operations) -> "PackSource":
-        """Reads what a pack says of its checkpoint.
-
-        Raises:  as `SourceModel.of`.
-        """
+        """Reads a pack's order and checkpoint; raises as `SourceModel.of`."""
         return cls(pack, SourceModel.of(pack), pack.read_order(), operations)
 
     def expert(self, layer: int, expert: int, dtype: torch.dtype) -> PlainExpert:
@@ -233,7 +230,6 @@ def _put_dense(source: PackSource, dtype: torch.dtype, pieces: list[Piece], put:
 
 
 def _put_experts(source: PackSource, group: "ExpertTensors", put: Put) -> None:
-    """Puts experts of a layer whose tensors are plain."""
     dtypes = {name: TORCH_DTYPES[dtype] for name, dtype, _ in group.tensors}
     for expert, pieces in group.pieces.items():
         weights = {dtypes[piece.tensor] for piece in pieces if piece.places[0][0].kind == "matrix"}
@@ -255,12 +251,10 @@ def _put_table(pack: formats.Pack, layer: int, start: int, tensor: safetensors.S
 
 
 def _put_numbers(name: str, numbers: tuple[int, ...], put: Put) -> None:
-    """Puts a tensor of numbers that follow from the config."""
     put(name, 0, np.array(numbers, "<i8").view(np.uint8))
 
 
 def _put_unused(pack: formats.Pack, name: str, put: Put) -> None:
-    """Puts a tensor whose bytes the pack keeps although it does not run it."""
     for item in pack.layout.items():
         if item.kind == "unused" and item.role == name:
             put(name, item.start, pack.read_unused(item.offset, item.num_bytes))
