@@ -41,7 +41,6 @@ def plan_command(path: str, options: PlanOrder) -> None:
     writes and that convert --target-vram begins with.
     """
     from moe_pack.convert.making import make_plan
-    from moe_pack.convert.plan import plan_bytes
 
     with cli.TerminalProgress() as progress:
         made = make_plan(replace(options, source=path, machine=known_facts(Path())), progress)
@@ -50,7 +49,7 @@ def plan_command(path: str, options: PlanOrder) -> None:
     for note in made.notes:
         click.echo(note, err=True)
     if options.output is not None:
-        write_output(options.output, plan_bytes(first.decision, made.model.spec), "--output")
+        write_output(options.output, plan.plan_bytes(first.decision, made.model.spec), "--output")
     if options.as_json:
         click.echo(json.dumps(_as_json(path, made), indent=2))
         return
@@ -63,37 +62,26 @@ def plan_command(path: str, options: PlanOrder) -> None:
 
 
 def _lines(path: str, made: MadePlans, first: plan.EstimatedPlan) -> Iterator[str]:
-    from moe_pack.convert.plan import (
-        compression_text,
-        decision_lines,
-        gap_text,
-        kv_text,
-        model_text,
-        option_lines,
-        share_lines,
-        speed_note,
-    )
-
     target, losses = made.target, made.model.losses
-    yield model_text(made.model.spec, path)
+    yield plan.model_text(made.model.spec, path)
     yield made.origin
     for line in made.defaults:
         yield f"by default {line}"
-    if (stored := kv_text(target)) is not None:
+    if (stored := plan.kv_text(target)) is not None:
         yield stored
     yield ""
-    yield from option_lines(made.offers, losses, target.kind)
-    yield speed_note(target.kind)
+    yield from plan.option_lines(made.offers, losses, target.kind)
+    yield plan.speed_note(target.kind)
     if len(made.offers) > 1:
         yield "the first is taken; bits: of an expert weight; read a token: bytes that are not in memory"
     yield ""
-    yield from share_lines(first)
+    yield from plan.share_lines(first)
     yield ""
-    yield from decision_lines(first)
-    if (gap := gap_text(first)) is not None:
+    yield from plan.decision_lines(first)
+    if (gap := plan.gap_text(first)) is not None:
         yield gap
     if target.preset == "floe":
-        yield compression_text(first)
+        yield plan.compression_text(first)
     if target.purpose == "vllm":
         yield FOR_VLLM
     if made.model.spec.encoder is not None:
@@ -101,8 +89,6 @@ def _lines(path: str, made: MadePlans, first: plan.EstimatedPlan) -> Iterator[st
 
 
 def _as_json(path: str, made: MadePlans) -> dict[str, Any]:
-    from moe_pack.convert.plan import option_json
-
     losses, target = made.model.losses, made.target
     return {
         "model": path,
@@ -111,5 +97,5 @@ def _as_json(path: str, made: MadePlans) -> dict[str, Any]:
         "target_bytes": target.budget_bytes,
         "device": target.device,
         "defaults": made.defaults,
-        "plans": [option_json(offer, losses, target.kind) for offer in made.offers],
+        "plans": [plan.option_json(offer, losses, target.kind) for offer in made.offers],
     }

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from moe_pack import formats
+from moe_pack import formats, runtime
+from moe_pack.calib import evaluate
 from moe_pack.convert.cli.options import INTERRUPTED, checkpoint_at, quiet_ray, write_output
 from moe_pack.convert.options import ProfileOrder, TextOptions
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import CHECKPOINT, PACK, pack_folder
-from moe_pack.runtime import DEVICE_OPTION
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from moe_pack.calib.evaluate import ThresholdRule
     from moe_pack.calib.profile import Profile
 
 
@@ -173,12 +172,11 @@ def report_command(profile: Path, options: ReportOptions) -> None:
     """
     from moe_pack.calib.profile import Profile
     from moe_pack.calib.report import measured_pack, report_html
-    from moe_pack.formats import Pack
     from moe_pack.runtime.quality import bits_per_weight
 
     opened, measured = Profile(profile), None
     if options.pack is not None:
-        with Pack(pack_folder(options.pack)) as pack:
+        with formats.Pack(pack_folder(options.pack)) as pack:
             measured = measured_pack(pack, opened, bits_per_weight(pack))
     with cli.TerminalProgress() as progress, commands.stage_of(progress, "drawing"):
         page = report_html(opened, measured).encode()
@@ -212,14 +210,12 @@ class ThresholdsOptions:
     )
     text: TextOptions = field(default_factory=TextOptions)
     as_json: bool = commands.option_field(False, "--json", help="Print what was measured as JSON.")
-    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=runtime.DEVICE_OPTION)
 
     @property
-    def rule(self) -> ThresholdRule:
+    def rule(self) -> evaluate.ThresholdRule:
         """The rule by which thresholds are measured."""
-        from moe_pack.calib.evaluate import ThresholdRule
-
-        return ThresholdRule(self.sparsity, self.theta)
+        return evaluate.ThresholdRule(self.sparsity, self.theta)
 
     def check(self) -> None:
         """Refuses a rule without a sparsity or a theta, or with both; raises UsageError."""
@@ -240,18 +236,16 @@ def thresholds_command(pack: Path, options: ThresholdsOptions) -> None:
     The pack is measured as it is stored, layer by layer; each layer is measured after the layers before it have their
     thresholds. The resulting sparsity is also printed for the held-out text.
     """
-    from moe_pack.convert.cli.measure import measure_thresholds_of, say_text, threshold_lines
-    from moe_pack.formats import Pack
-    from moe_pack.runtime import Text
+    from moe_pack.convert.cli import measure
 
-    with Pack(pack) as opened:
-        tokens, layers = options.text.tokens(Text(opened)), opened.spec.moe_layers
-        say_text(opened.spec, tokens)
-        measured = measure_thresholds_of(opened, tokens, options.rule, options.device)
+    with formats.Pack(pack) as opened:
+        tokens, layers = options.text.tokens(runtime.Text(opened)), opened.spec.moe_layers
+        measure.say_text(opened.spec, tokens)
+        measured = measure.measure_thresholds_of(opened, tokens, options.rule, options.device)
     if options.as_json:
         click.echo(json.dumps(asdict(measured), indent=2))
         return
-    for line in threshold_lines(pack, layers, measured):
+    for line in measure.threshold_lines(pack, layers, measured):
         click.echo(line)
 
 
@@ -308,7 +302,6 @@ def attach_command(pack: Path, profile: Path) -> None:
     """
     from moe_pack.calib.profile import Profile, attach
     from moe_pack.convert.cli.measure import attached_line
-    from moe_pack.formats import Pack
 
-    with Pack(pack) as opened:
+    with formats.Pack(pack) as opened:
         click.echo(attached_line(pack, attach(opened, Profile(profile))))
