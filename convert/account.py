@@ -151,7 +151,10 @@ class PackRecord:
         self._plan = plan
         self.origin = origin
         self._thresholds = thresholds
-        self._order = _source_order(layout) if order is None else order
+        spec = layout.spec
+        neurons = np.arange(spec.expert.source_size, dtype=np.uint32)
+        shape = (len(spec.moe_layers), spec.router.num_experts, len(neurons))
+        self._order = np.broadcast_to(neurons, shape) if order is None else order
         facts = {
             "source": hashlib.sha256(origin.source).hexdigest(),
             "copied": [[name, hashlib.sha256(raw).hexdigest()] for name, raw in origin.copied],
@@ -187,11 +190,11 @@ class PackRecord:
 
     def sidecars(self, manifest: bytes, writer: PackWriter) -> list[tuple[str, bytes]]:
         """Returns names and bytes of the sidecars that are measured while experts are made."""
-        notes = read_notes(writer.expert_notes())
-        if all(note.loss is None for note in notes.values()):
+        losses = {place: note.loss for place, note in read_notes(writer.expert_notes()).items()}
+        if not any(losses.values()):
             return []
-        shape = (len(self._layout.spec.moe_layers), self._layout.spec.router.num_experts)
-        rounding = Rounding.of_notes(notes, shape)
+        layers, experts = map(range, self._order.shape[:2])
+        rounding = Rounding(tuple(tuple(losses.get((layer, e)) for e in experts) for layer in layers))
         root = manifests.root_without_thresholds(manifests.read_manifest(manifest))
         return [(ROUNDING_FILE, sidecar.sidecar_bytes(ROUNDING_FILE, rounding, root))]
 
@@ -230,12 +233,6 @@ class PackRecord:
                 sha256="",
             )
         )
-
-
-def _source_order(layout: formats.PackLayout) -> NDArray[np.uint32]:
-    spec = layout.spec
-    rows = np.arange(spec.expert.source_size, dtype=np.uint32)
-    return np.broadcast_to(rows, (len(spec.moe_layers), spec.router.num_experts, len(rows)))
 
 
 def totals(layout: formats.PackLayout, files: tuple[manifests.ContentFile, ...]) -> manifests.Totals:
@@ -319,8 +316,8 @@ _JOURNAL = "conversion.journal"
 class ExpertNote:
     """The journal's note of an expert."""
 
-    loss: quantize.ExpertLoss | None
-    repeated: tuple[int, ...]
+    loss: quantize.ExpertLoss | None  # None: not measured
+    repeated: tuple[int, ...]  # the neurons with two rows, rising
 
 
 def note_of(loss: quantize.ExpertLoss | None, repeated: tuple[int, ...] = ()) -> bytes:
@@ -342,13 +339,7 @@ def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], 
 class Rounding:
     """The rounding losses of a pack's experts."""
 
-    experts: tuple[tuple[quantize.ExpertLoss | None, ...], ...]
-
-    @classmethod
-    def of_notes(cls, notes: Mapping[tuple[int, int], ExpertNote], shape: tuple[int, int]) -> "Rounding":
-        """Returns the losses of `shape` layers and experts from the notes of some of them."""
-        found = {place: note.loss for place, note in notes.items()}
-        return cls(tuple(tuple(found.get((layer, e)) for e in range(shape[1])) for layer in range(shape[0])))
+    experts: tuple[tuple[quantize.ExpertLoss | None, ...], ...]  # [layer][expert]; None: not measured
 
 
 def read_rounding(pack: formats.Pack) -> Rounding | None:
@@ -375,27 +366,16 @@ class HeavyLoss:
 
 def heavy_losses(pack: formats.Pack, rounding: Rounding) -> list[HeavyLoss]:
     """Returns the experts that lose much, the worst first."""
-    alike: dict[object, list[float]] = {}
-    measured = [
-        (layer_idx, e, pack.index.experts[layer_idx][e], loss)
-        for layer_idx, layer in enumerate(rounding.experts)
-        for e, loss in enumerate(layer)
-        if loss is not None
-    ]
-    for _, _, stored, loss in measured:
-        alike.setdefault(stored, []).append(loss.own_error)
-    usual = {stored: median(errors) for stored, errors in alike.items()}
-    found = [
-        HeavyLoss(
-            pack.spec.moe_layers[layer_idx],
-            e,
-            loss,
-            usual[stored],
-            pack.rotation is not None and pack.rotation.is_rotated(layer_idx),
-        )
-        for layer_idx, e, stored, loss in measured
-        if loss.own_error > _MOST_LOSS or loss.own_error > max(_NOTED_LOSS, _MOST_RATIO * usual[stored])
-    ]
+    kinds, alike = pack.index.experts, dict[object, list[float]]()
+    measured = [(l, e, loss) for l, losses in enumerate(rounding.experts) for e, loss in enumerate(losses) if loss]
+    for layer_idx, e, loss in measured:
+        alike.setdefault(kinds[layer_idx][e], []).append(loss.own_error)
+    found = []
+    for layer_idx, e, loss in measured:
+        usual = median(alike[kinds[layer_idx][e]])
+        if loss.own_error > _MOST_LOSS or loss.own_error > max(_NOTED_LOSS, _MOST_RATIO * usual):
+            is_rotated = pack.rotation is not None and pack.rotation.is_rotated(layer_idx)
+            found.append(HeavyLoss(pack.spec.moe_layers[layer_idx], e, loss, usual, is_rotated))
     return sorted(found, key=lambda one: (-one.loss.own_error, one.layer, one.expert))
 
 

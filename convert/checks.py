@@ -215,7 +215,8 @@ def junit_xml(checks: Sequence[CheckResult], suite: str) -> bytes:
     cases = ET.SubElement(root, "testsuite", {"name": _xml_text(suite), **facts})
     for check in checks:
         names = {"classname": "moe-pack.check", "name": check.name, "time": f"{check.seconds:.3f}"}
-        message = _xml_text(_sentence(check))
+        allowed = check.allowed if check.allowed in ("", _NO_LIMIT) else f"allowed: {check.allowed}"
+        message = _xml_text("; ".join(part for part in (check.found, allowed) if part))
         result = ET.SubElement(ET.SubElement(cases, "testcase", names), tags[check.status])
         if check.status == "passed":
             result.text = message
@@ -223,11 +224,6 @@ def junit_xml(checks: Sequence[CheckResult], suite: str) -> bytes:
             result.set("message", message)
     ET.indent(root)
     return b"<?xml version='1.0' encoding='utf-8'?>\n" + ET.tostring(root, encoding="unicode").encode() + b"\n"
-
-
-def _sentence(check: CheckResult) -> str:
-    allowed = check.allowed if check.allowed in ("", _NO_LIMIT) else f"allowed: {check.allowed}"
-    return "; ".join(part for part in (check.found, allowed) if part)
 
 
 def _xml_text(text: str) -> str:

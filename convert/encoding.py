@@ -41,7 +41,7 @@ class MadeItem:
     """An item with its bytes."""
 
     raw: NDArray[np.uint8]  # [item.num_bytes]
-    loss: quantize.ExpertLoss | None = None  # of an expert; None if it was not measured
+    loss: quantize.ExpertLoss | None = None  # of an expert; None: not measured
     repeated: tuple[int, ...] = ()  # an expert's neurons with two rows, rising
 
     def note(self) -> bytes:
@@ -106,14 +106,14 @@ def _dense_bytes(recipe: account.Recipe, item: layouts.Item, stop: Event) -> NDA
     encoded = None
     if rows is not None:
         quantizer = plans.dense_quantizer(recipe.plan.quantizer)
-        encoded = EncodedRows(checkpoint, source, rows.parts[0].format, quantizer, stop)
+        encoded = encoded_rows(checkpoint, source, rows.parts[0].format, quantizer, stop)
     for start, end in _next_rows(len(out), stop):
         first, last = item.first_row + start, item.first_row + end
         if encoded is None or rows is None:
             weights = _read_checked(checkpoint, source, first, last)
             out[start:end] = weights.view(torch.uint8).view(end - start, -1).numpy()
         else:
-            layouts.write_rows(rows, {"weight": encoded.rows(first, last)}, out[start:end])
+            layouts.write_rows(rows, {"weight": encoded(first, last)}, out[start:end])
     return out.reshape(-1)
 
 
@@ -154,7 +154,10 @@ def _expert(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: Ten
         made_rows = _plain_rows(recipe, item, stop, rotation)
     else:
         made_rows = _calibrated_rows(recipe, item, stop, rotation, quantizer, biases)
-    halves, end = _halves(expert, extent), 0
+    records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
+    halves, end = [(expert.records, records.reshape(expert.num_rows, -1))], 0
+    if expert.selector is not None:
+        halves.append((expert.selector, extent[: expert.selector_bytes].reshape(expert.num_rows, -1)))
     neurons = np.empty(expert.num_rows, np.intp)  # of each row, as rows are made
     for made in made_rows:
         first, end = end, end + len(made.neurons)
@@ -168,16 +171,6 @@ def _expert(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: Ten
     repeated = _place_rows(halves, neurons, None if recipe.order is None else recipe.order[item.layer, item.expert])
     loss = None if quantizer is None else quantizer.loss(rotation.outputs)
     return MadeItem(extent, loss, repeated)
-
-
-def _halves(
-    expert: layouts.ExpertLayout, extent: NDArray[np.uint8]
-) -> list[tuple[layouts.RowLayout, NDArray[np.uint8]]]:
-    records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
-    halves = [(expert.records, records.reshape(expert.num_rows, -1))]
-    if expert.selector is not None:
-        halves.append((expert.selector, extent[: expert.selector_bytes].reshape(expert.num_rows, -1)))
-    return halves
 
 
 def _place_rows(
@@ -232,7 +225,7 @@ def _plain_rows(
     quantizer = plans.dense_quantizer(plan.quantizer)
     sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
     parts = {
-        m: EncodedRows(checkpoint, source, part, quantizer, stop, partial(rotation.rows, m))
+        m: encoded_rows(checkpoint, source, part, quantizer, stop, partial(rotation.rows, m))
         for m, source in sources.items()
         if (part := formats.of(m))
     }
@@ -240,7 +233,7 @@ def _plain_rows(
         # Wide formats lose next to nothing, whichever neurons are repeated: any will do, with second rows of zeros.
         repeats = quantize.repeats_between(plan.repeats, spec.intermediate_size, first, end)
         of_row = np.array([*range(end - first), *range(repeats)], np.intp)
-        encoded = {matrix: part.rows(first, end)[of_row] for matrix, part in parts.items()}
+        encoded = {matrix: rows(first, end)[of_row] for matrix, rows in parts.items()}
         if repeats:
             zeros = torch.zeros((repeats, checkpoint.spec.hidden_size))
             encoded["down"][end - first :] = (
@@ -289,7 +282,12 @@ def _calibrated_rows(
         if (part := formats.of(m)) is not None and part.keeps_source
     }
     for first, end in _next_rows(f, stop, quantize.BLOCK_NEURONS):
-        block = _block(rows, biases, first, end)
+        weights = {m: source.weights(first, end).to(torch.float32) for m, source in rows.items()}
+        gate, up = (
+            torch.from_numpy(biases[m][first:end].view(np.float32)[:, 0]) if m in biases else None
+            for m in ("gate", "up")
+        )
+        block = model.NeuronBlock(weights.get("gate"), weights["up"], weights["down"], gate, up)
         encoded = {matrix: part_rows.rows(first, end) for matrix, part_rows in copied.items()}
         for matrix in quantizer.matrices:
             if stop.is_set():
@@ -302,16 +300,6 @@ def _calibrated_rows(
         quantizer.judge(block, {matrix: torch.from_numpy(part_rows) for matrix, part_rows in encoded.items()})
         of_row = np.array([*range(end - first), *quantizer.repeated], np.intp)
         yield _NeuronRows(first + of_row, {m: b if m == "down" else b[of_row] for m, b in encoded.items()})
-
-
-def _block(
-    rows: Mapping[specs.Matrix, "MatrixRows"], biases: Mapping[specs.Matrix, Bytes2D], first: int, end: int
-) -> model.NeuronBlock:
-    weights = {matrix: source.weights(first, end).to(torch.float32) for matrix, source in rows.items()}
-    offsets = {matrix: torch.from_numpy(bias[first:end].view(np.float32)[:, 0]) for matrix, bias in biases.items()}
-    return model.NeuronBlock(
-        weights.get("gate"), weights["up"], weights["down"], offsets.get("gate"), offsets.get("up")
-    )
 
 
 class MatrixRows:
@@ -353,41 +341,32 @@ class MatrixRows:
         return errors.CheckpointError(f"{self._checkpoint.place(self._source)}: {line} has {fault.advice}")
 
 
-class EncodedRows:
-    """A matrix of the source as rows of one part of a pack.
+def encoded_rows(
+    checkpoint: families.Checkpoint,
+    source: families.SourceMatrix,
+    part: plans.PartFormat,
+    quantizer: plans.Quantizer,
+    stop: Event,
+    stored: Callable[[Tensor], Tensor] | None = None,
+) -> Callable[[int, int], Bytes2D]:
+    """Returns the function (first, end) that makes rows of one part of a pack: u8 [end - first, part_bytes].
 
     Args:    part: the format; a format that keeps codes needs a source in these codes.   quantizer: for other formats.
              stop, stored: as for `MatrixRows`; a format that keeps codes does not use `stored`.
+    Raises:  (the function) CheckpointError for a weight that is not finite, or that the format cannot represent.
     """
+    if part.keeps_source:
+        return CopiedRows(checkpoint, source, part, stop).rows
+    matrix = MatrixRows(checkpoint, source, stop, stored)
+    codec = quantize.RowQuantizer(part, matrix.num_cols, quantizer)
 
-    def __init__(
-        self,
-        checkpoint: families.Checkpoint,
-        source: families.SourceMatrix,
-        part: plans.PartFormat,
-        quantizer: plans.Quantizer,
-        stop: Event,
-        stored: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self._quantized: tuple[MatrixRows, quantize.RowQuantizer] | None = None
-        if part.keeps_source:
-            self._copied = CopiedRows(checkpoint, source, part, stop)
-        else:
-            rows = MatrixRows(checkpoint, source, stop, stored)
-            self._quantized = rows, quantize.RowQuantizer(part, rows.num_cols, quantizer)
-
-    def rows(self, first: int, end: int) -> NDArray[np.uint8]:
-        """Returns the bytes of some rows: u8 [end - first, part_bytes].
-
-        Raises:  CheckpointError for a weight that is not finite, or that the format cannot represent.
-        """
-        if self._quantized is None:
-            return self._copied.rows(first, end)
-        rows, quantizer = self._quantized
+    def rows(first: int, end: int) -> Bytes2D:
         try:
-            return quantizer.encode(rows.weights(first, end)).numpy()
+            return codec.encode(matrix.weights(first, end)).numpy()
         except quantize.UnrepresentableError as fault:
-            raise rows.unrepresentable(first, fault) from fault
+            raise matrix.unrepresentable(first, fault) from fault
+
+    return rows
 
 
 class CopiedRows:

@@ -7,7 +7,7 @@ a layer takes a third of the time. Shared experts or latent attention take a lit
 
 import tempfile
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,10 +22,10 @@ from moe_pack.runtime import offload
 from moe_pack.runtime.offload import budgets
 
 _FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 2, 4, 2, 8
-_USUAL_SIZE, _USUAL_NEURONS, _USUAL_EXPERTS = 1024, 512, 32  # experts of 0.9 MB: 58 MB and more a pack
-_TINY_SIZE, _TINY_NEURONS, _TINY_EXPERTS = 64, 16, 16
+# Experts, hidden size and neurons of three models. Usual experts have 0.9 MB: 58 MB and more a pack.
+_USUAL, _TINY = (32, 1024, 512), (16, 64, 16)
 # Records of 16 KiB, of which a tenth runs: one or two reads an expert, whose time is the disk's.
-_ROWS_SIZE, _ROWS_NEURONS, _ROWS_LAYERS, _ROWS_SPARSITY = 4096, 16, 3, 0.9
+_ROWS, _ROWS_LAYERS, _ROWS_SPARSITY = (16, 4096, 16), 3, 0.9
 _CONTEXT = 256
 _WARM_TURNS, _TOKENS_AT_ONCE = 4, 8
 _INT4 = formats.part_format(4, 64)
@@ -44,11 +44,12 @@ def measure_fixed_costs(facts: runtime.MachineFacts, seconds: float) -> runtime.
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-pack-doctor-")))
         shapes = ((_FEW_LAYERS, _FEW_ACTIVE), (_MANY_LAYERS, _FEW_ACTIVE), (_MANY_LAYERS, _MANY_ACTIVE))
-        usual = [_usual_pack(folder / f"{num_layers}-{k}", num_layers, k) for num_layers, k in shapes]
-        tiny, sparse = _tiny_pack(folder / "tiny"), _rows_pack(folder / "rows")
+        usual = [_made(folder / f"{num_layers}-{k}", _small_spec(num_layers, k, *_USUAL)) for num_layers, k in shapes]
+        tiny = _made(folder / "tiny", _small_spec(_MANY_LAYERS, _MANY_ACTIVE, *_TINY))
+        sparse = _made(folder / "rows", _small_spec(_ROWS_LAYERS, _MANY_ACTIVE, *_ROWS), _ROWS_SPARSITY)
         ways = [*((pack, 1.0, 0.0) for pack in usual), (tiny, 1.0, 0.0), (tiny, 0.5, 0.0)]
         ways += [(sparse, 1.0, 0.0), (sparse, 0.5, 1.0)]
-        runs = [stack.enter_context(closing(_Run(*way))) for way in ways]
+        runs = [_Run(stack, *way) for way in ways]
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or not runs[-1].times:
             for run in runs:
@@ -85,28 +86,26 @@ def _each(seconds: float, number: float) -> float:
 class _Run:
     """A small pack that decodes tokens on demand, with memory for a share of its experts."""
 
-    def __init__(self, folder: Path, share: float = 1.0, cutover: float = 0.0) -> None:
-        self.times: list[float] = []
-        with ExitStack() as stack:
-            pack = stack.enter_context(formats.Pack(folder))
-            budget = offload.whole_bytes(pack.layout, _CONTEXT, 0) if share == 1 else _budget_for(pack, share)
-            options = runtime.EngineOptions(
-                device="cpu",
-                budget_bytes=budget,
-                policy="lru",
-                read="pread",
-                cutover=cutover,
-                chunk_tokens=budgets.LEAST_PREFILL_TOKENS,
-            )
-            engine = stack.enter_context(runtime.Engine(pack, options, _CONTEXT))
-            self._decoder, weights = engine.decoder, engine.weights
-            assert isinstance(weights, offload.OffloadedWeights), "with a budget, experts are offloaded"
-            self._counts = weights.decode
-            self._num_tokens = 0
-            for _ in range(_WARM_TURNS):
-                self.decode()
-            self.times.clear()
-            self._stack = stack.pop_all()
+    def __init__(self, stack: ExitStack, folder: Path, share: float, cutover: float) -> None:
+        self.times: list[float] = []  # of tokens, in seconds
+        pack = stack.enter_context(formats.Pack(folder))
+        budget = offload.whole_bytes(pack.layout, _CONTEXT, 0) if share == 1 else _budget_for(pack, share)
+        options = runtime.EngineOptions(
+            device="cpu",
+            budget_bytes=budget,
+            policy="lru",
+            read="pread",
+            cutover=cutover,
+            chunk_tokens=budgets.LEAST_PREFILL_TOKENS,
+        )
+        engine = stack.enter_context(runtime.Engine(pack, options, _CONTEXT))
+        self._decoder, weights = engine.decoder, engine.weights
+        assert isinstance(weights, offload.OffloadedWeights), "with a budget, experts are offloaded"
+        self._counts = weights.decode
+        self._num_tokens = 0
+        for _ in range(_WARM_TURNS):
+            self.decode()
+        self.times.clear()
 
     @property
     def token_s(self) -> float:
@@ -128,9 +127,6 @@ class _Run:
             self._decoder.next_logits([self._num_tokens * 37 % 64])
             self.times.append(time.perf_counter() - start)
             self._num_tokens += 1
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 def _budget_for(pack: formats.Pack, share: float) -> int:
@@ -166,27 +162,12 @@ def _small_spec(
     )
 
 
-def _usual_pack(folder: Path, num_layers: int, num_active: int) -> Path:
-    spec = _small_spec(num_layers, num_active, _USUAL_EXPERTS, _USUAL_SIZE, _USUAL_NEURONS)
-    return _made(folder, spec, formats.uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest"), 0.0)
-
-
-def _tiny_pack(folder: Path) -> Path:
-    spec = _small_spec(_MANY_LAYERS, _MANY_ACTIVE, _TINY_EXPERTS, _TINY_SIZE, _TINY_NEURONS)
-    return _made(folder, spec, formats.uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest"), 0.0)
-
-
-def _rows_pack(folder: Path) -> Path:
-    spec = _small_spec(_ROWS_LAYERS, _MANY_ACTIVE, _TINY_EXPERTS, _ROWS_SIZE, _ROWS_NEURONS)
-    return _made(
-        folder,
-        spec,
-        formats.uniform_plan(spec, "up", formats.part_format(2, 64), formats.BF16, None, "nearest"),
-        _ROWS_SPARSITY,
-    )
-
-
-def _made(folder: Path, spec: formats.ModelSpec, plan: formats.Plan, sparsity: float) -> Path:
+def _made(folder: Path, spec: formats.ModelSpec, sparsity: float = 0.0) -> Path:
+    """Makes a pack in 4 bit; with a sparsity one of which single rows are read."""
+    if sparsity:
+        plan = formats.uniform_plan(spec, "up", formats.part_format(2, 64), formats.BF16, None, "nearest")
+    else:
+        plan = formats.uniform_plan(spec, "none", _INT4, _INT4, _INT4, "nearest")
     traits = synthetic.SyntheticTraits(sparsity, synthetic.skewed_popularity(spec, 0.0, 0), 0.0, 0)
     synthetic.synthesize(spec, plan, traits, folder, 1)
     return folder

@@ -7,7 +7,7 @@ that is not known: without `quality.json` the loss is "not measured".
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,12 @@ def find_checkpoint(
     searched = f"{source}: no such file or folder, and the hub id {name.text()} is not in the cache"
     snapshot = hub.cached_snapshot(name, formats.CheckpointError)
     if snapshot is not None:
-        folder = snapshot / name.variant
-        if is_complete(folder):
-            return folder
-        if (gguf := _cached_gguf(name, snapshot)) is not None:
-            return files.GgufFiles(gguf)
+        if (cached := _cached(name, snapshot)) is not None:
+            return cached
         searched = f"{source}: the hub id {name.text()} is only partly in the cache"
-    searched = f"{searched} {_cache()}"
+    from huggingface_hub import constants
+
+    searched = f"{searched} {constants.HF_HUB_CACHE}"
     with _said(searched):
         repository = hub.HubRepository(name, formats.CheckpointError)
         if paths := _gguf_paths(name, repository.files):
@@ -96,10 +95,16 @@ def _gguf_paths(name: hub.HubName, paths: Iterable[str]) -> list[str]:
     return sorted(path for path in paths if name.variant and path.endswith(".gguf") and word.search(Path(path).name))
 
 
-def _cached_gguf(name: hub.HubName, snapshot: Path) -> Path | None:
+def _cached(name: hub.HubName, snapshot: Path) -> Path | checkpoint_files.CheckpointFiles | None:
+    """Returns the checkpoint or the GGUF files of a variant in a snapshot of the cache; None if a part is missing."""
+    if is_complete(snapshot / name.variant):
+        return snapshot / name.variant
     for path in _gguf_paths(name, (str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf"))):
-        with suppress(formats.CheckpointError):
-            return part_paths(snapshot / path)[0]
+        try:
+            first = part_paths(snapshot / path)[0]
+        except formats.CheckpointError:
+            continue
+        return files.GgufFiles(first)
     return None
 
 
@@ -116,10 +121,8 @@ def open_streamed(
         raise formats.UsageError(f"--stream reads from the hub, and {source} is on this disk; remove --stream")
     name = source_name(source)
     snapshot = hub.cached_snapshot(name, formats.CheckpointError)
-    if snapshot is not None and is_complete(snapshot / name.variant):
-        return snapshot / name.variant
-    if snapshot is not None and (gguf := _cached_gguf(name, snapshot)) is not None:
-        return files.GgufFiles(gguf)
+    if snapshot is not None and (cached := _cached(name, snapshot)) is not None:
+        return cached
     repository = hub.HubRepository(name, formats.CheckpointError)
     if paths := _gguf_paths(name, repository.files):
         revision = "" if name.revision is None else f" --revision {name.revision}"
@@ -128,12 +131,6 @@ def open_streamed(
             f"{' '.join(paths)}{revision}"
         )
     return hub.StreamedFiles(repository, folder, quota_bytes)
-
-
-def _cache() -> Any:
-    from huggingface_hub import constants
-
-    return constants.HF_HUB_CACHE
 
 
 def is_complete(folder: Path) -> bool:

@@ -64,8 +64,7 @@ def make_profile(order: options.ProfileOrder, progress: formats.Progress = forma
         for line in text_lines(checkpoint.spec, tokens):
             progress.say(line)
         if order.many.ray is not None:
-            job = ray_launcher.ProfileJob(ray_launcher.absolute(order), tokens, torch.get_num_threads())
-            return ray_launcher.make_profile_on_cluster(job, checkpoint.spec.moe_layers, progress)
+            return ray_launcher.make_profile_on_cluster(order, tokens, checkpoint.spec.moe_layers, progress)
         device, part = options.chosen_device(order.device), order.many.part
         return profile.make_profile(checkpoint, tokens, order.output, order.profile, progress, device, part)
 
@@ -259,9 +258,8 @@ def _converted(
     progress: formats.Progress,
 ) -> pipeline.ConversionResult:
     if order.many.ray is not None:
-        job = ray_launcher.PackJob(ray_launcher.absolute(order), chosen, prepared)
         layout = pipeline.layout_for(checkpoint, chosen, prepared.rotation)
-        return ray_launcher.make_pack_on_cluster(job, layout, progress)
+        return ray_launcher.make_pack_on_cluster(order, chosen, prepared, layout, progress)
     return pipeline.convert(
         checkpoint,
         chosen,

@@ -21,7 +21,6 @@ from threading import Event
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from moe_pack.convert import account, encoding, kept
 from moe_pack.convert.options import MEMORY_BYTES
@@ -75,7 +74,10 @@ class EarlierPack:
             return False
         if item.kind in ("unused", "ngrams"):
             return True
-        return self._contains_dense(item.role) if item.kind == "dense" else self._contains_expert(item)
+        if item.kind == "dense":
+            return self._contains_dense(item.role)
+        has_same_inputs = self._same_layers is None or item.layer <= self._same_layers
+        return has_same_inputs and self._stores_alike((item.layer, item.expert))
 
     def made_item(self, item: layouts.Item) -> encoding.MadeItem:
         """Returns an item of the pack with its bytes, in their own memory, checked against their digest.
@@ -83,26 +85,29 @@ class EarlierPack:
         Raises:  PackError if they are damaged.
         """
         assert self.contains(item), item
+        pack = self._pack
         if item.kind == "unused":
-            return encoding.MadeItem(self._unused_bytes(item))
+            self._check(layouts.UNUSED_FILE)
+            return encoding.MadeItem(pack.read_unused(item.offset, item.num_bytes))
         if item.kind == "ngrams":
-            return encoding.MadeItem(self._table_bytes(item))
+            table, first = pack.layout.ngrams[item.layer], item.first_row
+            rows = pack.read_ngrams(table, first, first + item.num_bytes // table.rows.row_bytes)
+            layouts.check_rows(table.rows, rows, f"{pack.folder}: {layouts.ngrams_file(table.layer)}", first)
+            return encoding.MadeItem(rows.reshape(-1))
         if item.kind == "dense":
-            return encoding.MadeItem(self._dense_bytes(item))
+            self._check(layouts.DENSE_FILE)
+            entry = self._dense[item.role].entry
+            num_rows = item.num_bytes * entry.shape[0] // entry.num_bytes
+            return encoding.MadeItem(pack.read_dense(entry, item.first_row, item.first_row + num_rows))
+        raw = pack.read_extent(item.layer, item.expert)
+        if hashlib.sha256(raw.data).digest() != pack.index.sha256[item.layer, item.expert].tobytes():
+            raise errors.PackError(
+                f"{pack.folder}: {item.file}: expert {item.expert}: SHA-256 does not match its bytes"
+            )
         loss = None if self._losses is None else self._losses[item.layer][item.expert]
         assert self._order is not None, "the earlier pack is usable"
         order = self._order[item.layer, item.expert]
-        return encoding.MadeItem(
-            self._expert_bytes(item), loss, tuple(np.sort(order[1:][order[1:] == order[:-1]]).tolist())
-        )
-
-    def _expert_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
-        raw = self._pack.read_extent(item.layer, item.expert)
-        if hashlib.sha256(raw.data).digest() != self._pack.index.sha256[item.layer, item.expert].tobytes():
-            raise errors.PackError(
-                f"{self._pack.folder}: {item.file}: expert {item.expert}: SHA-256 does not match its bytes"
-            )
-        return raw
+        return encoding.MadeItem(raw, loss, tuple(np.sort(order[1:][order[1:] == order[:-1]]).tolist()))
 
     def _count_same_layers(self) -> int:
         """Returns how many of the first MoE layers are as the recipe stores them; 0 if a dense tensor is not."""
@@ -112,10 +117,6 @@ class EarlierPack:
         layers = range(len(self._recipe.layout.spec.moe_layers))
         same = (all(self._stores_alike((layer_idx, e)) for e in range(num_experts)) for layer_idx in layers)
         return sum(1 for _ in takewhile(bool, same))
-
-    def _contains_expert(self, item: layouts.Item) -> bool:
-        has_same_inputs = self._same_layers is None or item.layer <= self._same_layers
-        return has_same_inputs and self._stores_alike((item.layer, item.expert))
 
     def _stores_alike(self, place: tuple[int, int]) -> bool:
         recipe = self._recipe
@@ -132,22 +133,6 @@ class EarlierPack:
         expected = next(dense for dense in self._recipe.layout.dense if dense.role.name == role)
         dense = self._dense[role]
         return (dense.dtype, dense.rows) == (expected.dtype, expected.rows)
-
-    def _dense_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
-        self._check(layouts.DENSE_FILE)
-        entry = self._dense[item.role].entry
-        num_rows = item.num_bytes * entry.shape[0] // entry.num_bytes
-        return self._pack.read_dense(entry, item.first_row, item.first_row + num_rows)
-
-    def _unused_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
-        self._check(layouts.UNUSED_FILE)
-        return self._pack.read_unused(item.offset, item.num_bytes)
-
-    def _table_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
-        table = self._pack.layout.ngrams[item.layer]
-        rows = self._pack.read_ngrams(table, item.first_row, item.first_row + item.num_bytes // table.rows.row_bytes)
-        layouts.check_rows(table.rows, rows, f"{self._pack.folder}: {layouts.ngrams_file(table.layer)}", item.first_row)
-        return rows.reshape(-1)
 
     def _check(self, file: str) -> None:
         if file not in self._checked:

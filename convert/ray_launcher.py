@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -43,66 +44,31 @@ _POLL_S = 0.5
 _MARKER = "conversion.json-of-driver-"  # begins the name of the file by which machines recognize the folder
 
 
-class Job(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
     """Work that can be made in parts over one folder. It is sent to the machines, so it has no open files."""
 
-    @property
-    def output(self) -> Path:
-        """The absolute path of the folder."""
-        ...
-
-    def run(self, part: commands.Part) -> None:
-        """Makes a part, and returns when the result is complete."""
-        ...
+    output: Path  # the absolute path of the folder
+    run: Callable[[commands.Part], None]  # makes a part, and returns when the result is complete
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackJob:
-    """A pack. The order's paths are absolute."""
-
-    order: options.PackOrder
-    plan: formats.Plan
-    prepared: Preparation
-
-    @property
-    def output(self) -> Path:
-        """The folder of the pack."""
-        return self.order.output
-
-    def run(self, part: commands.Part) -> None:
-        """Makes a part of the pack."""
-        order = self.order
-        with closing(Checkpoint(hub.find_checkpoint(order.source))) as checkpoint:
-            pipeline.convert(
-                checkpoint,
-                self.plan,
-                order.output,
-                order.workers,
-                prepared=self.prepared,
-                memory_bytes=order.memory_bytes,
-                part=part,
-            )
+def _make_pack(order: options.PackOrder, plan: formats.Plan, prepared: Preparation, part: commands.Part) -> None:
+    with closing(Checkpoint(hub.find_checkpoint(order.source))) as checkpoint:
+        pipeline.convert(
+            checkpoint,
+            plan,
+            order.output,
+            order.workers,
+            prepared=prepared,
+            memory_bytes=order.memory_bytes,
+            part=part,
+        )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ProfileJob:
-    """A profile. The order's paths are absolute."""
-
-    order: options.ProfileOrder
-    tokens: Tokens
-    threads: int  # of torch, on which the rounding of sums depends
-
-    @property
-    def output(self) -> Path:
-        """The folder of the profile."""
-        return self.order.output
-
-    def run(self, part: commands.Part) -> None:
-        """Makes a part of the profile."""
-        torch.set_num_threads(self.threads)
-        order = self.order
-        with closing(Checkpoint(hub.find_checkpoint(order.source))) as checkpoint:
-            profile.make_profile(checkpoint, self.tokens, order.output, order.profile, part=part)
+def _make_profile(order: options.ProfileOrder, tokens: Tokens, num_threads: int, part: commands.Part) -> None:
+    torch.set_num_threads(num_threads)  # on which the rounding of sums depends
+    with closing(Checkpoint(hub.find_checkpoint(order.source))) as checkpoint:
+        profile.make_profile(checkpoint, tokens, order.output, order.profile, part=part)
 
 
 Order = TypeVar("Order", options.PackOrder, options.ProfileOrder)
@@ -118,27 +84,37 @@ def absolute(order: Order) -> Order:
 
 
 def make_pack_on_cluster(
-    job: PackJob, layout: formats.PackLayout, progress: formats.Progress
+    order: options.PackOrder,
+    plan: formats.Plan,
+    prepared: Preparation,
+    layout: formats.PackLayout,
+    progress: formats.Progress,
 ) -> pipeline.ConversionResult:
     """Makes a pack on a Ray cluster."""
-    total, done = pipeline.large_bytes(layout), journaled_bytes(job.output, layout)
-    each = Resources(job.order.workers, job.order.memory_bytes + PROCESS_BYTES)
+    order = absolute(order)
+    total, done = pipeline.large_bytes(layout), journaled_bytes(order.output, layout)
+    each = Resources(order.workers, order.memory_bytes + PROCESS_BYTES)
     stage = commands.Stage("packing", total, "B", done)
-    _run_on_cluster(job, job.order.many, each, progress, stage, lambda: (journaled_bytes(job.output, layout), ""))
+    job = Job(order.output, partial(_make_pack, order, plan, prepared))
+    _run_on_cluster(job, order.many, each, progress, stage, lambda: (journaled_bytes(order.output, layout), ""))
     return pipeline.ConversionResult(layout, done, written=done < total)
 
 
-def make_profile_on_cluster(job: ProfileJob, layers: Sequence[int], progress: formats.Progress) -> profile.Profile:
+def make_profile_on_cluster(
+    order: options.ProfileOrder, tokens: Tokens, layers: Sequence[int], progress: formats.Progress
+) -> profile.Profile:
     """Makes a profile on a Ray cluster, of a model whose `layers` have experts."""
+    order, num_threads = absolute(order), torch.get_num_threads()
 
     def done() -> tuple[int, str]:
-        finished = [layer for layer in layers if (job.output / layer_file("statistics", layer)).exists()]
+        finished = [layer for layer in layers if (order.output / layer_file("statistics", layer)).exists()]
         return len(finished), "" if len(finished) < len(layers) else "sensitivity and predictors follow"
 
     stage = commands.Stage("statistics", len(layers), "layers", done()[0])
-    each = Resources(job.threads, options.MEMORY_BYTES + PROCESS_BYTES)
-    _run_on_cluster(job, job.order.many, each, progress, stage, done)
-    return profile.Profile(job.output)
+    each = Resources(num_threads, options.MEMORY_BYTES + PROCESS_BYTES)
+    job = Job(order.output, partial(_make_profile, order, tokens, num_threads))
+    _run_on_cluster(job, order.many, each, progress, stage, done)
+    return profile.Profile(order.output)
 
 
 def _run_on_cluster(
@@ -184,9 +160,6 @@ class _Node:
     num_cpus: int
     memory_bytes: int
 
-    def num_parts(self, each: Resources) -> int:
-        return min(self.num_cpus // each.num_cpus, self.memory_bytes // each.memory_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
@@ -230,7 +203,7 @@ class Cluster:
     def num_parts(self, each: Resources) -> int:
         """Returns the number of parts for which the cluster has room; RunError if no machine has room for one."""
         nodes = self._nodes()
-        total = sum(node.num_parts(each) for node in nodes)
+        total = sum(min(n.num_cpus // each.num_cpus, n.memory_bytes // each.memory_bytes) for n in nodes)
         if not total:
             found = "; ".join(f"{node.name}: {Resources(node.num_cpus, node.memory_bytes)}" for node in nodes)
             raise formats.RunError(

@@ -1,7 +1,8 @@
 """Compares a finished pack with its checkpoint, for `verify`, and describes it, for `inspect`."""
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -52,19 +53,16 @@ def same_tensors(pack: Pack, checkpoint: Checkpoint) -> None:
     """Raises PackError with the first tensor of the pack's `source.json` that the checkpoint does not have so."""
     _, tensors = checkpoint.account()
     account = manifests.read_account(pack.read_file(manifests.SOURCE_FILE).tobytes())
-    packed = {tensor.name: (tensor.dtype, tensor.shape) for tensor in account.tensors}
-    given = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    packed, given = (
+        {tensor.name: f"{tensor.dtype} {list(tensor.shape)}" for tensor in each} for each in (account.tensors, tensors)
+    )
     for name in sorted(packed.keys() | given.keys()):
         if packed.get(name) != given.get(name):
             raise PackError(
-                f"--against {checkpoint.folder}: tensor {name!r} is {_tensor_text(given.get(name))} there and "
-                f"{_tensor_text(packed.get(name))} in the pack's source; give the checkpoint that the pack was "
+                f"--against {checkpoint.folder}: tensor {name!r} is {given.get(name, 'missing')} there and "
+                f"{packed.get(name, 'missing')} in the pack's source; give the checkpoint that the pack was "
                 f"made from"
             )
-
-
-def _tensor_text(tensor: tuple[str, tuple[int, ...]] | None) -> str:
-    return "missing" if tensor is None else f"{tensor[0]} {list(tensor[1])}"
 
 
 class _Sums:
@@ -91,15 +89,14 @@ class _Sums:
         if error == 0 or part is None or not part.is_quantized:
             return error == 0
         chance = _UNRELATED_DEVIATIONS / math.sqrt(source.numel())
-        return _cosine(source, stored) > (min(_RELATED, chance) if part.bits == 1 else _RELATED)
+        x, y = (rows.flatten().double() for rows in (source, stored))
+        return float(torch.nn.functional.cosine_similarity(x, y, dim=0)) > (
+            min(_RELATED, chance) if part.bits == 1 else _RELATED
+        )
 
     def result(self, matrix: str, stored_as: str) -> MatrixError:
         relative = self.error / self.weight if self.weight else 0.0
         return MatrixError(matrix, stored_as, self.num_weights, self.error / self.num_weights, relative, self.largest)
-
-
-def _cosine(x: Tensor, y: Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(x.flatten().double(), y.flatten().double(), dim=0))
 
 
 def _compare_dense(
@@ -339,25 +336,17 @@ def format_runs(pack: Pack) -> list[FormatRun]:
     """Returns all experts in runs: consecutive experts with the same formats, then consecutive layers."""
     runs: list[FormatRun] = []
     for layer, experts in enumerate(pack.index.experts):
-        row = _expert_runs(pack, layer, experts)
+        row, first = list[FormatRun](), 0
+        for formats, alike in itertools.groupby(experts):
+            end = first + len(list(alike))
+            num_bytes = pack.layout.experts[layer][first].num_bytes
+            row.append(FormatRun((layer, layer), (first, end - 1), formats, num_bytes))
+            first = end
         before = [run for run in runs if run.layers[1] == layer - 1]
         if [(run.experts, run.formats) for run in before] == [(run.experts, run.formats) for run in row]:
-            runs[len(runs) - len(before) :] = [
-                FormatRun((run.layers[0], layer), run.experts, run.formats, run.num_bytes) for run in before
-            ]
+            runs[len(runs) - len(before) :] = [replace(run, layers=(run.layers[0], layer)) for run in before]
         else:
             runs += row
-    return runs
-
-
-def _expert_runs(pack: Pack, layer: int, experts: tuple[plans.ExpertFormat, ...]) -> list[FormatRun]:
-    runs: list[FormatRun] = []
-    for expert, formats in enumerate(experts):
-        if runs and runs[-1].formats == formats:
-            runs[-1] = FormatRun((layer, layer), (runs[-1].experts[0], expert), formats, runs[-1].num_bytes)
-        else:
-            num_bytes = pack.layout.experts[layer][expert].num_bytes
-            runs.append(FormatRun((layer, layer), (expert, expert), formats, num_bytes))
     return runs
 
 
