@@ -27,7 +27,7 @@ from moe_pack.formats.base import commands, errors
 from moe_pack.formats.gguf import find_gguf
 from moe_pack.formats.hub import StreamedFiles
 from moe_pack.formats.pack.writer import await_parts
-from moe_pack.formats.parts import DenseRole, specs
+from moe_pack.formats.parts import specs
 from moe_pack.runtime import Text, offload
 from moe_pack.runtime.model import operations_for
 from moe_pack.runtime.text import check_text
@@ -299,7 +299,13 @@ def _say_plan(
         progress.say(
             f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits"
         )
-    widened = _widened(checkpoint, chosen)
+    widened = [  # dense matrices that have codes in the source and are stored as its dequantized values
+        role
+        for role, part in zip(formats.dense_roles(checkpoint.spec), chosen.dense, strict=True)
+        if part is None
+        and role.quantizable
+        and checkpoint.files.decoded_from(checkpoint.dense_source(role.name).tensor) is not None
+    ]
     if widened and order.plan_file is None:
         progress.say(
             f"note: {len(widened)} dense matrices are dequantized and stored as float32, "
@@ -310,17 +316,6 @@ def _say_plan(
         progress.say(limited)
     if isinstance(checkpoint.files, StreamedFiles):
         progress.say(hub.check_stream_space(checkpoint.files, order.output, pipeline.large_bytes(layout)))
-
-
-def _widened(checkpoint: families.Checkpoint, chosen: formats.Plan) -> list[DenseRole]:
-    """Returns the dense matrices that have codes in the source and are stored as its dequantized values."""
-    return [
-        role
-        for role, part in zip(formats.dense_roles(checkpoint.spec), chosen.dense, strict=True)
-        if part is None
-        and role.quantizable
-        and checkpoint.files.decoded_from(checkpoint.dense_source(role.name).tensor) is not None
-    ]
 
 
 def _rotated_note(order: options.PackOrder, is_plain: bool) -> list[str]:

@@ -127,13 +127,7 @@ class _UnfinishedPack:
         self._layout = recipe.layout
         self._folder = folder
         self._dense = {dense.role.name: dense for dense in recipe.layout.dense}
-        vectors = recipe.rotation
-        self._rotations = [
-            None
-            if vectors is None or not vectors.is_rotated(layer_idx)
-            else Rotation(torch.from_numpy(vectors.input[layer_idx]), torch.from_numpy(vectors.output[layer_idx]))
-            for layer_idx in range(len(self.spec.moe_layers))
-        ]
+        self._vectors = recipe.rotation
 
     def vector(self, role: str) -> Tensor:
         return pack_weights.stored_vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
@@ -161,7 +155,10 @@ class _UnfinishedPack:
         return 0.0
 
     def rotation(self, layer_idx: int) -> Rotation | None:
-        return self._rotations[layer_idx]
+        vectors = self._vectors
+        if vectors is None or not vectors.is_rotated(layer_idx):
+            return None
+        return Rotation(torch.from_numpy(vectors.input[layer_idx]), torch.from_numpy(vectors.output[layer_idx]))
 
     def ngram_table(self, layer: int) -> RowTable:
         return self._source.ngram_table(layer)

@@ -26,7 +26,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event
 
 import numpy as np
 import torch
@@ -200,17 +199,14 @@ def random_rows(
         section = rows[:, part.offset : part.offset + part.code_bytes]
         scales = rows[:, part.scales_offset : part.bias_offset]
         rows[:, part.bias_offset : part.bias_offset + 4 * part.has_bias] = 0  # no bias
-        if part.format.codec == "bf16":
-            values = even_values(spreads[part.name])
+        if part.format.codec == "bf16" or part.format.keeps_source:
+            values: NDArray[np.uint8] | NDArray[np.uint16] = even_values(spreads[part.name])
+            if part.format.keeps_source:
+                values, scale = nearest_codes(part.format, spreads[part.name])
+                scales[:] = np.tile(scale, part.format.num_groups(layout.num_cols))
             for start in range(0, num_rows, _ROWS_AT_ONCE):
                 block = section[start : start + _ROWS_AT_ONCE]
-                block[:] = values[block[:, : layout.num_cols]].view(np.uint8)
-        elif part.format.keeps_source:
-            codes, scale = nearest_codes(part.format, spreads[part.name])
-            for start in range(0, num_rows, _ROWS_AT_ONCE):
-                block = section[start : start + _ROWS_AT_ONCE]
-                block[:] = codes[block]
-            scales[:] = np.tile(scale, part.format.num_groups(layout.num_cols))
+                block[:] = values[block[:, : part.code_bytes // values.itemsize]].view(np.uint8)
         else:
             stored_scales = trellis_scales if part.format.codec == "trellis" else scales_and_zeros
             scales[:] = stored_scales(part.format, layout.num_cols, spreads[part.name])
@@ -431,7 +427,8 @@ def link_memory_folder(output: Path, needed_bytes: int) -> Path:
         )
     if folder.is_symlink() or (folder.exists() and folder.stat().st_uid != user_number()):
         raise formats.ConversionError(f"{folder}: belongs to another user; give another --output")
-    _check_free(place, needed_bytes - _written_bytes(folder))
+    written_bytes = sum(512 * path.stat().st_blocks for path in folder.iterdir()) if folder.exists() else 0
+    _check_free(place, needed_bytes - written_bytes)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         if not output.is_symlink():
@@ -456,22 +453,16 @@ def _memory_place() -> Path:
     )
 
 
-def _written_bytes(folder: Path) -> int:
-    return sum(512 * path.stat().st_blocks for path in folder.iterdir()) if folder.exists() else 0
-
-
 def _check_free(place: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(place).free
+    found = f"{place} has {free_bytes:,} bytes free"
+    line = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMORY.read_text("utf-8"), re.MULTILINE)
+    if free_bytes >= needed_bytes and line:
+        free_bytes = 1024 * int(line[1])
+        found = f"this machine has {free_bytes:,} bytes of memory free"
     if free_bytes < needed_bytes:
         raise formats.ConversionError(
-            f"--in-memory: {place} has {free_bytes:,} bytes free, expected {needed_bytes:,}; "
-            "give fewer --layers, or remove --in-memory"
-        )
-    line = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMORY.read_text("utf-8"), re.MULTILINE)
-    if line and 1024 * int(line[1]) < needed_bytes:
-        raise formats.ConversionError(
-            f"--in-memory: this machine has {1024 * int(line[1]):,} bytes of memory free, expected {needed_bytes:,}; "
-            "give fewer --layers, or remove --in-memory"
+            f"--in-memory: {found}, expected {needed_bytes:,}; give fewer --layers, or remove --in-memory"
         )
 
 
@@ -529,9 +520,7 @@ def synthesize(
     model = _SyntheticModel(layout, traits)
     account = _account(layout, plan, traits, rotation)
     writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
-    work = pipeline.ItemWork(
-        lambda item, stop: encoding.MadeItem(model.item_bytes(item, stop)), lambda item: 2 * item.num_bytes
-    )
+    work = pipeline.ItemWork(lambda item, _: encoding.MadeItem(model.item_bytes(item)), lambda item: 2 * item.num_bytes)
     return pipeline.write_pack(writer, layout, account, work, workers, progress)
 
 
@@ -570,16 +559,11 @@ class _SyntheticModel:
         self._layout = layout
         self._seed = traits.seed
         self._dense = {dense.role.name: (number, dense) for number, dense in enumerate(layout.dense)}
-        self._routers = {
-            f"layers.{layer}.router": bf16_bits(weights)
-            for layer, weights in zip(
-                spec.moe_layers,
-                router_weights(spec, traits.popularity, traits.path_correlation, traits.seed),
-                strict=True,
-            )
-        }
+        weights = router_weights(spec, traits.popularity, traits.path_correlation, traits.seed)
+        named = zip(spec.moe_layers, weights, strict=True)
+        self._routers = {f"layers.{layer}.router": bf16_bits(rows) for layer, rows in named}
 
-    def item_bytes(self, item: layouts.Item, stop: Event) -> NDArray[np.uint8]:
+    def item_bytes(self, item: layouts.Item) -> NDArray[np.uint8]:
         """Returns the bytes of a dense tensor, rows of a table or an extent: u8 [item.num_bytes]."""
         if item.kind == "dense":
             number, dense = self._dense[item.role]

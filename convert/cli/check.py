@@ -28,24 +28,21 @@ class CheckOptions:
 
     against: str | None = commands.option_field(
         None,
-        "--against",
-        metavar="PATH",
+        "--against PATH",
         help="The checkpoint that the pack was made from, or a reference of it (moe-pack eval --keep-reference).",
     )
     limits: CheckLimits = field(default_factory=CheckLimits)
     sample: int | None = commands.option_field(
         None,
-        "--sample",
+        "--sample N",
         least=256,
-        metavar="N",
         help=f"Number of tokens on which the loss is measured.  [default: {EVAL_TOKENS}]",
     )
     as_json: bool = commands.option_field(False, "--json", help="Print the checks as JSON, with numbers.")
     summary: Path | None = commands.option_field(
         None,
-        "--summary",
+        "--summary FILE",
         path="file",
-        metavar="FILE",
         help="Also append the checks as a Markdown table to FILE, such as $GITHUB_STEP_SUMMARY.",
     )
     junit: Path | None = commands.option_field(

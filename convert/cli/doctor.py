@@ -19,13 +19,12 @@ class DoctorOptions:
 
     path: Path = commands.option_field(
         Path(),
-        "--path",
-        metavar="DIR",
+        "--path DIR",
         help="A folder on the disk to measure: a pack, whose files are read, or another folder, where a "
         "file of up to 1 GiB is written and removed.  [default: the current folder]",
     )
     seconds: float = commands.option_field(
-        0.5, "--seconds", least=0.001, most=60, metavar="S", help="Time for each of some 90 measurements."
+        0.5, "--seconds S", least=0.001, most=60, help="Time for each of some 90 measurements."
     )
     as_json: bool = commands.option_field(False, "--json", help="Print the measurements as JSON.")
 

@@ -38,9 +38,7 @@ class ExportOptions:
             "vLLM and transformers load them; all other weights in 16 bit. gguf: for llama.cpp.",
         )
     )
-    output: Path = field(
-        metadata=formats.option("--output", "-o", metavar="DIR", help="The folder to write, new or empty.")
-    )
+    output: Path = field(metadata=formats.option("--output", "-o DIR", help="The folder to write, new or empty."))
     dtype: Dtype | None = commands.option_field(
         None,
         "--dtype",
@@ -74,15 +72,13 @@ class ExportOptions:
     )
     shard_bytes: int | None = commands.option_field(
         None,
-        "--shard-size",
-        metavar="SIZE",
+        "--shard-size SIZE",
         help="The most bytes in a file.  [default: 5G; with gguf 45G]",
         parse=commands.read_size,
     )
     compare_tokens: int = commands.option_field(
         64,
-        "--compare-tokens",
-        metavar="N",
+        "--compare-tokens N",
         least=0,
         help="Compare the logits of the export and of the pack on N tokens of a passage of ours; 0 does not.",
     )
@@ -194,7 +190,7 @@ def _code_lines(result: export.ExportResult) -> Iterator[str]:
             "transformers 5 does not read them so in this family"
         )
     for matrix in formats.MATRICES:
-        if (codes := result.codes.matrices.get(matrix)) is not None:
+        if (codes := result.codes.get(matrix)) is not None:
             yield (
                 f"{matrix:4} codes of the pack kept: {codes.carried:,}, quantized again: {codes.quantized:,}; mean "
                 f"error {codes.relative:.3%} of the pack's weights"
@@ -202,7 +198,7 @@ def _code_lines(result: export.ExportResult) -> Iterator[str]:
 
 
 def _as_json(result: export.ExportResult, logits: LogitsError | None) -> dict[str, Any]:
-    codes = None if result.codes is None else result.codes.matrices
+    codes = result.codes
     return {
         "bytes": result.num_bytes,
         "resumed_bytes": result.resumed_bytes,

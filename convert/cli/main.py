@@ -204,7 +204,7 @@ class VerifyOptions:
     """The options of `verify`."""
 
     against: str | None = commands.option_field(
-        None, "--against", metavar="PATH", help="Also compare with the checkpoint that the pack was made from."
+        None, "--against PATH", help="Also compare with the checkpoint that the pack was made from."
     )
     text: TextIO | None = commands.option_field(
         None, "--text", help="Compare logits on this text; without it, on a passage of ours."

@@ -24,34 +24,30 @@ class EvalOptions:
 
     against: str | None = commands.option_field(
         None,
-        "--against",
-        metavar="PATH",
+        "--against PATH",
         help="The checkpoint that the pack was made from (as for convert), or a reference of it "
         "(--keep-reference): measure KL divergence, agreement, and the growth of perplexity.",
     )
     data: str | None = commands.option_field(
         None,
-        "--data",
-        metavar="NAME_OR_FILE",
+        "--data NAME_OR_FILE",
         help="The text, as for profile.  [default: the end of our sample, which profiles do not use by default]",
     )
     field_name: str | None = field(default=None, metadata=FIELD_OPTION)
     num_tokens: int | None = commands.option_field(
-        None, "--tokens", least=256, metavar="N", help=f"Number of tokens.  [default: {EVAL_TOKENS}]"
+        None, "--tokens N", least=256, help=f"Number of tokens.  [default: {EVAL_TOKENS}]"
     )
     keep_reference: Path | None = commands.option_field(
         None,
-        "--keep-reference",
+        "--keep-reference DIR",
         path="folder",
-        metavar="DIR",
         mark="source",
         help="Write the source's predictions to DIR; --against DIR then needs no checkpoint. Predictions of the "
         "same model and text that are there already are used; others are refused.",
     )
     tasks: Path | None = commands.option_field(
         None,
-        "--tasks",
-        metavar="FILE.jsonl",
+        "--tasks FILE.jsonl",
         help="Also answer multiple-choice tasks: a JSON object a line with prompt, choices and answer (the number "
         "of the right choice, from 0).",
     )

@@ -153,8 +153,7 @@ class ReportOptions:
 
     pack: Path | None = commands.option_field(
         None,
-        "--pack",
-        metavar="PACK",
+        "--pack PACK",
         help="Also draw the loss of this pack, as moe-pack eval measured it, and the prices of eval --prices.",
     )
     output: Path = commands.option_field(Path("report.html"), "--output", "-o", path="file", help="The file to write.")
@@ -191,8 +190,7 @@ class ImatrixOptions:
     output: Path = commands.option_field(Path("imatrix.gguf"), "--output", "-o", path="file", help="The file to write.")
     against: str | None = commands.option_field(
         None,
-        "--against",
-        metavar="PATH",
+        "--against PATH",
         help="The checkpoint of the profile. It runs once more on the profile's text, and the file also gets the "
         "matrices of attention, of routers, of shared experts and of layers without experts.",
     )
@@ -203,11 +201,9 @@ class ThresholdsOptions:
     """The options of `thresholds`."""
 
     sparsity: float | None = commands.option_field(
-        None, "--sparsity", metavar="S", help="Share of an expert's neurons that do not run, such as 0.8; at 0 all run."
+        None, "--sparsity S", help="Share of an expert's neurons that do not run, such as 0.8; at 0 all run."
     )
-    theta: float | None = commands.option_field(
-        None, "--theta", metavar="T", help="One threshold for all experts, as in CORM."
-    )
+    theta: float | None = commands.option_field(None, "--theta T", help="One threshold for all experts, as in CORM.")
     text: TextOptions = field(default_factory=TextOptions)
     as_json: bool = commands.option_field(False, "--json", help="Print what was measured as JSON.")
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=runtime.DEVICE_OPTION)

@@ -76,23 +76,19 @@ class ReplayOptions:
         metadata=formats.option("--pack", help="The pack of the run, with the thresholds that it had then.")
     )
     budgets: tuple[int, ...] = field(
-        metadata=formats.option(
-            "--budget", parse=_budgets, metavar="SIZE,...", help="Budgets to replay, such as 1G,512M."
-        )
+        metadata=formats.option("--budget SIZE,...", parse=_budgets, help="Budgets to replay, such as 1G,512M.")
     )
     policies: tuple[offload.PolicyName, ...] = commands.option_field(
         _NAMES,
-        "--policy",
+        "--policy NAME,...",
         parse=_policies,
         default_text="all",
-        metavar="NAME,...",
         help=f"all, or some of {', '.join(offload.PRESETS)}.",
     )
     read_rate: int | None = commands.option_field(
         None,
-        "--read-rate",
+        "--read-rate SIZE",
         parse=commands.read_size,
-        metavar="SIZE",
         help="Bytes that the disk reads a second, such as 1.5G: prints the tokens a second if only reads take time.",
     )
     as_json: bool = commands.option_field(False, "--json", help="Print everything as JSON.")

@@ -32,39 +32,35 @@ class SynthOptions:
 
     output: Path = field(metadata=formats.option("--output", "-o", help="The pack's folder, new or empty."))
     layers: int | None = commands.option_field(
-        None, "--layers", least=1, metavar="N", help="Only the first N decoder layers.  [default: all]"
+        None, "--layers N", least=1, help="Only the first N decoder layers.  [default: all]"
     )
     vocab: int | None = commands.option_field(
-        None, "--vocab", least=1, metavar="N", help="Only N tokens of the vocabulary.  [default: all]"
+        None, "--vocab N", least=1, help="Only N tokens of the vocabulary.  [default: all]"
     )
     plan: PlanOptions = field(default_factory=PlanOptions)
     plan_file: Path | None = commands.option_field(
         None,
-        "--plan",
+        "--plan FILE",
         path="file",
-        metavar="FILE",
         help="A plan (moe-pack plan -o): formats and sparsity of each expert, in place of "
         "--selector to --dense-bits and --sparsity.",
     )
     rotate: quantize.Rotate = field(default="off", metadata=ROTATE_OPTION)
-    sparsity: float = commands.option_field(0.0, "--sparsity", metavar="S", help="Share of neurons that do not run.")
+    sparsity: float = commands.option_field(0.0, "--sparsity S", help="Share of neurons that do not run.")
     skew: float = commands.option_field(
         0.0,
-        "--skew",
-        metavar="X",
+        "--skew X",
         help="How uneven the experts' popularity is, from 0 (all alike) to 4: the r-th most popular expert "
         "of a layer is chosen in proportion to r to the power of -X.",
     )
     path_correlation: float = commands.option_field(
         0.0,
-        "--path-correlation",
-        metavar="C",
+        "--path-correlation C",
         help="How well a token's experts in one layer predict those in the next, from 0 (not at all) to 1 (fully).",
     )
     profile: Path | None = commands.option_field(
         None,
-        "--profile",
-        metavar="DIR",
+        "--profile DIR",
         help="A profile of the same model (moe-pack profile): experts get its popularity, in place of --skew.",
     )
     in_memory: bool = commands.option_field(

@@ -30,15 +30,14 @@ class UploadOptions:
     )
     base_model: str | None = commands.option_field(
         None,
-        "--base-model",
-        metavar="NAME",
+        "--base-model NAME",
         help="The hub id of the checkpoint, for the model card. The license is that which its own page names.",
     )
     command: str | None = commands.option_field(
-        None, "--command", metavar="TEXT", help="The command that made the pack, for the model card."
+        None, "--command TEXT", help="The command that made the pack, for the model card."
     )
     budget: str | None = commands.option_field(
-        None, "--budget", metavar="SIZE", help="A memory in which the pack runs, for the model card, such as 11G."
+        None, "--budget SIZE", help="A memory in which the pack runs, for the model card, such as 11G."
     )
 
 

@@ -11,7 +11,7 @@ Source: compressed-tensors 0.20, compressors/pack_quantized; vLLM 0.33, compress
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -184,8 +184,8 @@ def carried_scales(plain: PlainExpert, matrix: specs.Matrix, code: CodeFormat, n
 class MatrixCodes:
     """The codes of gate, up or down of all experts of this run."""
 
-    carried: int = 0
-    quantized: int = 0
+    carried: int = 0  # matrices whose codes were kept
+    quantized: int = 0  # matrices that were quantized again
     # error, weight: sums of |w - w'| and of |w| over the pack's weights
     error: float = 0.0
     weight: float = 0.0
@@ -196,14 +196,10 @@ class MatrixCodes:
         return self.error / self.weight if self.weight else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class CodesReport:
-    """The codes of this run; experts that an earlier run has written are not counted."""
-
-    matrices: dict[specs.Matrix, MatrixCodes] = field(default_factory=dict)
+Codes = dict[specs.Matrix, MatrixCodes]
 
 
-def _put_coded(source: PackSource, group: ExpertTensors, code: CodeFormat, report: CodesReport, put: Put) -> None:
+def _put_coded(source: PackSource, group: ExpertTensors, code: CodeFormat, codes: Codes, put: Put) -> None:
     dtypes = {name: TORCH_DTYPES[dtype] for name, dtype, _ in group.tensors}  # without codes
     for expert, pieces in group.pieces.items():
         plain = source.expert(group.layer, expert, torch.float32)
@@ -221,7 +217,7 @@ def _put_coded(source: PackSource, group: ExpertTensors, code: CodeFormat, repor
                 weights = weights.T
             else:
                 carried = carried_scales(plain, matrix, code, weights.shape[1])
-            found = report.matrices.setdefault(matrix, MatrixCodes())
+            found = codes.setdefault(matrix, MatrixCodes())
             _put_matrix(put, piece.tensor, weights, carried, code, dtype, found)
 
 
@@ -258,12 +254,12 @@ def coded_units(
     claims: claiming.Claims,
     tensors: claiming.Tensors,
     formats: Mapping[int, CodeFormat],
-    report: CodesReport,
+    codes: Codes,
 ) -> Iterator[ExportUnit]:
     """Yields the units of a checkpoint whose experts are coded.
 
     Args:    claims, tensors: of the same checkpoint without codes, in which each matrix of an expert is a tensor.
-             formats: by decoder layer.   report: is filled while units are written.
+             formats: by decoder layer.   codes: is filled while units are written.
     Raises:  RunError for names of experts that the config's patterns do not match.
     """
     yield from dense_units(source, claims, tensors)
@@ -274,4 +270,4 @@ def coded_units(
             if name in weights and (".experts." not in name or ".layers." not in name):
                 raise RunError(f"tensor {name!r} is not named as vLLM names experts; use --to safetensors")
             coded_ones += coded_tensors(name, dtype, shape, code) if name in weights else [(name, dtype, shape)]
-        yield ExportUnit(group.name, tuple(coded_ones), partial(_put_coded, source, group, code, report))
+        yield ExportUnit(group.name, tuple(coded_ones), partial(_put_coded, source, group, code, codes))

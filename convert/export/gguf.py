@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.convert.export import checkpoints, weights
-from moe_pack.convert.export.folder import Shard, write_folder
+from moe_pack.convert.export.folder import Shard, ShardFormat, write_folder
 from moe_pack.convert.options import GgufType
 from moe_pack.formats import Pack, gguf
 from moe_pack.formats.pack.manifests import COPIED_FILES
@@ -38,7 +38,7 @@ def export_gguf(
     Args:    kind: the type of matrices; None: as `usual_type` says.   work: its `shard_bytes` is the most in a file.
     Raises:  RunError if GGUF cannot have the model or its tokenizer; ConversionError if the folder cannot be written.
     """
-    source = weights.PackSource.of(pack, work.operations)
+    source = weights.PackSource(pack, work.operations)
     model = gguf.gguf_model(source.model.spec)
     kind = kind or usual_type(pack)
     files = {name: pack.read_file(name).tobytes() for name in COPIED_FILES if pack.has(name)}
@@ -54,14 +54,11 @@ def export_gguf(
         "to": "gguf", "type": kind, "root": pack.manifest.root, "shard_bytes": str(work.shard_bytes),
     }  # fmt: skip
     form = _GgufFormat(metadata, kind)
-    found = write_folder(folder, units, {}, decisions, work.shard_bytes, work.progress, work.on_step, form)
+    written = write_folder(folder, units, {}, decisions, work.shard_bytes, work.progress, work.on_step, form)
     notes = gguf.vocabulary_notes(files)
     if kept := len(source.model.claims.unused):
         notes.append(f"not in the file: {kept} tensors of prediction layers, or that nothing runs; the pack keeps them")
-    lost = source.model.lost()
-    return checkpoints.ExportResult(
-        found.num_bytes, found.resumed_bytes, len(model.placements), lost, 0, notes=tuple(notes)
-    )
+    return checkpoints.ExportResult(*written, len(model.placements), source.model.lost(), 0, notes=tuple(notes))
 
 
 def usual_type(pack: Pack) -> GgufType:
@@ -76,7 +73,7 @@ def _name(config: Mapping[str, Any], pack: Pack) -> str:
     return Path(name).name if isinstance(name, str) and Path(name).name else pack.folder.resolve().name
 
 
-class _GgufFormat:
+class _GgufFormat(ShardFormat):
     """GGUF files. The first part has the metadata, and comes last: without it, the others are nothing."""
 
     def __init__(self, metadata: Mapping[str, Any], kind: GgufType) -> None:

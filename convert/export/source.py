@@ -115,18 +115,15 @@ def exported_tensors(
     of_experts = {name for source in experts.values() for name in source.tensors()}
     for name, (kind, shape, source) in _dense_tensors(pack, model, dtype).items():
         assert name not in of_experts, f"{name}: dense and an expert's"
-        tensors[name] = (kind, _plain_shape(source, shape))
-    for pieces in model.claims.tables.values():
-        tensors |= {source.tensor: _as_it_was(model, source.tensor) for source in pieces}
-    for name in (*model.claims.unused, *model.claims.constants):
-        tensors[name] = _as_it_was(model, name)
+        if source.codec == "packed":  # with a word for several columns
+            shape = (*shape[:-1], shape[-1] * WORD_BITS // source.num_bits)
+        tensors[name] = (kind, shape)
+    tables = (source.tensor for pieces in model.claims.tables.values() for source in pieces)
+    as_it_was = model.shapes()
+    tensors |= {name: as_it_was[name] for name in (*tables, *model.claims.unused, *model.claims.constants)}
     for name, original in model.claims.copies.items():
-        tensors[name] = tensors[original] if original in tensors else _as_it_was(model, original)
+        tensors[name] = tensors[original] if original in tensors else as_it_was[original]
     return tensors
-
-
-def _as_it_was(model: SourceModel, name: str) -> tuple[str, tuple[int, ...]]:
-    return model.tensors[name].dtype, model.tensors[name].shape
 
 
 def _dense_tensors(
@@ -149,11 +146,6 @@ def _dense_tensors(
 def plain_name(source: claiming.SourceMatrix) -> str:
     """Returns the name that the tensor of a matrix has in a checkpoint without codes."""
     return source.tensor.removesuffix("_packed") if source.codec == "packed" else source.tensor
-
-
-def _plain_shape(source: claiming.SourceMatrix, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that a tensor has in a checkpoint without codes: packed, it has a word for several columns."""
-    return (*shape[:-1], shape[-1] * WORD_BITS // source.num_bits) if source.codec == "packed" else shape
 
 
 def _expert_tensors(model: SourceModel, dtype: Dtype | None, by_expert: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -183,15 +175,10 @@ def _plain_spelling(model: SourceModel, layer: int, by_expert: bool) -> ExpertNa
     for names in (own, *known):
         if not names.scales and not names.of_gguf and (not by_expert or _is_by_expert(names)):
             return names
-    family = model.family.model_type
+    needed = "experts in 16 bit; this cannot be exported"
     if by_expert:
-        raise formats.RunError(
-            f"checkpoints of family {family!r} have no names for each expert's matrices, which vLLM's codes need; use "
-            "--to safetensors"
-        )
-    raise formats.RunError(
-        f"checkpoints of family {family!r} have no names for experts in 16 bit; this cannot be exported"
-    )
+        needed = "each expert's matrices, which vLLM's codes need; use --to safetensors"
+    raise formats.RunError(f"checkpoints of family {model.family.model_type!r} have no names for {needed}")
 
 
 def _is_by_expert(names: ExpertNames) -> bool:

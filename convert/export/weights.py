@@ -167,18 +167,15 @@ def pieces_of(claims: claiming.Claims) -> dict[str, list[Piece]]:
         found.sort(key=lambda span: span[:2])
         groups, end = list[list[tuple[int, int, int, Owner, claiming.SourceMatrix]]](), -1
         for span in found:
-            if span[0] < end:
-                groups[-1].append(span)
-            else:
-                groups.append([span])
+            if span[0] >= end:
+                groups.append([])
+            groups[-1].append(span)
             end = max(end, span[1])
-        pieces[tensor] = [
-            Piece(
-                tensor, group[0][0], max(span[1] for span in group) - group[0][0], group[0][2],
-                tuple((owner, source) for *_, owner, source in group),
-            )
-            for group in groups
-        ]  # fmt: skip
+        for group in groups:
+            first, _, size, *_ = group[0]
+            num_rows = max(span[1] for span in group) - first
+            places = tuple((owner, source) for *_, owner, source in group)
+            pieces.setdefault(tensor, []).append(Piece(tensor, first, num_rows, size, places))
     return pieces
 
 
@@ -197,19 +194,15 @@ def put_rows(put: Put, tensor: str, first_row: int, values: Tensor) -> None:
     put(tensor, first_row * values.shape[1] * values.dtype.itemsize, raw)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class PackSource:
-    """An open pack with its order of neurons and its checkpoint, from which the units of an export are computed."""
+    """An open pack with its order of neurons and its checkpoint, from which the units of an export are computed.
 
-    pack: formats.Pack
-    model: SourceModel
-    order: NDArray[np.uint32]
-    operations: Operations
+    Raises:  as `SourceModel.of`.
+    """
 
-    @classmethod
-    def of(cls, pack: formats.Pack, operations: Operations) -> "PackSource":
-        """Reads a pack's order and checkpoint; raises as `SourceModel.of`."""
-        return cls(pack, SourceModel.of(pack), pack.read_order(), operations)
+    def __init__(self, pack: formats.Pack, operations: Operations) -> None:
+        self.pack, self.operations = pack, operations
+        self.model, self.order = SourceModel.of(pack), pack.read_order()
 
     def expert(self, layer: int, expert: int, dtype: torch.dtype) -> PlainExpert:
         """Reads an expert of a decoder layer."""

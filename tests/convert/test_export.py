@@ -310,9 +310,9 @@ def test_codes_with_a_zero_in_the_middle_are_carried_over(new_folder: Callable[[
                 result = export_compressed(opened, folder / "out", "f16", bits)  # type: ignore[arg-type]  # as above
                 export_plain(opened, folder / "plain", "f32")
             assert result.codes is not None
-            kept = {matrix: (each.carried, each.quantized) for matrix, each in result.codes.matrices.items()}
+            kept = {matrix: (each.carried, each.quantized) for matrix, each in result.codes.items()}
             assert kept == {"gate": (6, 0), "up": (6, 0), "down": (0, 6)}
-            assert result.codes.matrices["gate"].error == 0 < result.codes.matrices["down"].error
+            assert result.codes["gate"].error == 0 < result.codes["down"].error
             coded, plain = Checkpoint(folder / "out"), Checkpoint(folder / "plain")
             for matrix in ("gate", "up"):
                 one, other = (CheckpointWeights(each).expert(1, 2) for each in (coded, plain))
@@ -335,8 +335,8 @@ def test_other_codes_are_quantized_again(new_folder: Callable[[], Path]) -> None
             pack(source, folder / "pack", **({"width": 4, "group": 32} | options))  # type: ignore[arg-type]  # of options
             with Pack(folder / "pack") as opened:
                 codes = export_compressed(opened, folder / "out", None, 8).codes
-            assert codes is not None and all(each.carried == 0 for each in codes.matrices.values())
-            assert all(0 < each.relative < 0.01 for each in codes.matrices.values())
+            assert codes is not None and all(each.carried == 0 for each in codes.values())
+            assert all(0 < each.relative < 0.01 for each in codes.values())
 
 
 def test_words_are_those_of_the_library(tmp_path: Path) -> None:
