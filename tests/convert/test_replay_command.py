@@ -12,16 +12,7 @@ from support.models import DEMO_MODEL, PackMaker, TinyMixtral, pack
 from support.profiles import profiled, random_tokens
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.runtime.offload import (
-    PRESETS,
-    CacheFacts,
-    Recorder,
-    Recording,
-    divide_budget,
-    expert_pages,
-    read_recording,
-    recorded_expert_cache_for,
-)
+from moe_pack.runtime import offload
 from moe_pack.runtime.offload.record import write_recording
 
 BUDGET, CONTEXT = 11 << 20, 64  # of the demo pack's 32 experts, each a page, some two thirds have room
@@ -38,12 +29,12 @@ def routes(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A made-up run of the demo pack: a prompt of 6 tokens and 40 more, some experts chosen more often."""
     rng = np.random.default_rng(7)
     with Pack(demo) as opened:
-        plan = divide_budget(opened.layout, BUDGET, CONTEXT, 0)
-        pages, root = expert_pages(opened.layout, plan.page_bytes), opened.manifest.root
+        plan = offload.divide_budget(opened.layout, BUDGET, CONTEXT, 0)
+        pages, root = offload.expert_pages(opened.layout, plan.page_bytes), opened.manifest.root
     popularity = rng.dirichlet(np.ones(NUM_EXPERTS), len(pages)).astype(np.float32)
-    facts = CacheFacts(pages, plan.num_pages, 2, popularity)
-    recorder = Recorder(facts, root, "corm", BUDGET, CONTEXT, keeps_scores=True)
-    residency = recorded_expert_cache_for(PRESETS["corm"], facts, recorder)
+    facts = offload.CacheFacts(pages, plan.num_pages, 2, popularity)
+    recorder = offload.Recorder(facts, root, "corm", BUDGET, CONTEXT, keeps_scores=True)
+    residency = offload.recorded_expert_cache_for(offload.PRESETS["corm"], facts, recorder)
     for num_tokens in [6] + [1] * 40:
         for layer_idx, shares in enumerate(popularity.astype(np.float64)):
             drawn = [rng.choice(NUM_EXPERTS, 2, replace=False, p=shares / shares.sum()) for _ in range(num_tokens)]
@@ -69,14 +60,14 @@ def test_every_policy_stands_under_every_budget_with_the_optimum_beside(demo: Pa
     assert [block.split(":")[0] for block in blocks] == ["budget 10.5 MiB", "budget 11.0 MiB"]
     for block in blocks:
         names = [line.split()[0] for line in block.splitlines()[2:]]
-        assert names == [*PRESETS, "optimum", "best:"]
+        assert names == [*offload.PRESETS, "optimum", "best:"]
         assert "tokens/s" in block.splitlines()[1]
 
 
 def test_the_recorded_policy_is_replayed_with_what_was_predicted_hit_for_hit(demo: Path, routes: Path) -> None:
     result = run("replay", routes, "--pack", demo, "--budget", "11M", "--policy", "corm,lru", "--json")
     (outcome,) = json.loads(result.stdout)
-    record = read_recording(routes)
+    record = offload.read_recording(routes)
     corm, alone = outcome["predicted"]["corm"], outcome["alone"]
     assert corm["prediction"] == "recorded" and corm["decode"]["bytes_ahead"] > 0
     assert corm["decode"]["num_hits"] == record.hits[1:].sum() and corm["prefill"]["num_hits"] == record.hits[0].sum()
@@ -117,8 +108,8 @@ def test_paths_beside_the_pack_predict_where_a_record_has_nothing_predicted(
 
 
 def changed(routes: Path, tmp_path: Path, **facts: object) -> Path:
-    record = read_recording(routes)
-    broken: Recording = replace(record, facts=replace(record.facts, **facts))
+    record = offload.read_recording(routes)
+    broken: offload.Recording = replace(record, facts=replace(record.facts, **facts))
     write_recording(broken, tmp_path / "changed")
     return tmp_path / "changed"
 
@@ -129,7 +120,7 @@ def test_a_record_of_another_pack_is_refused(demo: Path, routes: Path, tmp_path:
 
 
 def test_a_record_of_another_shape_is_refused(demo: Path, routes: Path, tmp_path: Path) -> None:
-    record = read_recording(routes)
+    record = offload.read_recording(routes)
     passes = replace(record.passes, routes=record.passes.routes[:, :, :1])
     write_recording(replace(record, passes=passes), tmp_path / "narrow")
     result = run("replay", tmp_path / "narrow", "--pack", demo, "--budget", "11M")
@@ -170,4 +161,4 @@ def test_a_record_that_is_missing_is_one_line(demo: Path, tmp_path: Path) -> Non
     result = run("replay", tmp_path / "none", "--pack", demo, "--budget", "11M")
     assert (result.exit_code, result.stderr) == (1, "moe-pack: none: file is missing\n")
     with pytest.raises(RunError):
-        read_recording(tmp_path / "none")
+        offload.read_recording(tmp_path / "none")
