@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from support.cases import case
 from support.coded import FP8_CONFIG, IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks, quantize_fp8
 from support.commands import moe_pack as run
-from support.killing import different_files, files_in
 from support.losses import random_losses
 from support.models import BOOK, Tensors, TinyMixtral
 
@@ -38,7 +37,6 @@ from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.registry import LOADED
 from moe_pack.formats.pack.plans import E5M2, FP8, MXFP4
 from moe_pack.formats.pack.reader import audit
-from moe_pack.formats.pack.writer import Step
 from moe_pack.runtime.model import PackWeights, read_neurons, read_rows
 
 D, F, E = 192, 576, 2  # more neurons than are read at once; neither is a multiple of 128
@@ -154,28 +152,6 @@ def test_a_plan_that_would_round_such_a_neuron_is_refused(tmp_path: Path, mxfp4_
         convert(far, kept_plan(near), tmp_path / "p", 1)
     near.close()
     far.close()
-
-
-@pytest.mark.slow
-def test_killed_at_any_step_a_kept_pack_resumes_to_the_same_bytes(
-    tmp_path: Path, mxfp4_source: Callable[..., Path]
-) -> None:
-    checkpoint = Checkpoint(mxfp4_source(tmp_path / "s", 29))
-    plan, steps = kept_plan(checkpoint), list[Step]()
-    convert(checkpoint, plan, tmp_path / "whole", 1, on_step=steps.append, prepared=Preparation(order=shuffled()))
-    expected = files_in(tmp_path / "whole")
-    for number in range(3, len(steps), 9):
-        folder = tmp_path / f"killed{number}"
-
-        def dies(step: Step, number: int = number) -> None:
-            if step.number == number:
-                raise InterruptedError
-
-        with pytest.raises(InterruptedError):
-            convert(checkpoint, plan, folder, 1, on_step=dies, prepared=Preparation(order=shuffled()))
-        convert(checkpoint, plan, folder, 2, prepared=Preparation(order=shuffled()))
-        assert not different_files(files_in(folder), expected), number
-    checkpoint.close()
 
 
 FP8_EIGHT = part_format(8, 64)
