@@ -159,12 +159,12 @@ def _expert(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: Ten
     if expert.selector is not None:
         halves.append((expert.selector, extent[: expert.selector_bytes].reshape(expert.num_rows, -1)))
     neurons = np.empty(expert.num_rows, np.intp)  # of each row, as rows are made
-    for made in made_rows:
-        first, end = end, end + len(made.neurons)
-        neurons[first:end] = made.neurons
+    for some, matrices in made_rows:
+        first, end = end, end + len(some)
+        neurons[first:end] = some
         sections = {
-            str(m): np.concatenate((part, biases[m][made.neurons]), axis=1) if m in biases else part
-            for m, part in made.matrices.items()
+            str(m): np.concatenate((part, biases[m][some]), axis=1) if m in biases else part
+            for m, part in matrices.items()
         }
         for rows, out in halves:
             layouts.write_rows(rows, sections, out[first:end])
@@ -208,12 +208,9 @@ def _bias(
     return values.view(torch.uint8).numpy()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _NeuronRows:
-    """The rows of some neurons: consecutive ones of the source, then the r of them that have a second row."""
-
-    neurons: NDArray[np.intp]  # [n + r], of each row
-    matrices: dict[specs.Matrix, Bytes2D]  # u8 [n + r, part_bytes] each
+# The neuron of each row, [n + r], and the rows of each matrix, u8 [n + r, part_bytes]: of n consecutive neurons of the
+# source, then of the r of them that have a second row.
+_NeuronRows = tuple[NDArray[np.intp], dict[specs.Matrix, Bytes2D]]
 
 
 def _plain_rows(
@@ -239,7 +236,7 @@ def _plain_rows(
             encoded["down"][end - first :] = (
                 quantize.RowQuantizer(formats.down, zeros.shape[1], quantizer).encode(zeros).numpy()
             )
-        yield _NeuronRows(first + of_row, encoded)
+        yield first + of_row, encoded
 
 
 def _calibrated_quantizer(
@@ -299,7 +296,7 @@ def _calibrated_rows(
                 raise rows[matrix].unrepresentable(first, fault) from fault
         quantizer.judge(block, {matrix: torch.from_numpy(part_rows) for matrix, part_rows in encoded.items()})
         of_row = np.array([*range(end - first), *quantizer.repeated], np.intp)
-        yield _NeuronRows(first + of_row, {m: b if m == "down" else b[of_row] for m, b in encoded.items()})
+        yield first + of_row, {m: b if m == "down" else b[of_row] for m, b in encoded.items()}
 
 
 class MatrixRows:

@@ -5,10 +5,11 @@ its options and prints results; `convert` is for those who write Python.
 """
 
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -462,10 +463,41 @@ def convert(
             target = replace(target, preset=preset)
         if max_loss is not None:
             target = replace(target, limit=read_limit(max_loss))
+        if target == plan.Target(None):
+            return make_pack(order, progress)
+        if target.budget_bytes is None and target.preset is None:
+            raise formats.UsageError("--max-loss needs --target-vram or --preset; add one of them or remove --max-loss")
+        return make_pack_for_target(replace(order, target=target), progress)
     except ValueError as fault:
         raise formats.UsageError(f"convert: {fault}") from fault
-    if target == plan.Target(None):
-        return make_pack(order, progress)
-    if target.budget_bytes is None and target.preset is None:
-        raise formats.UsageError("--max-loss needs --target-vram or --preset; add one of them or remove --max-loss")
-    return make_pack_for_target(replace(order, target=target), progress)
+    except errors.MoePackError as fault:
+        fault.args = (_in_python(str(fault)),)
+        raise
+
+
+_ARGUMENTS = {
+    "--target-vram": "target_vram", "--max-loss": "max_loss", "--preset": "preset", "--plan": "plan_file",
+    "--profile": "profile", "--output": "output",
+}  # fmt: skip
+
+
+def _in_python(message: str) -> str:
+    """Returns a message with the names of `convert`'s arguments, and of its order's fields, in place of options.
+
+    Commands stay as they are: moe-pack plan --target-vram.
+    """
+    names = {**dict(_fields(options.PackOrder(target=plan.Target(None)), "order.")), **_ARGUMENTS}
+    return re.sub(
+        r"moe-pack [a-z]+(?: --[a-z-]+)*|--[a-z][a-z-]*", lambda found: names.get(found[0], found[0]), message
+    )
+
+
+def _fields(order: object, before: str) -> Iterator[tuple[str, str]]:
+    """Yields each option of an order with the name of its field: --memory and order.memory_bytes."""
+    assert is_dataclass(order), "options are fields of a dataclass"
+    for each in fields(order):
+        value, option = getattr(order, each.name), commands.option_of(each)
+        if option is not None:
+            yield option.name, f"{before}{each.name}"
+        elif is_dataclass(value):
+            yield from _fields(value, f"{before}{each.name}.")

@@ -199,7 +199,6 @@ _Finished = tuple[layouts.Item, encoding.MadeItem, manifests.Digests]
 class ConversionResult:
     """The result of a conversion."""
 
-    layout: layouts.PackLayout
     resumed_bytes: int  # that an earlier run has written
     written: bool  # False if the pack was complete before, or if another part has sealed it
 
@@ -315,7 +314,7 @@ def write_pack(
     try:
         writer.open()
         if writer.state is State.SEALED:
-            return ConversionResult(layout, writer.resumed_bytes, written=False)
+            return ConversionResult(writer.resumed_bytes, written=False)
         reports = _PackingReports(writer, layout, work, progress)
         for item in _written(writer, layout, reports.work, workers, memory_bytes):
             reports.advance(_item_text(item))
@@ -323,15 +322,15 @@ def write_pack(
         work.end()
         with commands.stage_of(progress, "sealing"):
             if not writer.begins_sealing() and _sealed_by_another(writer, layout):
-                return ConversionResult(layout, writer.resumed_bytes, written=False)
+                return ConversionResult(writer.resumed_bytes, written=False)
             writer.seal(record.tables(writer), record.manifest, lambda raw: record.sidecars(raw, writer))
         work.end_all()
-        return ConversionResult(layout, writer.resumed_bytes, written=True)
+        return ConversionResult(writer.resumed_bytes, written=True)
     except (errors.ConversionError, OSError):
         if writer.part is None or writer.state is not State.WRITING or not writer.is_sealed():
             raise
         work.end()  # the other parts have made all that this part still wanted to make, and removed their files
-        return ConversionResult(layout, writer.resumed_bytes, written=False)
+        return ConversionResult(writer.resumed_bytes, written=False)
     finally:
         writer.close()
 

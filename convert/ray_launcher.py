@@ -97,7 +97,7 @@ def make_pack_on_cluster(
     stage = commands.Stage("packing", total, "B", done)
     job = Job(order.output, partial(_make_pack, order, plan, prepared))
     _run_on_cluster(job, order.many, each, progress, stage, lambda: (journaled_bytes(order.output, layout), ""))
-    return pipeline.ConversionResult(layout, done, written=done < total)
+    return pipeline.ConversionResult(done, written=done < total)
 
 
 def make_profile_on_cluster(

@@ -126,24 +126,20 @@ class _UnfinishedPack:
         self._source = model.CheckpointWeights(recipe.checkpoint)
         self._layout = recipe.layout
         self._folder = folder
-        self._dense = {dense.role.name: dense for dense in recipe.layout.dense}
+        self.dense = {dense.role.name: dense for dense in recipe.layout.dense}
         self._vectors = recipe.rotation
 
     def vector(self, role: str) -> Tensor:
-        return pack_weights.stored_vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
+        return pack_weights.stored_vector(self.dense[role], self._rows(role, 0, self.dense[role].entry.shape[0]))
 
     def matrix(self, role: str) -> model.Matrix:
         return _UnfinishedMatrix(self, role)
 
     def load(self, role: str) -> model.Matrix:
-        return self.rows_of(role, 0, self._dense[role].role.shape[0])
+        return self.rows_of(role, 0, self.dense[role].role.shape[0])
 
     def rows_of(self, role: str, start: int, stop: int) -> model.Matrix:
-        return pack_weights.stored_matrix(self._dense[role], self._rows(role, start, stop), self.operations)
-
-    def shape(self, role: str) -> tuple[int, int]:
-        num_rows, num_cols = self._dense[role].role.shape
-        return num_rows, num_cols
+        return pack_weights.stored_matrix(self.dense[role], self._rows(role, start, stop), self.operations)
 
     def expert(self, layer_idx: int, expert: int) -> model.Expert:
         layout = self._layout.experts[layer_idx][expert]
@@ -164,7 +160,7 @@ class _UnfinishedPack:
         return self._source.ngram_table(layer)
 
     def _rows(self, role: str, start: int, stop: int) -> Tensor:
-        entry = self._dense[role].entry
+        entry = self.dense[role].entry
         row_bytes = entry.num_bytes // entry.shape[0]
         return self._read(layouts.DENSE_FILE, entry.offset + start * row_bytes, (stop - start) * row_bytes)
 
@@ -178,7 +174,7 @@ class _UnfinishedMatrix:
     def __init__(self, weights: _UnfinishedPack, role: str) -> None:
         self._weights = weights
         self._role = role
-        self.num_rows, self.num_cols = weights.shape(role)
+        self.num_rows, self.num_cols = weights.dense[role].role.shape
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self._weights.rows_of(self._role, start, stop).rows(0, stop - start)

@@ -413,7 +413,14 @@ def link_memory_folder(output: Path, needed_bytes: int) -> Path:
 
     Raises:  ConversionError if `output` is something else, or there is too little memory or no such file system.
     """
-    place = _memory_place()
+    mounts = [line.split(" ") for line in (_MOUNTS.read_text("utf-8").splitlines() if _MOUNTS.exists() else ())]
+    in_memory = {fields[1] for fields in mounts if fields[2] in ("tmpfs", "ramfs")}
+    place = next((Path(place) for place in _PLACES if place in in_memory and os.access(place, os.W_OK)), None)
+    if place is None:
+        raise formats.ConversionError(
+            "--in-memory: found no file system in memory to write to (tmpfs at "
+            f"{', '.join(_PLACES)}); remove --in-memory"
+        )
     name = hashlib.sha256(str(output.absolute()).encode()).hexdigest()[:12]
     folder = place / f"moe-pack-{user_number()}-{name}"
     if output.is_symlink():
@@ -439,18 +446,6 @@ def link_memory_folder(output: Path, needed_bytes: int) -> Path:
             f"{output}: cannot become a link to {folder} ({fault.strerror}); give another --output"
         ) from fault
     return folder
-
-
-def _memory_place() -> Path:
-    lines = _MOUNTS.read_text("utf-8").splitlines() if _MOUNTS.exists() else []
-    mounts = [line.split(" ") for line in lines]
-    in_memory = {fields[1] for fields in mounts if fields[2] in ("tmpfs", "ramfs")}
-    for place in _PLACES:
-        if place in in_memory and os.access(place, os.W_OK):
-            return Path(place)
-    raise formats.ConversionError(
-        f"--in-memory: found no file system in memory to write to (tmpfs at {', '.join(_PLACES)}); remove --in-memory"
-    )
 
 
 def _check_free(place: Path, needed_bytes: int) -> None:

@@ -315,7 +315,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "experts": [
             [
                 {
-                    **{matrix: _part(formats, matrix) for matrix in specs.MATRICES},
+                    **{m: plans.format_text(part) if (part := formats.of(m)) else None for m in specs.MATRICES},
                     "bytes": pack.layout.experts[layer][expert].num_bytes,
                     "threshold": float(pack.thresholds[layer, expert]),
                 }
@@ -363,8 +363,3 @@ def _routing(pack: Pack) -> dict[str, Any] | None:
         "predictors": [offload.PREDICTORS[routing.best[l]] if l in judged else None for l in layers],
         "recalls": [float(routing.recalls[l, routing.best[l], 0]) if l in judged else None for l in layers],
     }
-
-
-def _part(formats: plans.ExpertFormat, matrix: specs.Matrix) -> str | None:
-    part = formats.of(matrix)
-    return None if part is None else plans.format_text(part)

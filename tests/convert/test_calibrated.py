@@ -9,10 +9,10 @@ from threading import Event, Lock
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from numpy.typing import NDArray
 from support.cases import case
 from support.coded import IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks
+from support.commands import done
 from support.commands import moe_pack as run
 from support.killing import different_files, files_in
 from support.models import Tensors, TinyMixtral
@@ -23,7 +23,6 @@ from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import GuardedQuantizer, calibration_bytes
 from moe_pack.convert import encoding
 from moe_pack.convert.account import Preparation, Recipe
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.encoding import MadeItem, job_bytes, made_item
 from moe_pack.convert.kept import keep_source
 from moe_pack.convert.pipeline import convert, layout_for, memory_line
@@ -191,9 +190,8 @@ def test_workers_that_wait_for_memory_are_told_of_and_how_much_would_do(
     source: Path, checkpoint: Checkpoint, profile: Profile
 ) -> None:
     out = source.parent / "told"
-    few = [str(out), "--profile", str(profile.folder), "--record-bits", "2", "--workers", "5", "--memory"]
-    found = CliRunner().invoke(main, ["convert", str(source), "-o", *few, "30M"])
-    assert found.exit_code == 0, found.output
+    few = [out, "--profile", profile.folder, "--record-bits", 2, "--workers", 5, "--memory", "30M"]
+    found = done("convert", source, "-o", *few)
     told = re.search(
         r"(\d) of 5 workers run at once, because an expert takes up to (.*) MiB; --memory 1G is enough", found.stderr
     )
@@ -315,15 +313,13 @@ def test_a_profile_with_inputs_calibrates(new_folder: Callable[[], Path]) -> Non
     for options, quantizer, formats in cases:
         with case(options, quantizer, formats):
             tmp_path = new_folder()
-            done = run("convert", source, "-o", tmp_path / "p", "--profile", profile.folder, *options)
-            assert done.exit_code == 0, done.stderr
+            done("convert", source, "-o", tmp_path / "p", "--profile", profile.folder, *options)
             assert formats_in(tmp_path / "p") == (quantizer, formats)
 
 
 def test_a_profile_without_inputs_leaves_it_to_hqq(source: Path, tmp_path: Path) -> None:
     profiled(source, tmp_path / "bare", random_tokens(2, 8, 96), dataclasses.replace(QUICK, keeps_inputs=False))
-    done = run("convert", source, "-o", tmp_path / "p", "--profile", tmp_path / "bare")
-    assert done.exit_code == 0, done.stderr
+    done("convert", source, "-o", tmp_path / "p", "--profile", tmp_path / "bare")
     assert formats_in(tmp_path / "p") == ("hqq", {part_format(4, 64)})
 
 

@@ -15,13 +15,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from support.cases import case
+from support.commands import done
+from support.commands import moe_pack as run
 from support.golden_gguf import GOLDEN
 from support.models import DEMO_MODEL, PackMaker
 
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.export import ExportWork, compare_export, export_gguf
 from moe_pack.convert.kept import keep_source
 from moe_pack.convert.pipeline import convert
@@ -405,17 +405,12 @@ def test_the_same_arithmetic_in_another_family_has_its_architecture() -> None:
 # --- the command
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["export", *arguments])
-
-
 def test_the_command_writes_a_file_that_other_commands_read(demo_pack: PackMaker, tmp_path: Path) -> None:
     packed, folder = str(demo_pack("none", 4)), tmp_path / "out"
-    found = run(packed, "--to", "gguf", "-o", str(folder))
-    assert found.exit_code == 0, found.output
+    found = done("export", packed, "--to", "gguf", "-o", folder)
     assert [path.name for path in folder.iterdir()] == ["model-Q8_0.gguf"]
     assert found.stdout.startswith(f"{folder / 'model-Q8_0.gguf'}: ") and "same likeliest token" in found.stdout
-    again = run(packed, "--to", "gguf", "-o", str(folder))
+    again = run("export", packed, "--to", "gguf", "-o", folder)
     assert again.exit_code == 1 and "is not empty; give a new folder" in again.output
     with closing(Checkpoint(GgufFiles(folder / "model-Q8_0.gguf"))) as checkpoint:
         assert checkpoint.spec == Checkpoint(DEMO_MODEL).spec
@@ -430,8 +425,8 @@ def test_options_of_other_formats_are_refused(demo_pack: PackMaker, tmp_path: Pa
         (("gguf", "--type", "q4_k"), "Invalid value for '--type'"),
     ]:
         with case(message):
-            found = run(packed, "--to", *arguments, "-o", folder)
+            found = run("export", packed, "--to", *arguments, "-o", folder)
             assert found.exit_code == 2 and message in " ".join(found.output.split()), found.output
             assert not Path(folder).exists()
-    found = run(packed, "--to", "gguf", "-o", str(tmp_path / "model.gguf"))
+    found = run("export", packed, "--to", "gguf", "-o", tmp_path / "model.gguf")
     assert found.exit_code == 2 and "--output is the folder in which the file is written" in found.output

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.cases import case
 from support.coded import FP8_CONFIG, IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks, quantize_fp8
+from support.commands import done
 from support.commands import moe_pack as run
 from support.losses import random_losses
 from support.models import BOOK, Tensors, TinyMixtral
@@ -280,15 +281,12 @@ def test_a_changed_code_of_the_source_is_told_from_what_was_kept(tmp_path: Path)
 
 def test_by_default_a_checkpoint_in_fp8_keeps_its_codes_and_is_told_so(tmp_path: Path) -> None:
     source = fp8_source(tmp_path / "s")
-    result = run("convert", source, "-o", tmp_path / "p")
-    assert result.exit_code == 0, result.stderr
+    result = done("convert", source, "-o", tmp_path / "p")
     assert "kept without loss: down fp8 (4 experts), gate fp8 (4 experts), up fp8 (4 experts)\n" in result.stderr
     assert json.loads(run("inspect", tmp_path / "p", "--json").stdout)["experts"][1][1]["down"] == "fp8"
-    verified = run("verify", tmp_path / "p", "--against", source)
-    assert verified.exit_code == 0, verified.output
+    verified = done("verify", tmp_path / "p", "--against", source)
     assert "fp8" in verified.output and "nan" not in verified.output
-    checked = run("check", tmp_path / "p", "--against", source)
-    assert checked.exit_code == 0, checked.output
+    done("check", tmp_path / "p", "--against", source)
 
 
 def test_a_synthetic_pack_has_no_source_to_keep(tmp_path: Path) -> None:
@@ -309,12 +307,10 @@ def test_a_plan_for_a_memory_keeps_fp8_where_little_may_be_lost_and_quantizes_it
     model = TinyMixtral(128, 160, num_layers=2, num_experts=4, vocab_size=4096, config=config)
     source = model.write_with_tokenizer(tmp_path / "s")
     model.write(source, lambda tensors: quantize_fp8(tensors, CODED))
-    profiled = run("profile", source, "-o", tmp_path / "profile", "--tokens", 1024, "--sequence-length", 64)
-    assert profiled.exit_code == 0, profiled.output
+    done("profile", source, "-o", tmp_path / "profile", "--tokens", 1024, "--sequence-length", 64)
     target = ["--target-vram", "16M", "--device", "cpu", "--context", "64", "--max-loss", limit]
     text = ["--eval-data", BOOK, "--eval-tokens", 512]
-    result = run("convert", source, "-o", tmp_path / "p", "--profile", tmp_path / "profile", *target, *text)
-    assert result.exit_code == 0, result.output
+    done("convert", source, "-o", tmp_path / "p", "--profile", tmp_path / "profile", *target, *text)
     with Pack(tmp_path / "p") as pack:
         parts = {part for layer in pack.index.experts for e in layer for part in (e.gate, e.up, e.down) if part}
         assert {part.codec == "fp8" for part in parts} == {is_kept}

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import done
+from support.commands import moe_pack as run
 from support.gpu_runs import IDS, TOLERANCE, GpuRun, gpu_logits, reference_logits
 from support.killing import different_files, files_in
 from support.models import Tensors, TinyMixtral
@@ -22,7 +23,6 @@ from moe_pack.calib.evaluate.thresholds import measure_thresholds
 from moe_pack.calib.profile import Profile
 from moe_pack.convert import compare_weights
 from moe_pack.convert.account import Preparation
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.pipeline import convert
 from moe_pack.formats import (
     BF16,
@@ -351,18 +351,13 @@ def test_a_pack_whose_repeats_do_not_fit_is_refused(
 # --- the command
 
 
-def run(*args: object) -> Result:
-    return CliRunner().invoke(main, [str(arg) for arg in args])
-
-
 def test_the_command_repeats_1_of_128_neurons_unless_told_otherwise(
     source: Path, profile: Profile, tmp_path: Path
 ) -> None:
     common = ("convert", source, "--profile", profile.folder, "--selector-bits", 2, "--record-bits")
     for name, options, expected in (("usual", (2,), F // 128), ("none", (2, "--repeats", 0), 0), ("wide", (8,), 0)):
         with case(name):
-            result = run(*common, *options, "-o", tmp_path / name)
-            assert result.exit_code == 0, result.output
+            result = done(*common, *options, "-o", tmp_path / name)
             with Pack(tmp_path / name) as pack:
                 assert pack.spec.expert.repeats == expected
                 assert num_parameters(pack.spec) == num_parameters(with_repeats(pack.spec, 0))

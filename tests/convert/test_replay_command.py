@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cases import case
+from support.commands import done
 from support.commands import moe_pack as run
 from support.models import DEMO_MODEL, PackMaker, TinyMixtral, pack
 from support.profiles import profiled, random_tokens
@@ -52,8 +53,7 @@ def routes(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_every_policy_stands_under_every_budget_with_the_optimum_beside(demo: Path, routes: Path) -> None:
-    result = run("replay", routes, "--pack", demo, "--budget", "10.5M,11M", "--read-rate", "1G")
-    assert result.exit_code == 0, result.output
+    result = done("replay", routes, "--pack", demo, "--budget", "10.5M,11M", "--read-rate", "1G")
     lines = result.stdout.splitlines()
     assert lines[0] == f"{routes}: 6 tokens of prompts in 1 passes, 40 decoded"
     assert lines[1].startswith("run with corm in 11.0 MiB (")
@@ -86,8 +86,7 @@ def test_a_profile_is_replayed_by_its_held_out_text_and_predicts_by_its_paths(tm
     source = shape.write(tmp_path / "source")
     pack(source, tmp_path / "packed")
     profiled(source, tmp_path / "profile", random_tokens(10, 32, 64))
-    result = run("replay", tmp_path / "profile", "--pack", tmp_path / "packed", "--budget", "7M", "--json")
-    assert result.exit_code == 0, result.output
+    result = done("replay", tmp_path / "profile", "--pack", tmp_path / "packed", "--budget", "7M", "--json")
     (outcome,) = json.loads(result.stdout)
     edgemoe = outcome["predicted"]["edgemoe"]
     assert edgemoe["prediction"] == "routes" and edgemoe["decode"]["num_tokens"] == 64

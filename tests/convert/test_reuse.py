@@ -48,9 +48,7 @@ def checkpoint(tmp_path: Path) -> Iterator[Checkpoint]:
         yield opened
 
 
-def test_only_what_changed_is_made_and_the_pack_is_the_one_made_directly(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_only_what_changed_is_made_and_the_pack_is_as_made_directly(checkpoint: Checkpoint, tmp_path: Path) -> None:
     _, second = plans(checkpoint)
     items = {item for item in layout_for(checkpoint, second).items() if item.kind != "header"}
     changed = items - taken(checkpoint, second, tmp_path / "first")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.commands import done
 from support.commands import moe_pack as run
 from support.killing import different_files, files_in
 from support.models import DEMO_MODEL, TinyMixtral
@@ -218,13 +219,11 @@ def test_wrong_vectors_are_refused(checkpoint: Checkpoint) -> None:
 
 
 def test_the_command_rotates_and_inspect_and_verify_say_so(tmp_path: Path) -> None:
-    done = run("convert", DEMO_MODEL, "-o", tmp_path / "p", "--quantizer", "nearest", "--rotate", "on")
-    assert done.exit_code == 0, done.output
+    done("convert", DEMO_MODEL, "-o", tmp_path / "p", "--quantizer", "nearest", "--rotate", "on")
     assert "\nrotated layers: all\n" in run("inspect", tmp_path / "p").stdout
     facts = json.loads(run("inspect", tmp_path / "p", "--json").stdout)
     assert facts["rotated"] == [True] * 4 and facts["features"] == ["affine", "rotated"]
-    verified = run("verify", tmp_path / "p", "--against", DEMO_MODEL)
-    assert verified.exit_code == 0, verified.output
+    done("verify", tmp_path / "p", "--against", DEMO_MODEL)
     other = run("convert", DEMO_MODEL, "-o", tmp_path / "p", "--quantizer", "nearest")
     assert other.exit_code == 1 and "contains another pack" in other.stderr
 
@@ -241,8 +240,7 @@ def test_inspect_names_the_layers_that_are_rotated(checkpoint: Checkpoint, tmp_p
 
 
 def test_a_synthetic_pack_may_be_rotated(tmp_path: Path) -> None:
-    made = run("synth", DEMO_MODEL, "-o", tmp_path / "p", "--layers", 1, "--rotate", "on")
-    assert made.exit_code == 0, made.output
+    done("synth", DEMO_MODEL, "-o", tmp_path / "p", "--layers", 1, "--rotate", "on")
     with Pack(tmp_path / "p") as pack:
         assert pack.is_synthetic and pack.rotation is not None and pack.rotation.layers(pack.spec) == (0,)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from support.cases import case
+from support.commands import moe_pack as run
 from support.killing import different_files, files_in
 from support.models import TinyMixtral
 from support.profiles import profiled, random_tokens
@@ -20,7 +20,6 @@ from moe_pack.calib.forward.layers import Beginning
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import ExpertTokens, GuardedQuantizer, LayerRotation, rotation_vectors
 from moe_pack.convert.account import Preparation, read_rounding
-from moe_pack.convert.cli.main import main
 from moe_pack.convert.pipeline import convert
 from moe_pack.convert.sequential import STATES_FOLDER
 from moe_pack.formats.families import Checkpoint
@@ -176,6 +175,6 @@ def test_convert_says_which_errors_come_from_earlier_layers(source: Path, profil
     arguments = ["convert", str(source), "--profile", str(profile.folder), "--record-bits", "2", "--selector-bits", "2"]
     for choice, shown in (("--sequential", True), ("--no-sequential", False)):
         out = tmp_path / choice
-        assert CliRunner().invoke(main, [*arguments, "-o", str(out), choice]).exit_code == 0
-        said = CliRunner().invoke(main, ["inspect", str(out)]).stdout
+        assert run(*arguments, "-o", out, choice).exit_code == 0
+        said = run("inspect", out).stdout
         assert ("from earlier layers" in said) == shown

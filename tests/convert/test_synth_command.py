@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from support.cases import case
+from support.commands import done
 from support.commands import moe_pack as run
 from support.models import TESTS, TinyMixtral
 from support.profiles import folder_bytes, profiled, random_tokens
@@ -96,8 +97,7 @@ def test_the_plan_that_the_page_shows_makes_the_pack_it_describes(tmp_path: Path
     shown = [text for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if '"moe-pack plan"' in text]
     (tmp_path / "plan.json").write_text(shown[0])
     (tmp_path / "config.json").write_text(json.dumps(TinyMixtral().config_json()))
-    result = run("synth", tmp_path, "-o", tmp_path / "pack", "--plan", tmp_path / "plan.json")
-    assert result.exit_code == 0, result.stderr
+    done("synth", tmp_path, "-o", tmp_path / "pack", "--plan", tmp_path / "plan.json")
     facts = json.loads(run("inspect", tmp_path / "pack", "--json").stdout)
     assert [expert["gate"] for expert in facts["experts"][0]] == ["4 bit g64", "2 bit g64"]
     assert facts["dense"]["head"]["width"] == 8
@@ -112,8 +112,7 @@ def test_a_plan_decides_which_neurons_run(config: Path, tmp_path: Path) -> None:
     for name, theta in (("shares", None), ("theta", 0.25)):
         with case(name):
             (tmp_path / name).write_bytes(plan_bytes(Decision(formats, planned, theta), spec))
-            result = run("synth", config, "-o", tmp_path / f"{name}-pack", "--plan", tmp_path / name)
-            assert result.exit_code == 0, result.stderr
+            done("synth", config, "-o", tmp_path / f"{name}-pack", "--plan", tmp_path / name)
     with Pack(tmp_path / "theta-pack") as pack:
         assert (pack.thresholds == np.float32(0.25)).all()
     with Pack(tmp_path / "shares-pack") as pack:
@@ -188,8 +187,7 @@ def test_a_folder_that_holds_something_else_is_refused(config: Path, tmp_path: P
 
 def test_a_pack_in_memory_is_a_link_that_says_how_to_remove_it(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "link"
-    result = run("synth", config, "-o", out, "--in-memory")
-    assert result.exit_code == 0, result.stderr
+    result = done("synth", config, "-o", out, "--in-memory")
     folder = out.readlink()
     try:
         assert result.stdout.endswith(
