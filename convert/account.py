@@ -320,11 +320,6 @@ class ExpertNote:
     repeated: tuple[int, ...]  # the neurons with two rows, rising
 
 
-def note_of(loss: quantize.ExpertLoss | None, repeated: tuple[int, ...] = ()) -> bytes:
-    """Returns the journal's note of an expert."""
-    return formats.canonical(formats.dump(ExpertNote(loss, repeated)))
-
-
 def read_notes(notes: Mapping[tuple[int, int], bytes]) -> dict[tuple[int, int], ExpertNote]:
     """Reads notes by MoE layer and expert; raises ConversionError for a damaged one."""
     return {

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_pack.calib import quantize
 from moe_pack.convert import account, kept
 from moe_pack.formats import families
-from moe_pack.formats.base import errors
+from moe_pack.formats.base import errors, json_files
 from moe_pack.formats.pack import codecs, layouts, plans
 from moe_pack.formats.parts import specs
 from moe_pack.runtime import model
@@ -46,7 +46,9 @@ class MadeItem:
 
     def note(self) -> bytes:
         """Returns the journal's note of the item."""
-        return b"" if self.loss is None and not self.repeated else account.note_of(self.loss, self.repeated)
+        if self.loss is None and not self.repeated:
+            return b""
+        return json_files.canonical(json_files.dump(account.ExpertNote(self.loss, self.repeated)))
 
 
 def made_item(recipe: account.Recipe, item: layouts.Item, stop: Event, stored: Tensor | None = None) -> MadeItem:

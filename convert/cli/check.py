@@ -109,8 +109,10 @@ def check_command(pack: Path, options: CheckOptions) -> None:
         }
         click.echo(json.dumps({**facts, "quality": None if quality is None else formats.dump(quality)}, indent=2))
     else:
-        for line in _check_lines(found):
-            click.echo(line)
+        width = max(len(check.allowed) for check in found)
+        click.echo(f"{'check':10} {'':7} {'allowed':{width}} found")
+        for check in found:
+            click.echo(f"{check.name:10} {check.status:7} {check.allowed:{width}} {check.found}".rstrip())
     click.get_current_context().exit(exit_code)
 
 
@@ -166,9 +168,3 @@ def _quality(pack: formats.Pack, options: CheckOptions, is_intact: bool) -> tupl
     if not options.limits.of_loss:
         return None, "not measured"
     return None, f"{QUALITY_FILE} does not have the loss of this content; give the checkpoint or a reference: --against"
-
-
-def _check_lines(checks: list[CheckResult]) -> list[str]:
-    width = max(len(check.allowed) for check in checks)
-    lines = [f"{'check':10} {'':7} {'allowed':{width}} found"]
-    return lines + [f"{c.name:10} {c.status:7} {c.allowed:{width}} {c.found}".rstrip() for c in checks]

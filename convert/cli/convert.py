@@ -81,7 +81,7 @@ def _pack_lines(made: MadePack, order: PackOrder) -> list[str]:
     if made.thresholds is not None:
         lines += measure.threshold_lines(output, layers, made.thresholds)
     if made.routing is not None:
-        lines.append(measure.attached_line(output, made.routing))
+        lines.append(f"{output}: {measure.routing_text(output, made.routing)}")
     return lines + _rounding_lines(output)
 
 

@@ -58,7 +58,7 @@ def doctor_command(options: DoctorOptions) -> None:
 
 def _disk_lines(disk: runtime.DiskFacts, path: Path, from_pack: bool) -> list[str]:
     files = "of this pack" if from_pack else "in a file of its own"
-    rates = {(rate.mode, rate.size): rate for rate in disk.best}
+    rates = {(rate.mode, rate.size): f"{rate.rate / 1e6:,.0f} ({rate.threads:>2})" for rate in disk.best}
     lines = [
         f"disk {disk.name or 'without a name'}, at {path.resolve()}: {formats.size_text(disk.file_bytes)} {files}",
         "",
@@ -66,7 +66,7 @@ def _disk_lines(disk: runtime.DiskFacts, path: Path, from_pack: bool) -> list[st
         f"{'size':>8} {'direct':>14} {'pread':>14} {'map':>14}",
     ]
     for size in sorted({rate.size for rate in disk.best}):
-        cells = (_rate_cell(rates.get((mode, size))) for mode in ("direct", "pread", "map"))
+        cells = (rates.get((mode, size), "-") for mode in ("direct", "pread", "map"))
         lines.append(f"{_round_size(size):>8} " + " ".join(f"{cell:>14}" for cell in cells))
     share = disk.cutover(_ROW_BYTES, _ROWS, _ROWS * _ROW_BYTES)
     return [
@@ -99,10 +99,6 @@ def _other_lines(facts: runtime.MachineFacts) -> list[str]:
         return [*lines, "link: torch finds no GPU"]
     rates = ", ".join(f"{_round_size(copy.size)} {copy.rate / 1e9:.1f}" for copy in link.copies)
     return [*lines, f"link to {link.name} with {formats.size_text(link.memory_bytes)}, GB/s by size: {rates}"]
-
-
-def _rate_cell(rate: runtime.ReadRate | None) -> str:
-    return "-" if rate is None else f"{rate.rate / 1e6:,.0f} ({rate.threads:>2})"
 
 
 def _by_width(rates: tuple[runtime.WidthRate, ...], num_weights: int = 1) -> str:

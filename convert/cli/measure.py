@@ -134,15 +134,6 @@ def prices_summary(prices: Prices) -> str:
     return f"KL by sparsity {sparsity}; by --substitute {substitution} nats"
 
 
-def measure_thresholds_of(
-    pack: formats.Pack, tokens: forward.Tokens, rule: thresholds.ThresholdRule, device_name: str
-) -> thresholds.MeasuredThresholds:
-    """Measures a pack's thresholds, rewrites them, and shows progress."""
-    device = chosen_device(device_name)
-    with operations_for(device) as operations, TerminalProgress() as progress:
-        return thresholds.measure_thresholds(pack, tokens, rule, progress, device, operations)
-
-
 def threshold_lines(folder: Path, layers: Sequence[int], measured: thresholds.MeasuredThresholds) -> list[str]:
     """Returns measured thresholds as lines for people; `layers` are the decoder layers with experts."""
     rule = measured.rule
@@ -176,11 +167,6 @@ def _layer_share(realized: evaluate.RealizedSparsity, layer_idx: int) -> float |
 
 def _share_text(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
-
-
-def attached_line(folder: Path, routing: offload.Routing) -> str:
-    """Returns the line that says what was attached to a pack."""
-    return f"{folder}: {routing_text(folder, routing)}"
 
 
 def routing_text(folder: Path, routing: offload.Routing) -> str:

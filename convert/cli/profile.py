@@ -15,9 +15,10 @@ import click
 from moe_pack import formats, runtime
 from moe_pack.calib import evaluate
 from moe_pack.convert.cli.options import INTERRUPTED, checkpoint_at, quiet_ray, write_output
-from moe_pack.convert.options import ProfileOrder, TextOptions
+from moe_pack.convert.options import ProfileOrder, TextOptions, chosen_device
 from moe_pack.formats.base import cli, commands
 from moe_pack.formats.hub.cli import CHECKPOINT, PACK, pack_folder
+from moe_pack.runtime import model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -232,12 +233,15 @@ def thresholds_command(pack: Path, options: ThresholdsOptions) -> None:
     The pack is measured as it is stored, layer by layer; each layer is measured after the layers before it have their
     thresholds. The resulting sparsity is also printed for the held-out text.
     """
+    from moe_pack.calib.evaluate import thresholds
     from moe_pack.convert.cli import measure
 
     with formats.Pack(pack) as opened:
         tokens, layers = options.text.tokens(runtime.Text(opened)), opened.spec.moe_layers
         measure.say_text(opened.spec, tokens)
-        measured = measure.measure_thresholds_of(opened, tokens, options.rule, options.device)
+        device = chosen_device(options.device)
+        with model.operations_for(device) as operations, cli.TerminalProgress() as progress:
+            measured = thresholds.measure_thresholds(opened, tokens, options.rule, progress, device, operations)
     if options.as_json:
         click.echo(json.dumps(asdict(measured), indent=2))
         return
@@ -297,7 +301,7 @@ def attach_command(pack: Path, profile: Path) -> None:
     text. They replace the data that the pack has.
     """
     from moe_pack.calib.profile import Profile, attach
-    from moe_pack.convert.cli.measure import attached_line
+    from moe_pack.convert.cli.measure import routing_text
 
     with formats.Pack(pack) as opened:
-        click.echo(attached_line(pack, attach(opened, Profile(profile))))
+        click.echo(f"{pack}: {routing_text(pack, attach(opened, Profile(profile)))}")

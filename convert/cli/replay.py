@@ -135,20 +135,17 @@ def _replay_input(path: Path, pack: formats.Pack) -> ReplayInput:
         raise formats.RunError(
             f"{path}: was recorded with another pack, or before its thresholds changed; record the run again"
         )
-    _check_shape(path, record.passes, pack.spec)
-    routing = offload.Routing.open(pack)
-    return ReplayInput(
-        str(path), record.passes, record, routing.paths if routing else None, record.facts.context_tokens
-    )
-
-
-def _check_shape(path: Path, passes: offload.Passes, spec: formats.ModelSpec) -> None:
-    shape = (len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok)
+    passes, router = record.passes, pack.spec.router
+    shape = (len(pack.spec.moe_layers), router.num_experts, router.num_experts_per_tok)
     recorded = (passes.routes.shape[1], passes.num_experts, passes.routes.shape[2])
     if recorded != shape:
         raise formats.RunError(
             f"{path}: found layers, experts and experts a token {recorded}, expected {shape}: the pack's"
         )
+    routing = offload.Routing.open(pack)
+    return ReplayInput(
+        str(path), record.passes, record, routing.paths if routing else None, record.facts.context_tokens
+    )
 
 
 def _replayed(

@@ -62,7 +62,8 @@ def option(*flags: str, **fields: Any) -> Mapping[str, Option]:
     """
     *others, last = flags
     name, _, metavar = last.partition(" ")
-    return {_KEY: Option((*others, name), **({"metavar": metavar} if metavar else {}), **fields)}
+    fields.setdefault("metavar", metavar or None)
+    return {_KEY: Option((*others, name), **fields)}
 
 
 def option_field(default: Any, *flags: str, **fields: Any) -> Any:
