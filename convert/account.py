@@ -53,48 +53,6 @@ class Recipe:
     is_sequential: bool = False
 
 
-def check_calibration(
-    checkpoint: Checkpoint,
-    plan: formats.Plan,
-    profile: profiles.Profile | None,
-    rotation: manifests.RotationVectors | None = None,
-) -> None:
-    """Checks that a calibrated plan has a profile of the checkpoint, with inputs or made from an importance file.
-
-    Raises:  PlanError if not, or if layers are rotated and the profile is of an importance file.
-    """
-    if plan.quantizer != "calibrated":
-        return
-    if profile is None:
-        raise formats.PlanError(
-            "--quantizer calibrated needs a profile; give --profile, or make one with moe-pack profile"
-        )
-    if not profile.calibrates:
-        raise formats.PlanError(
-            f"--profile {profile.folder}: has no inputs of experts, which --quantizer calibrated needs; profile the "
-            "model again, without --no-inputs"
-        )
-    if rotation is not None and not profile.has_inputs:
-        raise formats.PlanError(
-            f"--profile {profile.folder}: was made from an importance file, whose figures are not those of rotated "
-            "experts; give --rotate off, or profile the model on text"
-        )
-    profiles.check_same_source(profile, checkpoint)
-
-
-def check_order(order: NDArray[np.uint32], spec: formats.ModelSpec) -> None:
-    """Raises PlanError for a neuron order of another shape than the model's, or that is no permutation."""
-    assert order.dtype == np.uint32, order.dtype
-    shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
-    if order.shape != shape:
-        raise formats.PlanError(
-            f"order: shape {list(order.shape)}, expected {list(shape)}: layers, experts and neurons"
-        )
-    fault = manifests.order_fault(order, shape[2])
-    if fault:
-        raise formats.PlanError(f"order: {fault}")
-
-
 @dataclass(frozen=True, slots=True)
 class PackOrigin:
     """The source of a pack and everything else that decides its bytes."""

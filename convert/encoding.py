@@ -402,8 +402,12 @@ class CopiedRows:
         else:
             codes = checkpoint_weights.read_codes(self._checkpoint, source, first, end)
             scales = checkpoint_weights.read_scales(self._checkpoint, source, first, end)
-        encoded = _encoded(self._part, num_cols, codes, scales)
-        weights = codecs.decode_part(self._part, num_cols, encoded)
+        part = self._part
+        if part.codec == "e5m2":
+            encoded = codecs.E5m2(part, num_cols).encode(*_e5m2(codes, scales))
+        else:
+            encoded = (codecs.Fp8 if part.codec == "fp8" else codecs.Mxfp4)(part, num_cols).encode(codes, scales)
+        weights = codecs.decode_part(part, num_cols, encoded)
         quantize.check_finite(weights, self._checkpoint.place(source), errors.CheckpointError, _numbered(source, first))
         return encoded.numpy()
 
@@ -436,14 +440,6 @@ def _transposed(
     for first, end in _next_rows(source.num_rows, stop):
         out[:, first:end] = read(checkpoint, source, first, end).T
     return out
-
-
-def _encoded(part: plans.PartFormat, num_cols: int, codes: Tensor, scales: Tensor) -> Tensor:
-    if part.codec == "fp8":
-        return codecs.Fp8(part, num_cols).encode(codes, scales)
-    if part.codec == "mxfp4":
-        return codecs.Mxfp4(part, num_cols).encode(codes, scales)
-    return codecs.E5m2(part, num_cols).encode(*_e5m2(codes, scales))
 
 
 def _e5m2(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

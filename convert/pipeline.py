@@ -22,6 +22,7 @@ from threading import Event
 import numpy as np
 import torch
 
+from moe_pack.calib.profile import profiles
 from moe_pack.convert import account, encoding, kept
 from moe_pack.convert.options import MEMORY_BYTES
 from moe_pack.convert.plan.rotation import check_rotation, same_rotation, with_rotation
@@ -225,13 +226,40 @@ def large_bytes(layout: layouts.PackLayout) -> int:
 
 
 def check_prepared(checkpoint: Checkpoint, plan: plans.Plan, prepared: account.Preparation) -> None:
-    """Raises PlanError if a plan or its preparation does not fit the checkpoint."""
-    if prepared.order is not None:
-        account.check_order(prepared.order, checkpoint.spec)
+    """Checks that a plan and its preparation fit the checkpoint; a calibrated plan needs a profile of it.
+
+    Raises:  PlanError if not, or if layers are rotated with the moments of an importance file, which belong to the
+             source's coordinates.
+    """
+    spec, profile, order = checkpoint.spec, prepared.calibration, prepared.order
+    if order is not None:
+        assert order.dtype == np.uint32, order.dtype
+        shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
+        if order.shape != shape:
+            raise errors.PlanError(
+                f"order: shape {list(order.shape)}, expected {list(shape)}: layers, experts and neurons"
+            )
+        if fault := manifests.order_fault(order, shape[2]):
+            raise errors.PlanError(f"order: {fault}")
     kept.check_kept(checkpoint, plan)
-    account.check_calibration(checkpoint, plan, prepared.calibration, prepared.rotation)
+    if plan.quantizer == "calibrated":
+        if profile is None:
+            raise errors.PlanError(
+                "--quantizer calibrated needs a profile; give --profile, or make one with moe-pack profile"
+            )
+        if not profile.calibrates:
+            raise errors.PlanError(
+                f"--profile {profile.folder}: has no inputs of experts, which --quantizer calibrated needs; profile "
+                "the model again, without --no-inputs"
+            )
+        if prepared.rotation is not None and not profile.has_inputs:
+            raise errors.PlanError(
+                f"--profile {profile.folder}: was made from an importance file, whose figures are not those of rotated "
+                "experts; give --rotate off, or profile the model on text"
+            )
+        profiles.check_same_source(profile, checkpoint)
     if prepared.rotation is not None:
-        check_rotation(prepared.rotation, plan, checkpoint.spec)
+        check_rotation(prepared.rotation, plan, spec)
 
 
 def convert(

@@ -513,21 +513,11 @@ def synthesize(
         check_rotation(rotation, plan, spec)
     layout = with_rotation(synthetic_layout(spec, plan), rotation)
     model = _SyntheticModel(layout, traits)
-    account = _account(layout, plan, traits, rotation)
-    writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
-    work = pipeline.ItemWork(lambda item, _: encoding.MadeItem(model.item_bytes(item)), lambda item: 2 * item.num_bytes)
-    return pipeline.write_pack(writer, layout, account, work, workers, progress)
-
-
-def _account(
-    layout: formats.PackLayout, plan: formats.Plan, traits: SyntheticTraits, rotation: manifests.RotationVectors | None
-) -> PackRecord:
-    spec, seed = layout.spec, traits.seed
     decisions = {
         "sparsity": _digest(np.asarray(traits.sparsity)),
         "popularity": _digest(traits.popularity),
         "path_correlation": repr(traits.path_correlation),
-        "seed": str(seed),
+        "seed": str(traits.seed),
     }
     if traits.theta is not None:
         decisions["theta"] = repr(traits.theta)
@@ -536,10 +526,11 @@ def _account(
     made_with = tuple(
         manifests.PackageVersion(name, installed_version(name)) for name in ("moe-pack", "numpy", "torch")
     )
-    thresholds = _thresholds(spec, plan, traits)
-    return PackRecord(
-        layout, plan, PackOrigin(manifests.NO_SOURCE, (), made_with, decisions), thresholds, rotation=rotation
-    )
+    origin = PackOrigin(manifests.NO_SOURCE, (), made_with, decisions)
+    account = PackRecord(layout, plan, origin, _thresholds(layout.spec, plan, traits), rotation=rotation)
+    writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
+    work = pipeline.ItemWork(lambda item, _: encoding.MadeItem(model.item_bytes(item)), lambda item: 2 * item.num_bytes)
+    return pipeline.write_pack(writer, layout, account, work, workers, progress)
 
 
 def _digest(values: Floats) -> str:

@@ -40,7 +40,10 @@ def eval_command(pack: Path, options: EvalOptions) -> None:
 
     with formats.Pack(pack_folder(pack)) as opened:
         # Tasks are read first: a wrong line would otherwise be found after hours.
-        tasks = None if options.tasks is None else _tasks(opened, options.tasks)
+        tasks = None
+        if options.tasks is not None:
+            evaluate.check_continues(opened.spec)
+            tasks = evaluate.read_tasks(options.tasks, runtime.Text(opened), opened.spec.max_position_embeddings)
         quality = measure.measure_loss(opened, options)
         scores = {} if tasks is None else _scores(opened, tasks, options)
         root, numerics = opened.manifest.root, read_numerics(opened)
@@ -58,11 +61,6 @@ def eval_command(pack: Path, options: EvalOptions) -> None:
         click.echo(line)
     if numerics is not None:
         click.echo(f"{'numerics':12} {measure.numerics_summary(numerics)}")
-
-
-def _tasks(pack: formats.Pack, file: Path) -> evaluate.TaskTokens:
-    evaluate.check_continues(pack.spec)
-    return evaluate.read_tasks(file, runtime.Text(pack), pack.spec.max_position_embeddings)
 
 
 def _scores(pack: formats.Pack, tasks: evaluate.TaskTokens, options: EvalOptions) -> dict[str, evaluate.TaskScore]:

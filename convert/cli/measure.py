@@ -94,21 +94,18 @@ def _compared(
         stack.callback(checkpoint.close)
         same_tensors(pack, checkpoint)
         evaluation.check_source(pack, checkpoint)
-    tokens = _eval_tokens(pack, options)
+    text, num_tokens = Text(pack), options.num_tokens or EVAL_TOKENS
+    length = min(SEQUENCE_LENGTH, pack.spec.max_position_embeddings)
+    if options.data is None and options.field_name is None:
+        tokens = forward.unseen_tokens(text, num_tokens, length)
+    else:
+        tokens = forward.read_tokens(options.data, options.field_name, text, num_tokens, length)
     say_text(pack.spec, tokens)
     if checkpoint is None or options.exact:
         return checkpoint, tokens
     folder = options.keep_reference or pack.folder / _WORK_FOLDER
     is_temporary = options.keep_reference is None
     return evaluate.make_reference(checkpoint, tokens, folder, progress, device, replaces=is_temporary), tokens
-
-
-def _eval_tokens(pack: formats.Pack, options: EvalOptions) -> forward.Tokens:
-    text, num_tokens = Text(pack), options.num_tokens or EVAL_TOKENS
-    length = min(SEQUENCE_LENGTH, pack.spec.max_position_embeddings)
-    if options.data is None and options.field_name is None:
-        return forward.unseen_tokens(text, num_tokens, length)
-    return forward.read_tokens(options.data, options.field_name, text, num_tokens, length)
 
 
 def quality_summary(quality: Quality) -> str:

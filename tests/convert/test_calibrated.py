@@ -323,37 +323,31 @@ def test_a_profile_without_inputs_leaves_it_to_hqq(source: Path, tmp_path: Path)
     assert formats_in(tmp_path / "p") == ("hqq", {part_format(4, 64)})
 
 
-USAGE = {
-    "no profile": (
-        ["--quantizer", "calibrated"],
-        "--quantizer calibrated needs the experts' inputs; give a profile that has them with --profile",
-    ),
-    "a profile for nothing": (
-        ["--quantizer", "nearest", "--profile", "PROFILE"],
-        "--profile: nearest does not use a profile, and neurons are sorted only for a sparsity; give --sparsity, or "
-        "remove --quantizer",
-    ),
-}
 REFUSED = {
-    "a trellis of 8 bits": (["--codec", "trellis", "--record-bits", "8"],
-                            "--record-bits 8: a trellis has 2 to 4 bits a weight; use --codec affine"),
-    "affine of half bits": (["--codec", "affine", "--selector-bits", "2.5"],
-                            "--selector-bits 2.5: affine has whole bits only; use --codec trellis"),
-    "a trellis by hqq": (["--record-bits", "2.5"],
-                         "--record-bits/--group-size: a trellis has no hqq quantization; use calibrated or nearest"),
+    "--quantizer calibrated": (
+        2, "Error: --quantizer calibrated needs the experts' inputs; give a profile that has them with --profile"
+    ),
+    "--quantizer nearest --profile PROFILE": (
+        2, "Error: --profile: nearest does not use a profile, and neurons are sorted only for a sparsity; give "
+        "--sparsity, or remove --quantizer"
+    ),
+    "--codec trellis --record-bits 8": (
+        1, "moe-pack: --record-bits 8: a trellis has 2 to 4 bits a weight; use --codec affine"
+    ),
+    "--codec affine --selector-bits 2.5": (
+        1, "moe-pack: --selector-bits 2.5: affine has whole bits only; use --codec trellis"
+    ),
+    "--record-bits 2.5": (
+        1, "moe-pack: --record-bits/--group-size: a trellis has no hqq quantization; use calibrated or nearest"
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", USAGE)
-def test_options_that_do_not_go_together_are_refused(source: Path, profile: Profile, tmp_path: Path, name: str) -> None:
-    options, line = USAGE[name]
-    given = [str(profile.folder) if option == "PROFILE" else option for option in options]
-    refused = run("convert", source, "-o", tmp_path / "p", *given)
-    assert refused.exit_code == 2 and refused.stderr.splitlines()[-1] == f"Error: {line}"
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_formats_that_there_are_not_are_refused(source: Path, tmp_path: Path, name: str) -> None:
-    options, line = REFUSED[name]
-    refused = run("convert", source, "-o", tmp_path / "p", *options)
-    assert (refused.exit_code, refused.stderr) == (1, f"moe-pack: {line}\n")
+def test_options_that_do_not_go_together_and_formats_that_there_are_not_are_refused(
+    source: Path, profile: Profile, tmp_path: Path
+) -> None:
+    for options, (exit_code, line) in REFUSED.items():
+        with case(options):
+            given = [str(profile.folder) if option == "PROFILE" else option for option in options.split()]
+            refused = run("convert", source, "-o", tmp_path / "p", *given)
+            assert refused.exit_code == exit_code and refused.stderr.splitlines()[-1] == line

@@ -155,26 +155,16 @@ def test_a_plan_that_would_round_such_a_neuron_is_refused(tmp_path: Path, mxfp4_
     far.close()
 
 
-FP8_EIGHT = part_format(8, 64)
-
-
 def test_codes_are_kept_wherever_they_are_no_wider_than_what_is_asked_for(
     new_folder: Callable[[], Path], mxfp4_source: Callable[..., Path]
 ) -> None:
+    eight, three = part_format(8, 64), part_format(3, 64)
     cases = [
-        ("fp8", None, (FP8, FP8)),
-        ("fp8", 16, (FP8, FP8)),
-        ("fp8", 8, (FP8, FP8)),
-        ("fp8", 4, (FOUR, FOUR)),
-        ("plain", None, (FOUR, FOUR)),
-        ("plain", 8, (FP8_EIGHT, FP8_EIGHT)),
-        ("plain", "source", (BF16, BF16)),
-        ("mxfp4", None, (MXFP4, E5M2)),
-        ("mxfp4", "source", (MXFP4, E5M2)),
-        ("mxfp4", 8, (MXFP4, E5M2)),
-        ("mxfp4", 4, (MXFP4, FOUR)),
-        ("mxfp4", 3, (part_format(3, 64), part_format(3, 64))),
-    ]
+        *(("fp8", bits, (FP8, FP8)) for bits in (None, 16, 8)), ("fp8", 4, (FOUR, FOUR)),
+        ("plain", None, (FOUR, FOUR)), ("plain", 8, (eight, eight)), ("plain", "source", (BF16, BF16)),
+        *(("mxfp4", bits, (MXFP4, E5M2)) for bits in (None, "source", 8)),
+        ("mxfp4", 4, (MXFP4, FOUR)), ("mxfp4", 3, (three, three)),
+    ]  # fmt: skip
     for coded, bits, expected in cases:
         with case(coded, bits, expected):
             tmp_path = new_folder()

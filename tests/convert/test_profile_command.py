@@ -34,7 +34,7 @@ def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def converted(source: Path, out: Path, *more: str) -> Result:
+def converted(source: Path, out: Path, *more: object) -> Result:
     return run("convert", source, "-o", out, "--group-size", "16", "--quantizer", "nearest", *more)
 
 
@@ -44,14 +44,9 @@ def test_a_profile_says_what_it_does_what_it_cost_and_what_it_found(source: Path
     assert said[0].startswith("mixtral, 2 layers of 4 experts; 256 tokens in sequences of 64, from the sample")
     stages = list(dict.fromkeys(line.partition(":")[0] for line in said[1:]))
     assert stages == [
-        "timing statistics",
-        "statistics",
-        "rotation",
-        "timing sensitivity",
-        "sensitivity",
-        "timing predictors",
+        "timing statistics", "statistics", "rotation", "timing sensitivity", "sensitivity", "timing predictors",
         "predictors",
-    ]
+    ]  # fmt: skip
     (cost,) = (line for line in said if line.startswith("statistics: ") and " done in " not in line)
     assert "G multiplications, about" in cost
     kept = sum(path.stat().st_size for path in (tmp_path / "p").glob("inputs-*.safetensors"))
@@ -62,15 +57,11 @@ def test_a_profile_says_what_it_does_what_it_cost_and_what_it_found(source: Path
 
 
 @pytest.mark.slow
-def test_a_profile_repeated_is_not_made_again(source: Path, profile: Path) -> None:
+def test_a_profile_repeated_is_not_made_again_and_other_options_are_refused(source: Path, profile: Path) -> None:
     before = (profile / "profile.json").stat().st_mtime_ns
     result = run("profile", source, "-o", profile, *SMALL)
     assert result.exit_code == 0 and "statistics" not in result.stderr
     assert (profile / "profile.json").stat().st_mtime_ns == before
-
-
-@pytest.mark.slow
-def test_a_profile_of_other_options_does_not_take_the_place_of_one(source: Path, profile: Path) -> None:
     result = run("profile", source, "-o", profile, *SMALL, "--sensitivity", "none")
     assert result.exit_code == 1
     assert result.stderr.endswith("there is another profile in this folder; give another one, or remove it\n")
@@ -139,13 +130,6 @@ def test_a_conversion_by_a_profile_repeated_does_nothing(source: Path, profile: 
     result = converted(source, tmp_path / "pack", *arguments)
     assert result.exit_code == 0 and "nothing to do" in result.stdout
     assert {path.name: path.read_bytes() for path in (tmp_path / "pack").iterdir()} == before
-
-
-def test_a_profile_of_another_checkpoint_is_refused(profile: Path, tmp_path: Path) -> None:
-    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1, num_shards=2).write(tmp_path / "other")
-    result = converted(other, tmp_path / "pack", "--profile", profile, "--sparsity", "0.5")
-    assert result.exit_code == 1 and "is of another checkpoint; profile this one" in result.stderr
-    assert not (tmp_path / "pack").exists()
 
 
 def test_a_text_that_cannot_be_read_is_found_before_the_conversion(tmp_path: Path) -> None:
@@ -235,8 +219,11 @@ def test_a_conversion_by_a_profile_attaches_it(source: Path, profile: Path, tmp_
     assert (out / "routing.safetensors").read_bytes() == first
 
 
-def test_a_profile_of_another_checkpoint_is_not_attached(profile: Path, tmp_path: Path) -> None:
-    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
+def test_a_profile_of_another_checkpoint_is_refused(profile: Path, tmp_path: Path) -> None:
+    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1, num_shards=2).write(tmp_path / "other")
+    refused = converted(other, tmp_path / "pack", "--profile", profile, "--sparsity", "0.5")
+    assert refused.exit_code == 1 and "is of another checkpoint; profile this one" in refused.stderr
+    assert not (tmp_path / "pack").exists()
     assert converted(other, tmp_path / "pack").exit_code == 0
     result = run("attach", tmp_path / "pack", "--profile", profile)
     assert result.exit_code == 1 and result.stderr == (

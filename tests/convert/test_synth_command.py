@@ -153,36 +153,13 @@ WRONG = {
 def test_wrong_input_ends_in_a_line_that_says_what_to_do(config: Path, new_folder: Callable[[], Path]) -> None:
     for name in WRONG:
         with case(name):
-            tmp_path = new_folder()
-            options, exit_code, line = WRONG[name]
+            tmp_path, (options, exit_code, line) = new_folder(), WRONG[name]
             arguments = options if options[0] == "synth" else ["synth", config, *options]
             result = run(*arguments, "-o", tmp_path / "pack")
             assert result.exit_code == exit_code
             assert line in result.stderr
             assert "Traceback" not in result.stderr
             assert not (tmp_path / "pack").exists()
-
-
-def test_a_plan_for_another_model_or_of_another_version_is_refused(config: Path, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    held = {"format": "moe-pack plan", "version": 1, "selector": "up", "quantizer": "nearest"}
-    path.write_text(json.dumps({**held, "formats": [], "experts": [], "dense": [], "sparsity": [], "theta": None}))
-    result = run("synth", config, "-o", tmp_path / "pack", "--plan", path)
-    assert result.stderr == f"moe-pack: {path}: 0 layers planned, but the model has 3 with experts\n"
-    path.write_text(json.dumps({**held, "version": 2}))
-    result = run("synth", config, "-o", tmp_path / "pack", "--plan", path)
-    assert result.stderr == (
-        f"moe-pack: {path}: expected format 'moe-pack plan', version 1; make it with moe-pack plan -o\n"
-    )
-
-
-def test_a_folder_that_holds_something_else_is_refused(config: Path, tmp_path: Path) -> None:
-    out = tmp_path / "pack"
-    out.mkdir()
-    (out / "notes.txt").write_text("mine")
-    result = run("synth", config, "-o", out)
-    assert result.exit_code == 1
-    assert "contains 'notes.txt', which is not part of a conversion; give a new or empty folder" in result.stderr
 
 
 def test_a_pack_in_memory_is_a_link_that_says_how_to_remove_it(config: Path, tmp_path: Path) -> None:
