@@ -15,12 +15,11 @@ from moe_pack.runtime import (
     DiskFacts,
     FixedCosts,
     MachineFacts,
-    ReadRate,
     WidthRate,
     load_facts,
     save_facts,
 )
-from moe_pack.runtime.engine.machine import CpuFacts, LinkFacts, SizedRate, facts_file
+from moe_pack.runtime.engine.machine import CpuFacts, LinkFacts, ReadRate, SizedRate, facts_file
 
 SIZES = [4096 << i for i in range(13)]
 
