@@ -23,7 +23,7 @@ SHORT = ["--sample", "512"]
 
 
 def checked(*arguments: str | Path, exit_code: int = 0) -> dict[str, Any]:
-    """What --json says, each check under its name."""
+    """Returns the JSON of the command, with each check also under its name."""
     result = run("check", *arguments, "--json")
     assert result.exit_code == exit_code, result.output
     found: dict[str, Any] = json.loads(result.stdout)

@@ -70,7 +70,7 @@ def unfinished(source: Path, out: Path) -> Path:
 
 
 def refusal(source: Path, out: Path) -> str:
-    """What a conversion into a folder says that it leaves exactly as it was."""
+    """Returns the error of a conversion into a folder that it leaves exactly as it was."""
     before = files_in(out)
     with pytest.raises(ConversionError) as caught:
         converted(source, out)

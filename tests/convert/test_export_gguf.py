@@ -1,7 +1,7 @@
 """GGUF out: a pack becomes a GGUF file, whose metadata, tensors and logits are judged by llama.cpp's own.
 
-The golden files of tests/data/gguf are by llama.cpp's converter. What we write of a pack of one is compared with it,
-key by key and value by value. docs/export.md has what llama.cpp computes from our files.
+The golden files of tests/data/gguf are by llama.cpp's converter. Our file of a pack of one is compared with it, key by
+key and value by value. docs/export.md has llama.cpp's results with our files.
 """
 
 import json

@@ -78,7 +78,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 @pytest.fixture(scope="module")
 def losses(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What the plans at 2, 3 and 8 bits lose."""
+    """The losses of the plans at 2, 3 and 8 bits."""
     found = []
     for number, nats in enumerate((0.1, 0.03, 0.01)):
         out = tmp_path_factory.mktemp("losses") / str(number)

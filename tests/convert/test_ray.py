@@ -80,7 +80,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(source: Path) -> Path:
-    """What one process makes: `profile` and `pack`."""
+    """The results of one process: `profile` and `pack`."""
     folder = source.parent / "whole"
     finish(start("profile", source, folder / "profile", *PROFILE))
     finish(start("convert", source, folder / "pack", *PACK, "--profile", folder / "profile"))
