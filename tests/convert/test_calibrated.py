@@ -253,7 +253,7 @@ def test_a_weight_that_no_scale_holds_is_named(
     held.close()
 
 
-def test_kept_codes_and_biases_stand_beside_calibrated_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_codes_and_biases_stand_next_to_calibrated_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOADED, "mixtral", held_so(IN_BLOCKS, bias=("gate", "up")))
 
     def change(tensors: Tensors) -> None:

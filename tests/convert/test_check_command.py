@@ -110,7 +110,7 @@ def test_the_size_allowed_is_the_last_that_passes(made: Path) -> None:
     assert checked(made, "--max-bytes", str(size - 1), exit_code=1)["bytes"]["status"] == "failed"
 
 
-def test_loss_measured_before_is_taken_from_beside_the_pack_and_said_to_be(source: Path, packed: Path) -> None:
+def test_loss_measured_before_is_taken_from_next_to_the_pack_and_said_to_be(source: Path, packed: Path) -> None:
     assert run("eval", packed, "--against", source, "--tokens", "512").exit_code == 0
     found = checked(packed, "--max-kl", "1")
     assert found["kl"]["status"] == "passed" and found["kl"]["found"].endswith("(508 tokens, quality.json)")

@@ -115,7 +115,7 @@ def test_killed_at_any_step_and_resumed_it_writes_the_same_bytes(each_step: list
     assert faulty(each_step) == []
 
 
-def test_the_steps_are_all_kinds_of_change_to_the_drive_and_every_file_is_among_them(each_step: list[Trial]) -> None:
+def test_the_steps_are_all_kinds_of_change_to_the_disk_and_every_file_is_among_them(each_step: list[Trial]) -> None:
     steps = each_step[-1].runs[0].steps
     assert len(each_step) == len(steps)
     assert {action for action, _ in steps} == {"mkdir", "create", "truncate", "write", "fsync", "rename", "unlink"}
@@ -184,7 +184,7 @@ def test_a_second_conversion_into_the_folder_says_so_and_leaves_the_first_alone(
 
 
 @pytest.fixture(scope="module")
-def small_drive(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trial]]:
+def small_space(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trial]]:
     """The scenarios of a disk that is too small, on a tmpfs of 2 MiB.
 
     It is mounted in a namespace of the command's own, and so goes with it, however it ends.
@@ -203,9 +203,9 @@ def small_drive(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tria
 
 @pytest.mark.slow
 def test_a_disk_too_small_is_refused_before_any_large_write_and_resumes_with_room(
-    small_drive: dict[str, list[Trial]],
+    small_space: dict[str, list[Trial]],
 ) -> None:
-    (trial,) = small_drive["full_from_the_start"]
+    (trial,) = small_space["full_from_the_start"]
     refused, resumed = trial.runs
     assert_one_clear_line(
         refused.error, "more bytes, the disk has", "free; free some space, then run the same command again"
@@ -215,10 +215,10 @@ def test_a_disk_too_small_is_refused_before_any_large_write_and_resumes_with_roo
     assert faulty([trial]) == []
 
 
-def test_a_drive_that_fills_up_at_any_write_stops_the_conversion_which_resumes_with_room(
-    small_drive: dict[str, list[Trial]],
+def test_a_disk_that_fills_up_at_any_write_stops_the_conversion_which_resumes_with_room(
+    small_space: dict[str, list[Trial]],
 ) -> None:
-    trials = small_drive["filling_up"]
+    trials = small_space["filling_up"]
     assert faulty(trials) == []
     # Where the file's last page had space, the write did not need the disk's.
     stopped = [trial for trial in trials if trial.runs[0].error]

@@ -23,7 +23,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "config.json")
 
 
-def test_a_plan_for_a_card_is_refused(config: str) -> None:
+def test_a_plan_for_a_gpu_is_refused(config: str) -> None:
     result = run("plan", config, "--target-vram", "11G", "--device", "cuda")
     assert result.exit_code == 1
     assert "--device cuda: models with an encoder do not run on GPUs; give --device cpu" in result.stderr

@@ -98,7 +98,7 @@ def test_what_an_interrupted_run_left_of_other_text_is_in_nobodys_way(
 
 
 @pytest.mark.slow
-def test_exactly_the_source_runs_beside_the_pack(source: Path, packed: Path) -> None:
+def test_exactly_the_source_runs_next_to_the_pack(source: Path, packed: Path) -> None:
     compact = measured(packed, "--against", source, *SHORT)["against"]
     exact = measured(packed, "--against", source, "--exact", *SHORT)["against"]
     assert exact["is_exact"] and not compact["is_exact"]

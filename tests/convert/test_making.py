@@ -144,7 +144,7 @@ def test_stopped_before_any_step_it_ends_in_the_same_pack(
         shutil.rmtree(out.parent)
 
 
-def test_a_finished_pack_is_not_made_again_and_another_wish_is_refused(workplace: Workplace, tmp_path: Path) -> None:
+def test_a_finished_pack_is_not_made_again_and_another_goal_is_refused(workplace: Workplace, tmp_path: Path) -> None:
     out = tmp_path / "packed"
     workplace.make(out, None)
     held = folder_bytes(out)
@@ -158,7 +158,7 @@ def test_a_finished_pack_is_not_made_again_and_another_wish_is_refused(workplace
     )
 
 
-def test_what_was_begun_for_another_wish_is_not_gone_on_with(workplace: Workplace, tmp_path: Path) -> None:
+def test_what_was_begun_for_another_goal_is_not_gone_on_with(workplace: Workplace, tmp_path: Path) -> None:
     out = tmp_path / "packed"
     with pytest.raises(StoppedError):
         workplace.make(out, None, stop_at=20)

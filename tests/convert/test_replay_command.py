@@ -52,7 +52,7 @@ def routes(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_policy_stands_under_every_budget_with_the_optimum_beside(demo: Path, routes: Path) -> None:
+def test_every_policy_stands_under_every_budget_next_to_the_optimum(demo: Path, routes: Path) -> None:
     result = done("replay", routes, "--pack", demo, "--budget", "10.5M,11M", "--read-rate", "1G")
     lines = result.stdout.splitlines()
     assert lines[0] == f"{routes}: 6 tokens of prompts in 1 passes, 40 decoded"
@@ -96,7 +96,7 @@ def test_a_profile_is_replayed_by_its_held_out_text_and_predicts_by_its_paths(tm
 
 
 @pytest.mark.slow
-def test_paths_beside_the_pack_predict_where_a_record_has_nothing_predicted(
+def test_paths_next_to_the_pack_predict_where_a_record_has_nothing_predicted(
     demo: Path, routes: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(demo, tmp_path / "packed")

@@ -58,7 +58,7 @@ def test_only_what_changed_is_made_and_the_pack_is_as_made_directly(checkpoint: 
     assert different_files(files_in(tmp_path / "second"), files_in(tmp_path / "direct")) == []
 
 
-def test_what_is_taken_is_copied_not_made_anew(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_what_is_taken_is_copied_not_made_again(checkpoint: Checkpoint, tmp_path: Path) -> None:
     first, _ = plans(checkpoint)
     other = Checkpoint(TinyMixtral(num_layers=2, num_experts=3, intermediate_size=70, seed=9).write(tmp_path / "other"))
     convert(other, first, tmp_path / "second", 1, earlier=tmp_path / "first")  # which says that its caller must know
@@ -67,7 +67,7 @@ def test_what_is_taken_is_copied_not_made_anew(checkpoint: Checkpoint, tmp_path:
     other.close()
 
 
-def test_an_expert_in_another_neuron_order_is_made_anew(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_an_expert_in_another_neuron_order_is_made_again(checkpoint: Checkpoint, tmp_path: Path) -> None:
     first, _ = plans(checkpoint)
     order = np.tile(np.arange(70, dtype=np.uint32), (2, 3, 1))
     order[1, 0] = order[1, 0, ::-1]
