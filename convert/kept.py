@@ -28,8 +28,7 @@ _Kept = Callable[[int, int, specs.Matrix, plans.PartFormat], plans.PartFormat]
 def kept_format(checkpoint: families.Checkpoint, source: families.SourceMatrix) -> plans.PartFormat | None:
     """Returns the format that keeps a matrix without loss; None if there is none (F16, F32, packed codes).
 
-    MXFP4 blocks that lie across the neurons are kept in `e5m2`, or in `bf16` if the exponents of a neuron are too far
-    apart.
+    MXFP4 blocks across the neurons are kept in `e5m2`, or in `bf16` if a neuron's exponents are too far apart.
     """
     part = _codes_format(source)
     if part is None:
@@ -79,7 +78,13 @@ def keep_source(
         tuple(_expert(layer_idx, e, expert, kept) for e, expert in enumerate(layer))
         for layer_idx, layer in enumerate(plan.experts)
     )
-    return replace(plan, experts=experts, dense=_kept_dense(checkpoint, plan.dense, dense))
+    if not isinstance(dense, float | int):
+        return replace(plan, experts=experts, dense=(None,) * len(plan.dense))  # the source's bytes
+    keeps = dense >= plans.FP8.width
+    sources = [checkpoint.dense_source(role.name) for role in specs.dense_roles(spec)]
+    parts = zip(sources, plan.dense, strict=True)
+    formats = tuple(None if source.codec == "fp8" and keeps else part for source, part in parts)
+    return replace(plan, experts=experts, dense=formats)
 
 
 def lossless_formats(checkpoint: families.Checkpoint) -> dict[specs.Matrix, plans.PartFormat]:
@@ -156,18 +161,6 @@ def _codes_format(source: families.SourceMatrix) -> plans.PartFormat | None:
     return plans.FP8 if source.codec == "fp8" else None
 
 
-def _kept_dense(
-    checkpoint: families.Checkpoint, planned: tuple[plans.PartFormat | None, ...], bits: options.Bits
-) -> tuple[plans.PartFormat | None, ...]:
-    if not isinstance(bits, float | int):
-        return (None,) * len(planned)
-    sources = [checkpoint.dense_source(role.name) for role in specs.dense_roles(checkpoint.spec)]
-    return tuple(
-        None if source.codec == "fp8" and bits >= plans.FP8.width else part
-        for source, part in zip(sources, planned, strict=True)
-    )
-
-
 def _check_kept(checkpoint: families.Checkpoint, source: families.SourceMatrix, part: plans.PartFormat) -> None:
     if _codes_format(source) != part:
         raise errors.PlanError(
@@ -183,9 +176,6 @@ def exponent_span(checkpoint: families.Checkpoint, source: families.SourceMatrix
 
 
 def checkpoint_repeats(checkpoint: families.Checkpoint) -> int:
-    """Returns how many neurons of an expert have two rows by default, if codes are calibrated.
-
-    None if the checkpoint is quantized itself, because a plan may keep its codes.
-    """
+    """Returns the usual number of neurons with two rows; 0 if the checkpoint has codes: a plan may keep them."""
     is_coded = any(source.is_kept for source in checkpoint.claims.experts.values())
     return 0 if is_coded else quantize.usual_repeats(checkpoint.spec.expert.source_size)

@@ -327,11 +327,8 @@ def _rotated_note(order: options.PackOrder, is_plain: bool) -> list[str]:
 
 
 def _sample(checkpoint: families.Checkpoint, text: Text) -> forward.Tokens:
-    return forward.read_tokens(None, None, text, options.CALIBRATION_TOKENS, _sequence_length(checkpoint))
-
-
-def _sequence_length(checkpoint: families.Checkpoint) -> int:
-    return min(options.SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+    length = min(options.SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+    return forward.read_tokens(None, None, text, options.CALIBRATION_TOKENS, length)
 
 
 def make_pack_for_target(order: options.PackOrder, progress: formats.Progress = formats.NO_PROGRESS) -> PackForTarget:
@@ -350,7 +347,11 @@ def make_pack_for_target(order: options.PackOrder, progress: formats.Progress = 
         rotate, text = PlanRotation.choice(order.rotate, not target.has_our_parts), Text(checkpoint.files)
         for note in notes:
             progress.say(f"note: {note}")
-        tokens = _eval_tokens(checkpoint, text, order)
+        length = min(options.SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+        if order.eval_data is None:
+            tokens = forward.unseen_tokens(text, order.eval_tokens, length)
+        else:
+            tokens = forward.read_tokens(order.eval_data, None, text, order.eval_tokens, length)
         operations = stack.enter_context(operations_for(torch.device("cpu")))
         found = _profile_for_target(checkpoint, text, order, rotate, progress)
         rotation = PlanRotation.chosen(rotate, checkpoint, found)
@@ -381,13 +382,6 @@ def _placed(
     target = plan.with_kv_dtype(target, checkpoint.spec, dtypes)
     plan.check_budget(target, checkpoint.spec, dtypes)
     return target
-
-
-def _eval_tokens(checkpoint: families.Checkpoint, text: Text, order: options.PackOrder) -> forward.Tokens:
-    length = _sequence_length(checkpoint)
-    if order.eval_data is None:
-        return forward.unseen_tokens(text, order.eval_tokens, length)
-    return forward.read_tokens(order.eval_data, None, text, order.eval_tokens, length)
 
 
 def _profile_for_target(

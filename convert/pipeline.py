@@ -81,10 +81,7 @@ class EarlierPack:
         return has_same_inputs and self._stores_alike((item.layer, item.expert))
 
     def made_item(self, item: layouts.Item) -> encoding.MadeItem:
-        """Returns an item of the pack with its bytes, in their own memory, checked against their digest.
-
-        Raises:  PackError if they are damaged.
-        """
+        """Returns an item of the pack in its own memory, checked against its digest; PackError if it is damaged."""
         assert self.contains(item), item
         pack = self._pack
         if item.kind == "unused":

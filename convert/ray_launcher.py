@@ -75,10 +75,7 @@ Order = TypeVar("Order", options.PackOrder, options.ProfileOrder)
 
 
 def absolute(order: Order) -> Order:
-    """Returns the order with the paths under which other machines find source, output and profile.
-
-    A source on the hub keeps its name: it is in the cache of each machine.
-    """
+    """Returns the order with the paths for other machines; a source on the hub keeps its name, as they have a cache."""
     source = str(Path(order.source).absolute()) if Path(order.source).exists() else order.source
     return replace(order, source=source, output=order.output.absolute())
 

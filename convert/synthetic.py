@@ -150,10 +150,7 @@ def _hidden_rms(spec: formats.ModelSpec) -> float:
 
 
 def _mixer_vector(name: str, num_values: int, stream: np.random.BitGenerator, is_bounded: bool) -> NDArray[np.float32]:
-    """Returns the values of a convolution's kernel, or those that decays follow from: states remember some time.
-
-    Args:    is_bounded: whether a bound times a sigmoid is the logarithm of a decay.
-    """
+    """Returns the values of a convolution's kernel, or those that decays follow from: states remember some time."""
     generator = np.random.Generator(stream)
     if name.endswith("conv"):
         return generator.normal(0.0, 0.5, num_values).astype(np.float32)
@@ -188,10 +185,7 @@ def _down(spec: formats.ModelSpec, num_neurons: int, weight: float) -> WeightDis
 def random_rows(
     layout: formats.RowLayout, num_rows: int, spreads: Mapping[str, WeightDistribution], stream: np.random.BitGenerator
 ) -> NDArray[np.uint8]:
-    """Returns rows with their CRCs: u8 [num_rows, row_bytes].
-
-    Args:    spreads: the distribution of each part's weights.
-    """
+    """Returns rows with their CRCs, u8 [num_rows, row_bytes]; `spreads` has the distribution of each part's weights."""
     words = stream.random_raw(num_rows * layout.row_bytes // 8)  # a row is a multiple of 16 bytes
     assert isinstance(words, np.ndarray), "an array for a number of words"
     rows = words.astype("<u8", copy=False).view(np.uint8).reshape(num_rows, layout.row_bytes)
@@ -299,10 +293,7 @@ _LEAST = 0.02  # of an even share: with experts that no token chooses, the model
 
 
 def skewed_popularity(spec: formats.ModelSpec, skew: float, seed: int) -> Floats:
-    """Returns the share of tokens for each expert, [L, E], by Zipf's law: that of the r-th is as `r ** -skew`.
-
-    The order of the experts is drawn for each layer.
-    """
+    """Returns the share of tokens for each expert, [L, E], by Zipf's law: as `r ** -skew`, with drawn ranks r."""
     E = spec.router.num_experts
     shares = _shares(np.arange(1.0, E + 1) ** -skew, spec.router.num_experts_per_tok)
     generator = np.random.Generator(random_stream(seed, _RANKS))
@@ -337,10 +328,7 @@ def _shares(weights: Floats, k: int) -> Floats:
 
 
 def popular_logits(shares: Floats, router: formats.RouterSpec, seed: int) -> Floats:
-    """Returns the constant logits of experts, [E], with which these shares of tokens choose them.
-
-    Args:    shares: [E]; they add up to the number of experts a token.
-    """
+    """Returns the constant logits, [E], with which these shares of tokens, [E], choose experts; shares add up to k."""
     E = len(shares)
     if np.ptp(shares) < 1e-9:
         return np.zeros(E)
@@ -477,10 +465,7 @@ class SyntheticTraits:
 
 
 def synthetic_layout(spec: formats.ModelSpec, plan: formats.Plan) -> formats.PackLayout:
-    """Returns the layout of a synthetic pack; tensors that are not quantized are bfloat16.
-
-    Raises:  PlanError if the plan does not fit the model.
-    """
+    """Returns the layout of a synthetic pack, bfloat16 where not quantized; PlanError if the plan does not fit."""
     spec, plan = _without_repeats(spec, plan)
     return layouts.pack_layout(spec, plan, specs.usual_dtypes(spec))
 

@@ -38,10 +38,7 @@ def environment_for(machine: str) -> dict[str, str]:
 
 
 def run_python(module: str, *arguments: str, environment: dict[str, str]) -> None:
-    """Runs a module of this Python.
-
-    Raises:  subprocess.CalledProcessError if it fails.
-    """
+    """Runs a module of this Python; raises subprocess.CalledProcessError if it fails."""
     subprocess.run([sys.executable, "-m", module, *arguments], check=True, env=environment)
 
 

@@ -184,10 +184,7 @@ def recall_text(recall: float, best: Sequence[str]) -> str:
 def compared_ids(
     pack: formats.Pack, text: TextIO | None = None, num_tokens: int = 512, advice: str = "give another text with --text"
 ) -> list[int]:
-    """Returns at most `num_tokens` tokens on which logits are compared: of a text, else of a passage of ours.
-
-    Raises:  RunError with `advice` if the text has no token.
-    """
+    """Returns at most `num_tokens` tokens of a text, else of a passage of ours; RunError with `advice` without one."""
     num_tokens = min(num_tokens, pack.spec.max_position_embeddings)
     if not pack.has("tokenizer.json"):
         return [7919 * place % pack.spec.vocab_size for place in range(num_tokens)]  # without a tokenizer, any tokens

@@ -114,10 +114,7 @@ def quiet_ray() -> None:
 
 
 def known_facts(folder: Path) -> runtime.MachineFacts | None:
-    """Returns what `doctor` measured of this machine and of the disk of a folder, which need not exist yet.
-
-    Raises:  RunError if the stored facts are damaged.
-    """
+    """Returns the facts that `doctor` stored of this machine and a folder's disk; RunError if they are damaged."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return runtime.load_facts(cli.cache_folder(), nearest)
 

@@ -141,10 +141,7 @@ class _AllNeurons(model.PackWeights):
 def compare_export(
     pack: Pack, folder: Path, ids: list[int], operations: model.Operations = model.TORCH
 ) -> verify.LogitsError:
-    """Returns the difference of an export's predictions of each next token of `ids` from the pack's with all neurons.
-
-    The export is read back as a checkpoint.
-    """
+    """Returns the difference of predictions of each next token of `ids`: of an export, read back, and the pack's."""
     weights = _AllNeurons(pack, torch.device("cpu"), operations)
     try:
         expected = verify.text_logits(weights, ids)

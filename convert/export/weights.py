@@ -76,10 +76,7 @@ class PlainExpert:
             self.biases["down"] = rotation.source_rows("down", bias[None])[0]
 
     def scales(self, matrix: formats.Matrix) -> tuple[Tensor, Tensor] | None:
-        """Returns scales and zeros of the rows of a matrix, float32 [f, groups] each, in the source's order.
-
-        None if the stored rows are not affine codes in the source's coordinates.
-        """
+        """Returns scales and zeros of rows in the source's order, float32 [f, groups] each; None without such."""
         place = self._layout.find(matrix)
         assert place is not None, f"{matrix} is one of the family's matrices"
         layout, part, base = place
